@@ -1,0 +1,1 @@
+"""megaframe: pretrains GPT-style transformers; layout never changes the answer."""

@@ -1,0 +1,246 @@
+"""Every key of a run, typed, with its documentation: the contract between a user and megaframe.
+
+Sections are frozen; the docstring under a field is what `--explain section.key` prints. Checks that
+concern one section live here; checks that need several (divisibility, layout) live in `check.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys refused, field docstrings kept as descriptions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Run(Section):
+    dir: str = "runs/default"
+    """Folder of the run: resolved config, metrics and checkpoints are written into it."""
+    seed: NonNegative = 1234
+    """Seed of initial weights, data order and dropout. The same seed gives the same run."""
+    deterministic: bool = False
+    """Use deterministic algorithms only, so that two runs are bitwise equal on a GPU too."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train: `auto` takes the GPU when there is one."""
+
+
+class RotaryScaling(Section):
+    kind: Literal["none", "llama3", "yarn"] = "none"
+    """How rotary frequencies are stretched to contexts longer than the model was trained on."""
+    factor: Annotated[float, Field(ge=1.0)] = 1.0
+    """Context length after stretching divided by `original_length`."""
+    original_length: Positive = 8192
+    """Context length in tokens before stretching."""
+    low_frequency: float = 1.0
+    """llama3: wavelengths above original_length / low_frequency are stretched in full.
+    yarn: rotations at and under which a frequency is stretched in full (its beta_slow)."""
+    high_frequency: float = 4.0
+    """llama3: wavelengths below original_length / high_frequency are kept as they are.
+    yarn: rotations at and above which a frequency is kept (its beta_fast, usually 32)."""
+
+
+class Model(Section):
+    layers: Positive = 12
+    """Number of transformer blocks."""
+    hidden: Positive = 768
+    """Width of the residual stream."""
+    heads: Positive = 12
+    """Number of query heads."""
+    kv_heads: Positive | None = None
+    """Number of key and value heads; divides `heads`. Default: `heads` (no sharing)."""
+    head_dim: Positive | None = None
+    """Width of one head. Default: hidden / heads."""
+    ffn: Positive | None = None
+    """Inner width of the MLP. Default: 4 * hidden."""
+    vocab: Positive | None = None
+    """Vocabulary size. Default: that of `data.tokenizer`."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation before attention, before the MLP and before the head."""
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    """Epsilon of the normalisation."""
+    position: Literal["learned", "rotary", "none"] = "rotary"
+    """How a token knows its position: a learned table, or rotated queries and keys."""
+    positions: Positive | None = None
+    """Rows of the learned position table. Default: train.seq."""
+    rotary_base: Annotated[float, Field(gt=0)] = 10000.0
+    """Base of the rotary wavelengths."""
+    rotary_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of each head's width that is rotated."""
+    rotary_scaling: RotaryScaling = RotaryScaling()
+    """Stretching of rotary frequencies to longer contexts."""
+    activation: Literal["gelu", "gelu_tanh", "relu2", "swiglu"] = "gelu_tanh"
+    """Activation of the MLP; `relu2` is squared ReLU, `swiglu` is gated with SiLU."""
+    bias: bool = False
+    """Biases in all linears and, with layernorm, in the norms."""
+    qkv_bias: bool | None = None
+    """Biases in the query, key and value projections only. Default: `bias`."""
+    tie_embeddings: bool = False
+    """Use the token embedding as the output head."""
+    qk_norm: bool = False
+    """RMS-normalise each query and key head before rotation (one learned gain per head width)."""
+    window: Positive | None = None
+    """Sliding-window attention: a token sees itself and the `window` - 1 tokens before it."""
+    logit_softcap: Annotated[float, Field(gt=0)] | None = None
+    """Replace logits x by cap * tanh(x / cap)."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout on embeddings and on each residual branch; the mask depends on seed, step, layer and
+    token only, never on the layout."""
+    init_std: Annotated[float, Field(gt=0)] = 0.02
+    """Standard deviation of initial weights; output projections get init_std / sqrt(2 * layers)."""
+
+
+class Parallel(Section):
+    tensor: Positive = 1
+    """Ranks that split each matrix (and, outside the matrices, the sequence)."""
+    context: Positive = 1
+    """Ranks that split the sequence inside attention."""
+    pipeline: Positive = 1
+    """Ranks that split the layers into stages."""
+    chunks: Positive = 1
+    """Stages per pipeline rank (virtual pipeline)."""
+    data: Positive | None = None
+    """Ranks that split the batch. Default: what remains of the world."""
+    data_replicate: Positive = 1
+    """Replicas of a shard group (hybrid sharding); divides `data`."""
+    expert: Positive = 1
+    """Ranks that split the experts."""
+    expert_tensor: Positive = 1
+    """Ranks that split each expert's matrices."""
+    zero: Annotated[int, Field(ge=0, le=3)] = 0
+    """What data ranks shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights."""
+    schedule: str = "1f1b"
+    """Order of forward and backward passes."""
+    serial: bool = False
+    """Run communication in line with compute. Never changes a bit of the result; for debugging."""
+    timeout: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds after which a collective that does not finish ends the run with an error."""
+
+
+class BatchRamp(Section):
+    start: Positive
+    """Global batch of the first step, in samples; a multiple of `increment`."""
+    increment: Positive
+    """Samples by which the global batch grows each time."""
+    samples: Positive
+    """Samples over which it grows, in equal parts, from `start` to `train.global_batch`."""
+
+
+class Train(Section):
+    steps: Positive = 1000
+    """Optimizer steps of the whole run."""
+    seq: Positive = 1024
+    """Tokens per sample."""
+    global_batch: Positive = 8
+    """Samples per optimizer step over all ranks."""
+    microbatch: Positive = 1
+    """Samples per forward pass on one rank."""
+    batch_ramp: BatchRamp | None = None
+    """Start with a smaller global batch and grow it."""
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
+    """Type of the matrix products. bf16 and fp16 keep fp32 weights and gradients beside it."""
+    recompute: Literal["none", "full"] = "none"
+    """`full` keeps only each block's input and runs the block again in backward."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the target probability that is spread over the vocabulary."""
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the squared log-partition penalty per token (PaLM uses 1e-4)."""
+    eval_every: NonNegative = 0
+    """Evaluate on the validation split every so many steps; 0 never."""
+    eval_samples: Positive = 64
+    """Samples of the validation split per evaluation; the same ones each time."""
+
+
+class Optim(Section):
+    name: Literal["adamw"] = "adamw"
+    """Optimizer."""
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    """Peak learning rate."""
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Learning rate at the end of the decay."""
+    schedule: Literal["constant", "cosine", "linear", "wsd", "inverse_sqrt"] = "cosine"
+    """Learning rate after warm-up. `wsd` stays at `lr` and falls linearly at the end."""
+    warmup: NonNegative = 0
+    """Steps of linear warm-up from 0."""
+    decay: Positive | None = None
+    """cosine, linear: step at which `min_lr` is reached (default: train.steps). wsd: number of
+    steps of the final fall (default: a fifth of train.steps)."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the running mean of gradients."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the running mean of squared gradients."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the squared-gradient mean."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled weight decay of matrices and embeddings; norms and biases have none."""
+    clip: Annotated[float, Field(ge=0)] = 1.0
+    """Largest global gradient norm; 0 clips nothing."""
+    loss_scale: Annotated[float, Field(gt=0)] = 65536.0
+    """fp16: loss scale at the start; halved on overflow."""
+    loss_scale_window: Positive = 1000
+    """fp16: steps without overflow after which the loss scale doubles."""
+
+
+class Source(Section):
+    path: str
+    """Token files without their suffix: PATH.bin and PATH.idx."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the samples that come from this source, relative to the others."""
+
+
+class Data(Section):
+    sources: tuple[Source, ...] = ()
+    """Token files and their weights in the blend."""
+    split: tuple[Fraction, Fraction, Fraction] = (0.98, 0.02, 0.0)
+    """Shares of each source's documents for training, validation and test, in this order."""
+    tokenizer: str | None = None
+    """KIND:PATH with KIND sentencepiece, hf or tiktoken, or just `bytes`."""
+    reset_positions: bool = False
+    """Count positions from 0 again at the start of each document inside a sample."""
+    reset_attention: bool = False
+    """Keep attention inside each document of a sample."""
+    mask_eod: bool = False
+    """Give no loss to the token after an end of document (the first of an unrelated text)."""
+    prefetch: NonNegative = 2
+    """Batches that a background thread reads ahead."""
+
+
+class Checkpoint(Section):
+    every: NonNegative = 1000
+    """Save every so many steps and at the end; 0 never saves."""
+    keep: Positive = 2
+    """Newest checkpoints that are kept."""
+    resume: str | None = None
+    """`latest` continues from the run folder's newest checkpoint (a fresh start where there is
+    none yet); a path continues from that checkpoint."""
+
+
+class Meter(Section):
+    every: Positive = 1
+    """Steps between two lines on the console; metrics.jsonl has every step."""
+    tensorboard: bool = False
+    """Write TensorBoard events into the run folder."""
+    wandb: str | None = None
+    """Weights & Biases project; without an API key the run is recorded offline."""
+    peak_tflops: Annotated[float, Field(gt=0)] | None = None
+    """Dense peak of one device in TFLOP/s. Default: known chips by name; a CPU is measured."""
+
+
+class RunConfig(Section):
+    """Everything that determines a run. Frozen; equal configs give equal runs."""
+
+    run: Run = Run()
+    model: Model = Model()
+    parallel: Parallel = Parallel()
+    train: Train = Train()
+    optim: Optim = Optim()
+    data: Data = Data()
+    checkpoint: Checkpoint = Checkpoint()
+    meter: Meter = Meter()

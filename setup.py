@@ -1,0 +1,50 @@
+"""Packaging of megaframe. The pinned set that the tests ran with is constraints.txt."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+wandb = ["wandb>=0.22,<0.32"]
+tensorboard = ["tensorboard>=2.18,<2.22"]
+data = ["tiktoken>=0.9,<0.15", "pyarrow>=18,<27", "zstandard>=0.23,<0.26"]
+hf = ["tokenizers>=0.21,<0.24"]
+cloud = ["fsspec>=2025.1,<2027", "s3fs>=2025.1,<2027"]
+ray = ["ray[train,tune]>=2.40,<2.61"]
+test = [
+    "pytest>=8,<10",
+    "hypothesis>=6.100,<7",
+    "import-linter>=2.1,<3",
+    "ruff>=0.12,<0.18",
+    "mypy>=1.15,<3",
+    "types-PyYAML>=6.0.12",
+]
+
+setup(
+    name="megaframe",
+    version="0.1.0",
+    description="Pretrains GPT-style transformers; layout never changes the answer.",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.10",
+    packages=find_packages(include=["megaframe", "megaframe.*"]),
+    package_data={"megaframe": ["py.typed"]},
+    install_requires=[
+        "torch>=2.9,<2.14",
+        "numpy>=1.26,<2.5",
+        "pydantic>=2.10,<2.15",
+        "PyYAML>=6.0,<6.1",
+        "safetensors>=0.5,<0.9",
+        "sentencepiece>=0.2,<0.3",
+        "rich>=13.9,<16",
+        "xxhash>=3.5,<5",
+    ],
+    extras_require={
+        "wandb": wandb,
+        "tensorboard": tensorboard,
+        "data": data,
+        "hf": hf,
+        "cloud": cloud,
+        "ray": ray,
+        "dev": wandb + tensorboard + data + hf + test,
+    },
+)
