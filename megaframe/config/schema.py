@@ -54,11 +54,11 @@ class Model(Section):
     """Width of the residual stream."""
     heads: Positive = 12
     """Number of query heads."""
-    kv_heads: Positive | None = None
+    kv_heads: Positive = Field(default_factory=lambda given: given["heads"])
     """Number of key and value heads; divides `heads`. Default: `heads` (no sharing)."""
-    head_dim: Positive | None = None
+    head_dim: Positive = Field(default_factory=lambda given: given["hidden"] // given["heads"])
     """Width of one head. Default: hidden / heads."""
-    ffn: Positive | None = None
+    ffn: Positive = Field(default_factory=lambda given: 4 * given["hidden"])
     """Inner width of the MLP. Default: 4 * hidden."""
     vocab: Positive | None = None
     """Vocabulary size. Default: that of `data.tokenizer`."""
@@ -80,7 +80,7 @@ class Model(Section):
     """Activation of the MLP; `relu2` is squared ReLU, `swiglu` is gated with SiLU."""
     bias: bool = False
     """Biases in all linears and, with layernorm, in the norms."""
-    qkv_bias: bool | None = None
+    qkv_bias: bool = Field(default_factory=lambda given: given["bias"])
     """Biases in the query, key and value projections only. Default: `bias`."""
     tie_embeddings: bool = False
     """Use the token embedding as the output head."""
