@@ -1,0 +1,101 @@
+"""ParamSpec: everything that one parameter says about itself, and what follows from it.
+
+The layer that owns a parameter declares its spec and nothing else does. Local slice, initial value,
+gradient groups, bucket, norm and count, checkpoint slices, decay groups and model FLOPs are derived
+from it; no code looks at names or hangs attributes on tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Role = Literal["matrix", "embedding", "head", "gain", "bias"]
+"""matrix, head: multiplied once per token; embedding: looked up; gain, bias: of norms, linears."""
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Initial values drawn from a normal distribution of mean 0."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same initial value everywhere."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular piece of a tensor: where it starts and how far it goes in each dim."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The same piece as an index into the full tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A logical tensor, whole, whatever the layout.
+
+    name:    dotted path, unique in the model.
+    shape:   full shape. Fused weights keep their parts as dims of their own, so that a shard is
+             always a plain slice.
+    init:    distribution of the initial values.
+    role:    what the model does with it.
+    decay:   whether weight decay applies.
+    axes:    {dim: axis} for the dims that are split; the others are whole on every rank.
+    partial: axes, besides those that split the batch, on which each rank holds only a part of the
+             gradient's sum.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    init: Normal | Constant
+    role: Role
+    decay: bool = False
+    axes: Mapping[int, str] = field(default_factory=dict)
+    partial: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the full tensor."""
+        return math.prod(self.shape)
+
+    def local(self, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> Box:
+        """The piece held at `coordinate` of axes with `sizes`; remainders go to the first ranks."""
+        offset, shape = [0] * len(self.shape), list(self.shape)
+        for dim, axis in self.axes.items():
+            offset[dim], shape[dim] = share(self.shape[dim], coordinate[axis], sizes[axis])
+        return Box(tuple(offset), tuple(shape))
+
+    def owned(self, coordinate: Mapping[str, int]) -> bool:
+        """Whether the rank at `coordinate` speaks for its piece: of all the ranks that hold the
+        same piece, the one at 0 of every axis that does not split it."""
+        split = set(self.axes.values())
+        return all(index == 0 for axis, index in coordinate.items() if axis not in split)
+
+
+def share(total: int, index: int, parts: int) -> tuple[int, int]:
+    """Start and length of part `index` when `total` things are dealt to `parts` ranks in order."""
+    whole, rest = divmod(total, parts)
+    return index * whole + min(index, rest), whole + (index < rest)
+
+
+def parameter_count(specs: Iterable[ParamSpec]) -> int:
+    """Number of parameters of the model, each counted once."""
+    return sum(spec.size for spec in specs)
