@@ -59,8 +59,6 @@ class ParamSpec:
     role:    what the model does with it.
     decay:   whether weight decay applies.
     axes:    {dim: axis} for the dims that are split; the others are whole on every rank.
-    partial: axes, besides those that split the batch, on which each rank holds only a part of the
-             gradient's sum.
     """
 
     name: str
@@ -69,7 +67,6 @@ class ParamSpec:
     role: Role
     decay: bool = False
     axes: Mapping[int, str] = field(default_factory=dict)
-    partial: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:

@@ -1,0 +1,45 @@
+"""Initial weights that are the same under every layout.
+
+The full tensor is a sequence of row blocks, each drawn from a generator keyed by (seed, name,
+block). A rank draws the blocks that its piece touches and keeps the piece, so memory stays bounded
+and no draw depends on who else draws.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+from megaframe.spec import Box, Normal, ParamSpec
+
+_BLOCK_ELEMENTS = 1 << 20
+
+
+def fill(out: Tensor, spec: ParamSpec, box: Box, seed: int) -> None:
+    """Write the initial values of `spec`'s piece `box` into `out` (of the box's shape).
+
+    Values are drawn in fp32 whatever the type of `out`, so precisions start from the same weights.
+    """
+    if not isinstance(spec.init, Normal):
+        out.fill_(spec.init.value)
+        return
+    width = math.prod(spec.shape[1:])
+    rows = max(1, _BLOCK_ELEMENTS // width)
+    first, count = box.offset[0], box.shape[0]
+    rest = box.slices[1:]
+    for block in range(first // rows, -(-(first + count) // rows)):
+        start, stop = block * rows, min((block + 1) * rows, spec.shape[0])
+        values = torch.empty(stop - start, *spec.shape[1:])
+        values.normal_(0.0, spec.init.std, generator=_generator(seed, spec.name, block))
+        low, high = max(start, first), min(stop, first + count)
+        out[low - first : high - first].copy_(values[(slice(low - start, high - start), *rest)])
+
+
+def _generator(seed: int, name: str, block: int) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
+    generator = torch.Generator()
+    generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return generator

@@ -1,0 +1,76 @@
+"""Linear layers whose backward adds the weight gradient straight into the gradient bucket.
+
+Shape legend: T tokens (all leading dims), I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaframe.parameter import Module, Parameter
+from megaframe.spec import Constant, Normal, ParamSpec
+
+
+class Linear(Module):
+    """y = x W^T + b.
+
+    The weight has shape (*outputs, *inputs): fused parts and heads stay dims of their own, so that a
+    shard is a plain slice. `split` names the dim of the weight that lies on the tensor axis.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        *,
+        std: float,
+        split: int,
+        bias: bool,
+    ) -> None:
+        self.weight = Parameter(
+            ParamSpec(
+                f"{name}.weight",
+                (*outputs, *inputs),
+                Normal(std),
+                role="matrix",
+                decay=True,
+                axes={split: "tensor"},
+            )
+        )
+        self.bias: Parameter | None = None
+        if bias:
+            axes = {split: "tensor"} if split < len(outputs) else {}
+            spec = ParamSpec(f"{name}.bias", outputs, Constant(0.0), role="bias", axes=axes)
+            self.bias = Parameter(spec)
+        self._outputs = len(outputs)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., I] to [..., O], inputs and outputs flattened."""
+        return _Linear.apply(x, self.weight, self.bias, self._outputs)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, outputs: int
+    ) -> Tensor:
+        weight_OI = weight.value.view(math.prod(weight.value.shape[:outputs]), -1)
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.weight_OI = weight, bias, weight_OI
+        return F.linear(x, weight_OI, None if bias is None else bias.value.view(-1))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (x,) = ctx.saved_tensors
+        dy_TO = gradients[0].reshape(-1, gradients[0].shape[-1])
+        dx = (dy_TO @ ctx.weight_OI).view_as(x)
+        ctx.weight.add_product(dy_TO, x.reshape(-1, x.shape[-1]))
+        if ctx.bias is not None:
+            ctx.bias.add(dy_TO.sum(0).view_as(ctx.bias.grad))
+        return dx, None, None, None

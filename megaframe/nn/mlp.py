@@ -1,0 +1,68 @@
+"""The feed-forward half of a block: plain (GELU, squared ReLU) or gated (SwiGLU)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaframe.config import Model
+from megaframe.nn.linear import Linear
+from megaframe.parameter import Module
+
+
+class MLP(Module):
+    """hidden -> ffn -> hidden. With SwiGLU, gate and up are one weight [2, ffn, hidden]."""
+
+    def __init__(self, name: str, model: Model, output_std: float) -> None:
+        self.activation = model.activation
+        if model.activation == "swiglu":
+            outputs, split = (2, model.ffn), 1
+        else:
+            outputs, split = (model.ffn,), 0
+        self.up = Linear(
+            f"{name}.up",
+            (model.hidden,),
+            outputs,
+            std=model.init_std,
+            split=split,
+            bias=model.bias,
+        )
+        self.down = Linear(
+            f"{name}.down", (model.ffn,), (model.hidden,), std=output_std, split=1, bias=model.bias
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., hidden] to the same shape."""
+        return self.down(activate(self.activation, self.up(x)))
+
+
+def activate(kind: str, x: Tensor) -> Tensor:
+    """x [..., F] to [..., F]; for swiglu x [..., 2F] = (gate, up) to silu(gate) * up [..., F]."""
+    if kind == "swiglu":
+        return _SwiGLU.apply(x)
+    if kind == "relu2":
+        return F.relu(x).square()
+    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up (Shazeer 2020). Keeps its input only; backward computes silu(gate) again."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        d_gate_up = torch.empty_like(gate_up)
+        d_gate, d_up = d_gate_up.chunk(2, -1)
+        torch.mul(gradients[0], F.silu(gate), out=d_up)
+        d_gate.copy_(torch.ops.aten.silu_backward(gradients[0] * up, gate))
+        return d_gate_up

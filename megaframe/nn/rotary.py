@@ -1,0 +1,99 @@
+"""Rotary positions (Su et al. 2021), with the Llama-3 and YaRN ways of reaching longer contexts.
+
+Halves are rotated against each other (dim i with dim i + D/2), the convention of the Hugging Face
+Llama weights. Shape legend: B samples, S positions, N heads, D rotated width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaframe.config import Model, RotaryScaling
+
+
+def frequencies(model: Model) -> tuple[Tensor, float]:
+    """Angle per position of each rotated pair, fp64 [D/2], and the factor on queries and keys."""
+    width = rotated_width(model)
+    exponent = torch.arange(0, width, 2, dtype=torch.float64) / width
+    plain = model.rotary_base**-exponent
+    scaling = model.rotary_scaling
+    if scaling.kind == "llama3":
+        return _llama3(plain, scaling), 1.0
+    if scaling.kind == "yarn":
+        return _yarn(plain, scaling, model.rotary_base), 0.1 * math.log(scaling.factor) + 1.0
+    return plain, 1.0
+
+
+def rotated_width(model: Model) -> int:
+    """Number of leading dims of a head that are rotated."""
+    return int(model.head_dim * model.rotary_fraction)
+
+
+def _llama3(plain: Tensor, scaling: RotaryScaling) -> Tensor:
+    """Keep short wavelengths, divide long ones by the factor, blend between (Llama 3.1)."""
+    turns = scaling.original_length * plain / (2 * math.pi)
+    span = scaling.high_frequency - scaling.low_frequency
+    keep = ((turns - scaling.low_frequency) / span).clamp(0.0, 1.0)
+    return plain * (keep + (1.0 - keep) / scaling.factor)
+
+
+def _yarn(plain: Tensor, scaling: RotaryScaling, base: float) -> Tensor:
+    """Keep fast pairs, divide slow ones by the factor, ramp between (Peng et al. 2023, eq. 23-25,
+    with the ramp over the pair's index between the two rotation counts, rounded outwards)."""
+    pairs = len(plain)
+
+    def pair_with(rotations: float) -> float:
+        wavelength = scaling.original_length / (rotations * 2 * math.pi)
+        return pairs * math.log(wavelength) / math.log(base)
+
+    low = max(math.floor(pair_with(scaling.high_frequency)), 0)
+    high = min(math.ceil(pair_with(scaling.low_frequency)), 2 * pairs - 1)
+    ramp = (torch.arange(pairs, dtype=torch.float64) - low) / max(high - low, 1e-3)
+    keep = 1.0 - ramp.clamp(0.0, 1.0)
+    return plain * (keep + (1.0 - keep) / scaling.factor)
+
+
+class Rotary:
+    """Cosine and sine of the rotation at each position, in the type of the activations."""
+
+    def __init__(self, model: Model, positions: Tensor, dtype: torch.dtype) -> None:
+        """positions: int64 [S] or [B, S]."""
+        rate, factor = frequencies(model)
+        angle = positions.to(torch.float64)[..., None] * rate.to(positions.device)
+        self.cos = (angle.cos() * factor).to(dtype).unsqueeze(-2)
+        self.sin = (angle.sin() * factor).to(dtype).unsqueeze(-2)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [B, S, N, head_dim], its leading dims rotated."""
+        width = 2 * self.cos.shape[-1]
+        if width == x.shape[-1]:
+            return _Rotate.apply(x, self.cos, self.sin)
+        rotated = _Rotate.apply(x[..., :width], self.cos, self.sin)
+        return torch.cat((rotated, x[..., width:]), -1)
+
+
+class _Rotate(torch.autograd.Function):
+    """(a, b) -> (a cos - b sin, b cos + a sin); backward turns the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(gradients[0], cos, -sin), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    half = first.shape[-1]
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1.0)
+    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    return out
