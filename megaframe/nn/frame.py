@@ -1,0 +1,66 @@
+"""Frame: what all blocks of a stage share for one microbatch.
+
+Rotary tables, the attention mask and the key of the dropout masks depend on the microbatch, not on
+the block, so they are made once and handed to every block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megaframe.config import Model
+from megaframe.microbatch import Microbatch
+from megaframe.nn.dropout import Dropout
+from megaframe.nn.rotary import Rotary
+
+
+@dataclass(frozen=True)
+class Frame:
+    """rotary: turns queries and keys, None without rotary positions.
+    mask: bool [S, S] or [B, 1, S, S], true where a query (row) may see a key; None for causal.
+    dropout: the masks of this step's tokens, None when nothing is dropped."""
+
+    rotary: Rotary | None
+    mask: Tensor | None
+    dropout: Dropout | None
+
+
+def make_frame(
+    model: Model, microbatch: Microbatch, dtype: torch.dtype, dropout_key: int | None
+) -> Frame:
+    """The frame of `microbatch`. `dropout_key` is a function of seed and step; None in evaluation
+    and when nothing is dropped."""
+    rotary = None
+    if model.position == "rotary":
+        rotary = Rotary(model, positions_of(microbatch), dtype)
+    dropout = None
+    if dropout_key is not None and model.dropout > 0:
+        dropout = Dropout(model.dropout, dropout_key, microbatch.samples_B, microbatch.tokens_BS)
+    return Frame(rotary, _mask(model.window, microbatch), dropout)
+
+
+def positions_of(microbatch: Microbatch) -> Tensor:
+    """Position of each token, int64 [B, S], or [S] when all samples count alike."""
+    if microbatch.positions_BS is not None:
+        return microbatch.positions_BS
+    tokens = microbatch.tokens_BS
+    return torch.arange(tokens.shape[1], device=tokens.device)
+
+
+def _mask(window: int | None, microbatch: Microbatch) -> Tensor | None:
+    tokens, documents = microbatch.tokens_BS, microbatch.documents_BS
+    length = tokens.shape[1]
+    windowed = window is not None and window < length
+    if documents is None and not windowed:
+        return None
+    order = torch.arange(length, device=tokens.device)
+    distance = order[:, None] - order[None, :]
+    mask = distance >= 0
+    if windowed:
+        mask = mask & (distance < window)
+    if documents is not None:
+        mask = (mask & (documents[:, :, None] == documents[:, None, :]))[:, None]
+    return mask

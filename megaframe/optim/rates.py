@@ -1,0 +1,33 @@
+"""The learning rate as a pure function of the number of updates done."""
+
+from __future__ import annotations
+
+import math
+
+from megaframe.config import Optim
+
+
+def learning_rate(optim: Optim, update: int, steps: int) -> float:
+    """Rate of update number `update` (from 0) in a run of `steps` updates.
+
+    Warm-up rises linearly and reaches `lr` at update `warmup`. inverse_sqrt falls from there as
+    sqrt(warmup / update) (Vaswani et al. 2017).
+    """
+    if update < optim.warmup:
+        return optim.lr * (update + 1) / (optim.warmup + 1)
+    fall = optim.lr - optim.min_lr
+    if optim.schedule == "constant":
+        return optim.lr
+    if optim.schedule == "inverse_sqrt":
+        start = max(1, optim.warmup)
+        return max(optim.min_lr, optim.lr * math.sqrt(start / max(start, update)))
+    if optim.schedule == "wsd":
+        length = optim.decay or max(1, steps // 5)
+        done = (update - (steps - length)) / length
+    else:
+        end = optim.decay or steps
+        done = (update - optim.warmup) / max(1, end - optim.warmup)
+    done = min(max(done, 0.0), 1.0)
+    if optim.schedule == "cosine":
+        return optim.min_lr + fall * 0.5 * (1.0 + math.cos(math.pi * done))
+    return optim.lr - fall * done
