@@ -57,6 +57,8 @@ class Attention(Module):
             query_BSND, key_BSGD = self.query_norm(query_BSND), self.key_norm(key_BSGD)
         if frame.rotary is not None:
             query_BSND, key_BSGD = frame.rotary(query_BSND), frame.rotary(key_BSGD)
+            # A copy, because a view would keep the unrotated queries and keys alive beside it.
+            value_BSGD = value_BSGD.contiguous()
         out_BNSD = F.scaled_dot_product_attention(
             query_BSND.transpose(1, 2),
             key_BSGD.transpose(1, 2),

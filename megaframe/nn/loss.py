@@ -19,9 +19,10 @@ from torch import Tensor
 
 from megaframe.microbatch import IGNORE
 from megaframe.parameter import Parameter
+from megaframe.plan.memory import LOSS_CHUNK_BYTES
 
-_CHUNK_BYTES = 64 << 20
-"""Largest chunk of logits. A larger one gains no speed (benchmarks/train_cpu.py)."""
+
+
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def head_loss(
     the weight's gradient. Without one, nothing but the loss.
     """
     tokens, vocab = hidden_TH.shape[0], weight.value.shape[0]
-    rows = min(tokens, max(1, _CHUNK_BYTES // (vocab * hidden_TH.element_size())))
+    rows = min(tokens, max(1, LOSS_CHUNK_BYTES // (vocab * hidden_TH.element_size())))
     buffer = hidden_TH.new_empty(rows, vocab)
     loss = torch.zeros((), dtype=torch.float64, device=hidden_TH.device)
     d_hidden = None if scale is None else torch.empty_like(hidden_TH)

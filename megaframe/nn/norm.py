@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -26,6 +29,31 @@ class Norm(Module):
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., width] to the same shape."""
         if self.kind == "rmsnorm":
-            return F.rms_norm(x, (self.width,), self.gain.use(), self.eps)
+            return _RMSNorm.apply(x, self.gain.use(), self.eps)
         bias = None if self.bias is None else self.bias.use()
         return F.layer_norm(x, (self.width,), self.gain.use(), bias, self.eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """y = x r gain with r = (mean(x^2) + eps)^(-1/2).
+
+    Keeps x and r only. With g = dy gain: dx = r g - x r^3 mean(g x), dgain = sum of dy x r.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = (torch.linalg.vecdot(wide, wide).unsqueeze(-1) / x.shape[-1] + eps).rsqrt()
+        ctx.save_for_backward(x, gain, scale)
+        return (wide * scale).to(x.dtype).mul_(gain)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, gain, scale = ctx.saved_tensors
+        wide, dy = x.to(scale.dtype), gradients[0].to(scale.dtype)
+        normed = wide * scale
+        dgain = (dy * normed).flatten(0, -2).sum(0)
+        inner = dy * gain
+        mean = torch.linalg.vecdot(inner, normed).unsqueeze(-1) / x.shape[-1]
+        dx = inner.addcmul_(normed, mean, value=-1.0).mul_(scale)
+        return dx.to(x.dtype), dgain, None

@@ -75,12 +75,11 @@ class Bucket:
             parameter.finish()
         self._pending = all_reduce(self.grads, self._data)
 
-    def reduced(self) -> Tensor:
-        """The summed gradients, once they are there."""
+    def wait(self) -> None:
+        """Return when the gradients are summed."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
-        return self.grads
 
     def update(self, number: int, lr: float, divisor: Tensor) -> None:
         """Optimizer update `number` with gradients divided by `divisor`."""

@@ -1,8 +1,8 @@
 """Optimizer: all buckets of this rank, from summed gradients to updated weights.
 
-An update has three phases: the norm (which waits for every reduction), the update of each bucket
-with the clipping factor and the loss scale folded in, and the copy to where the model computes. A
-norm that is not finite stops it before any weight is touched.
+An update has three phases: the norm of the summed gradients, the update of each bucket with the
+clipping factor and the loss scale folded in, and the copy to where the model computes. A norm that
+is not finite stops it before any weight is touched.
 """
 
 from __future__ import annotations
@@ -78,10 +78,15 @@ class Optimizer:
         """Start summing the gradients of one unit over the data ranks."""
         self._bucket_of[id(unit)].reduce()
 
+    def wait(self) -> None:
+        """Return when every reduction is done."""
+        for bucket in self.buckets:
+            bucket.wait()
+
     def update(self) -> Update:
-        """Wait for all reductions, clip, update the weights."""
+        """Clip the summed gradients and update the weights."""
         scale = self.scale.value
-        norms = [torch.linalg.vector_norm(bucket.reduced()) for bucket in self.buckets]
+        norms = [torch.linalg.vector_norm(bucket.grads) for bucket in self.buckets]
         norm = float(torch.linalg.vector_norm(torch.stack(norms))) / scale
         lr = learning_rate(self._optim, self.updates, self._steps)
         finite = norm - norm == 0.0

@@ -1,0 +1,88 @@
+"""Memory that a run allocates on one rank, by kind, before it runs.
+
+Exact for what megaframe itself keeps; the interpreter, torch and the temporaries of single
+operations come on top.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from megaframe.config.schema import RunConfig
+
+LOSS_CHUNK_BYTES = 64 << 20
+"""Largest piece of the logits that exists at once. A larger one gains no speed."""
+
+_WIDTH = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank. values: the low-precision copy that the model computes with.
+    activations: what the backward of the microbatches in flight needs. logits: the chunk."""
+
+    weights: int
+    values: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all kinds."""
+        return sum(asdict(self).values())
+
+
+def memory(config: RunConfig, parameters: int) -> Memory:
+    """Memory of a rank that holds `parameters` parameters and runs all blocks."""
+    width = _WIDTH[config.train.precision]
+    master = max(4, width)
+    tokens = config.train.microbatch * config.train.seq
+    vocab = config.model.vocab or 0
+    chunk = min(tokens, max(1, LOSS_CHUNK_BYTES // max(1, vocab * width)))
+    return Memory(
+        weights=parameters * master,
+        values=parameters * width if width != master else 0,
+        gradients=parameters * master,
+        optimizer=2 * parameters * master,
+        activations=_activations(config),
+        logits=chunk * vocab * width,
+    )
+
+
+def _activations(config: RunConfig) -> int:
+    """Bytes that one microbatch keeps between forward and backward, without dropout.
+
+    With recompute, each block's input, and everything of the one block that runs again.
+    """
+    model, width = config.model, _WIDTH[config.train.precision]
+    tokens = config.train.microbatch * config.train.seq
+    stream = tokens * model.hidden * width
+    if config.train.recompute == "full":
+        kept = model.layers * stream + block_bytes(config)
+    else:
+        kept = model.layers * (stream + block_bytes(config))
+    return kept + 3 * stream  # the head's input, its normalised form and the gradient of that
+
+
+def block_bytes(config: RunConfig) -> int:
+    """Bytes that one block keeps of a microbatch beside its input.
+
+    Both norms' outputs, the stream between attention and MLP, queries, keys and values, the
+    attention's output, the MLP before and after its activation, and in at least fp32 the statistics
+    of the norms and one log-sum-exp a head.
+    """
+    model, width = config.model, _WIDTH[config.train.precision]
+    tokens = config.train.microbatch * config.train.seq
+    queries = model.heads * model.head_dim
+    qkv = queries + 2 * model.kv_heads * model.head_dim
+    inner = (3 if model.activation == "swiglu" else 2) * model.ffn
+    elements = 3 * model.hidden + qkv + queries + inner
+    statistics = 2 * (2 if model.norm == "layernorm" else 1) + model.heads
+    if model.qk_norm:
+        elements += qkv
+        statistics += model.heads + model.kv_heads
+    elif model.position != "rotary" and model.heads > model.kv_heads:
+        elements += queries
+    return tokens * (elements * width + statistics * max(4, width))

@@ -1,0 +1,266 @@
+"""Trainer: the loop of a run. Batch, step, record, evaluate, save; everything else is elsewhere."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megaframe.checkpoint import Slice, Writer, find, open_checkpoint
+from megaframe.comm import all_reduce, barrier
+from megaframe.config import RunConfig, dump
+from megaframe.data.loader import Loader
+from megaframe.data.tokenizer import load_tokenizer
+from megaframe.engine import Engine
+from megaframe.errors import UserError
+from megaframe.mesh import Mesh
+from megaframe.meter import Meter
+from megaframe.microbatch import IGNORE, Microbatch
+from megaframe.model import Stage, model_specs
+from megaframe.optim.optimizer import Optimizer, Update
+from megaframe.schedule import lower, one_stage
+
+_MAX_SKIPPED = 20
+"""Steps in a row whose gradients are not finite, after which a run gives up."""
+_JUMP = 1.5
+"""Factor between the last loss before a load and the first after it that is worth a warning."""
+_FREE_KEYS = {"dropout", "init_std"}
+"""Keys of the model section that may change when a run resumes: no weight depends on them."""
+
+
+class NotFinite(RuntimeError):
+    """Gradients stayed non-finite for many steps; the weights are those of the last good one."""
+
+
+class Trainer:
+    """One rank's part in one run. Raises `UserError` for whatever of the config cannot work."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        _set_determinism(config)
+        self.folder = Path(config.run.dir)
+        self.step = self._skipped = 0
+        self._loss = torch.zeros((), dtype=torch.float64)
+        self._grad_norm = math.nan
+        self._loss_before: float | None = None
+        self.stage = Stage(config)
+        self.optimizer = Optimizer(config, mesh, self.stage.units)
+        data = mesh.group("data")
+        self.loader = Loader(config, data.index, data.size)
+        self._token_bytes = _token_bytes(config, mesh.device)
+        self._restore_or_initialise()
+        self.meter = Meter(config, mesh, model_specs(config), start_step=self.step)
+        self.engine = Engine({0: self.stage}, self.optimizer, self.meter.time)
+        self.writer = self._make_writer()
+        if mesh.rank == 0:
+            (self.folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+
+    def run(self) -> None:
+        """Train until `train.steps`, evaluating and saving on the way."""
+        try:
+            while self.step < self.config.train.steps:
+                self._train_step()
+                if self._due(self.config.train.eval_every):
+                    with self.meter.time("evaluation"):
+                        self._evaluate()
+                if self.writer is not None and self._due(self.config.checkpoint.every):
+                    with self.meter.time("checkpoint"):
+                        self._save(self.writer)
+                self.meter.flush(self.step)
+            if self.writer is not None:
+                self.writer.wait()
+            barrier(self.mesh.world)
+        finally:
+            self.loader.close()
+            self.meter.close()
+
+    def _due(self, every: int) -> bool:
+        """Whether something done every so many steps, and at the end, is to be done now."""
+        return bool(every) and (self.step % every == 0 or self.step == self.config.train.steps)
+
+    def _train_step(self) -> None:
+        meter, device = self.meter, self.mesh.device
+        meter.start_step()
+        with meter.time("data"):
+            batch = self.loader.next()
+            microbatches = [_move(microbatch, device) for microbatch in batch.microbatches]
+        with meter.time("communication"):
+            valid = self._valid_tokens(microbatches)
+        with meter.time("compute"):
+            actions = lower(one_stage(len(microbatches)))
+            scale = self.optimizer.scale.value / valid
+            outcome = self.engine.run(actions, microbatches, self.step, scale)
+        self.step += 1
+        self._loss = outcome.loss / valid
+        self._grad_norm = outcome.update.grad_norm
+        meter.record("loss", self._loss, "sum")
+        meter.record("grad_norm", self._grad_norm, "last")
+        meter.record("lr", outcome.update.lr, "last")
+        meter.record("tokens", batch.samples * self.config.train.seq, "last")
+        if self.config.train.precision == "fp16":
+            meter.record("loss_scale", self.optimizer.scale.value, "last")
+        self._judge(outcome.update)
+
+    def _valid_tokens(self, microbatches: Iterable[Microbatch]) -> int:
+        """Tokens with a loss in the global batch, the one normaliser of the step; at least 1."""
+        counts = torch.stack([(m.labels_BS != IGNORE).sum() for m in microbatches])
+        return max(1, int(all_reduce(counts.sum(), self.mesh.group("data")).wait()))
+
+    def _judge(self, update: Update) -> None:
+        """Report a step that updated nothing, and a loss that jumped after a load."""
+        self._skipped = self._skipped + 1 if update.bad else 0
+        self.meter.record("skipped", float(bool(update.bad)), "last")
+        if update.bad:
+            where = ", ".join(update.bad[:3]) + (" ..." if len(update.bad) > 3 else "")
+            text = f"step {self.step}: gradients of {where} are not finite; nothing was updated"
+            self.meter.note(text)
+            if self._skipped == _MAX_SKIPPED:
+                raise NotFinite(f"{text}, as in the {_MAX_SKIPPED - 1} steps before")
+        if self._loss_before is not None:
+            before, self._loss_before = self._loss_before, None
+            now = self._global_loss()
+            if now > _JUMP * before:
+                self.meter.note(
+                    f"the first loss after the load is {now:.4f}, the last before it was "
+                    f"{before:.4f}: look whether data and config are those of the run"
+                )
+
+    def _global_loss(self) -> float:
+        """Loss of the last step over all ranks."""
+        return float(all_reduce(self._loss.clone(), self.mesh.group("data")).wait())
+
+    def _evaluate(self) -> None:
+        """Record loss, perplexity and bits per byte on the validation split."""
+        totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
+        for microbatch in self.loader.evaluation(self.config.train.eval_samples):
+            microbatch = _move(microbatch, self.mesh.device)
+            valid = microbatch.labels_BS != IGNORE
+            totals[0] += self.stage.evaluate(microbatch)
+            totals[1] += valid.sum()
+            if self._token_bytes is not None:
+                totals[2] += self._token_bytes[microbatch.labels_BS[valid]].sum()
+        nats, tokens, size = all_reduce(totals, self.mesh.group("data")).wait().tolist()
+        self.meter.record("eval_loss", nats / tokens, "last")
+        self.meter.record("eval_perplexity", math.exp(min(nats / tokens, 700.0)), "last")
+        if size:
+            self.meter.record("eval_bits_per_byte", nats / math.log(2) / size, "last")
+
+    def _make_writer(self) -> Writer | None:
+        if not self.config.checkpoint.every:
+            return None
+        return Writer(
+            self.folder / "checkpoints",
+            rank=self.mesh.rank,
+            world=self.mesh.layout.world,
+            store=self.mesh.store,
+            keep=self.config.checkpoint.keep,
+        )
+
+    def _save(self, writer: Writer) -> None:
+        state = {
+            "config": self.config.model_dump(mode="json"),
+            "data": self.loader.state,
+            "optimizer": self.optimizer.state(),
+            "loss": self._global_loss(),
+            "grad_norm": self._grad_norm,
+        }
+        writer.save(self.step, self._slices(owned_only=True), state)
+
+    def _slices(self, *, owned_only: bool) -> list[Slice]:
+        """This rank's pieces of everything in a checkpoint."""
+        return [
+            Slice(name, spec.shape, box.offset, tensor)
+            for name, spec, box, tensor in self.optimizer.tensors()
+            if not owned_only or spec.owned(self.mesh.coordinate)
+        ]
+
+    def _restore_or_initialise(self) -> None:
+        wanted = self.config.checkpoint.resume
+        path = find(self.folder / "checkpoints", wanted) if wanted else None
+        if path is None:
+            self._refuse_to_overwrite()
+            self.optimizer.initialise(self.config.run.seed)
+            return
+        checkpoint = open_checkpoint(path)
+        _check_same_model(checkpoint.state["config"], self.config, path)
+        checkpoint.load(self._slices(owned_only=False))
+        self.optimizer.load_state(checkpoint.state["optimizer"])
+        self.loader.load(checkpoint.state["data"])
+        self.step = checkpoint.step
+        self._loss_before = checkpoint.state["loss"]
+
+    def _refuse_to_overwrite(self) -> None:
+        """A fresh start must not destroy another run's records."""
+        metrics = self.folder / "metrics.jsonl"
+        if self.config.checkpoint.resume is None and metrics.exists():
+            raise UserError(
+                f"run.dir={self.folder} already holds a run; continue it with "
+                "checkpoint.resume=latest, or give another run.dir"
+            )
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """The config with `model.vocab` taken from the tokenizer where it was left out.
+
+    Raises `UserError` when there is no tokenizer either, or when it has more ids than the model.
+    """
+    model, name = config.model, config.data.tokenizer
+    if name is None:
+        if model.vocab is None:
+            raise UserError("model.vocab is not set and there is no data.tokenizer to take it from")
+        return config
+    size = load_tokenizer(name).vocab_size
+    if model.vocab is None:
+        return config.model_copy(update={"model": model.model_copy(update={"vocab": size})})
+    if size > model.vocab:
+        raise UserError(
+            f"model.vocab={model.vocab} is smaller than the {size} ids of data.tokenizer={name}; "
+            f"use {size} or more, or leave model.vocab out"
+        )
+    return config
+
+
+def _check_same_model(saved: dict[str, dict[str, object]], config: RunConfig, path: Path) -> None:
+    """Refuse a checkpoint whose model, or whose cut of the data into samples, is another."""
+    now = config.model_dump(mode="json")
+    keys = [("model", key) for key in now["model"] if key not in _FREE_KEYS]
+    keys += [("train", "seq"), ("data", "split")]
+    other = [
+        f"  {section}.{key}: {saved[section].get(key)} there, {now[section][key]} here"
+        for section, key in keys
+        if saved[section].get(key) != now[section][key]
+    ]
+    if other:
+        raise UserError(f"{path} is a checkpoint of another run:\n" + "\n".join(other))
+
+
+def _move(microbatch: Microbatch, device: torch.device) -> Microbatch:
+    if device.type == "cpu":
+        return microbatch
+    moved = {
+        name: value.to(device, non_blocking=True)
+        for name, value in vars(microbatch).items()
+        if isinstance(value, Tensor)
+    }
+    return replace(microbatch, **moved)
+
+
+def _token_bytes(config: RunConfig, device: torch.device) -> Tensor | None:
+    """Bytes of text that each token stands for, int64 [vocab]; None without a tokenizer."""
+    if config.data.tokenizer is None or not config.train.eval_every:
+        return None
+    counts = torch.from_numpy(load_tokenizer(config.data.tokenizer).token_bytes())
+    table = torch.zeros(config.model.vocab or len(counts), dtype=torch.int64)
+    table[: len(counts)] = counts
+    return table.to(device)
+
+
+def _set_determinism(config: RunConfig) -> None:
+    if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)

@@ -1,0 +1,63 @@
+"""Pretrain a GPT: read the config, lay out the ranks, train.
+
+python pretrain_gpt.py --config configs/demo.yaml [section.key=value ...]
+torchrun --nproc-per-node N pretrain_gpt.py --config configs/demo.yaml [section.key=value ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from megaframe.config import check, explain, listing, load
+from megaframe.errors import reported
+from megaframe.layout import Layout
+
+
+def main() -> None:
+    """The whole story."""
+    arguments = parse_arguments()
+    if arguments.explain:
+        with reported():
+            print(explain(arguments.explain))
+        return
+    from megaframe.describe import describe
+    from megaframe.mesh import Mesh, global_rank, world_size
+    from megaframe.trainer import Trainer, resolve
+
+    with reported(rank=global_rank()):
+        config = resolve(load(arguments.config, arguments.overrides))
+        check(config, world_size())
+        layout = Layout.from_parallel(config.parallel, world_size())
+        if arguments.dry_run:
+            print(describe(config, layout))
+            return
+        parallel = config.parallel
+        mesh = Mesh(
+            layout, device=config.run.device, timeout=parallel.timeout, serial=parallel.serial
+        )
+        try:
+            Trainer(config, mesh).run()
+        finally:
+            mesh.close()
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line; keys and their defaults are listed by --help."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=listing(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", metavar="FILE", help="a YAML file, such as configs/demo.yaml")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the resolved config, layout, parameter count and memory, and exit",
+    )
+    parser.add_argument("--explain", metavar="KEY", help="document section.key or section, and exit")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
