@@ -18,13 +18,15 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 class Section(BaseModel):
     """Base of all sections: frozen, unknown keys refused, field docstrings kept as descriptions."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class Run(Section):
     dir: str = "runs/default"
     """Folder of the run: resolved config, metrics and checkpoints are written into it."""
-    seed: NonNegative = 1234
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1234
     """Seed of initial weights, data order and dropout. The same seed gives the same run."""
     deterministic: bool = False
     """Use deterministic algorithms only, so that two runs are bitwise equal on a GPU too."""
@@ -39,10 +41,10 @@ class RotaryScaling(Section):
     """Context length after stretching divided by `original_length`."""
     original_length: Positive = 8192
     """Context length in tokens before stretching."""
-    low_frequency: float = 1.0
+    low_frequency: Annotated[float, Field(gt=0)] = 1.0
     """llama3: wavelengths above original_length / low_frequency are stretched in full.
     yarn: rotations at and under which a frequency is stretched in full (its beta_slow)."""
-    high_frequency: float = 4.0
+    high_frequency: Annotated[float, Field(gt=0)] = 4.0
     """llama3: wavelengths below original_length / high_frequency are kept as they are.
     yarn: rotations at and above which a frequency is kept (its beta_fast, usually 32)."""
 
@@ -237,10 +239,18 @@ class RunConfig(Section):
     """Everything that determines a run. Frozen; equal configs give equal runs."""
 
     run: Run = Run()
+    """Where a run lives, and its seed."""
     model: Model = Model()
+    """Architecture."""
     parallel: Parallel = Parallel()
+    """How the ranks divide the work."""
     train: Train = Train()
+    """Steps, batches, precision and evaluation."""
     optim: Optim = Optim()
+    """Optimizer and learning rate."""
     data: Data = Data()
+    """Token files and how samples are cut from them."""
     checkpoint: Checkpoint = Checkpoint()
+    """Saving and resuming."""
     meter: Meter = Meter()
+    """What is measured and where it is shown."""

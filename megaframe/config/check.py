@@ -1,0 +1,207 @@
+"""Mistakes that no section can see alone, all found before anything is built.
+
+Each rule yields a message with both numbers, the keys and the nearest valid values. What this
+version cannot do yet is one row of `ONLY`: a feature arrives by deleting its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megaframe.config.describe import shown
+from megaframe.config.numbers import axis_sizes, nearest_divisors, nearest_multiples
+from megaframe.config.schema import BatchRamp, Model, Optim, RunConfig, Train
+from megaframe.errors import UserError
+
+ONLY: Mapping[str, object] = {
+    "parallel.tensor": 1,
+    "parallel.context": 1,
+    "parallel.pipeline": 1,
+    "parallel.chunks": 1,
+    "parallel.data_replicate": 1,
+    "parallel.expert": 1,
+    "parallel.expert_tensor": 1,
+    "parallel.zero": 0,
+    "parallel.schedule": "1f1b",
+}
+"""Keys of which this version can do one value only."""
+
+TOKENIZERS = ("sentencepiece", "hf", "tiktoken")
+
+
+def check(config: RunConfig, world: int) -> None:
+    """Raise one `UserError` with every mistake of a config that is to run on `world` ranks."""
+    sizes, layout = axis_sizes(config.parallel, world)
+    mistakes = [
+        *_not_in_this_version(config),
+        *layout,
+        *_model(config.model, config.train.seq),
+        *_vocabulary(config),
+        *(_batches(config.train, sizes["data"]) if not layout else ()),
+        *_learning_rate(config.optim, config.train.steps),
+        *_data(config),
+    ]
+    if mistakes:
+        count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
+        raise UserError("\n  ".join([f"{count} in the config", *mistakes]))
+
+
+def _not_in_this_version(config: RunConfig) -> Iterator[str]:
+    for name, only in ONLY.items():
+        value: Any = config
+        for part in name.split("."):
+            value = getattr(value, part)
+        if value != only:
+            yield f"{name}={shown(value)}: only {shown(only)} works in this version"
+
+
+def _model(model: Model, seq: int) -> Iterator[str]:
+    if model.heads % model.kv_heads:
+        yield (
+            f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}; "
+            f"use {nearest_divisors(model.heads, model.kv_heads)}"
+        )
+    if model.hidden % model.heads and "head_dim" not in model.model_fields_set:
+        yield (
+            f"model.heads={model.heads} does not divide model.hidden={model.hidden}; "
+            f"use {nearest_divisors(model.hidden, model.heads)}, or set model.head_dim"
+        )
+    elif model.position == "rotary":
+        yield from _rotary(model)
+    if model.position == "learned" and model.positions is not None and seq > model.positions:
+        yield (
+            f"train.seq={seq} is longer than the table of model.positions={model.positions}; "
+            f"use train.seq={model.positions} or fewer, or model.positions={seq}"
+        )
+    if model.position != "rotary" and model.rotary_scaling.kind != "none":
+        yield (
+            f"model.rotary_scaling.kind={model.rotary_scaling.kind} does nothing with "
+            f"model.position={model.position}; use model.rotary_scaling.kind=none"
+        )
+
+
+def _rotary(model: Model) -> Iterator[str]:
+    width = model.rotary_fraction * model.head_dim
+    if abs(width - round(width)) > 1e-6 or round(width) % 2:
+        below = int(width) // 2 * 2
+        valid = [w for w in (below, below + 2) if 0 < w <= model.head_dim]
+        fractions = " or ".join(f"{w / model.head_dim:g}" for w in valid)
+        mend = f"use {fractions}" if valid else f"use model.head_dim={model.head_dim + 1}"
+        yield (
+            f"model.rotary_fraction={model.rotary_fraction:g} of model.head_dim={model.head_dim} "
+            f"rotates {width:g} dims, which must be an even number; {mend}"
+        )
+    scaling = model.rotary_scaling
+    if scaling.kind == "none" and scaling.factor != 1:
+        yield (
+            f"model.rotary_scaling.factor={scaling.factor:g} does nothing with "
+            f"model.rotary_scaling.kind=none; use kind llama3 or yarn, or factor=1"
+        )
+    if scaling.kind != "none" and scaling.low_frequency >= scaling.high_frequency:
+        yield (
+            f"model.rotary_scaling.low_frequency={scaling.low_frequency:g} must be less than "
+            f"model.rotary_scaling.high_frequency={scaling.high_frequency:g}"
+        )
+
+
+def _vocabulary(config: RunConfig) -> Iterator[str]:
+    tokenizer = config.data.tokenizer
+    if tokenizer is None:
+        if config.model.vocab is None:
+            yield "model.vocab and data.tokenizer are both missing; set one of them"
+        return
+    kind, _, path = tokenizer.partition(":")
+    if tokenizer != "bytes" and (kind not in TOKENIZERS or not path):
+        yield (
+            f"data.tokenizer={tokenizer} is not of the form KIND:PATH; use "
+            f"{', '.join(f'{kind}:PATH' for kind in TOKENIZERS)} or bytes"
+        )
+
+
+def _batches(train: Train, data: int) -> Iterator[str]:
+    ramp = train.batch_ramp
+    sizes = {"train.global_batch": train.global_batch}
+    if ramp is not None:
+        sizes["train.batch_ramp.start"] = ramp.start
+        sizes["train.batch_ramp.increment"] = ramp.increment
+    together = train.microbatch * data
+    for name, size in sizes.items():
+        if size % together:
+            yield (
+                f"{name}={size} does not divide into microbatches of train.microbatch="
+                f"{train.microbatch} on {data} data rank{'s' if data > 1 else ''}; "
+                f"use {nearest_multiples(together, size)}"
+            )
+    if ramp is not None:
+        yield from _ramp(ramp, train.global_batch)
+
+
+def _ramp(ramp: BatchRamp, top: int) -> Iterator[str]:
+    name = "train.batch_ramp"
+    if ramp.start > top:
+        yield (
+            f"{name}.start={ramp.start} is more than train.global_batch={top}, "
+            f"to which it grows; use {top} or fewer"
+        )
+        return
+    if ramp.start % ramp.increment:
+        yield (
+            f"{name}.start={ramp.start} is not a multiple of {name}.increment={ramp.increment}; "
+            f"use {nearest_multiples(ramp.increment, ramp.start)}"
+        )
+    rise = top - ramp.start
+    if rise % ramp.increment:
+        yield (
+            f"{name}.increment={ramp.increment} does not divide the rise from {name}.start="
+            f"{ramp.start} to train.global_batch={top}, {rise}; "
+            f"use {nearest_divisors(rise, ramp.increment)}"
+        )
+
+
+def _learning_rate(optim: Optim, steps: int) -> Iterator[str]:
+    if optim.warmup > steps:
+        yield (
+            f"optim.warmup={optim.warmup} is longer than train.steps={steps}; use {steps} or fewer"
+        )
+    if optim.min_lr > optim.lr:
+        yield (
+            f"optim.min_lr={optim.min_lr:g} is above optim.lr={optim.lr:g}; "
+            f"use {optim.lr:g} or less"
+        )
+    if optim.decay is None:
+        return
+    room = steps - optim.warmup
+    if optim.schedule == "wsd" and optim.decay >= steps:
+        yield (
+            f"optim.decay={optim.decay} steps of the final fall are not fewer than train.steps="
+            f"{steps}; use {max(1, steps // 5)} (a fifth)"
+        )
+    elif optim.schedule == "wsd" and optim.decay > room >= 0:
+        yield (
+            f"optim.warmup={optim.warmup} and the final fall of optim.decay={optim.decay} overlap "
+            f"in train.steps={steps}; use optim.decay={room} or fewer"
+        )
+    if optim.schedule in ("cosine", "linear") and optim.decay <= optim.warmup:
+        yield (
+            f"optim.decay={optim.decay}, the step at which optim.min_lr is reached, is not after "
+            f"optim.warmup={optim.warmup}; use {optim.warmup + 1} or more"
+        )
+
+
+def _data(config: RunConfig) -> Iterator[str]:
+    if not config.data.sources:
+        yield "data.sources is empty; name token files: data.sources=[{path: PATH}]"
+    train, validation, test = config.data.split
+    total = train + validation + test
+    if abs(total - 1) > 1e-6:
+        parts = [round(part / total, 6) for part in config.data.split] if total else [1, 0, 0]
+        yield f"data.split={shown(config.data.split)} sums to {total:g}, not 1; use {shown(parts)}"
+    elif train == 0:
+        yield f"data.split={shown(config.data.split)} leaves nothing to train on"
+    if config.train.eval_every and validation == 0:
+        yield (
+            f"train.eval_every={config.train.eval_every} needs a validation split, and data.split="
+            f"{shown(config.data.split)} has none; use train.eval_every=0 or a split such as "
+            f"[0.98, 0.02, 0]"
+        )

@@ -1,0 +1,230 @@
+"""The schema, told in words: every key with its type, range, default and text.
+
+Error messages, `--explain` and `--help` all speak from this one walk over the pydantic models, so
+that what a key takes is written down once, in `schema.py`.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import lru_cache
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from megaframe.config.schema import RunConfig, Section
+from megaframe.errors import UserError
+
+WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Key:
+    """One dotted key.
+
+    name:    `section.key`.
+    field:   its pydantic field.
+    section: the class of the keys beneath it, None for a key that holds a value.
+    """
+
+    name: str
+    field: FieldInfo
+    section: type[Section] | None
+
+    @property
+    def nullable(self) -> bool:
+        """Whether `null` is one of its values."""
+        return type(None) in get_args(self.field.annotation)
+
+    @property
+    def text(self) -> str:
+        """Its documentation as one paragraph."""
+        return " ".join((self.field.description or "").split())
+
+    @property
+    def allowed(self) -> str:
+        """The values that it takes, in words."""
+        return allowed(self.field.annotation, tuple(self.field.metadata))
+
+    @property
+    def default(self) -> str:
+        """Its default as one would write it; `derived` where other keys decide it."""
+        if self.field.is_required():
+            return "required"
+        return "derived" if self.field.default_factory else shown(self.field.default)
+
+
+@lru_cache
+def keys() -> Mapping[str, Key]:
+    """All keys by dotted name, sections before what they hold, in the order of the schema."""
+    return {key.name: key for key in _walk(RunConfig, "")}
+
+
+def _walk(section: type[Section], prefix: str) -> list[Key]:
+    found = []
+    for name, field in section.model_fields.items():
+        inner = _section(field.annotation)
+        found.append(Key(prefix + name, field, inner))
+        if inner:
+            found += _walk(inner, f"{prefix}{name}.")
+    return found
+
+
+def _section(annotation: Any) -> type[Section] | None:
+    """The section class that `annotation` is, or is when it is not null."""
+    for kind in (annotation, *_alternatives(annotation)):
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind
+    return None
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+
+
+def allowed(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
+    """In words, the values of a type annotation, e.g. `a whole number >= 1`."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        inner = (item for field in args[1:] for item in getattr(field, "metadata", ()))
+        return allowed(args[0], (*bounds, *inner))
+    if _alternatives(annotation):
+        return " or ".join("null" if a is type(None) else allowed(a, bounds) for a in args)
+    if origin is Literal:
+        return args[0] if len(args) == 1 else "one of " + ", ".join(args)
+    if origin is tuple:
+        if args[-1] is Ellipsis:
+            return f"a list, each {allowed(args[0])}"
+        return f"a list of {len(args)}, each {allowed(args[0])}"
+    if _section(annotation):
+        fields = (
+            f"{key.name}: {key.allowed} (default {key.default})"
+            if not key.field.is_required()
+            else f"{key.name}: {key.allowed}"
+            for key in _walk(annotation, "")
+        )
+        return "{" + ", ".join(fields) + "}"
+    return _scalar(annotation, bounds)
+
+
+def allowed_inside(key: Key, path: Sequence[int | str]) -> str:
+    """In words, the values at `path` inside the value of a key, e.g. `(0, "weight")` of a list."""
+    annotation, bounds = key.field.annotation, tuple(key.field.metadata)
+    for part in path:
+        section, items = _section(annotation), get_args(annotation)
+        if section is not None:
+            field = section.model_fields[str(part)]
+            annotation, bounds = field.annotation, tuple(field.metadata)
+        else:
+            annotation, bounds = items[0 if items[-1] is Ellipsis else int(part)], ()
+    return allowed(annotation, bounds)
+
+
+def _scalar(kind: type, bounds: tuple[Any, ...]) -> str:
+    if kind is bool:
+        return "true or false"
+    if kind is str:
+        return "text"
+    limits = {
+        name: getattr(bound, name)
+        for bound in bounds
+        for name in ("gt", "ge", "lt", "le")
+        if getattr(bound, name, None) is not None
+    }
+    if kind is int:
+        if "gt" in limits:
+            limits["ge"] = limits.pop("gt") + 1
+        noun = "a whole number"
+    else:
+        noun = "a number"
+    if {"ge", "le"} <= limits.keys():
+        return f"{noun} from {_bound(limits['ge'])} to {_bound(limits['le'])}"
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    parts = [f"{sign} {_bound(limits[name])}" for name, sign in signs.items() if name in limits]
+    return " ".join([noun, " and ".join(parts)]).strip()
+
+
+def _bound(limit: float) -> str:
+    return str(limit) if isinstance(limit, int) else f"{limit:g}"
+
+
+def shown(value: Any) -> str:
+    """A value as one would write it in a config."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(shown(item) for item in value) + "]"
+    return str(value)
+
+
+def nearest(name: str) -> str:
+    """The known key that looks most like `name`, as a whole or in its last part."""
+
+    def likeness(known: str) -> float:
+        whole = SequenceMatcher(None, name, known).ratio()
+        last = SequenceMatcher(None, name.rpartition(".")[2], known.rpartition(".")[2]).ratio()
+        return max(whole, 0.95 * last) + 0.01 * whole
+
+    return max(_all_names(), key=likeness)
+
+
+def _all_names() -> list[str]:
+    """All dotted names, those of the items of a list of sections too."""
+    names = []
+    for key in keys().values():
+        names.append(key.name)
+        items = get_args(key.field.annotation)
+        if get_origin(key.field.annotation) is tuple and _section(items[0]):
+            names += [inner.name for inner in _walk(items[0], f"{key.name}.")]
+    return names
+
+
+def explain(name: str) -> str:
+    """What `--explain` prints for a key, or for each key of a section.
+
+    Raises `UserError` with the nearest key for a name that is none.
+    """
+    key = keys().get(name)
+    if key is None:
+        raise UserError(f"{name} is not a config key; did you mean {nearest(name)}?")
+    if key.section:
+        inner = [k for k in keys().values() if k.name.startswith(f"{name}.") and not k.section]
+        parts = [key.text] if key.text else []
+        return "\n\n".join(["\n".join([name, *parts]), *(_explained(k) for k in inner)])
+    return _explained(key)
+
+
+def _explained(key: Key) -> str:
+    default = "Required." if key.field.is_required() else f"Default: {key.default}."
+    lines = [key.text, f"Takes {key.allowed}.", default]
+    wrapped = (textwrap.fill(line, WIDTH - 2, break_on_hyphens=False) for line in lines)
+    return "\n".join([key.name, textwrap.indent("\n".join(wrapped), "  ")])
+
+
+def listing() -> str:
+    """What `--help` prints: all keys by section, with default and the first sentence of each."""
+    blocks: dict[str, list[Key]] = {}
+    for key in keys().values():
+        blocks.setdefault(key.name.partition(".")[0], []).append(key)
+    return "\n\n".join(_block(*block) for block in blocks.values())
+
+
+def _block(section: Key, *inner: Key) -> str:
+    """The part of the listing of one section, in three aligned columns."""
+    leaves = [key for key in inner if not key.section]
+    name_width = max(len(key.name) for key in leaves) + 2
+    default_width = max(len(key.default) for key in leaves) + 2
+    lines = [f"{section.name}: {section.text}"]
+    for key in leaves:
+        head = f"  {key.name:{name_width}}{key.default:{default_width}}"
+        sentence = re.split(r"(?<=\.)\s", key.text, maxsplit=1)[0]
+        indent = " " * len(head)
+        lines.append(textwrap.fill(head + sentence, WIDTH, subsequent_indent=indent))
+    return "\n".join(lines)

@@ -1,0 +1,175 @@
+"""Layout: the sizes of all axes, and which rank sits where; plain integers.
+
+The same ranks of a pipeline stage are numbered in two views, one for dense parameters and one for
+experts, so that attention and experts choose their sizes independently. Every question is answered
+from one table of strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import product
+
+from megaframe.config.numbers import TIMES, axis_sizes, layout_mistakes
+from megaframe.config.schema import Parallel
+from megaframe.errors import UserError
+
+DENSE_VIEW = ("tensor", "context", "data", "pipeline")
+EXPERT_VIEW = ("expert_tensor", "expert", "expert_data", "pipeline")
+DATA_PARTS = ("data_shard", "data_replicate")
+"""What `data` is made of: ranks that shard one copy (fast), copies of it (slow)."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A shape for the world. Raises `UserError` for sizes that cannot be one.
+
+    Ranks are numbered with tensor fastest, then context, data and pipeline slowest. Experts see the
+    tensor × context × data ranks of a stage as expert_tensor (fastest), expert, and `expert_data`,
+    the replicas of an expert.
+    """
+
+    tensor: int = 1
+    context: int = 1
+    data: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    data_replicate: int = 1
+
+    def __post_init__(self) -> None:
+        _raise(layout_mistakes(asdict(self)))
+
+    @classmethod
+    def from_parallel(cls, parallel: Parallel, world: int) -> Layout:
+        """The layout that a config gives to `world` ranks; `data` left out is what remains.
+
+        Raises `UserError` when the sizes do not multiply to `world`.
+        """
+        sizes, mistakes = axis_sizes(parallel, world)
+        _raise(mistakes)
+        return cls(**sizes)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.tensor * self.context * self.data * self.pipeline
+
+    @property
+    def data_shard(self) -> int:
+        """Data ranks that shard one copy of the state."""
+        return self.data // self.data_replicate
+
+    @property
+    def expert_data(self) -> int:
+        """Replicas of an expert within a stage."""
+        return self.tensor * self.context * self.data // (self.expert * self.expert_tensor)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Size of every axis of both views."""
+        return {axis: size for axis, (_, size) in self._strides().items()}
+
+    def coordinate(self, rank: int) -> Mapping[str, int]:
+        """Index of `rank` on each axis of the dense view."""
+        return self._coordinate(rank, DENSE_VIEW)
+
+    def expert_coordinate(self, rank: int) -> Mapping[str, int]:
+        """Index of `rank` on each axis of the expert view."""
+        return self._coordinate(rank, EXPERT_VIEW)
+
+    def rank(self, **coordinate: int) -> int:
+        """The rank at `coordinate`, given in one view; an axis that is left out counts as 0.
+
+        Raises `ValueError` for an index outside its axis or axes of two views.
+        """
+        _one_view(coordinate)
+        strides = self._strides()
+        for axis, index in coordinate.items():
+            if not 0 <= index < strides[axis][1]:
+                raise ValueError(f"{axis}={index} is outside of 0..{strides[axis][1] - 1}")
+        return sum(index * strides[axis][0] for axis, index in coordinate.items())
+
+    def members(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """Ranks that differ from `rank` only on `axes`, ascending (fastest axis first).
+
+        The view is the one that `axes` belong to; `data` is `data_shard` and `data_replicate`.
+        """
+        self._check_rank(rank)
+        strides = self._strides()
+        own = [strides[axis] for axis in _one_view(axes)]
+        first = rank - sum(rank // stride % size * stride for stride, size in own)
+        return tuple(first + offset for offset in self._offsets(axes))
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """The distinct `members(rank, *axes)` of all ranks: a partition of the world."""
+        strides = self._strides()
+        own = [strides[axis] for axis in _one_view(axes)]
+        offsets = self._offsets(axes)
+        firsts = (
+            rank
+            for rank in range(self.world)
+            if all(rank // stride % size == 0 for stride, size in own)
+        )
+        return tuple(tuple(first + offset for offset in offsets) for first in firsts)
+
+    def __str__(self) -> str:
+        axes = [f"{axis} {self.sizes[axis]}" for axis in DENSE_VIEW if self.sizes[axis] > 1]
+        text = f"{self.world} rank{'s' if self.world > 1 else ''}"
+        if axes:
+            text += " = " + TIMES.join(axes)
+        if self.data_replicate > 1:
+            text += f" (data = shard {self.data_shard}{TIMES}replicate {self.data_replicate})"
+        if self.expert > 1 or self.expert_tensor > 1:
+            experts = [f"{axis} {self.sizes[axis]}" for axis in EXPERT_VIEW[:3]]
+            text += "; experts: " + TIMES.join(experts) + " per stage"
+        return text
+
+    def _strides(self) -> dict[str, tuple[int, int]]:
+        """(distance in ranks between neighbours, size) of every axis."""
+        context = self.tensor
+        data = context * self.context
+        pipeline = data * self.data
+        return {
+            "tensor": (1, self.tensor),
+            "context": (context, self.context),
+            "data": (data, self.data),
+            "data_shard": (data, self.data_shard),
+            "data_replicate": (data * self.data_shard, self.data_replicate),
+            "pipeline": (pipeline, self.pipeline),
+            "expert_tensor": (1, self.expert_tensor),
+            "expert": (self.expert_tensor, self.expert),
+            "expert_data": (self.expert_tensor * self.expert, self.expert_data),
+        }
+
+    def _coordinate(self, rank: int, view: tuple[str, ...]) -> Mapping[str, int]:
+        self._check_rank(rank)
+        strides = self._strides()
+        return {axis: rank // strides[axis][0] % strides[axis][1] for axis in view}
+
+    def _offsets(self, axes: tuple[str, ...]) -> list[int]:
+        """Distances from the first member of a group over `axes` to each member, ascending."""
+        strides = self._strides()
+        steps = [range(0, strides[a][0] * strides[a][1], strides[a][0]) for a in _one_view(axes)]
+        return sorted(sum(step) for step in product(*steps))
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank} is outside of 0..{self.world - 1}")
+
+
+def _one_view(axes: Mapping[str, int] | tuple[str, ...]) -> set[str]:
+    """The axes without repetition. Raises `ValueError` unless all belong to one view."""
+    named = set(axes)
+    dense = named <= {*DENSE_VIEW, *DATA_PARTS}
+    if not dense and not named <= {*EXPERT_VIEW}:
+        raise ValueError(f"axes {sorted(named)} are not of one view: {DENSE_VIEW} or {EXPERT_VIEW}")
+    if "data" in named and named & {*DATA_PARTS}:
+        raise ValueError("axis data already holds data_shard and data_replicate")
+    return named
+
+
+def _raise(mistakes: list[str]) -> None:
+    if mistakes:
+        raise UserError("\n".join(mistakes))

@@ -1,0 +1,182 @@
+"""Layout: every rank has one place in each view, and groups cut the world into equal pieces."""
+
+import math
+from itertools import chain, combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaframe.config import Parallel
+from megaframe.config.numbers import divisors
+from megaframe.errors import UserError
+from megaframe.layout import DENSE_VIEW, EXPERT_VIEW, Layout
+
+sizes = st.sampled_from([1, 1, 2, 3, 4])
+
+
+@st.composite
+def layouts(draw):
+    tensor, context, data, pipeline = (draw(sizes) for _ in range(4))
+    stage = tensor * context * data
+    expert = draw(st.sampled_from(divisors(stage)))
+    return Layout(
+        tensor,
+        context,
+        data,
+        pipeline,
+        expert=expert,
+        expert_tensor=draw(st.sampled_from(divisors(stage // expert))),
+        data_replicate=draw(st.sampled_from(divisors(data))),
+    )
+
+
+SPLIT_DENSE_VIEW = ("tensor", "context", "data_shard", "data_replicate", "pipeline")
+
+
+def subsets(axes):
+    return chain.from_iterable(combinations(axes, n) for n in range(len(axes) + 1))
+
+
+@settings(deadline=None, max_examples=50)
+@given(layouts())
+def test_each_view_numbers_the_ranks_one_to_one(layout):
+    ranks = range(layout.world)
+    assert [layout.rank(**layout.coordinate(rank)) for rank in ranks] == list(ranks)
+    assert [layout.rank(**layout.expert_coordinate(rank)) for rank in ranks] == list(ranks)
+    dense = {tuple(layout.coordinate(rank).values()) for rank in ranks}
+    expert = {tuple(layout.expert_coordinate(rank).values()) for rank in ranks}
+    assert len(dense) == len(expert) == layout.world
+    for rank in ranks:
+        for axis, index in {**layout.coordinate(rank), **layout.expert_coordinate(rank)}.items():
+            assert 0 <= index < layout.sizes[axis]
+
+
+@settings(deadline=None, max_examples=30)
+@given(layouts())
+def test_groups_partition_the_world_into_equal_sizes(layout):
+    for view in (DENSE_VIEW, SPLIT_DENSE_VIEW, EXPERT_VIEW):
+        for axes in subsets(view):
+            groups = layout.groups(*axes)
+            assert sorted(chain(*groups)) == list(range(layout.world))
+            assert {len(group) for group in groups} == {math.prod(layout.sizes[a] for a in axes)}
+            assert all(list(group) == sorted(group) for group in groups)
+
+
+@settings(deadline=None, max_examples=30)
+@given(layouts(), st.data())
+def test_members_differ_on_the_given_axes_only(layout, data):
+    rank = data.draw(st.integers(0, layout.world - 1))
+    for view, place in (
+        (DENSE_VIEW, layout.coordinate),
+        (EXPERT_VIEW, layout.expert_coordinate),
+    ):
+        for axes in subsets(view):
+            here, others = place(rank), [axis for axis in view if axis not in axes]
+            expected = tuple(
+                other
+                for other in range(layout.world)
+                if all(place(other)[axis] == here[axis] for axis in others)
+            )
+            assert layout.members(rank, *axes) == expected
+            assert expected in layout.groups(*axes)
+
+
+@settings(deadline=None, max_examples=30)
+@given(layouts())
+def test_both_views_cover_the_same_ranks_of_a_stage(layout):
+    dense = layout.groups("tensor", "context", "data")
+    assert dense == layout.groups("expert_tensor", "expert", "expert_data")
+    assert len(dense) == layout.pipeline
+    assert layout.groups("data") == layout.groups("data_shard", "data_replicate")
+    # Tensor is the fastest axis and pipeline the slowest, in whole runs of ranks.
+    assert layout.groups("tensor")[0] == tuple(range(layout.tensor))
+    stage = layout.world // layout.pipeline
+    assert dense == tuple(tuple(range(p * stage, (p + 1) * stage)) for p in range(layout.pipeline))
+
+
+def test_order_of_the_axes_is_the_documented_one():
+    layout = Layout(tensor=2, context=1, data=4, pipeline=2, expert=4, data_replicate=2)
+    assert layout.coordinate(11) == {"tensor": 1, "context": 0, "data": 1, "pipeline": 1}
+    assert layout.expert_coordinate(11) == {
+        "expert_tensor": 0,
+        "expert": 3,
+        "expert_data": 0,
+        "pipeline": 1,
+    }
+    assert layout.members(11, "data") == (9, 11, 13, 15)
+    assert layout.members(11, "data_shard") == (9, 11)
+    assert layout.members(11, "data_replicate") == (11, 15)
+    assert layout.members(11, "expert_data") == (11, 15)
+    assert layout.rank(tensor=1, pipeline=1) == 9
+    assert layout.rank(data_replicate=1, data_shard=1) == layout.rank(data=3)
+
+
+@given(world=st.integers(1, 64), tensor=sizes, context=sizes, pipeline=sizes)
+def test_data_is_what_remains_of_the_world(world, tensor, context, pipeline):
+    parallel = Parallel(tensor=tensor, context=context, pipeline=pipeline)
+    if world % (tensor * context * pipeline):
+        with pytest.raises(UserError, match=rf"world of {world} ranks"):
+            Layout.from_parallel(parallel, world)
+    else:
+        layout = Layout.from_parallel(parallel, world)
+        assert layout.world == world
+        assert layout.data == world // (tensor * context * pipeline)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"data": 8, "data_replicate": 3}, "data_replicate=3 .* parallel.data=8; use 2 or 4"),
+        ({"data": 8, "expert": 5}, "expert=5 .* the 8 ranks .* use parallel.expert=4 or 8"),
+        ({"data": 6, "expert_tensor": 4}, "expert_tensor=4 .* the 6 ranks .* use 3 or 6"),
+        ({"tensor": 0}, "parallel.tensor=0 must be a whole number >= 1"),
+        ({"pipeline": -2}, "parallel.pipeline=-2"),
+        ({"data": 2.0}, "parallel.data=2.0"),
+        ({"data": True}, "parallel.data=True"),
+    ],
+)
+def test_an_impossible_layout_cannot_be_constructed(given, message):
+    with pytest.raises(UserError, match=message):
+        Layout(**given)
+
+
+def test_sizes_that_do_not_make_the_world_are_refused_with_both_numbers():
+    with pytest.raises(UserError, match=r"= 6 is not the world of 8 ranks; use parallel.data=4"):
+        Layout.from_parallel(Parallel(tensor=2, data=3), 8)
+    with pytest.raises(UserError, match=r"= 3 does not divide the world of 8 .* 6 or 9 .* 2 or 4"):
+        Layout.from_parallel(Parallel(tensor=3), 8)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda layout: layout.coordinate(8),
+        lambda layout: layout.members(-1, "data"),
+        lambda layout: layout.members(0, "tensor", "expert"),
+        lambda layout: layout.groups("data", "data_shard"),
+        lambda layout: layout.groups("tenser"),
+        lambda layout: layout.rank(data=4),
+        lambda layout: layout.rank(tensor=0, expert=0),
+    ],
+)
+def test_questions_without_an_answer_raise(ask):
+    with pytest.raises(ValueError, match=r"outside of|of one view|already holds"):
+        ask(Layout(tensor=2, data=4, expert=2))
+
+
+def test_text():
+    assert str(Layout()) == "1 rank"
+    assert str(Layout(tensor=2, data=4)) == "8 ranks = tensor 2 \N{MULTIPLICATION SIGN} data 4"
+    assert str(Layout(data=4, expert=2, data_replicate=2)) == (
+        "4 ranks = data 4 (data = shard 2 \N{MULTIPLICATION SIGN} replicate 2); experts: "
+        "expert_tensor 1 \N{MULTIPLICATION SIGN} expert 2 \N{MULTIPLICATION SIGN} expert_data 2 "
+        "per stage"
+    )
+
+
+def test_a_layout_of_many_ranks_answers_at_once():
+    layout = Layout(tensor=8, context=2, data=128, pipeline=16, expert=64, data_replicate=4)
+    assert layout.world == 32768
+    assert len(layout.groups("data")) == 256
+    assert len(layout.groups("pipeline", "tensor")[5]) == 128
