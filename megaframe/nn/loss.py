@@ -70,8 +70,8 @@ def head_loss(
         losses = _losses(logits_TV, targets, options, scale is not None)
         loss += torch.where(valid, losses, 0.0).sum(dtype=torch.float64)
         if scale is not None and d_hidden is not None:
-            out = torch.mm(logits_TV, weight.value, out=d_hidden[piece])
-            out.mul_(valid[:, None] * scale)
+            torch.mm(logits_TV, weight.value, out=d_hidden[piece])
+            d_hidden[piece].mul_(scale).mul_(valid[:, None])
             weight.add_product(logits_TV, chunk_TH * valid[:, None], scale)
     return HeadResult(loss, d_hidden)
 

@@ -1,0 +1,38 @@
+# Two commands, each from nothing: `make demo` trains a GPT, `make test` proves it.
+
+PYTHON ?= python3
+BIN := .venv/bin
+DEMO := runs/demo-data
+TRAIN := $(BIN)/python pretrain_gpt.py --config configs/demo.yaml
+
+.PHONY: demo test clean
+
+demo: $(DEMO)/python.idx
+	$(TRAIN)
+	$(BIN)/python tools/generate.py --checkpoint runs/demo/checkpoints --prompt "def main("
+
+test: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+$(DEMO)/corpus.jsonl: | .venv/ready
+	$(BIN)/python tools/demo_corpus.py --output $@
+
+$(DEMO)/tokenizer.model: $(DEMO)/corpus.jsonl
+	$(BIN)/python tools/train_tokenizer.py --input $< --vocab 4096 --output $(DEMO)/tokenizer
+
+$(DEMO)/python.idx: $(DEMO)/corpus.jsonl $(DEMO)/tokenizer.model
+	$(BIN)/python tools/preprocess_data.py --input $< --output $(DEMO)/python \
+		--tokenizer sentencepiece:$(DEMO)/tokenizer.model
+
+# torch comes first and alone, so that nothing else can ask for another build of it.
+.venv/ready: setup.py constraints.txt
+	$(PYTHON) -m venv .venv
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q torch
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv runs

@@ -1,0 +1,78 @@
+"""A trained model for use: weights from a checkpoint without any state of training, and sampling.
+
+Sampling runs the whole context for each token. That is slow for long texts and needs no second
+form of attention: it shows what a run has learned, it is no server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from megaframe.checkpoint import Slice, find, open_checkpoint
+from megaframe.config import RunConfig
+from megaframe.errors import UserError
+from megaframe.microbatch import Microbatch
+from megaframe.model import Stage
+from megaframe.spec import Box
+
+
+def load_model(path: Path) -> tuple[RunConfig, Stage]:
+    """Config and model of a checkpoint, or of the latest one in a folder of them.
+
+    Raises `UserError` when there is none.
+    """
+    if not (path / "manifest.json").exists():
+        latest = find(path, "latest")
+        if latest is None:
+            raise UserError(f"--checkpoint {path}: there is no checkpoint in this folder")
+        path = latest
+    checkpoint = open_checkpoint(path)
+    config = RunConfig.model_validate(checkpoint.state["config"])
+    stage = Stage(config)
+    slices = []
+    for parameter in {p: None for unit in stage.units for p in unit.parameters()}:
+        spec = parameter.spec
+        value = torch.empty(spec.shape, dtype=stage.precision.compute)
+        box = Box((0,) * len(spec.shape), spec.shape)
+        parameter.bind(box, value, value.new_empty(0))
+        slices.append(Slice(spec.name, spec.shape, box.offset, value))
+    checkpoint.load(slices)
+    return config, stage
+
+
+@torch.no_grad()
+def sample(
+    stage: Stage,
+    start: Sequence[int],
+    *,
+    tokens: int,
+    context: int,
+    temperature: float,
+    top_k: int,
+    stop: int,
+    generator: torch.Generator,
+) -> Iterator[list[int]]:
+    """All ids so far after each new token: at most `tokens` of them, or until `stop`.
+
+    The model sees the last `context` ids. temperature 0 takes the likeliest id; top_k 0 chooses
+    among all.
+    """
+    ids = list(start)
+    for _ in range(tokens):
+        window = torch.tensor([ids[-context:]])
+        microbatch = Microbatch(window, window, torch.zeros(1, dtype=torch.int64))
+        logits = stage.head.logits(stage.hidden(microbatch)[0, -1])
+        if temperature == 0:
+            choice = int(logits.argmax())
+        else:
+            if 0 < top_k < len(logits):
+                logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
+            probabilities = torch.softmax(logits / temperature, -1)
+            choice = int(torch.multinomial(probabilities, 1, generator=generator))
+        ids.append(choice)
+        yield ids
+        if choice == stop:
+            return

@@ -1,0 +1,78 @@
+"""A persistent pool of worker processes that play the ranks of small worlds over gloo.
+
+Workers are forked from a server that has imported torch and run nothing, so a world costs
+milliseconds, not the seconds of an import.
+"""
+
+import multiprocessing
+import os
+import socket
+import traceback
+from contextlib import closing
+
+_TIMEOUT = 120.0
+
+
+class Pool:
+    """run(world, function, *args) -> [function(*args) on rank 0, on rank 1, ...].
+
+    `function` is importable. In it, `Mesh` finds its rank as under torchrun.
+    """
+
+    def __init__(self, workers):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "megaframe.trainer"])
+        self._ends = []
+        for _ in range(workers):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self._ends.append((mine, process))
+
+    def run(self, world, function, *args):
+        port = _free_port()
+        for rank, (end, _) in enumerate(self._ends[:world]):
+            end.send((rank, world, port, function, args))
+        results = []
+        for rank, (end, _) in enumerate(self._ends[:world]):
+            if not end.poll(_TIMEOUT):
+                raise TimeoutError(f"rank {rank} of {world} gave no answer in {_TIMEOUT} s")
+            results.append(end.recv())
+        failures = [text for good, text in results if not good]
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [value for _, value in results]
+
+    def close(self):
+        for end, process in self._ends:
+            end.close()
+            process.kill()
+            process.join()
+
+
+def _serve(end):
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            rank, world, port, function, args = end.recv()
+        except EOFError:
+            return
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+        try:
+            end.send((True, function(*args)))
+        except BaseException:
+            end.send((False, f"rank {rank} of {world}:\n{traceback.format_exc()}"))
+
+
+def _free_port():
+    with closing(socket.socket()) as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]

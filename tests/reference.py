@@ -1,0 +1,117 @@
+"""A GPT in plain torch autograd, written apart from the package: what its layers are held to.
+
+Takes the package's weights by name and a config, and returns the mean loss over valid tokens.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from megaframe.microbatch import IGNORE
+from megaframe.nn.rotary import frequencies
+
+
+def loss(weights, config, microbatch):
+    model = config.model
+    tokens = microbatch.tokens_BS
+    batch, length = tokens.shape
+    positions = microbatch.positions_BS
+    if positions is None:
+        positions = torch.arange(length).expand(batch, length)
+    x = weights["embedding.tokens.weight"][tokens]
+    if model.position == "learned":
+        x = x + weights["embedding.positions.weight"][positions]
+    mask = _mask(model.window, microbatch, batch, length)
+    for layer in range(model.layers):
+        name = f"blocks.{layer}"
+        x = x + _attention(weights, model, name, x, mask, positions)
+        x = x + _mlp(weights, model, name, x)
+    x = _norm(weights, model, "head.norm", x, model.norm)
+    head = weights["embedding.tokens.weight" if model.tie_embeddings else "head.weight"]
+    logits = x @ head.T
+    if model.logit_softcap:
+        logits = model.logit_softcap * torch.tanh(logits / model.logit_softcap)
+    labels = microbatch.labels_BS
+    valid = labels != IGNORE
+    smoothing, z_loss = config.train.label_smoothing, config.train.z_loss
+    nll = F.cross_entropy(logits[valid], labels[valid], label_smoothing=smoothing)
+    return nll + z_loss * torch.logsumexp(logits[valid], -1).square().mean()
+
+
+def _norm(weights, model, name, x, kind):
+    gain = weights[f"{name}.gain"]
+    if kind == "rmsnorm":
+        return x / torch.sqrt(x.square().mean(-1, keepdim=True) + model.norm_eps) * gain
+    centred = x - x.mean(-1, keepdim=True)
+    y = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + model.norm_eps) * gain
+    return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
+
+
+def _linear(weights, name, x, outputs):
+    weight = weights[f"{name}.weight"]
+    y = x @ weight.reshape(outputs, -1).T
+    return y + weights[f"{name}.bias"].reshape(-1) if f"{name}.bias" in weights else y
+
+
+def _attention(weights, model, name, x, mask, positions):
+    batch, length, _ = x.shape
+    groups, width = model.kv_heads, model.head_dim
+    per_group = model.heads // groups
+    y = _norm(weights, model, f"{name}.attention_norm", x, model.norm)
+    qkv = _linear(weights, f"{name}.attention.qkv", y, groups * (per_group + 2) * width)
+    qkv = qkv.view(batch, length, groups, per_group + 2, width)
+    heads = []
+    for group in range(groups):
+        key, value = qkv[:, :, group, -2], qkv[:, :, group, -1]
+        if model.qk_norm:
+            key = _norm(weights, model, f"{name}.attention.key_norm", key, "rmsnorm")
+        key = _rotate(model, key, positions)
+        for member in range(per_group):
+            query = qkv[:, :, group, member]
+            if model.qk_norm:
+                query = _norm(weights, model, f"{name}.attention.query_norm", query, "rmsnorm")
+            query = _rotate(model, query, positions)
+            scores = query @ key.transpose(1, 2) / math.sqrt(width)
+            heads.append(scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value)
+    return _linear(weights, f"{name}.attention.output", torch.cat(heads, -1), model.hidden)
+
+
+def _rotate(model, x, positions):
+    if model.position != "rotary":
+        return x
+    rate, factor = frequencies(model)
+    pairs = len(rate)
+    turned = torch.polar(torch.full_like(positions, factor, dtype=torch.float64)[..., None],
+                         positions[..., None] * rate)
+    complex_x = torch.complex(x[..., :pairs].double(), x[..., pairs : 2 * pairs].double()) * turned
+    return torch.cat((complex_x.real, complex_x.imag, x[..., 2 * pairs :]), -1).to(x.dtype)
+
+
+def _mlp(weights, model, name, x):
+    y = _norm(weights, model, f"{name}.mlp_norm", x, model.norm)
+    if model.activation == "swiglu":
+        both = _linear(weights, f"{name}.mlp.up", y, 2 * model.ffn)
+        gate, up = both[..., : model.ffn], both[..., model.ffn :]
+        y = gate * torch.sigmoid(gate) * up
+    else:
+        y = _linear(weights, f"{name}.mlp.up", y, model.ffn)
+        if model.activation == "relu2":
+            y = y.clamp_min(0) ** 2
+        elif model.activation == "gelu":
+            y = y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
+        else:
+            y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+    return _linear(weights, f"{name}.mlp.down", y, model.hidden)
+
+
+def _mask(window, microbatch, batch, length):
+    mask = torch.zeros(batch, length, length, dtype=torch.bool)
+    for b in range(batch):
+        for query in range(length):
+            for key in range(query + 1):
+                near = window is None or query - key < window
+                documents = microbatch.documents_BS
+                same = documents is None or documents[b, query] == documents[b, key]
+                mask[b, query, key] = near and same
+    return mask

@@ -1,0 +1,86 @@
+"""The model's loss and gradients against a plain autograd GPT, in fp64."""
+
+import math
+
+import pytest
+import reference
+import torch
+
+from megaframe.microbatch import IGNORE
+
+MODELS = {
+    "gpt2": {"position": "learned", "bias": True, "tie_embeddings": True, "activation": "gelu"},
+    "gelu_tanh_untied": {"position": "none"},
+    "llama": {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2},
+    "mqa_relu2": {"activation": "relu2", "kv_heads": 1, "qkv_bias": True, "position": "learned"},
+    "gqa_learned": {"kv_heads": 2, "position": "learned"},
+    "qwen": {"norm": "rmsnorm", "qk_norm": True, "head_dim": 6, "activation": "swiglu"},
+    "window_softcap": {"window": 5, "logit_softcap": 2.0, "rotary_fraction": 0.5},
+    "llama3_scaling": {
+        "rotary_scaling": {"kind": "llama3", "factor": 8, "original_length": 8},
+    },
+    "yarn_scaling": {
+        "head_dim": 16,
+        "rotary_scaling": {
+            "kind": "yarn", "factor": 4, "original_length": 64, "low_frequency": 1,
+            "high_frequency": 32,
+        },
+    },
+}
+TRAIN = {"label_smoothing": 0.1, "z_loss": 0.01}
+
+
+def gradients(build, microbatch, train):
+    built = build
+    valid = int((microbatch.labels_BS != IGNORE).sum())
+    built.optimizer.start_step()
+    loss = built.stage.forward(0, microbatch, 0, 1.0 / valid) / valid
+    done = []
+    built.stage.backward(0, done.append)
+    assert done == list(reversed(built.stage.units))
+    return loss
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_equal_autograd(name, recompute, documents, build, make_microbatch):
+    built = build(MODELS[name], train={**TRAIN, "recompute": recompute})
+    microbatch = make_microbatch(built.config, documents=documents)
+    loss = gradients(built, microbatch, TRAIN)
+    weights = {}
+    for bucket in built.optimizer.buckets:
+        for parameter, piece in bucket.pieces(bucket.weights):
+            weights[parameter.spec.name] = piece.clone().requires_grad_()
+    expected = reference.loss(weights, built.config, microbatch)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
+    for bucket in built.optimizer.buckets:
+        for parameter, grad in bucket.pieces(bucket.grads):
+            wanted = weights[parameter.spec.name].grad
+            torch.testing.assert_close(grad, wanted, rtol=1e-10, atol=1e-12, msg=lambda text: f"{parameter.spec.name}: {text}")
+
+
+def test_evaluation_is_the_training_loss_without_dropout(build, make_microbatch):
+    built = build(train=TRAIN)
+    microbatch = make_microbatch(built.config)
+    loss = built.stage.forward(0, microbatch, 0, 1.0)
+    torch.testing.assert_close(built.stage.evaluate(microbatch), loss, rtol=1e-14, atol=0)
+
+
+def test_logits_give_the_loss(build, make_microbatch):
+    built = build({"logit_softcap": 3.0})
+    microbatch = make_microbatch(built.config)
+    logits = built.stage.head.logits(built.stage.hidden(microbatch)).double()
+    labels = microbatch.labels_BS
+    valid = labels != IGNORE
+    loss = torch.nn.functional.cross_entropy(logits[valid], labels[valid], reduction="sum")
+    torch.testing.assert_close(built.stage.evaluate(microbatch), loss, rtol=1e-6, atol=0)
+
+
+def test_initial_loss_is_that_of_a_uniform_guess(build, make_microbatch):
+    built = build({"init_std": 1e-3})
+    microbatch = make_microbatch(built.config)
+    valid = int((microbatch.labels_BS != IGNORE).sum())
+    loss = float(built.stage.evaluate(microbatch)) / valid
+    assert loss == pytest.approx(math.log(37), rel=1e-3)

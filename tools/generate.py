@@ -1,0 +1,73 @@
+"""Sample text from a checkpoint.
+
+python tools/generate.py --checkpoint runs/demo/checkpoints --prompt "def main("
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from megaframe.config import RunConfig
+from megaframe.data.tokenizer import Tokenizer, load_tokenizer
+from megaframe.errors import UserError, reported
+from megaframe.sampling import load_model, sample
+
+
+def main() -> None:
+    """Load, sample, print as it comes."""
+    arguments = _arguments()
+    with reported():
+        config, stage = load_model(Path(arguments.checkpoint))
+        tokenizer = _tokenizer(config, arguments.tokenizer)
+        generator = torch.Generator().manual_seed(arguments.seed)
+        ids = tokenizer.encode(arguments.prompt)
+        start = [int(token) for token in ids] or [tokenizer.eod]
+        shown = ""
+        for ids in sample(
+            stage,
+            start,
+            tokens=arguments.tokens,
+            context=config.train.seq,
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            stop=tokenizer.eod,
+            generator=generator,
+        ):
+            # The whole text is decoded each time: a token may be a part of a character.
+            text = tokenizer.decode(ids)
+            if not text.endswith("�"):
+                sys.stdout.write(text[len(shown) :])
+                sys.stdout.flush()
+                shown = text
+        print()
+
+
+def _tokenizer(config: RunConfig, override: str | None) -> Tokenizer:
+    name = override or config.data.tokenizer
+    if name is None:
+        raise UserError("the run had no data.tokenizer; name one with --tokenizer KIND:PATH")
+    return load_tokenizer(name)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Sample text from a checkpoint.")
+    parser.add_argument(
+        "--checkpoint",
+        required=True,
+        help="a checkpoint, or a folder of them, of which the latest is taken",
+    )
+    parser.add_argument("--prompt", default="", help="text to go on from")
+    parser.add_argument("--tokens", type=int, default=100, help="most tokens to sample")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
+    parser.add_argument("--top-k", type=int, default=50, help="sample among the likeliest K; 0 all")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
+    parser.add_argument("--tokenizer", help="KIND:PATH; default: the tokenizer of the run")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
