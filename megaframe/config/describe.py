@@ -21,6 +21,8 @@ from megaframe.config.schema import RunConfig, Section
 from megaframe.errors import UserError
 
 WIDTH = 100
+MAX_NAME = 100
+"""Characters of an unknown key that are compared with the known ones."""
 
 
 @dataclass(frozen=True)
@@ -161,11 +163,14 @@ def shown(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, tuple | list):
         return "[" + ", ".join(shown(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {shown(item)}" for key, item in value.items()) + "}"
     return str(value)
 
 
 def nearest(name: str) -> str:
     """The known key that looks most like `name`, as a whole or in its last part."""
+    name = name[:MAX_NAME]
 
     def likeness(known: str) -> float:
         whole = SequenceMatcher(None, name, known).ratio()

@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from megaframe.config.describe import allowed_inside, keys, nearest, shown
-from megaframe.config.read import Given, Mistake, Reader, Table, merged
+from megaframe.config.read import MAX_MISTAKES, Given, Mistake, Reader, Table, merged
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 
@@ -40,7 +40,8 @@ def load(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
 
 def dump(config: RunConfig) -> str:
     """All keys of a config as YAML that `load` reads back to an equal one."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    # Without allow_unicode: PyYAML writes a next line (U+0085) as a line break that it folds.
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
 def _validated(table: Table) -> tuple[RunConfig | None, list[Mistake]]:
@@ -56,7 +57,7 @@ def _validated(table: Table) -> tuple[RunConfig | None, list[Mistake]]:
     except ValidationError as errors:
         # A default that follows from a key with a mistake cannot be derived; not one of its own.
         own = [e for e in errors.errors() if e["type"] != "default_factory_not_called"]
-        return None, [_mistake(error["type"], error["loc"], table) for error in own]
+        return None, [_mistake(e["type"], e["loc"], table) for e in own[:MAX_MISTAKES]]
 
 
 def _mistake(kind: str, location: tuple[int | str, ...], table: Table) -> Mistake:

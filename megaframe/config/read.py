@@ -22,6 +22,8 @@ COMMAND_LINE = "command line"
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 32
 MAX_FILES = 64
+MAX_MISTAKES = 100
+"""Mistakes after which a file is read no further; whoever made so many chose a wrong file."""
 _PREFIX = "tag:yaml.org,2002:"
 _TAGS = {
     _PREFIX + kind
@@ -48,7 +50,8 @@ class Mistake:
     @property
     def order(self) -> tuple[bool, str, int]:
         """Sorts mistakes by file and line, the command line last."""
-        return (self.origin == COMMAND_LINE, self.origin, self.line)
+        typed = self.origin == COMMAND_LINE
+        return (typed, self.origin, 0 if typed else self.line)
 
 
 @dataclass(frozen=True)
@@ -214,6 +217,8 @@ class Reader:
     def _entry(self, name: str, at: yaml.Node, value: yaml.Node, origin: str) -> Table:
         """What one key and its value add to the table: itself, or all that is beneath it."""
         key = keys().get(name)
+        if len(self.mistakes) >= MAX_MISTAKES:
+            return {}
         if key is None:
             self._wrong(origin, at, _unknown(name))
             return {}

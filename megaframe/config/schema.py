@@ -58,7 +58,9 @@ class Model(Section):
     """Number of query heads."""
     kv_heads: Positive = Field(default_factory=lambda given: given["heads"])
     """Number of key and value heads; divides `heads`. Default: `heads` (no sharing)."""
-    head_dim: Positive = Field(default_factory=lambda given: given["hidden"] // given["heads"])
+    head_dim: Positive = Field(
+        default_factory=lambda given: max(1, given["hidden"] // given["heads"])
+    )
     """Width of one head. Default: hidden / heads."""
     ffn: Positive = Field(default_factory=lambda given: 4 * given["hidden"])
     """Inner width of the MLP. Default: 4 * hidden."""

@@ -1,0 +1,146 @@
+"""Properties of all configs: what is written reads back, and bad input never escapes as a crash."""
+
+from types import UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaframe.config import RunConfig, Source, dump, explain, load
+from megaframe.config.describe import keys
+from megaframe.errors import UserError
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12)
+
+
+def values(annotation, bounds=()):
+    """All values that a type annotation of the schema allows."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return values(args[0], [b for field in args[1:] for b in field.metadata])
+    if origin in (Union, UnionType):
+        return st.one_of(st.none() if a is type(None) else values(a, bounds) for a in args)
+    if origin is Literal:
+        return st.sampled_from(args)
+    if origin is tuple and args[-1] is Ellipsis:
+        return st.lists(values(args[0]), max_size=3)
+    if origin is tuple:
+        return st.tuples(*map(values, args)).map(list)
+    if annotation is Source:
+        return st.fixed_dictionaries({"path": TEXT}, optional={"weight": st.floats(1e-3, 1e3)})
+    limits = {n: getattr(b, n) for b in bounds for n in ("gt", "ge", "lt", "le") if hasattr(b, n)}
+    low, high = limits.get("ge", limits.get("gt")), limits.get("le", limits.get("lt"))
+    if annotation is int:
+        return st.integers(low + ("gt" in limits), high if high is not None else 10**12)
+    if annotation is float:
+        return st.floats(
+            low,
+            high,
+            exclude_min="gt" in limits,
+            exclude_max="lt" in limits,
+            allow_nan=False,
+            allow_infinity=False,
+        )
+    return {bool: st.booleans(), str: TEXT}[annotation]
+
+
+LEAVES = {
+    name: values(key.field.annotation, key.field.metadata)
+    for name, key in keys().items()
+    if key.section is None and not name.startswith("train.batch_ramp.")
+}
+RAMP = st.fixed_dictionaries({k: st.integers(1, 9) for k in ("start", "increment", "samples")})
+SETTINGS = st.fixed_dictionaries({}, optional=LEAVES | {"train.batch_ramp": RAMP | st.none()})
+
+
+def nested(settings_):
+    tree = {}
+    for name, value in settings_.items():
+        *sections, last = name.split(".")
+        inner = tree
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[last] = value
+    return tree
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    return tmp_path_factory.mktemp("config") / "config.yaml"
+
+
+@settings(deadline=None, max_examples=60)
+@given(SETTINGS)
+def test_what_is_dumped_loads_back_equal(file, given_keys):
+    config = RunConfig.model_validate(nested(given_keys))
+    file.write_text(dump(config), encoding="utf-8")
+    assert load(str(file)) == config
+
+
+@settings(deadline=None, max_examples=60)
+@given(SETTINGS)
+def test_an_override_is_worth_a_line_of_the_file(file, given_keys):
+    file.write_text(yaml.safe_dump(nested(given_keys)), encoding="utf-8")
+    overrides = [
+        f"{name}={yaml.safe_dump(value, default_flow_style=True, width=10**6)}"
+        for name, value in given_keys.items()
+    ]
+    expected = RunConfig.model_validate(nested(given_keys))
+    assert load(str(file)) == expected == load(None, overrides)
+
+
+NAMES = st.from_regex(r"[a-z_]{1,12}(\.[a-z_0-9]{1,12}){0,2}", fullmatch=True)
+EDITED = st.tuples(st.sampled_from(sorted(keys())), st.integers(0, 30)).map(
+    lambda pair: pair[0][: pair[1]] + pair[0][pair[1] + 1 :]
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given((NAMES | EDITED).filter(lambda name: name not in keys() and name.strip(".")))
+def test_an_unknown_key_always_suggests_a_known_one(name):
+    for ask in (lambda: explain(name), lambda: load(None, [f"{name}=1"])):
+        with pytest.raises(UserError) as refusal:
+            ask()
+        text = str(refusal.value)
+        if "has no keys beneath it" not in text:
+            suggested = text.rpartition("did you mean ")[2].rstrip("?")
+            assert suggested in keys() or suggested in ("data.sources.path", "data.sources.weight")
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.sampled_from(sorted(k for k in keys() if len(k) > 8)), st.integers(0, 40))
+def test_one_lost_letter_in_a_key_is_found(name, place):
+    place = name.index(".") + 1 + place % (len(name) - name.index(".") - 1) if "." in name else 0
+    wrong = name[:place] + name[place + 1 :]
+    if wrong not in keys():
+        with pytest.raises(UserError, match=rf"did you mean {name}\?"):
+            explain(wrong)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 30))
+def test_a_mistake_is_reported_on_its_line(file, before):
+    file.write_text("# comment\n" * before + "train:\n  steps: none\n", encoding="utf-8")
+    with pytest.raises(UserError, match=rf"config\.yaml:{before + 2}: train\.steps=none"):
+        load(str(file))
+
+
+WORDS = ["train", "steps", "data.sources", "null", "extends", "5", "!!int ", "é", "<<"]
+PIECES = st.sampled_from([*WORDS, *"[]{}'\"#|>%@\t\n-", ": ", "  ", "- ", "? ", "&a ", "*a", "---"])
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.one_of(
+        st.binary(max_size=60),
+        st.lists(PIECES, max_size=25).map(lambda parts: "".join(parts).encode()),
+    )
+)
+def test_any_bytes_are_a_config_or_a_user_error(file, raw):
+    file.write_bytes(raw)
+    try:
+        load(str(file), [f"run.dir={raw.decode('latin-1')}", raw.decode("latin-1")])
+    except UserError as error:
+        assert "mistake" in str(error)
