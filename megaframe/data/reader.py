@@ -1,0 +1,124 @@
+"""All sources of one split, read as microbatches.
+
+A sample is named by its source and its number within that source; where it lies in the file follows
+from the source's keyed order. A batch over many sources is looked up in one vectorised pass and
+then gathered source by source.
+
+Shape suffixes: N samples, S tokens of a sample, T = S + 1 tokens of a window.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megaframe.config.schema import RunConfig
+from megaframe.data.order import sample_indices, source_key
+from megaframe.data.samples import Source, Split, documents, positions
+from megaframe.errors import UserError
+from megaframe.microbatch import IGNORE, Microbatch
+
+Numbers = NDArray[np.int64]
+_ANY_TOKEN = 2**63
+
+
+class Reader:
+    """The sources of `config.data` in one split, each in the order that `seed` and its path give.
+
+    paths, weights, sizes (samples of an epoch): one entry a source, in the order of the config.
+    Raises `UserError` for what is wrong with a source.
+    """
+
+    def __init__(self, config: RunConfig, split: Split, seed: int) -> None:
+        data = config.data
+        self.paths = tuple(source.path for source in data.sources)
+        _check_paths(self.paths)
+        vocab = config.model.vocab or _ANY_TOKEN
+        self._seq = config.train.seq
+        self._data = data
+        self._sources = [Source(p, split, data.split, self._seq, vocab) for p in self.paths]
+        self.weights = tuple(source.weight for source in data.sources)
+        self.sizes = np.array([source.windows for source in self._sources], np.int64)
+        self._keys = np.array([source_key(seed, path) for path in self.paths], np.uint64)
+
+    def read(self, sources_N: Numbers, numbers_N: Numbers, samples_N: Numbers) -> Microbatch:
+        """One microbatch of these samples, in this order.
+
+        sources_N: index of each sample's source.
+        numbers_N: its number within the source, over all epochs.
+        samples_N: its number in the training order, handed on as `samples_B`.
+        """
+        data, shape = self._data, (sources_N.size, self._seq)
+        tokens_NS, labels_NS = np.empty(shape, np.int64), np.empty(shape, np.int64)
+        look = data.reset_positions or data.reset_attention or data.mask_eod
+        beginnings_NT = np.zeros((shape[0], shape[1] + 1), np.bool_) if look else None
+        windows_N = self._windows(sources_N, numbers_N)
+        for source, rows in self._groups(sources_N):
+            tokens_RT = source.read(windows_N[rows])
+            tokens_NS[rows] = tokens_RT[:, :-1]
+            labels_NS[rows] = tokens_RT[:, 1:]
+            if beginnings_NT is not None:
+                beginnings_NT[rows] = source.beginnings(windows_N[rows])
+        positions_NS = documents_NS = None
+        if beginnings_NT is not None:
+            if data.mask_eod:
+                labels_NS[beginnings_NT[:, 1:]] = IGNORE
+            if data.reset_positions:
+                positions_NS = torch.from_numpy(positions(beginnings_NT[:, :-1]))
+            if data.reset_attention:
+                documents_NS = torch.from_numpy(documents(beginnings_NT[:, :-1]))
+        return Microbatch(
+            torch.from_numpy(tokens_NS),
+            torch.from_numpy(labels_NS),
+            torch.from_numpy(samples_N),
+            positions_NS,
+            documents_NS,
+        )
+
+    def _windows(self, sources_N: Numbers, numbers_N: Numbers) -> Numbers:
+        """The window of its source at which each sample lies."""
+        if len(self._sources) == 1:
+            return sample_indices(numbers_N, self.sizes, self._keys)
+        return sample_indices(numbers_N, self.sizes[sources_N], self._keys[sources_N])
+
+    def _groups(self, sources_N: Numbers) -> Iterator[tuple[Source, Numbers | slice]]:
+        """Each source of the batch and the rows that come from it."""
+        if len(self._sources) == 1:
+            yield self._sources[0], slice(None)
+            return
+        order = np.argsort(sources_N, kind="stable")
+        ends = np.flatnonzero(np.diff(sources_N[order])) + 1
+        for rows in np.split(order, ends):
+            if rows.size:
+                yield self._sources[int(sources_N[rows[0]])], rows
+
+
+def cut(batch: Microbatch, size: int) -> tuple[Microbatch, ...]:
+    """The batch in microbatches of `size` samples, as views."""
+    tokens = batch.tokens_BS.split(size)
+    nothing = (None,) * len(tokens)
+    return tuple(
+        Microbatch(*parts)
+        for parts in zip(
+            tokens,
+            batch.labels_BS.split(size),
+            batch.samples_B.split(size),
+            nothing if batch.positions_BS is None else batch.positions_BS.split(size),
+            nothing if batch.documents_BS is None else batch.documents_BS.split(size),
+            strict=True,
+        )
+    )
+
+
+def _check_paths(paths: tuple[str, ...]) -> None:
+    """Counts of what was consumed are kept by path, so a path may stand for one source only."""
+    twice = [path for path, count in Counter(paths).items() if count > 1]
+    if twice:
+        raise UserError(
+            f"data.sources names {twice[0]} {paths.count(twice[0])} times; name each source once, "
+            "with the sum of the weights"
+        )

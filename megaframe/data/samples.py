@@ -1,0 +1,171 @@
+"""Samples of a token file: one split of its documents, cut into windows of equal length.
+
+Documents are laid end to end and cut wherever a window is full, so that no token is padding. Each
+window reads one token more than it trains on, and the next one starts with that token: every token
+but the first is predicted exactly once. Windows are rows of one overlapping view of the mapped
+file, so that a batch of them is a single gather of whole rows.
+
+Shape suffixes: W windows, S inputs of a sample, T = S + 1 tokens of a window.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaframe.data.indexed import TokenFile
+from megaframe.errors import UserError
+
+Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+_CHECKED_AT_ONCE = 1 << 20
+
+
+class Source:
+    """The windows of one split of a token file.
+
+    path:    token files without suffix.
+    split:   which of the three ranges of documents.
+    shares:  `data.split`.
+    seq:     inputs of a window, S.
+    vocab:   token ids from here up, and negative ones, are refused when they are read.
+    Raises `UserError` when the split is empty, shorter than a window, or not in one piece.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        split: Split,
+        shares: tuple[float, float, float],
+        seq: int,
+        vocab: int,
+    ) -> None:
+        self.path = path
+        self._vocab = vocab
+        self._file = TokenFile(path)
+        if self._file.dtype.kind not in "iu":
+            raise UserError(f"{path} holds {self._file.dtype}; token ids are whole numbers")
+        self._documents = document_range(len(self._file.documents) - 1, shares, split, path)
+        self._first, tokens = self._span()
+        if tokens < seq + 1:
+            shorter = f"train.seq of at most {tokens - 1} or " if tokens > 1 else ""
+            raise UserError(
+                f"train.seq={seq} needs {seq + 1} tokens for one sample, but the {split} split of "
+                f"{path} has {tokens}; use {shorter}more text"
+            )
+        self.windows = (tokens - 1) // seq
+        self._seq = seq
+        self._starts: NDArray[np.int64] | None = None
+        items = np.asarray(self._file.tokens)[self._first : self._first + tokens]
+        step = items.itemsize
+        self._rows_WT = np.lib.stride_tricks.as_strided(
+            items, (self.windows, seq + 1), (seq * step, step), writeable=False
+        )
+
+    def read(self, windows_W: NDArray[np.int64]) -> NDArray[np.integer]:
+        """Tokens of these windows, [W, T], in the file's own dtype.
+
+        Raises `UserError` for a token id that is negative or not below the vocabulary.
+        """
+        tokens_WT = self._rows_WT[windows_W]
+        self._check(tokens_WT, windows_W)
+        return tokens_WT
+
+    def beginnings(self, windows_W: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Where in these windows a document begins: bool[W, T]."""
+        starts = self._document_starts()
+        firsts_W = self._first + windows_W * self._seq
+        low_W = np.searchsorted(starts, firsts_W, "left")
+        high_W = np.searchsorted(starts, firsts_W + self._seq, "right")
+        counts_W = high_W - low_W
+        rows = np.repeat(np.arange(windows_W.size), counts_W)
+        which = np.arange(rows.size) + np.repeat(low_W - (np.cumsum(counts_W) - counts_W), counts_W)
+        beginnings_WT = np.zeros((windows_W.size, self._seq + 1), np.bool_)
+        beginnings_WT[rows, starts[which] - firsts_W[rows]] = True
+        return beginnings_WT
+
+    def _span(self) -> tuple[int, int]:
+        """First token of the split in the file, and how many tokens it has."""
+        low, high = (int(self._file.documents[number]) for number in self._documents)
+        lengths, pointers = self._file.lengths[low:high], self._file.pointers[low:high]
+        item = self._file.dtype.itemsize
+        end = begin = int(pointers[0]) if low < high else 0
+        for start in range(0, high - low, _CHECKED_AT_ONCE):
+            chunk = slice(start, start + _CHECKED_AT_ONCE)
+            ends = end + np.cumsum(lengths[chunk].astype(np.int64) * item)
+            if int(pointers[start]) != end or (pointers[chunk][1:] != ends[:-1]).any():
+                raise UserError(
+                    f"{self.path}.idx: sequences {low + start} and after do not follow one another "
+                    f"in {self.path}.bin; write the file again with its sequences in order"
+                )
+            end = int(ends[-1])
+        if begin % item:
+            raise UserError(
+                f"{self.path}.idx: sequence {low} is at byte {begin}, which is not a multiple of "
+                f"the {item} bytes of a {self._file.dtype} token; write the file again"
+            )
+        return begin // item, (end - begin) // item
+
+    def _document_starts(self) -> NDArray[np.int64]:
+        """First token in the file of each document of the split that has one; made when needed."""
+        if self._starts is None:
+            first, last = self._documents
+            sequences = np.asarray(self._file.documents[first : last + 1], np.int64)
+            sequences = sequences[:-1][np.diff(sequences) > 0]
+            starts = np.asarray(self._file.pointers[sequences], np.int64)
+            self._starts = np.unique(starts // self._file.dtype.itemsize)
+        return self._starts
+
+    def _check(self, tokens_WT: NDArray[np.integer], windows_W: NDArray[np.int64]) -> None:
+        """Refuse token ids that the model has no row for."""
+        if not tokens_WT.size:
+            return
+        largest = int(np.iinfo(tokens_WT.dtype).max)
+        limit = min(self._vocab, largest + 1)
+        # Read as unsigned, a negative id is above every limit: one pass finds both.
+        unsigned_WT = tokens_WT.view(f"u{tokens_WT.itemsize}")
+        if int(unsigned_WT.max()) < limit:
+            return
+        row, column = np.argwhere(unsigned_WT >= limit)[0]
+        position = self._first + int(windows_W[row]) * self._seq + int(column)
+        token = int(tokens_WT[row, column])
+        remedy = (
+            f"use the tokenizer that wrote the file, or model.vocab={token + 1} or more"
+            if token >= 0
+            else "the file is damaged, or its .idx names another type"
+        )
+        raise UserError(
+            f"{self.path}.bin: token {position} is {token}, but model.vocab={self._vocab} allows "
+            f"0 to {limit - 1}; {remedy}"
+        )
+
+
+def document_range(
+    documents: int, shares: tuple[float, float, float], split: Split, path: str
+) -> tuple[int, int]:
+    """Documents [first, last) of a split; bounds are the cumulative shares, rounded.
+
+    Raises `UserError` when the split gets no document.
+    """
+    place = SPLITS.index(split)
+    first, last = (round(min(1.0, sum(shares[:n])) * documents) for n in (place, place + 1))
+    if first < last:
+        return first, last
+    needed = "more documents" if shares[place] else f"a share of at least 1/{max(1, documents)}"
+    raise UserError(
+        f"data.split={list(shares)} leaves the {split} split of {path} without a document: "
+        f"{shares[place]:g} of {documents} documents; give it {needed}"
+    )
+
+
+def positions(beginnings_WS: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Position of each token, counted from the start of the window or of its document. [W, S]."""
+    places_WS = np.broadcast_to(np.arange(beginnings_WS.shape[1]), beginnings_WS.shape)
+    return places_WS - np.maximum.accumulate(np.where(beginnings_WS, places_WS, 0), axis=1)
+
+
+def documents(beginnings_WS: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Number of each token's document within its window, from 0 (1 if it starts there). [W, S]."""
+    return np.cumsum(beginnings_WS, axis=1, dtype=np.int64)

@@ -1,0 +1,347 @@
+import json
+import logging
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from token_files import counting_documents, write_token_file
+
+from megaframe.config.schema import BatchRamp, Data, Model, RunConfig, Train
+from megaframe.config.schema import Source as SourceConfig
+from megaframe.data.loader import Loader, global_batch
+from megaframe.errors import UserError
+from megaframe.microbatch import IGNORE
+
+SEQ = 8
+SPLIT = (0.8, 0.2, 0.0)
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return write_sources(tmp_path)
+
+
+def write_sources(folder):
+    """Three sources whose token ids all differ, so that a sample is known by its first token."""
+    return [
+        write_token_file(Path(folder) / f"source{i}", counting_documents([length] * 20, 10_000 * i))
+        for i, length in enumerate((13, 40, 7))
+    ]
+
+
+def config_of(paths, weights=(1.0, 2.0, 0.5), *, train=None, **data):
+    sources = tuple(SourceConfig(path=p, weight=w) for p, w in zip(paths, weights, strict=False))
+    return RunConfig(
+        model=Model(vocab=65536),
+        train=Train(**{"seq": SEQ, "global_batch": 8, "microbatch": 1, **(train or {})}),
+        data=Data(**{"sources": sources, "split": SPLIT, "prefetch": 0, **data}),
+    )
+
+
+def samples_of(steps):
+    """(number, first token) of each sample of some ranks' steps, by its number."""
+    found = [
+        (int(number), int(tokens[0]))
+        for step in steps
+        for microbatch in step.microbatches
+        for number, tokens in zip(microbatch.samples_B, microbatch.tokens_BS, strict=True)
+    ]
+    return sorted(found)
+
+
+def take(loader, count):
+    return [loader.next() for _ in range(count)]
+
+
+def same(left, right):
+    """Whether two steps are equal in every part."""
+    if (left.samples, left.state) != (right.samples, right.state):
+        return False
+    return len(left.microbatches) == len(right.microbatches) and all(
+        (a is None) == (b is None) and (a is None or torch.equal(a, b))
+        for one, other in zip(left.microbatches, right.microbatches, strict=True)
+        for a, b in zip(vars(one).values(), vars(other).values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize(("ranks", "microbatch"), [(1, 4), (2, 1), (2, 4), (4, 1), (4, 2)])
+def test_the_global_batch_is_the_same_for_any_ranks_and_microbatch(paths, ranks, microbatch):
+    alone = Loader(config_of(paths), 0, 1)
+    config = config_of(paths, train={"microbatch": microbatch})
+    loaders = [Loader(config, rank, ranks) for rank in range(ranks)]
+    for step in range(12):
+        steps = [loader.next() for loader in loaders]
+        expected = alone.next()
+        assert samples_of(steps) == samples_of([expected])
+        assert all(one.state == expected.state and one.samples == 8 for one in steps)
+        for rank, one in enumerate(steps):
+            for i, batch in enumerate(one.microbatches):
+                first = step * 8 + (i * ranks + rank) * microbatch
+                assert batch.samples_B.tolist() == list(range(first, first + microbatch))
+
+
+def test_labels_are_the_next_tokens_and_every_epoch_holds_every_sample_once(paths):
+    config = config_of(paths[:1], train={"global_batch": 5})
+    loader = Loader(config, 0, 1)
+    windows = (16 * 13 - 1) // SEQ
+    assert windows == 25
+    orders = []
+    for _ in range(3):
+        firsts = []
+        for step in take(loader, 5):
+            for batch in step.microbatches:
+                assert torch.equal(batch.labels_BS, batch.tokens_BS + 1)
+                assert batch.positions_BS is None and batch.documents_BS is None
+                firsts += batch.tokens_BS[:, 0].tolist()
+        assert sorted(firsts) == [window * SEQ for window in range(windows)]
+        orders.append(tuple(firsts))
+    assert len(set(orders)) == 3
+
+
+def test_sources_come_by_weight_and_each_in_an_order_of_its_own(paths):
+    """A source's samples come in the same order whatever it is blended with."""
+    blended = samples_of(take(Loader(config_of(paths), 0, 1), 70))
+    for i, (path, weight) in enumerate(zip(paths, (1.0, 2.0, 0.5), strict=True)):
+        ours = [token for _, token in blended if token // 10_000 == i]
+        assert abs(len(ours) - 560 * weight / 3.5) <= 1
+        alone = samples_of(take(Loader(config_of([path]), 0, 1), 70))
+        assert ours == [token for _, token in alone][: len(ours)]
+
+
+def test_the_order_depends_on_the_seed_and_not_on_the_length_of_the_run(paths):
+    def first(config):
+        return samples_of(take(Loader(config, 0, 1), 6))
+
+    base = config_of(paths)
+    longer = config_of(paths, train={"steps": 10**9})
+    other = base.model_copy(update={"run": base.run.model_copy(update={"seed": 5})})
+    assert first(base) == first(longer)
+    assert first(base) != first(other)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_resume_at_every_step_equals_an_uninterrupted_run(paths, prefetch):
+    ramp = BatchRamp(start=2, increment=2, samples=20)
+    config = config_of(paths, train={"batch_ramp": ramp}, prefetch=prefetch)
+    loader = Loader(config, 0, 2)
+    steps = take(loader, 12)
+    loader.close()
+    for stop in range(12):
+        resumed = Loader(config, 0, 2)
+        resumed.load(json.loads(json.dumps(steps[stop].state)))
+        assert resumed.state == steps[stop].state
+        assert all(same(resumed.next(), step) for step in steps[stop + 1 :])
+        resumed.close()
+
+
+def test_reading_ahead_changes_nothing(paths):
+    flags = {"reset_positions": True, "reset_attention": True, "mask_eod": True}
+    plain = Loader(config_of(paths, **flags), 0, 1)
+    ahead = Loader(config_of(paths, prefetch=4, **flags), 0, 1)
+    for _ in range(20):
+        assert same(plain.next(), ahead.next())
+        assert plain.state == ahead.state
+    ahead.close()
+    assert same(plain.next(), ahead.next())
+    ahead.load(plain.state)
+    assert same(plain.next(), ahead.next())
+    ahead.close()
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_changed_blends_never_repeat_a_sample_within_an_epoch(data):
+    with TemporaryDirectory() as folder:
+        paths, state, seen = write_sources(folder), None, []
+        for _ in range(data.draw(st.integers(2, 5))):
+            chosen = data.draw(st.lists(st.sampled_from(paths), min_size=1, unique=True))
+            weights = data.draw(
+                st.lists(st.floats(0.1, 10), min_size=len(chosen), max_size=len(chosen))
+            )
+            loader = Loader(config_of(chosen, weights, train={"global_batch": 4}), 0, 1)
+            if state is not None:
+                loader.load(json.loads(json.dumps(state)))
+            steps = take(loader, data.draw(st.integers(1, 3)))
+            state = steps[-1].state
+            seen += samples_of(steps)
+    assert [number for number, _ in seen] == list(range(state["samples"]))
+    tokens = [token for _, token in seen]
+    for i, (path, windows) in enumerate(zip(paths, (25, 79, 13), strict=True)):
+        ours = [token for token in tokens if token // 10_000 == i]
+        assert state["consumed"].get(path, 0) == len(ours)
+        for start in range(0, len(ours), windows):
+            assert len(set(ours[start : start + windows])) == len(ours[start : start + windows])
+
+
+def test_a_changed_blend_is_one_log_line_and_the_same_blend_none(paths, caplog):
+    state = take(Loader(config_of(paths[:2]), 0, 1), 3)[-1].state
+    with caplog.at_level(logging.WARNING):
+        Loader(config_of(paths[:2]), 0, 1).load(state)
+        assert not caplog.records
+        Loader(config_of(paths[1:], (3.0, 1.0)), 0, 1).load(state)
+    (record,) = caplog.records
+    added, removed = f"added {paths[2]}", f"removed {paths[0]}"
+    for part in ("after sample 24", added, removed, f"other weight {paths[1]}"):
+        assert part in record.getMessage()
+
+
+def test_another_cut_of_a_source_is_said(paths, caplog):
+    state = take(Loader(config_of(paths[:1]), 0, 1), 1)[-1].state
+    with caplog.at_level(logging.WARNING):
+        Loader(config_of(paths[:1], train={"seq": 4}), 0, 1).load(state)
+    (record,) = caplog.records
+    assert f"{paths[0]}: 51, before 25" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda state: state.pop("consumed"),
+        lambda state: state.pop("samples"),
+        lambda state: state.update(samples=-1),
+        lambda state: state.update(samples=1.5),
+        lambda state: state.update(consumed=[1]),
+        lambda state: state["consumed"].update({p: -3 for p in state["consumed"]}),
+        lambda state: state["base"].clear(),
+        lambda state: state["base"].update({p: 10**6 for p in state["base"]}),
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(paths, damage):
+    loader = Loader(config_of(paths), 0, 1)
+    state = json.loads(json.dumps(loader.next().state))
+    before = loader.state
+    damage(state)
+    with pytest.raises(UserError, match="data state"):
+        loader.load(state)
+    assert loader.state == before
+
+
+def test_the_batch_ramp_rises_in_equal_parts():
+    train = Train(global_batch=32, batch_ramp=BatchRamp(start=8, increment=8, samples=300))
+    assert [global_batch(train, seen) for seen in (0, 99, 100, 199, 200, 299, 300, 10**15)] == [
+        *(8, 8, 16, 16, 24, 24, 32, 32)
+    ]
+    flat = Train(global_batch=8, batch_ramp=BatchRamp(start=8, increment=8, samples=300))
+    assert global_batch(flat, 5) == 8
+    assert global_batch(Train(global_batch=6), 0) == 6
+
+
+def test_steps_follow_the_ramp(paths):
+    ramp = BatchRamp(start=2, increment=2, samples=12)
+    loader = Loader(config_of(paths, train={"batch_ramp": ramp}), 0, 1)
+    seen = 0
+    for step in take(loader, 8):
+        assert step.samples == loader.global_batch(seen) == len(step.microbatches)
+        seen += step.samples
+        assert step.state["samples"] == seen
+    assert step.samples == 8
+
+
+def documents_by_hand(tokens, length):
+    """Positions, documents and labels of one sample of a source of equally long documents."""
+    positions, numbers, labels = [], [], []
+    for place, token in enumerate(tokens):
+        begins = token % 10_000 % length == 0
+        positions.append(0 if begins or not place else positions[-1] + 1)
+        numbers.append(token % 10_000 // length)
+        labels.append(IGNORE if token % 10_000 % length == length - 1 else token + 1)
+    return positions, numbers, labels
+
+
+def test_documents_restart_positions_bound_attention_and_mask_labels(paths):
+    flags = {"reset_positions": True, "reset_attention": True, "mask_eod": True}
+    loader = Loader(config_of(paths, train={"microbatch": 4}, **flags), 0, 1)
+    masked = 0
+    for step in take(loader, 10):
+        for batch in step.microbatches:
+            for row, tokens in enumerate(batch.tokens_BS.tolist()):
+                length = (13, 40, 7)[tokens[0] // 10_000]
+                positions, numbers, labels = documents_by_hand(tokens, length)
+                assert batch.positions_BS[row].tolist() == positions
+                assert batch.labels_BS[row].tolist() == labels
+                ours = batch.documents_BS[row]
+                theirs = torch.tensor(numbers)
+                assert torch.equal(ours[:, None] == ours, theirs[:, None] == theirs)
+                masked += labels.count(IGNORE)
+    assert masked > 20
+
+
+def evaluation_samples(config, ranks, samples):
+    """Samples of all ranks that have labels, and the shapes that each rank saw."""
+    found, shapes = [], []
+    for rank in range(ranks):
+        batches = list(Loader(config, rank, ranks).evaluation(samples))
+        shapes.append([tuple(batch.tokens_BS.shape) for batch in batches])
+        for batch in batches:
+            for number, tokens, labels in zip(
+                batch.samples_B, batch.tokens_BS, batch.labels_BS, strict=True
+            ):
+                if (labels != IGNORE).any():
+                    assert torch.equal(labels, tokens + 1)
+                    found.append((int(number), int(tokens[0])))
+    return sorted(found), shapes
+
+
+@pytest.mark.parametrize("samples", [1, 7, 10, 16, 1000])
+def test_evaluation_is_the_same_for_any_ranks_and_microbatch(paths, samples):
+    expected, _ = evaluation_samples(config_of(paths), 1, samples)
+    sizes = np.array([6, 19, 3])
+    assert len(expected) == min(samples, len(expected)) <= sizes.sum()
+    assert len(set(expected)) == len(expected)
+    if samples == 1000:
+        assert len(expected) == sizes.sum()
+    for ranks, microbatch in [(1, 3), (2, 1), (2, 4), (4, 2)]:
+        config = config_of(paths, train={"microbatch": microbatch})
+        found, shapes = evaluation_samples(config, ranks, samples)
+        assert found == expected
+        assert all(one == shapes[0] for one in shapes)
+        rows = sum(rows for rows, _ in shapes[0]) * ranks
+        assert len(expected) <= rows < len(expected) + ranks
+
+
+def test_evaluation_is_disjoint_from_training_and_repeats_itself(paths):
+    config = config_of(paths, train={"eval_every": 1})
+    loader = Loader(config, 0, 1)
+    trained = {token for _, token in samples_of(take(loader, 100))}
+    first, second = (
+        [batch.tokens_BS.tolist() for batch in loader.evaluation(20)] for _ in range(2)
+    )
+    assert first == second
+    assert not trained & {row[0] for batch in first for row in batch}
+    other = config.model_copy(update={"run": config.run.model_copy(update={"seed": 5})})
+    assert first == [batch.tokens_BS.tolist() for batch in Loader(other, 0, 1).evaluation(20)]
+
+
+def test_a_missing_validation_split_is_refused_at_once_when_it_is_needed(paths):
+    none = (1.0, 0.0, 0.0)
+    Loader(config_of(paths, split=none), 0, 1)
+    with pytest.raises(UserError, match="validation split"):
+        Loader(config_of(paths, train={"eval_every": 10}, split=none), 0, 1)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_bad_token_is_raised_by_the_step_that_has_it_and_again(tmp_path, prefetch):
+    path = write_token_file(tmp_path / "f", [[list(range(400))]])
+    config = config_of([path], split=(1.0, 0.0, 0.0), prefetch=prefetch)
+    plain = Loader(config, 0, 1)
+    first = dict(samples_of(take(plain, 4)))[3 * 8 + 5]
+    plain.close()
+    tokens = [1] * 400
+    tokens[first + 3] = 70
+    write_token_file(tmp_path / "f", [[tokens]])
+    loader = Loader(config.model_copy(update={"model": Model(vocab=70)}), 0, 1)
+    steps = take(loader, 3)
+    for _ in range(2):
+        with pytest.raises(UserError, match=rf"f\.bin: token {first + 3} is 70"):
+            loader.next()
+        assert loader.state == steps[-1].state
+    loader.close()
+
+
+def test_a_source_named_twice_is_refused(paths):
+    with pytest.raises(UserError, match="2 times"):
+        Loader(config_of([paths[0], paths[0]], (1.0, 1.0)), 0, 1)

@@ -1,0 +1,135 @@
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from token_files import counting_documents, write_token_file
+
+from megaframe.data.samples import SPLITS, Source, document_range, documents, positions
+from megaframe.errors import UserError
+
+ALL = (1.0, 0.0, 0.0)
+VOCAB = 2**16
+
+texts = st.lists(
+    st.lists(st.lists(st.integers(0, 90), max_size=9), max_size=3), min_size=1, max_size=25
+)
+
+
+def split_by_hand(texts, shares, split):
+    """First token and tokens of a split, and which of them begin a document, one by one."""
+    place = SPLITS.index(split)
+    low = round(sum(shares[:place]) * len(texts))
+    high = round(sum(shares[: place + 1]) * len(texts))
+    tokens, begins = [], []
+    for text in texts[low:high]:
+        flat = [token for sequence in text for token in sequence]
+        tokens += flat
+        begins += [True] + [False] * (len(flat) - 1) if flat else []
+    return tokens, begins
+
+
+@settings(deadline=None, max_examples=120)
+@given(
+    texts,
+    st.sampled_from(["u1", "u2", "i4"]),
+    st.sampled_from([ALL, (0.5, 0.3, 0.2), (0.2, 0.2, 0.6)]),
+    st.sampled_from(SPLITS),
+    st.integers(1, 7),
+    st.randoms(use_true_random=False),
+)
+def test_windows_equal_a_slow_walk_over_the_documents(texts, dtype, shares, split, seq, random):
+    tokens, begins = split_by_hand(texts, shares, split)
+    with TemporaryDirectory() as folder:
+        path = write_token_file(Path(folder) / "f", texts, dtype)
+        if len(tokens) <= seq:
+            with pytest.raises(UserError):
+                Source(path, split, shares, seq, VOCAB)
+            return
+        source = Source(path, split, shares, seq, VOCAB)
+        assert source.windows == (len(tokens) - 1) // seq
+        windows = random.sample(range(source.windows), source.windows)
+        read = source.read(np.array(windows))
+        marks = source.beginnings(np.array(windows))
+    for row, window in enumerate(windows):
+        where = range(window * seq, window * seq + seq + 1)
+        assert read[row].tolist() == [tokens[i] for i in where]
+        assert marks[row].tolist() == [begins[i] for i in where]
+        position, document = -1, 0
+        for column, i in enumerate(where[:-1]):
+            position = 0 if begins[i] else position + 1
+            document += begins[i]
+            assert positions(marks[:, :-1])[row, column] == position
+            assert documents(marks[:, :-1])[row, column] == document
+
+
+def test_every_token_but_the_first_is_predicted_once(tmp_path):
+    path = write_token_file(tmp_path / "f", counting_documents([5, 1, 17, 30, 8]))
+    source = Source(path, "train", ALL, 6, VOCAB)
+    labels = source.read(np.arange(source.windows))[:, 1:]
+    assert labels.reshape(-1).tolist() == list(range(1, 61))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 400), st.integers(0, 10), st.integers(0, 10))
+def test_splits_share_out_all_documents(count, train, validation):
+    train, validation = sorted((train, validation))[::-1]
+    test = max(0, 20 - train - validation)
+    whole = train + validation + test
+    shares = (train / whole, validation / whole, test / whole)
+    covered = []
+    for split, share in zip(SPLITS, shares, strict=True):
+        try:
+            first, last = document_range(count, shares, split, "f")
+        except UserError:
+            assert share * count <= 1
+            continue
+        assert abs((last - first) - share * count) <= 1 + 1e-9
+        covered += range(first, last)
+    assert covered == list(range(count))
+
+
+def test_a_split_without_documents_is_refused_with_numbers(tmp_path):
+    path = write_token_file(tmp_path / "f", counting_documents([40] * 10))
+    with pytest.raises(UserError, match=r"validation split of .*: 0\.02 of 10 documents"):
+        Source(path, "validation", (0.98, 0.02, 0.0), 8, VOCAB)
+    with pytest.raises(UserError, match=r"data\.split.*share of at least 1/10"):
+        Source(path, "test", (0.98, 0.02, 0.0), 8, VOCAB)
+
+
+def test_a_source_shorter_than_a_window_is_refused_with_both_numbers(tmp_path):
+    path = write_token_file(tmp_path / "f", counting_documents([5, 3]))
+    assert Source(path, "train", ALL, 7, VOCAB).windows == 1
+    with pytest.raises(UserError, match=r"train\.seq=8 needs 9 tokens.* has 8; .*at most 7"):
+        Source(path, "train", ALL, 8, VOCAB)
+
+
+@pytest.mark.parametrize(("dtype", "bad"), [("u2", 100), ("u2", 65535), ("i4", 100), ("i4", -3)])
+def test_a_token_beyond_the_vocabulary_is_named(tmp_path, dtype, bad):
+    tokens = [7] * 60
+    tokens[41] = bad
+    path = write_token_file(tmp_path / "f", [[tokens[:30]], [tokens[30:]]], dtype)
+    source = Source(path, "validation", (0.5, 0.5, 0.0), 4, 100)
+    source.read(np.array([0, 1]))
+    with pytest.raises(UserError, match=rf"f\.bin: token 41 is {bad}, but model\.vocab=100"):
+        source.read(np.array([1, 2]))
+
+
+def test_the_largest_token_of_a_type_is_read_when_the_vocabulary_has_it(tmp_path):
+    path = write_token_file(tmp_path / "f", [[[65535, 0, 65535]]], "u2")
+    assert Source(path, "train", ALL, 2, 65536).read(np.array([0])).tolist() == [[65535, 0, 65535]]
+
+
+def test_scattered_sequences_are_refused(tmp_path):
+    documents = counting_documents([4, 4, 4])
+    path = write_token_file(tmp_path / "f", documents, pointers=[0, 16, 8])
+    with pytest.raises(UserError, match=r"f\.idx: sequences 0 and after do not follow"):
+        Source(path, "train", ALL, 4, VOCAB)
+
+
+def test_tokens_that_are_no_whole_numbers_are_refused(tmp_path):
+    path = write_token_file(tmp_path / "f", [[[1, 2, 3]]], "f4")
+    with pytest.raises(UserError, match="float32"):
+        Source(path, "train", ALL, 2, VOCAB)
