@@ -1,0 +1,229 @@
+"""Runs contenders by turns, each in its own process, and says by how much they differ.
+
+A B C A B C ... rather than A A B B C C: a shared machine drifts by more than the differences that
+matter, and neighbours in time see the same drift. So beside the ratio of the medians stands the
+spread of the ratios within each round. Nothing here imports torch: the kernel hands the peak
+memory of a launcher on to the process that it starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+MATRIX_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+"""Processor flags that decide the speed of fp32 and bf16 matrix products."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A command that prints its measurement as a JSON object in its last line of output."""
+
+    name: str
+    command: tuple[str, ...]
+    ours: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run of one contender: its own measurement, and the seconds from its start to its end.
+
+    best_tokens_per_second: of the fastest step, what the machine gives when nothing else runs on it.
+    peak_rss_bytes: of the process that trains. loss: what the comparison says it is.
+    """
+
+    tokens_per_second: float
+    best_tokens_per_second: float
+    peak_rss_bytes: int
+    loss: float
+    versions: Mapping[str, str]
+    wall_seconds: float
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, smallest and largest of a few measurements."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        return Spread(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Line:
+    """What the rounds say of one contender; `ratio` is its speed over the fastest peer's."""
+
+    name: str
+    speed: Spread
+    best: float
+    ratio: float
+    ratio_in_rounds: Spread
+    peak_rss_bytes: float
+    loss: float
+
+
+def common_arguments(description: str | None) -> argparse.ArgumentParser:
+    """The arguments of every comparison."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each contender")
+    parser.add_argument("--threads", type=int, default=2, help="threads of each contender")
+    parser.add_argument("--write", type=Path, help="write all measurements as JSON to this file")
+    return parser
+
+
+def alternate(
+    contenders: Sequence[Contender], rounds: int, threads: int
+) -> dict[str, list[Outcome]]:
+    """Run each contender once per round, one at a time, in the order given.
+
+    Ends the program with the output of a contender that fails.
+    """
+    outcomes: dict[str, list[Outcome]] = {contender.name: [] for contender in contenders}
+    for number in range(1, rounds + 1):
+        for contender in contenders:
+            outcome = run_once(contender, threads)
+            outcomes[contender.name].append(outcome)
+            print(
+                f"round {number}/{rounds}  {contender.name:<20}"
+                f"{outcome.tokens_per_second:9.0f} tokens/s"
+                f"{outcome.peak_rss_bytes / 1e9:7.2f} GB  loss {outcome.loss:.4f}"
+                f"{outcome.wall_seconds:7.0f} s in all",
+                flush=True,
+            )
+    return outcomes
+
+
+def run_once(contender: Contender, threads: int) -> Outcome:
+    """Run one contender to its end and read its measurement."""
+    pinned = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    start = time.monotonic()
+    result = subprocess.run(
+        contender.command,
+        env={**os.environ, **pinned},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = result.stdout.strip().splitlines()
+    if result.returncode != 0 or not lines:
+        sys.exit(f"{contender.name} failed:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
+    return Outcome(**json.loads(lines[-1]), wall_seconds=time.monotonic() - start)
+
+
+def summarise(
+    contenders: Sequence[Contender], outcomes: Mapping[str, Sequence[Outcome]]
+) -> list[Line]:
+    """One line per contender, in their order. Without a peer the ratios are to the first one."""
+    speeds = {
+        contender.name: [outcome.tokens_per_second for outcome in outcomes[contender.name]]
+        for contender in contenders
+    }
+    peers = [contender.name for contender in contenders if not contender.ours]
+    reference = max(peers or list(speeds)[:1], key=lambda name: statistics.median(speeds[name]))
+    lines = []
+    for name, values in speeds.items():
+        runs = outcomes[name]
+        pairs = zip(values, speeds[reference], strict=True)
+        lines.append(
+            Line(
+                name=name,
+                speed=Spread.of(values),
+                best=max(run.best_tokens_per_second for run in runs),
+                ratio=statistics.median(values) / statistics.median(speeds[reference]),
+                ratio_in_rounds=Spread.of([value / beside for value, beside in pairs]),
+                peak_rss_bytes=statistics.median(run.peak_rss_bytes for run in runs),
+                loss=statistics.median(run.loss for run in runs),
+            )
+        )
+    return lines
+
+
+def table(lines: Sequence[Line]) -> str:
+    """The lines as aligned text: medians, with smallest and largest in brackets; `best` is the
+    fastest step of all rounds."""
+    head = f"{'':<20}{'tokens/s':>10}{'':>16}{'best':>8}{'ratio':>8}{'in rounds':>14}{'GB':>7}{'loss':>9}"
+    rows = [head]
+    for line in lines:
+        spread = f"({line.speed.low:.0f}-{line.speed.high:.0f})"
+        in_rounds = f"({line.ratio_in_rounds.low:.2f}-{line.ratio_in_rounds.high:.2f})"
+        rows.append(
+            f"{line.name:<20}{line.speed.median:>10.0f}{spread:>16}{line.best:>8.0f}{line.ratio:>8.3f}"
+            f"{in_rounds:>14}{line.peak_rss_bytes / 1e9:>7.2f}{line.loss:>9.4f}"
+        )
+    return "\n".join(rows)
+
+
+def machine() -> dict[str, Any]:
+    """The processor with its instructions for matrices, the cores that this process may use, and
+    the memory in bytes."""
+    info = Path("/proc/cpuinfo")
+    pairs = [
+        text.split(":", 1) for text in (info.read_text() if info.exists() else "").splitlines()
+    ]
+    facts = {pair[0].strip(): pair[1].strip() for pair in pairs if len(pair) == 2}
+    flags = facts.get("flags", "").split()
+    return {
+        "cpu": facts.get("model name", platform.processor()),
+        "instructions": [name for name in MATRIX_INSTRUCTIONS if name in flags],
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+
+
+def commit() -> str:
+    """The commit that is measured; `+` marks files that differ from it."""
+    described = subprocess.run(
+        ("git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return described.stdout.strip() or "unknown"
+
+
+def write(
+    path: Path,
+    config: Mapping[str, Any],
+    threads: int,
+    results: Mapping[str, tuple[Sequence[Line], Mapping[str, Sequence[Outcome]]]],
+) -> None:
+    """Write all that was measured, and on what, as JSON.
+
+    `results` holds, per heading (a precision, say), the lines and the outcomes behind them.
+    Commands are left out: they hold paths of one machine.
+    """
+    document = {
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "threads": threads,
+        "config": dict(config),
+        "results": {
+            heading: {
+                "summary": [asdict(line) for line in lines],
+                "rounds": {name: [asdict(run) for run in runs] for name, runs in outcomes.items()},
+            }
+            for heading, (lines, outcomes) in results.items()
+        },
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=2) + "\n")
+    print(f"wrote {path}")

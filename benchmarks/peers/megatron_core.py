@@ -1,0 +1,133 @@
+"""megatron-core's GPTModel from its local layer spec, on a CPU, in a gloo world of one.
+
+Three of its parts insist on a CUDA device and are replaced by their nearest equal: the core
+attention by torch's fused one (as its Transformer Engine layers have), the `.cuda()` of the shared
+embedding by nothing, and its optimizer by torch's fused AdamW over fp32 main weights, with bf16
+weights and gradients in the model as its own bf16 optimizer keeps them. Its norms have a bias.
+"""
+
+from __future__ import annotations
+
+import warnings
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn import functional
+from workload import WORKLOAD, Workload, parser, run
+
+
+class FusedAttention(nn.Module):
+    """Core attention of a layer spec: [seq, batch, heads, width] in, [seq, batch, hidden] out."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        heads_first = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        attended = functional.scaled_dot_product_attention(*heads_first, is_causal=True)
+        return attended.permute(2, 0, 1, 3).flatten(2)
+
+
+def start_world_of_one() -> None:
+    """Process groups of size one over gloo, without opening a port to other machines."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+
+
+def build(shape: Workload, dtype: torch.dtype) -> nn.Module:
+    """The GPT of the workload with weights in `dtype`."""
+    config = TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        ffn_hidden_size=shape.ffn,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=shape.init_std,
+        activation_func=functional.gelu,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+    )
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = FusedAttention
+    torch.Tensor.cuda = lambda self, *_, **__: self  # the shared embedding asks for it
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=shape.vocab,
+        max_sequence_length=shape.seq,
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="learned_absolute",
+    )
+    return model.to(dtype)  # norms and positions too, as its Float16Module does
+
+
+class MainWeights:
+    """AdamW over fp32 main weights; where the model's weights are fp32, they are the main ones."""
+
+    def __init__(self, model: nn.Module, shape: Workload) -> None:
+        self.clip = shape.clip
+        self.weights = [p for p in model.parameters() if p.requires_grad]
+        self.main = [
+            p if p.dtype is torch.float32 else p.detach().float().requires_grad_()
+            for p in self.weights
+        ]
+        groups = [
+            {"params": [p for p in self.main if p.dim() >= 2], "weight_decay": shape.weight_decay},
+            {"params": [p for p in self.main if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        betas = (shape.beta1, shape.beta2)
+        self.adamw = torch.optim.AdamW(groups, lr=shape.learning_rate, betas=betas, fused=True)
+
+    def step(self) -> None:
+        """Clip, update the main weights, copy them to the model and drop the gradients."""
+        for weight, main in zip(self.weights, self.main, strict=True):
+            if main is not weight:
+                main.grad, weight.grad = weight.grad.float(), None
+        nn.utils.clip_grad_norm_(self.main, self.clip)
+        self.adamw.step()
+        with torch.no_grad():
+            for weight, main in zip(self.weights, self.main, strict=True):
+                if main is not weight:
+                    weight.copy_(main)
+        self.adamw.zero_grad(set_to_none=True)
+
+
+def main() -> None:
+    arguments = parser(__doc__).parse_args()
+    warnings.filterwarnings("ignore", module="megatron")
+    shape = WORKLOAD
+    torch.manual_seed(shape.seed)
+    start_world_of_one()
+    dtype = torch.bfloat16 if arguments.precision == "bf16" else torch.float32
+    model = build(shape, dtype)
+    optimizer = MainWeights(model, shape)
+    positions = torch.arange(shape.seq).expand(shape.batch, -1)
+
+    def step() -> float:
+        ids = torch.randint(shape.vocab, (shape.batch, shape.seq + 1))
+        tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        loss = model(tokens, positions, None, labels=targets).float().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    versions = {"torch": torch.__version__, "megatron-core": version("megatron-core")}
+    run(step, arguments.steps, versions)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""nanoGPT's own model and optimizer from a checkout, compiled, in the loop of its train.py.
+
+nanoGPT's train.py turns autocast off on a CPU, whatever its dtype; bf16 here is the autocast that
+it uses on a GPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from nanogpt_checkout import import_model, revision
+from torch import nn
+from workload import WORKLOAD, parser, run
+
+
+def build(checkout: Path) -> nn.Module:
+    """nanoGPT's GPT with the shapes of the workload (its ffn is always 4 * hidden)."""
+    module, shape = import_model(checkout), WORKLOAD
+    return module.GPT(
+        module.GPTConfig(
+            block_size=shape.seq,
+            vocab_size=shape.vocab,
+            n_layer=shape.layers,
+            n_head=shape.heads,
+            n_embd=shape.hidden,
+            dropout=0.0,
+            bias=False,
+        )
+    )
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--nanogpt", type=Path, required=True, help="a checkout of nanoGPT")
+    given = arguments.parse_args()
+    shape = WORKLOAD
+    torch.manual_seed(shape.seed)
+    model = build(given.nanogpt)
+    betas = (shape.beta1, shape.beta2)
+    optimizer = model.configure_optimizers(shape.weight_decay, shape.learning_rate, betas, "cpu")
+    compiled = torch.compile(model)
+
+    def step() -> float:
+        ids = torch.randint(shape.vocab, (shape.batch, shape.seq + 1))
+        tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        with torch.autocast("cpu", torch.bfloat16, enabled=given.precision == "bf16"):
+            _, loss = compiled(tokens, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), shape.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    run(step, given.steps, {"torch": torch.__version__, "nanogpt": revision(given.nanogpt)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""A checkout of nanoGPT: its `model.py` as a module, and its commit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+
+def import_model(checkout: Path) -> ModuleType:
+    """nanoGPT's model.py; it prints as it builds, so the measurement must come last."""
+    sys.path.insert(0, str(checkout))
+    import model
+
+    return model
+
+
+def revision(checkout: Path) -> str:
+    """The commit of the checkout, or `unknown` where it is not a git one."""
+    command = ("git", "-C", str(checkout), "rev-parse", "HEAD")
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or "unknown"

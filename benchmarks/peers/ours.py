@@ -1,0 +1,101 @@
+"""megaframe on the workload, by the way that users take: a token file, pretrain_gpt.py, overrides.
+
+Speed comes from the run's metrics.jsonl, memory from the kernel's account of the finished process.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from workload import WARMUP_STEPS, WORKLOAD, emit, parser, peak_rss_bytes
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from megaframe.data.indexed_write import TokenFileWriter  # noqa: E402
+
+
+def write_documents(prefix: Path, documents: Iterable[NDArray[np.integer]], vocab: int) -> None:
+    """Write a token file with one sequence per document."""
+    with TokenFileWriter(str(prefix), vocab) as writer:
+        for document in documents:
+            writer.add_document(document)
+
+
+def pretrain(folder: Path, overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """Train in `folder` and return the lines of its metrics.jsonl, one per step."""
+    run = folder / "run"
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), f"run.dir={run}", *overrides]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        sys.exit(f"pretrain_gpt.py ended with {result.returncode}:\n{result.stderr[-4000:]}")
+    with open(run / "metrics.jsonl", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def overrides_of(precision: str, steps: int, prefix: Path) -> list[str]:
+    """The workload as keys of the config."""
+    shape = WORKLOAD
+    return [
+        f"model.layers={shape.layers}",
+        f"model.heads={shape.heads}",
+        f"model.hidden={shape.hidden}",
+        f"model.ffn={shape.ffn}",
+        f"model.vocab={shape.vocab}",
+        "model.norm=layernorm",
+        "model.position=learned",
+        "model.activation=gelu",
+        "model.bias=false",
+        "model.tie_embeddings=true",
+        f"model.init_std={shape.init_std}",
+        f"train.steps={steps}",
+        f"train.seq={shape.seq}",
+        f"train.global_batch={shape.batch}",
+        f"train.microbatch={shape.batch}",
+        f"train.precision={precision}",
+        f"optim.lr={shape.learning_rate}",
+        "optim.schedule=constant",
+        f"optim.beta1={shape.beta1}",
+        f"optim.beta2={shape.beta2}",
+        f"optim.weight_decay={shape.weight_decay}",
+        f"optim.clip={shape.clip}",
+        f"data.sources=[{{path: {prefix}}}]",
+        "data.split=[1, 0, 0]",
+        "checkpoint.every=0",
+        f"run.seed={shape.seed}",
+    ]
+
+
+def main() -> None:
+    arguments = parser(__doc__).parse_args()
+    shape = WORKLOAD
+    steps = WARMUP_STEPS + arguments.steps
+    random = np.random.default_rng(shape.seed)
+    tokens = random.integers(shape.vocab, size=steps * shape.tokens_per_step + 1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_documents(folder / "tokens", [tokens], shape.vocab)
+        metrics = pretrain(folder, overrides_of(arguments.precision, steps, folder / "tokens"))
+    speeds = [line["tokens_per_second"] for line in metrics[WARMUP_STEPS:]]
+    emit(
+        tokens_per_second=statistics.median(speeds),
+        best_tokens_per_second=max(speeds),
+        peak_rss_bytes=peak_rss_bytes(resource.RUSAGE_CHILDREN),
+        loss=metrics[0]["loss"],
+        versions={"torch": version("torch")},
+    )
+
+
+if __name__ == "__main__":
+    main()

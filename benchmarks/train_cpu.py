@@ -1,0 +1,86 @@
+"""Training speed and memory of one GPT on a CPU, beside the peers that are at hand.
+
+Every contender trains the workload of `peers/workload.py` on random tokens in a process of its own;
+a first loss that is not about ln(vocab) ends the comparison, as then something else was trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from harness import Contender, Outcome, alternate, common_arguments, summarise, table, write
+from peers.workload import WORKLOAD
+
+PEERS = Path(__file__).resolve().parent / "peers"
+FIRST_LOSS_TOLERANCE = 0.3
+"""Initial weights with a std of 0.02 put the first loss about 0.1 over ln(vocab)."""
+
+
+def contenders(given: argparse.Namespace, precision: str) -> list[Contender]:
+    """Ours and the peers that were given, as commands."""
+
+    def contender(
+        name: str, script: str, python: Path | str, *more: str, ours: bool = False
+    ) -> Contender:
+        options = ("--precision", precision, "--steps", str(given.steps), *more)
+        return Contender(name, (str(python), str(PEERS / script), *options), ours)
+
+    chosen = []
+    if not given.without_ours:
+        chosen.append(contender("megaframe", "ours.py", sys.executable, ours=True))
+    chosen.append(contender("plain PyTorch", "plain.py", sys.executable))
+    if given.nanogpt:
+        checkout = str(given.nanogpt.resolve())
+        chosen.append(contender("nanoGPT", "nanogpt.py", sys.executable, "--nanogpt", checkout))
+    else:
+        print("nanoGPT is left out: --nanogpt PATH gives a checkout of it")
+    if given.megatron_python:
+        python = given.megatron_python.absolute()  # not resolved: a venv's python is a link
+        chosen.append(contender("megatron-core", "megatron_core.py", python))
+    else:
+        print("megatron-core is left out: --megatron-python PATH gives an interpreter that has it")
+    return chosen
+
+
+def check_losses(outcomes: dict[str, list[Outcome]]) -> None:
+    """End the program if a contender's first loss is not that of fresh weights."""
+    expected = math.log(WORKLOAD.vocab)
+    for name, runs in outcomes.items():
+        for run in runs:
+            if abs(run.loss - expected) > FIRST_LOSS_TOLERANCE:
+                sys.exit(f"{name}: first loss {run.loss:.3f}, expected about {expected:.3f}")
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = common_arguments(__doc__)
+    parser.add_argument("--precision", choices=("fp32", "bf16", "both"), default="both")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of each run")
+    parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT")
+    parser.add_argument("--megatron-python", type=Path, help="an interpreter with megatron-core")
+    parser.add_argument("--without-ours", action="store_true", help="run the peers only")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
+    results = {}
+    for precision in ("fp32", "bf16") if given.precision == "both" else (given.precision,):
+        print(f"\n{precision}")
+        chosen = contenders(given, precision)
+        outcomes = alternate(chosen, given.rounds, given.threads)
+        check_losses(outcomes)
+        lines = summarise(chosen, outcomes)
+        print(table(lines))
+        results[precision] = (lines, outcomes)
+    if given.write:
+        config = {**asdict(WORKLOAD), "steps": given.steps, "rounds": given.rounds}
+        write(given.write, config, given.threads, results)
+
+
+if __name__ == "__main__":
+    main()
