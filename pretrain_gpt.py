@@ -54,7 +54,9 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help="print the resolved config, layout, parameter count and memory, and exit",
     )
-    parser.add_argument("--explain", metavar="KEY", help="document section.key or section, and exit")
+    parser.add_argument(
+        "--explain", metavar="KEY", help="document section.key or section, and exit"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser.parse_args()
 

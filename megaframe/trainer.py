@@ -68,10 +68,12 @@ class Trainer:
                 if self._due(self.config.train.eval_every):
                     with self.meter.time("evaluation"):
                         self._evaluate()
+                self.meter.flush(self.step)
                 if self.writer is not None and self._due(self.config.checkpoint.every):
+                    # Before its checkpoint, or a run resumed from that would miss the line.
+                    self.meter.settle()
                     with self.meter.time("checkpoint"):
                         self._save(self.writer)
-                self.meter.flush(self.step)
             if self.writer is not None:
                 self.writer.wait()
             barrier(self.mesh.world)

@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
-from pool import Pool
 import torch
+from pool import Pool
 
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
@@ -20,7 +20,11 @@ def build():
 
     def make(model=None, **sections):
         sections["train"] = {
-            "seq": 12, "global_batch": 3, "microbatch": 3, "precision": "fp64", "steps": 10,
+            "seq": 12,
+            "global_batch": 3,
+            "microbatch": 3,
+            "precision": "fp64",
+            "steps": 10,
             **sections.get("train", {}),
         }
         shape = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.3}

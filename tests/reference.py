@@ -82,8 +82,10 @@ def _rotate(model, x, positions):
         return x
     rate, factor = frequencies(model)
     pairs = len(rate)
-    turned = torch.polar(torch.full_like(positions, factor, dtype=torch.float64)[..., None],
-                         positions[..., None] * rate)
+    turned = torch.polar(
+        torch.full_like(positions, factor, dtype=torch.float64)[..., None],
+        positions[..., None] * rate,
+    )
     complex_x = torch.complex(x[..., :pairs].double(), x[..., pairs : 2 * pairs].double()) * turned
     return torch.cat((complex_x.real, complex_x.imag, x[..., 2 * pairs :]), -1).to(x.dtype)
 

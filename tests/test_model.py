@@ -22,7 +22,10 @@ MODELS = {
     "yarn_scaling": {
         "head_dim": 16,
         "rotary_scaling": {
-            "kind": "yarn", "factor": 4, "original_length": 64, "low_frequency": 1,
+            "kind": "yarn",
+            "factor": 4,
+            "original_length": 64,
+            "low_frequency": 1,
             "high_frequency": 32,
         },
     },
@@ -58,7 +61,13 @@ def test_loss_and_gradients_equal_autograd(name, recompute, documents, build, ma
     for bucket in built.optimizer.buckets:
         for parameter, grad in bucket.pieces(bucket.grads):
             wanted = weights[parameter.spec.name].grad
-            torch.testing.assert_close(grad, wanted, rtol=1e-10, atol=1e-12, msg=lambda text: f"{parameter.spec.name}: {text}")
+            torch.testing.assert_close(
+                grad,
+                wanted,
+                rtol=1e-10,
+                atol=1e-12,
+                msg=lambda text: f"{parameter.spec.name}: {text}",
+            )
 
 
 def test_evaluation_is_the_training_loss_without_dropout(build, make_microbatch):

@@ -62,7 +62,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--prompt", default="", help="text to go on from")
     parser.add_argument("--tokens", type=int, default=100, help="most tokens to sample")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0 takes the likeliest token"
+    )
     parser.add_argument("--top-k", type=int, default=50, help="sample among the likeliest K; 0 all")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling")
     parser.add_argument("--tokenizer", help="KIND:PATH; default: the tokenizer of the run")

@@ -22,9 +22,6 @@ from megaframe.parameter import Parameter
 from megaframe.plan.memory import LOSS_CHUNK_BYTES
 
 
-
-
-
 @dataclass(frozen=True)
 class LossOptions:
     """label_smoothing: share of the target spread over the vocabulary. z_loss: weight of the squared

@@ -54,9 +54,7 @@ class Bucket:
             box = boxes[parameter.spec.name]
             span = slice(start, start + box.size)
             self._spans[parameter.spec.name] = span
-            parameter.bind(
-                box, self.values[span].view(box.shape), self.grads[span].view(box.shape)
-            )
+            parameter.bind(box, self.values[span].view(box.shape), self.grads[span].view(box.shape))
 
     def initialise(self, seed: int) -> None:
         """Set the initial weights."""

@@ -70,8 +70,8 @@ def block_bytes(config: RunConfig) -> int:
     """Bytes that one block keeps of a microbatch beside its input.
 
     Both norms' outputs, the stream between attention and MLP, queries, keys and values, the
-    attention's output, the MLP before and after its activation, and in at least fp32 the statistics
-    of the norms and one log-sum-exp a head.
+    attention's output, the MLP before and after its activation, the statistics of the norms and one
+    log-sum-exp a head; these in at least fp32, but for those of layernorm on a CPU.
     """
     model, width = config.model, _WIDTH[config.train.precision]
     tokens = config.train.microbatch * config.train.seq
@@ -79,10 +79,14 @@ def block_bytes(config: RunConfig) -> int:
     qkv = queries + 2 * model.kv_heads * model.head_dim
     inner = (3 if model.activation == "swiglu" else 2) * model.ffn
     elements = 3 * model.hidden + qkv + queries + inner
-    statistics = 2 * (2 if model.norm == "layernorm" else 1) + model.heads
+    statistics = model.heads
+    if model.norm == "layernorm":
+        elements += 2 * 2
+    else:
+        statistics += 2
     if model.qk_norm:
         elements += qkv
         statistics += model.heads + model.kv_heads
-    elif model.position != "rotary" and model.heads > model.kv_heads:
+    elif model.position != "rotary" and 1 < model.kv_heads < model.heads:
         elements += queries
     return tokens * (elements * width + statistics * max(4, width))

@@ -55,8 +55,10 @@ def parse_action(text: str) -> Action:
     match = _PATTERN.fullmatch(text)
     kinds = {kind.value: kind for kind in Kind}
     if match is None or match[2] not in kinds:
-        raise UserError(f"{text!r} is no action; write STAGE KIND MICROBATCH such as 0F3, "
-                        f"with KIND one of {', '.join(kinds)}")
+        raise UserError(
+            f"{text!r} is no action; write STAGE KIND MICROBATCH such as 0F3, "
+            f"with KIND one of {', '.join(kinds)}"
+        )
     kind = kinds[match[2]]
     for number, needed, what in (
         (match[1], kind is not Kind.UPDATE, "stage"),

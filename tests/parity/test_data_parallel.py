@@ -62,7 +62,9 @@ def global_batch(config, step):
 def share(batch, microbatch, rank, ranks):
     pieces = range(rank * microbatch, GLOBAL_BATCH, ranks * microbatch)
     return [
-        Microbatch(*(t[i : i + microbatch] for t in (batch.tokens_BS, batch.labels_BS, batch.samples_B)))
+        Microbatch(
+            *(t[i : i + microbatch] for t in (batch.tokens_BS, batch.labels_BS, batch.samples_B))
+        )
         for i in pieces
     ]
 

@@ -1,0 +1,48 @@
+"""Dropout masks: a function of seed, step, place, token and channel, with the promised rate."""
+
+import torch
+
+from megaframe.nn.dropout import Dropout, dropout_key
+
+CHANNELS, LENGTH = 64, 50
+
+
+def dropped(samples, place="blocks.0.mlp", step=0, rate=0.3, seed=1):
+    tokens = torch.zeros(len(samples), LENGTH, dtype=torch.int64)
+    dropout = Dropout(rate, dropout_key(seed, step), torch.tensor(samples), tokens)
+    return dropout(torch.ones(len(samples), LENGTH, CHANNELS, dtype=torch.float64), place)
+
+
+def test_rate_and_scale():
+    y = dropped(list(range(40)))
+    assert set(y.unique().tolist()) == {0.0, 1 / 0.7}
+    kept = float((y != 0).double().mean())
+    assert abs(kept - 0.7) < 5 * (0.21 / y.numel()) ** 0.5
+
+
+def test_a_sample_has_its_mask_in_any_microbatch():
+    together = dropped([3, 9, 4])
+    for row, sample in enumerate((3, 9, 4)):
+        assert torch.equal(together[row : row + 1], dropped([sample]))
+
+
+def test_everything_else_draws_another_mask():
+    masks = [
+        dropped([0]),
+        dropped([1]),
+        dropped([0], step=1),
+        dropped([0], place="blocks.1.mlp"),
+        dropped([0], seed=2),
+    ]
+    size = masks[0].numel()
+    for i, one in enumerate(masks):
+        for other in masks[:i]:
+            same = float(((one != 0) == (other != 0)).double().mean())
+            chance = 0.7**2 + 0.3**2
+            assert abs(same - chance) < 6 * (chance * (1 - chance) / size) ** 0.5
+
+
+def test_neighbouring_tokens_and_channels_are_independent():
+    keep = (dropped(list(range(40))) != 0).double() - 0.7
+    for pair in (keep[:, 1:] * keep[:, :-1], keep[..., 1:] * keep[..., :-1]):
+        assert abs(float(pair.mean())) < 6 * 0.21 / pair.numel() ** 0.5

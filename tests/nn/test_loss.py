@@ -1,0 +1,75 @@
+"""The chunked head: chunks change nothing, and low precision stays within what its type allows."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megaframe.microbatch import IGNORE
+from megaframe.nn import loss as loss_module
+from megaframe.nn.loss import LossOptions, head_loss
+from megaframe.parameter import Parameter
+from megaframe.spec import Box, Constant, ParamSpec
+
+TOKENS, VOCAB, HIDDEN = 29, 53, 8
+
+
+def head(dtype, master):
+    generator = torch.Generator().manual_seed(0)
+    weight = Parameter(ParamSpec("head.weight", (VOCAB, HIDDEN), Constant(0), role="head"))
+    value = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
+    weight.bind(Box((0, 0), (VOCAB, HIDDEN)), value, torch.full(value.shape, 7.0, dtype=master))
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
+    labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    labels[::5] = IGNORE
+    return hidden, labels, weight
+
+
+def expected(hidden, labels, weight, scale):
+    """Loss and gradients by plain autograd in fp64, from the same rounded inputs."""
+    hidden = hidden.double().requires_grad_()
+    matrix = weight.value.double().requires_grad_()
+    loss = F.cross_entropy(hidden @ matrix.T, labels, ignore_index=IGNORE, reduction="sum")
+    (loss * scale).backward()
+    return loss.detach(), hidden.grad, matrix.grad
+
+
+@pytest.mark.parametrize("rows", [1, 7, 29, 1000])
+def test_chunks_change_nothing(rows, monkeypatch):
+    monkeypatch.setattr(loss_module, "LOSS_CHUNK_BYTES", rows * VOCAB * 8)
+    hidden, labels, weight = head(torch.float64, torch.float64)
+    result = head_loss(hidden, labels, weight, LossOptions(), 0.25)
+    loss, d_hidden, d_weight = expected(hidden, labels, weight, 0.25)
+    torch.testing.assert_close(result.loss, loss, rtol=1e-13, atol=0)
+    torch.testing.assert_close(result.d_hidden, d_hidden, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(weight.grad, d_weight, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_as_good_as_its_type(dtype):
+    hidden, labels, weight = head(dtype, torch.float32)
+    result = head_loss(hidden, labels, weight, LossOptions(), 1.0)
+    loss, d_hidden, d_weight = expected(hidden, labels, weight, 1.0)
+    eps = torch.finfo(dtype).eps
+    # Each logit is rounded once (relative to its own size), and so is each probability.
+    largest = float((hidden.double() @ weight.value.double().T).abs().max())
+    per_token = eps * (largest + 2)
+    assert abs(float(result.loss - loss)) < TOKENS * per_token
+    bound = 2 * per_token * float(weight.value.double().abs().max()) * 4
+    assert float((result.d_hidden.double() - d_hidden).abs().max()) < bound
+    bound = 2 * per_token * float(hidden.double().abs().max()) * 4
+    assert float((weight.grad.double() - d_weight).abs().max()) < bound
+
+
+def test_huge_logits_stay_finite():
+    hidden, labels, weight = head(torch.float32, torch.float32)
+    result = head_loss(hidden * 1e4, labels, weight, LossOptions(), 1.0)
+    loss, _, _ = expected(hidden * 1e4, labels, weight, 1.0)
+    assert torch.isfinite(result.d_hidden).all()
+    torch.testing.assert_close(result.loss, loss, rtol=1e-6, atol=0)
+
+
+def test_nothing_valid_is_no_loss():
+    hidden, labels, weight = head(torch.float64, torch.float64)
+    result = head_loss(hidden, torch.full_like(labels, IGNORE), weight, LossOptions(), 1.0)
+    assert result.loss == 0
+    assert not result.d_hidden.any() and not weight.grad.any()

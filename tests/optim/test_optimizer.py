@@ -1,0 +1,122 @@
+"""Updates: AdamW as torch's own, clipping, decay groups, the loss scale and bad gradients."""
+
+import pytest
+import torch
+
+from megaframe.config import RunConfig
+from megaframe.optim.scale import LossScale
+
+
+def take_step(built, microbatch, step, scale=1.0):
+    built.optimizer.start_step()
+    loss = built.stage.forward(0, microbatch, step, scale * built.optimizer.scale.value)
+    built.stage.backward(0, built.optimizer.reduce)
+    built.optimizer.wait()
+    return loss, built.optimizer.update()
+
+
+def weights_of(built):
+    return {
+        parameter.spec.name: piece
+        for bucket in built.optimizer.buckets
+        for parameter, piece in bucket.pieces(bucket.weights)
+    }
+
+
+def test_five_steps_equal_torch_adamw_with_its_own_clipping(build, make_microbatch):
+    built = build(
+        {"bias": True, "position": "learned"},
+        optim={"lr": 0.02, "schedule": "constant", "clip": 0.7, "weight_decay": 0.3},
+    )
+    ours = weights_of(built)
+    theirs = {name: w.clone().requires_grad_() for name, w in ours.items()}
+    decayed = [w for name, w in theirs.items() if name.endswith("weight")]
+    rest = [w for name, w in theirs.items() if not name.endswith("weight")]
+    assert len(rest) > 10
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}],
+        lr=0.02,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
+    for step in range(5):
+        _, update = take_step(built, make_microbatch(built.config, step), step)
+        for bucket in built.optimizer.buckets:
+            # Gradients are divided in place by the clipping factor; undo it for torch's clipping.
+            factor = max(update.grad_norm / 0.7, 1.0)
+            for parameter, grad in bucket.pieces(bucket.grads):
+                theirs[parameter.spec.name].grad = grad * factor
+        norm = torch.nn.utils.clip_grad_norm_(list(theirs.values()), 0.7)
+        assert float(norm) == pytest.approx(update.grad_norm, rel=1e-12)
+        optimizer.step()
+        for name, weight in theirs.items():
+            torch.testing.assert_close(ours[name], weight.detach(), rtol=1e-5, atol=1e-7)
+    assert built.optimizer.updates == 5
+
+
+def test_a_bad_gradient_touches_nothing_and_is_named(build, make_microbatch):
+    built = build()
+    before = {name: w.clone() for name, w in weights_of(built).items()}
+    built.optimizer.start_step()
+    built.stage.forward(0, make_microbatch(built.config), 0, 1.0)
+    built.stage.backward(0, built.optimizer.reduce)
+    built.stage.blocks[1].mlp.down.weight.grad[0, 0] = torch.nan
+    update = built.optimizer.update()
+    assert update.bad == ("blocks.1.mlp.down.weight",)
+    assert built.optimizer.updates == 0
+    assert all(torch.equal(before[name], w) for name, w in weights_of(built).items())
+
+
+def test_low_precision_trains_masters_and_the_loss_scale_cancels(build, make_microbatch):
+    norms, results = {}, {}
+    for precision in ("fp32", "bf16", "fp16"):
+        built = build(train={"precision": precision}, optim={"loss_scale": 1024.0, "lr": 0.01})
+        _, update = take_step(built, make_microbatch(built.config), 0, 1 / 30)
+        norms[precision] = update.grad_norm
+        results[precision] = weights_of(built)["blocks.0.mlp.up.weight"]
+        assert results[precision].dtype == torch.float32
+        bucket = built.optimizer.buckets[1]
+        assert torch.equal(bucket.values, bucket.weights.to(bucket.values.dtype))
+    assert norms["bf16"] == pytest.approx(norms["fp32"], rel=0.03)
+    assert norms["fp16"] == pytest.approx(norms["fp32"], rel=0.004)
+
+
+def test_fp16_overflow_halves_the_scale_and_keeps_weights(build, make_microbatch):
+    built = build(train={"precision": "fp16"}, optim={"loss_scale": 2.0**40})
+    before = {name: w.clone() for name, w in weights_of(built).items()}
+    _, update = take_step(built, make_microbatch(built.config), 0)
+    assert update.bad and built.optimizer.scale.value == 2.0**39
+    assert all(torch.equal(before[name], w) for name, w in weights_of(built).items())
+
+
+def test_loss_scale_grows_after_a_window_and_only_in_fp16():
+    config = RunConfig(
+        train={"precision": "fp16"}, optim={"loss_scale": 8.0, "loss_scale_window": 3}
+    )
+    scale = LossScale(config)
+    values = []
+    for finite in (True, True, False, True, True, True, True):
+        scale.update(finite)
+        values.append(scale.value)
+    assert values == [8, 8, 4, 4, 4, 8, 8]
+    fixed = LossScale(RunConfig(train={"precision": "bf16"}))
+    fixed.update(False)
+    assert fixed.value == 1.0
+
+
+def test_state_of_the_optimizer_is_whole(build, make_microbatch):
+    built = build()
+    names = {name for name, _, _, _ in built.optimizer.tensors()}
+    plain = {name for name in names if "/" not in name}
+    assert names == plain | {f"optimizer.{kind}/{n}" for kind in ("mean", "square") for n in plain}
+    take_step(built, make_microbatch(built.config), 0)
+    other = build()
+    for (_, _, _, mine), (_, _, _, theirs) in zip(
+        built.optimizer.tensors(), other.optimizer.tensors(), strict=True
+    ):
+        theirs.copy_(mine)
+    other.optimizer.load_state(built.optimizer.state())
+    for one in (built, other):
+        take_step(one, make_microbatch(built.config, 1), 1)
+    for name, weight in weights_of(built).items():
+        assert torch.equal(weight, weights_of(other)[name])

@@ -1,0 +1,65 @@
+"""Gradient sums: fresh or not, in one piece or many, in either precision."""
+
+import pytest
+import torch
+
+from megaframe import parameter as parameter_module
+from megaframe.parameter import Module, Parameter
+from megaframe.spec import Box, Constant, ParamSpec
+
+
+def make(shape, dtype, master):
+    spec = ParamSpec("a.weight", shape, Constant(0), role="matrix")
+    parameter = Parameter(spec)
+    box = Box((0,) * len(shape), shape)
+    stale = torch.full(shape, torch.nan, dtype=master)  # what an earlier step may have left
+    parameter.bind(box, torch.zeros(shape, dtype=dtype), stale)
+    return parameter
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("piece", [1, 1 << 20])
+def test_products_add_up(dtype, piece, monkeypatch):
+    monkeypatch.setattr(parameter_module, "_PRODUCT_BYTES", piece)
+    parameter = make((2, 3, 5), dtype, torch.float32)
+    left, right = torch.randn(4, 6).to(dtype), torch.randn(4, 5).to(dtype)
+    parameter.add_product(left, right, 0.5)
+    parameter.add_product(left, right, 0.25)
+    wanted = 0.75 * (left.double().T @ right.double()).view(2, 3, 5)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(parameter.grad.double(), wanted, rtol=4 * eps, atol=8 * eps)
+
+
+def test_sums_look_ups_and_unused():
+    parameter = make((4, 2), torch.float64, torch.float64)
+    parameter.add_rows(torch.tensor([1, 1, 3]), torch.ones(3, 2, dtype=torch.float64))
+    assert parameter.grad.tolist() == [[0, 0], [2, 2], [0, 0], [1, 1]]
+    parameter.add(torch.ones(4, 2))
+    assert parameter.grad[0, 0] == 1
+    unused = make((3,), torch.float32, torch.float32)
+    unused.finish()
+    assert not unused.grad.any()
+
+
+def test_use_adds_what_flows_back():
+    parameter = make((3,), torch.float64, torch.float64)
+    (parameter.use() * torch.arange(3.0)).sum().backward()
+    (parameter.use() * torch.arange(3.0)).sum().backward()
+    assert parameter.grad.tolist() == [0, 2, 4]
+    with torch.no_grad():
+        assert parameter.use() is parameter.value
+
+
+def test_modules_list_shared_parameters_once_and_in_order():
+    class Leaf(Module):
+        def __init__(self, weight):
+            self.weight = weight
+
+    first, second = (
+        make((1,), torch.float32, torch.float32),
+        make((2,), torch.float32, torch.float32),
+    )
+    tree = Leaf(first)
+    tree.children = [Leaf(second), (Leaf(first),)]
+    tree.name = "no parameter"
+    assert list(tree.parameters()) == [first, second]

@@ -1,0 +1,37 @@
+"""What follows from a spec: slices that tile the tensor, and one owner for each element."""
+
+from itertools import product
+from math import prod
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaframe.spec import Constant, ParamSpec, share
+
+AXES = ("tensor", "context", "data", "pipeline")
+
+
+@given(st.integers(0, 1000), st.integers(1, 17))
+def test_shares_tile_in_order_and_differ_by_at_most_one(total, parts):
+    shares = [share(total, index, parts) for index in range(parts)]
+    ends = [start + length for start, length in shares]
+    assert [start for start, _ in shares] == [0, *ends[:-1]]
+    assert ends[-1] == total
+    lengths = [length for _, length in shares]
+    assert max(lengths) - min(lengths) <= 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_owned_pieces_cover_every_element_once(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+    split = data.draw(st.lists(st.sampled_from(AXES), max_size=len(shape), unique=True))
+    sizes = {axis: data.draw(st.integers(1, 3)) for axis in AXES}
+    spec = ParamSpec("a", shape, Constant(0), role="matrix", axes=dict(enumerate(split)))
+    seen = []
+    for index in product(*(range(sizes[axis]) for axis in AXES)):
+        coordinate = dict(zip(AXES, index, strict=True))
+        if spec.owned(coordinate):
+            box = spec.local(coordinate, sizes)
+            seen += product(*(range(o, o + n) for o, n in zip(box.offset, box.shape, strict=True)))
+    assert len(seen) == len(set(seen)) == prod(shape) == spec.size
