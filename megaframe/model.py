@@ -214,7 +214,7 @@ def model_specs(config: RunConfig) -> list[ParamSpec]:
 
 
 def vocabulary(model: Model) -> int:
-    """Rows of the embedding; a config without `model.vocab` is filled in before a model is built."""
+    """Rows of the embedding; a config without `model.vocab` is resolved before a model is built."""
     if model.vocab is None:
         raise ValueError("model.vocab is not set: resolve the config with its tokenizer first")
     return model.vocab

@@ -16,6 +16,7 @@ from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.microbatch import Microbatch
 from megaframe.model import Stage
+from megaframe.run_state import read_state
 from megaframe.spec import Box
 
 
@@ -30,7 +31,7 @@ def load_model(path: Path) -> tuple[RunConfig, Stage]:
             raise UserError(f"--checkpoint {path}: there is no checkpoint in this folder")
         path = latest
     checkpoint = open_checkpoint(path)
-    config = RunConfig.model_validate(checkpoint.state["config"])
+    config = RunConfig.model_validate(read_state(checkpoint).config)
     stage = Stage(config)
     slices = []
     for parameter in {p: None for unit in stage.units for p in unit.parameters()}:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from megaframe.meter import Meter
 from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.model import Stage, model_specs
 from megaframe.optim.optimizer import Optimizer, Update
+from megaframe.run_state import RunState, read_state
 from megaframe.schedule import lower, one_stage
 
 _MAX_SKIPPED = 20
@@ -164,14 +166,14 @@ class Trainer:
         )
 
     def _save(self, writer: Writer) -> None:
-        state = {
-            "config": self.config.model_dump(mode="json"),
-            "data": self.loader.state,
-            "optimizer": self.optimizer.state(),
-            "loss": self._global_loss(),
-            "grad_norm": self._grad_norm,
-        }
-        writer.save(self.step, self._slices(owned_only=True), state)
+        state = RunState(
+            config=self.config.model_dump(mode="json"),
+            data=self.loader.state,
+            optimizer=self.optimizer.state(),
+            loss=self._global_loss(),
+            grad_norm=self._grad_norm,
+        )
+        writer.save(self.step, self._slices(owned_only=True), state.model_dump(mode="json"))
 
     def _slices(self, *, owned_only: bool) -> list[Slice]:
         """This rank's pieces of everything in a checkpoint."""
@@ -189,12 +191,13 @@ class Trainer:
             self.optimizer.initialise(self.config.run.seed)
             return
         checkpoint = open_checkpoint(path)
-        _check_same_model(checkpoint.state["config"], self.config, path)
+        state = read_state(checkpoint)
+        _check_same_model(state.config, self.config, path)
         checkpoint.load(self._slices(owned_only=False))
-        self.optimizer.load_state(checkpoint.state["optimizer"])
-        self.loader.load(checkpoint.state["data"])
+        self.optimizer.load_state(state.optimizer)
+        self.loader.load(state.data)
         self.step = checkpoint.step
-        self._loss_before = checkpoint.state["loss"]
+        self._loss_before = state.loss
 
     def _refuse_to_overwrite(self) -> None:
         """A fresh start must not destroy another run's records."""
@@ -227,7 +230,7 @@ def resolve(config: RunConfig) -> RunConfig:
     return config
 
 
-def _check_same_model(saved: dict[str, dict[str, object]], config: RunConfig, path: Path) -> None:
+def _check_same_model(saved: dict[str, dict[str, Any]], config: RunConfig, path: Path) -> None:
     """Refuse a checkpoint whose model, or whose cut of the data into samples, is another."""
     now = config.model_dump(mode="json")
     keys = [("model", key) for key in now["model"] if key not in _FREE_KEYS]

@@ -1,7 +1,7 @@
 """Collectives, labelled by axis, counted in bytes and asynchronous.
 
-Every collective returns a `Pending`: its tensor can be reached through `wait()` only. A group of one
-rank communicates nothing, so no caller needs a special case for it.
+Every collective returns a `Pending`: its tensor can be reached through `wait()` only. A group of
+one rank communicates nothing, so no caller needs a special case for it.
 """
 
 from __future__ import annotations

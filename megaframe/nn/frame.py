@@ -53,14 +53,12 @@ def positions_of(microbatch: Microbatch) -> Tensor:
 def _mask(window: int | None, microbatch: Microbatch) -> Tensor | None:
     tokens, documents = microbatch.tokens_BS, microbatch.documents_BS
     length = tokens.shape[1]
-    windowed = window is not None and window < length
-    if documents is None and not windowed:
+    window = min(window or length, length)
+    if documents is None and window == length:
         return None
     order = torch.arange(length, device=tokens.device)
     distance = order[:, None] - order[None, :]
-    mask = distance >= 0
-    if windowed:
-        mask = mask & (distance < window)
+    mask = (distance >= 0) & (distance < window)
     if documents is not None:
         mask = (mask & (documents[:, :, None] == documents[:, None, :]))[:, None]
     return mask

@@ -19,8 +19,8 @@ from megaframe.spec import Constant, Normal, ParamSpec
 class Linear(Module):
     """y = x W^T + b.
 
-    The weight has shape (*outputs, *inputs): fused parts and heads stay dims of their own, so that a
-    shard is a plain slice. `split` names the dim of the weight that lies on the tensor axis.
+    The weight has shape (*outputs, *inputs): fused parts and heads stay dims of their own, so that
+    a shard is a plain slice. `split` is the dim of the weight that lies on the tensor axis.
     """
 
     def __init__(

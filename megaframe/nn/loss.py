@@ -24,8 +24,8 @@ from megaframe.plan.memory import LOSS_CHUNK_BYTES
 
 @dataclass(frozen=True)
 class LossOptions:
-    """label_smoothing: share of the target spread over the vocabulary. z_loss: weight of the squared
-    log-partition. softcap: logits x become cap * tanh(x / cap)."""
+    """label_smoothing: share of the target spread over the vocabulary. z_loss: weight of the
+    squared log-partition. softcap: logits x become cap * tanh(x / cap)."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -50,8 +50,8 @@ def head_loss(
 ) -> HeadResult:
     """Sum of the losses of all tokens whose label is not IGNORE.
 
-    With a `scale`, also scale * d(loss sum)/d(hidden), and scale * d(loss sum)/d(weight) is added to
-    the weight's gradient. Without one, nothing but the loss.
+    With a `scale`, also scale * d(loss sum)/d(hidden), and scale * d(loss sum)/d(weight) is added
+    to the weight's gradient. Without one, nothing but the loss.
     """
     tokens, vocab = hidden_TH.shape[0], weight.value.shape[0]
     rows = min(tokens, max(1, LOSS_CHUNK_BYTES // (vocab * hidden_TH.element_size())))

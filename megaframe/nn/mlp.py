@@ -18,16 +18,13 @@ class MLP(Module):
 
     def __init__(self, name: str, model: Model, output_std: float) -> None:
         self.activation = model.activation
-        if model.activation == "swiglu":
-            outputs, split = (2, model.ffn), 1
-        else:
-            outputs, split = (model.ffn,), 0
+        outputs = (2, model.ffn) if model.activation == "swiglu" else (model.ffn,)
         self.up = Linear(
             f"{name}.up",
             (model.hidden,),
             outputs,
             std=model.init_std,
-            split=split,
+            split=len(outputs) - 1,
             bias=model.bias,
         )
         self.down = Linear(

@@ -94,7 +94,7 @@ class Bucket:
             parameter.fresh = True
 
     def tensors(self) -> Iterator[tuple[str, ParamSpec, Box, Tensor]]:
-        """Everything that a checkpoint holds of this bucket: key, spec, box and the piece itself."""
+        """Everything that a checkpoint holds of this bucket: key, spec, box and the piece."""
         for prefix, flat in (("", self.weights), *self.optimizer.state.items()):
             for parameter, piece in self.pieces(flat):
                 name = parameter.spec.name

@@ -33,6 +33,15 @@ class Update:
     bad: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class OptimizerState:
+    """updates: done so far. loss_scale: of the next step. good_steps: since the last overflow."""
+
+    updates: int
+    loss_scale: float
+    good_steps: int
+
+
 class Optimizer:
     """Buckets for `units` in the order of the forward pass; parameters that two units share belong
     to the bucket of the first."""
@@ -107,19 +116,14 @@ class Optimizer:
         for bucket in self.buckets:
             yield from bucket.tensors()
 
-    def state(self) -> dict[str, float]:
+    def state(self) -> OptimizerState:
         """The numbers that a checkpoint holds beside the tensors."""
-        return {
-            "updates": self.updates,
-            "loss_scale": self.scale.value,
-            "loss_scale_good": self.scale.good,
-        }
+        return OptimizerState(self.updates, self.scale.value, self.scale.good)
 
-    def load_state(self, state: dict[str, float]) -> None:
-        """Continue from `state()`; the tensors were loaded into the buckets before."""
-        self.updates = int(state["updates"])
-        self.scale.value = float(state["loss_scale"])
-        self.scale.good = int(state["loss_scale_good"])
+    def load_state(self, state: OptimizerState) -> None:
+        """Continue from `state`; the tensors were loaded into the buckets before."""
+        self.updates = state.updates
+        self.scale.value, self.scale.good = state.loss_scale, state.good_steps
         for bucket in self.buckets:
             bucket.gather()
 
