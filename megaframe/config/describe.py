@@ -177,7 +177,8 @@ def nearest(name: str) -> str:
         last = SequenceMatcher(None, name.rpartition(".")[2], known.rpartition(".")[2]).ratio()
         return max(whole, 0.95 * last) + 0.01 * whole
 
-    return max(_all_names(), key=likeness)
+    # A section is no help to one who has already named it.
+    return max((known for known in _all_names() if not name.startswith(f"{known}.")), key=likeness)
 
 
 def _all_names() -> list[str]:

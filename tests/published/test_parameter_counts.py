@@ -1,0 +1,63 @@
+"""The configs hold the published models: the specs that their layers declare add up exactly."""
+
+from pathlib import Path
+
+import pytest
+
+from megaframe.config import check, load
+from megaframe.model import model_specs
+from megaframe.spec import parameter_count
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+# Elements of the tensors in each model's released weights, a tied head counted once.
+PUBLISHED = {
+    "gpt2-124m": 124_439_808,
+    "gpt2-1.5b": 1_557_611_200,
+    "llama2-7b": 6_738_415_616,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "qwen3-8b": 8_190_735_360,
+    "mistral-7b": 7_241_732_096,
+}
+
+
+def count(name):
+    return parameter_count(model_specs(load(str(CONFIGS / f"{name}.yaml"))))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_the_released_models(name):
+    assert count(name) == PUBLISHED[name]
+
+
+def test_gpt3_has_the_parameters_of_its_published_shape():
+    # Its weights are not released and the paper rounds to 175.0 billion: held to the closed form of
+    # a biased GPT-2 block, 12 h^2 + 13 h, embeddings and final norm, and to the rounded number.
+    layers, hidden, vocab, positions = 96, 12288, 50257, 2048
+    blocks = layers * (12 * hidden**2 + 13 * hidden)
+    closed_form = blocks + (vocab + positions) * hidden + 2 * hidden
+    assert count("gpt3-175b") == closed_form == 174_604_259_328
+    assert closed_form == pytest.approx(175.0e9, rel=0.003)
+
+
+def test_the_demo_is_small():
+    assert 4e6 < count("demo") < 6e6
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_is_sound(path):
+    config = load(str(path))
+    if not config.data.sources:
+        config = load(str(path), ["data.sources=[{path: tokens}]"])
+    check(config, 1)
+    check(config, 2)
+    assert config.run.dir == f"runs/{path.stem}"
+    assert config.model.vocab is not None
+
+
+def test_every_published_config_is_held_to_its_count():
+    names = {path.stem for path in CONFIGS.glob("*.yaml")}
+    assert names == {*PUBLISHED, "gpt3-175b", "demo"}
