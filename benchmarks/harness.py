@@ -40,7 +40,7 @@ class Contender:
 class Outcome:
     """One run of one contender: its own measurement, and the seconds from its start to its end.
 
-    best_tokens_per_second: of the fastest step, what the machine gives when nothing else runs on it.
+    best_tokens_per_second: of the fastest step, least disturbed by what else the machine does.
     peak_rss_bytes: of the process that trains. loss: what the comparison says it is.
     """
 
@@ -158,7 +158,8 @@ def summarise(
 def table(lines: Sequence[Line]) -> str:
     """The lines as aligned text: medians, with smallest and largest in brackets; `best` is the
     fastest step of all rounds."""
-    head = f"{'':<20}{'tokens/s':>10}{'':>16}{'best':>8}{'ratio':>8}{'in rounds':>14}{'GB':>7}{'loss':>9}"
+    head = f"{'':<20}{'tokens/s':>10}{'':>16}{'best':>8}"
+    head += f"{'ratio':>8}{'in rounds':>14}{'GB':>7}{'loss':>9}"
     rows = [head]
     for line in lines:
         spread = f"({line.speed.low:.0f}-{line.speed.high:.0f})"
@@ -174,10 +175,10 @@ def machine() -> dict[str, Any]:
     """The processor with its instructions for matrices, the cores that this process may use, and
     the memory in bytes."""
     info = Path("/proc/cpuinfo")
-    pairs = [
-        text.split(":", 1) for text in (info.read_text() if info.exists() else "").splitlines()
-    ]
-    facts = {pair[0].strip(): pair[1].strip() for pair in pairs if len(pair) == 2}
+    pairs = (
+        line.partition(":") for line in (info.read_text() if info.exists() else "").split("\n")
+    )
+    facts = {key.strip(): value.strip() for key, _, value in pairs}
     flags = facts.get("flags", "").split()
     return {
         "cpu": facts.get("model name", platform.processor()),

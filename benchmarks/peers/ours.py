@@ -23,14 +23,15 @@ from workload import WARMUP_STEPS, WORKLOAD, emit, parser, peak_rss_bytes
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megaframe.data.indexed_write import TokenFileWriter  # noqa: E402
+from megaframe.data.indexed import TokenFileWriter  # noqa: E402
+from megaframe.data.token_index import token_dtype  # noqa: E402
 
 
 def write_documents(prefix: Path, documents: Iterable[NDArray[np.integer]], vocab: int) -> None:
     """Write a token file with one sequence per document."""
-    with TokenFileWriter(str(prefix), vocab) as writer:
+    with TokenFileWriter(str(prefix), token_dtype(vocab)) as writer:
         for document in documents:
-            writer.add_document(document)
+            writer.append(document)
 
 
 def pretrain(folder: Path, overrides: Sequence[str]) -> list[dict[str, Any]]:
