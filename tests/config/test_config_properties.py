@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megaframe.config import RunConfig, Source, dump, explain, load
@@ -73,6 +73,8 @@ def file(tmp_path_factory):
 
 @settings(deadline=None, max_examples=60)
 @given(SETTINGS)
+@example({"run.dir": "\x85"})
+@example({"model.heads": 769})
 def test_what_is_dumped_loads_back_equal(file, given_keys):
     config = RunConfig.model_validate(nested(given_keys))
     file.write_text(dump(config), encoding="utf-8")
