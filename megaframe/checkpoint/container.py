@@ -1,0 +1,285 @@
+"""One rank's file, in the container format of safetensors (header length, JSON header, raw data).
+
+The library can write such a file too, but then a checksum needs a pass of its own and a full disk
+is an error without a number. Here each chunk is hashed and written in one pass, and the header,
+which holds the checksums, is written last: until then the file is not readable as anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import torch
+import xxhash
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import from_json
+from torch import Tensor
+
+from megaframe.checkpoint.manifest import (
+    DTYPE_NAMES,
+    DTYPES,
+    DTypeName,
+    SavedFile,
+    SavedSlice,
+    SavedTensor,
+    Tensors,
+    checksum,
+)
+from megaframe.checkpoint.slices import Shape, Slice, pieces
+from megaframe.errors import UserError
+
+PIECE_BYTES = 64 << 20
+"""Slices are cut to this size: one piece is checked, and held in memory, at a time."""
+CHUNK_BYTES = 8 << 20
+"""Bytes between two points where another thread can run."""
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors library."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A contiguous run of bytes in a rank's data: one entry of the file's header."""
+
+    name: str
+    whole: Shape
+    offset: Shape
+    shape: Shape
+    dtype: DTypeName
+    start: int
+    stop: int
+
+
+def by_alignment(slices: Sequence[Slice]) -> list[Slice]:
+    """The slices that hold anything, in the order in which every one starts aligned."""
+    held = [part for part in slices if part.tensor.numel()]
+    for part in held:
+        if part.tensor.dtype not in DTYPE_NAMES:
+            raise ValueError(f"{part.name}: dtype {part.tensor.dtype} cannot be saved")
+    return sorted(held, key=lambda part: -part.tensor.element_size())
+
+
+def plan(slices: Sequence[Slice]) -> list[Piece]:
+    """Where the bytes of the slices go when they lie back to back in the given order."""
+    planned = []
+    start = 0
+    declared: dict[str, tuple[Shape, DTypeName]] = {}
+    for part in slices:
+        size, dtype = part.tensor.element_size(), DTYPE_NAMES[part.tensor.dtype]
+        if declared.setdefault(part.name, (part.shape, dtype)) != (part.shape, dtype):
+            raise ValueError(f"{part.name} is both {declared[part.name]} and {(part.shape, dtype)}")
+        for offset, shape in pieces(part.box, PIECE_BYTES // size):
+            stop = start + prod(shape) * size
+            planned.append(Piece(part.name, part.shape, offset, shape, dtype, start, stop))
+            start = stop
+    return planned
+
+
+def key(name: str, offset: Shape, shape: Shape) -> str:
+    """Name of an entry, such as `head.weight[0:512,64:128]`."""
+    spans = (f"{start}:{start + size}" for start, size in zip(offset, shape, strict=True))
+    return f"{name}[{','.join(spans)}]"
+
+
+def write(path: Path, planned: Sequence[Piece], data: memoryview) -> SavedFile:
+    """Write `data`, as planned, to a new file and flush it to the disk. Raises OSError."""
+    checksums = ["0" * 16] * len(planned)
+    reserved = len(_header(path.name, planned, checksums))
+    with open(path, "xb", buffering=0) as file:
+        file.seek(reserved)
+        for index, piece in enumerate(planned):
+            digest = xxhash.xxh3_64()
+            for begin in range(piece.start, piece.stop, CHUNK_BYTES):
+                chunk = data[begin : min(begin + CHUNK_BYTES, piece.stop)]
+                digest.update(chunk)
+                _write_all(file, chunk)
+            checksums[index] = digest.hexdigest()
+        header = _header(path.name, planned, checksums)
+        file.seek(0)
+        _write_all(file, memoryview(header))
+        os.fsync(file.fileno())
+    return SavedFile(bytes=len(header) + len(data), header=checksum(header))
+
+
+def _write_all(file: BinaryIO, data: memoryview) -> None:
+    while len(data):
+        data = data[file.write(data) :]
+
+
+def _header(file: str, planned: Sequence[Piece], checksums: Sequence[str]) -> bytes:
+    """The length and the JSON header. Its size does not depend on the checksums' values."""
+    entries = {
+        key(piece.name, piece.offset, piece.shape): {
+            "dtype": piece.dtype,
+            "shape": piece.shape,
+            "data_offsets": (piece.start, piece.stop),
+        }
+        for piece in planned
+    }
+    part = Tensors.dump_json(_contents(file, planned, checksums)).decode()
+    metadata = {"format": "megaframe-checkpoint", "tensors": part}
+    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"header of {file} is {len(text)} bytes, over {MAX_HEADER_BYTES}")
+    return len(text).to_bytes(8, "little") + text
+
+
+def _contents(
+    file: str, planned: Sequence[Piece], checksums: Sequence[str]
+) -> dict[str, SavedTensor]:
+    """The part of the manifest that describes this file."""
+    slices: dict[str, list[SavedSlice]] = {}
+    first: dict[str, Piece] = {}
+    for piece, digest in zip(planned, checksums, strict=True):
+        saved = SavedSlice(file=file, offset=piece.offset, shape=piece.shape, checksum=digest)
+        slices.setdefault(piece.name, []).append(saved)
+        first.setdefault(piece.name, piece)
+    return {
+        name: SavedTensor(shape=piece.whole, dtype=piece.dtype, slices=tuple(slices[name]))
+        for name, piece in first.items()
+    }
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    dtype: str
+    shape: list[int]
+    data_offsets: list[int]
+
+
+class Reader:
+    """A file of a checkpoint, open for reading. Its header is checked before it is parsed.
+
+    Raises UserError that names the file, and the tensor where there is one.
+    """
+
+    def __init__(self, path: Path, saved: SavedFile) -> None:
+        self.path = path
+        try:
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by __exit__)
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from None
+        try:
+            self._header, self._data_start = self._read_header(saved)
+        except BaseException:
+            self._file.close()
+            raise
+        self._data_bytes = saved.bytes - self._data_start
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def _read_header(self, saved: SavedFile) -> tuple[Mapping[str, object], int]:
+        size = os.fstat(self._file.fileno()).st_size
+        if size != saved.bytes:
+            raise UserError(f"{self.path} is damaged: {size} bytes instead of {saved.bytes}")
+        length = int.from_bytes(self._read(0, min(8, size)), "little")
+        if length <= min(MAX_HEADER_BYTES, size - 8):
+            header = self._read(0, 8 + length)
+            if checksum(header) == saved.header:
+                try:
+                    parsed = from_json(header[8:])
+                except ValueError:
+                    parsed = None
+                if isinstance(parsed, dict):
+                    return parsed, 8 + length
+        raise UserError(f"{self.path} is damaged: its header is not the one that was saved")
+
+    def _read(self, start: int, length: int) -> bytes:
+        buffer = bytearray(length)
+        self._read_into(start, memoryview(buffer), "its header")
+        return bytes(buffer)
+
+    def _read_into(self, start: int, into: memoryview, what: str) -> None:
+        try:
+            self._file.seek(start)
+            while len(into):
+                got = self._file.readinto(into)
+                if not got:
+                    raise UserError(f"{self.path} is damaged: it ends within {what}")
+                into = into[got:]
+        except OSError as error:
+            raise UserError(f"cannot read {what} from {self.path}: {error.strerror}") from None
+
+    def tensors(self) -> dict[str, SavedTensor]:
+        """What the file says about itself: the part of the manifest of the rank that wrote it."""
+        metadata = self._header.get("__metadata__")
+        try:
+            text = metadata["tensors"] if isinstance(metadata, dict) else None
+            return Tensors.validate_json(text)  # type: ignore[arg-type]
+        except (KeyError, ValidationError):
+            raise UserError(f"{self.path} is damaged: it does not say what it holds") from None
+
+    def read(self, name: str, tensor: SavedTensor, piece: SavedSlice, buffer: Tensor) -> Tensor:
+        """Read one slice into the bytes of `buffer`, check it, and return it as a view of them."""
+        size = tensor.bytes_of(piece.shape)
+        start = self._data_start + self._position(name, tensor, piece, size)
+        into = buffer.numpy().data[:size]
+        digest = xxhash.xxh3_64()
+        for begin in range(0, size, CHUNK_BYTES):
+            chunk = into[begin : begin + CHUNK_BYTES]
+            self._read_into(start + begin, chunk, f"tensor {name}")
+            digest.update(chunk)
+        if digest.hexdigest() != piece.checksum:
+            raise UserError(
+                f"{self.path} is damaged: tensor {name} at {piece.offset} has checksum "
+                f"{digest.hexdigest()} instead of {piece.checksum}"
+            )
+        return buffer[:size].view(DTYPES[tensor.dtype]).view(piece.shape)
+
+    def _position(self, name: str, tensor: SavedTensor, piece: SavedSlice, size: int) -> int:
+        try:
+            found = self._header[key(name, piece.offset, piece.shape)]
+            entry = _Entry.model_validate(found)
+            start, stop = entry.data_offsets
+        except (KeyError, ValueError):
+            raise UserError(
+                f"{self.path} is damaged: it has no tensor {name} at {piece.offset}"
+            ) from None
+        if (
+            (entry.dtype, tuple(entry.shape)) != (tensor.dtype, piece.shape)
+            or stop - start != size
+            or not 0 <= start <= stop <= self._data_bytes
+        ):
+            raise UserError(
+                f"{self.path} is damaged: tensor {name} at {piece.offset} is {entry.dtype} "
+                f"{tuple(entry.shape)} in bytes {start} to {stop}, instead of {tensor.dtype} "
+                f"{piece.shape} of {size} bytes"
+            )
+        return start
+
+
+def buffer_for(tensors: Mapping[str, SavedTensor]) -> Tensor:
+    """Bytes enough for the largest slice of any of the tensors."""
+    sizes = (tensor.bytes_of(piece.shape) for tensor in tensors.values() for piece in tensor.slices)
+    return torch.empty(max(sizes, default=0), dtype=torch.uint8)
+
+
+def verify(path: Path, saved: SavedFile) -> dict[str, SavedTensor]:
+    """Read all of a file back, by the code that loads it; returns what it holds."""
+    if hasattr(os, "posix_fadvise"):
+        # Out of the page cache first, or only memory would be verified. Linux drops clean pages.
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with Reader(path, saved) as reader:
+        tensors = reader.tensors()
+        buffer = buffer_for(tensors)
+        for name, tensor in tensors.items():
+            for piece in tensor.slices:
+                reader.read(name, tensor, piece, buffer)
+        return tensors

@@ -1,0 +1,179 @@
+"""The manifest: which box of which tensor lies in which file of a checkpoint.
+
+It begins with a checksum of all that follows, because a flipped digit in a step or an offset is
+still valid JSON. Whatever the checksum says, nothing in it is believed before it is checked: a
+manifest may come from a stranger.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+
+from megaframe.checkpoint.slices import Box, Shape, is_inside, tiling_problem
+from megaframe.errors import UserError
+
+MANIFEST = "manifest.json"
+MAX_BYTES = 256 << 20
+"""Largest manifest that is written or read: about two million slices."""
+
+DTypeName = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
+"""Names that safetensors gives to dtypes."""
+DTYPES: dict[DTypeName, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Size = Annotated[int, Field(ge=1, lt=1 << 48)]
+Offset = Annotated[int, Field(ge=0, lt=1 << 48)]
+Shaped = Annotated[tuple[Size, ...], Field(max_length=8)]
+Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+FileName = Annotated[str, Field(pattern=r"^rank-[0-9]{5,9}\.safetensors$")]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="forbid", ser_json_inf_nan="constants"
+    )
+
+
+class SavedSlice(_Record):
+    """A box of a tensor, the file that holds it and the checksum of its bytes."""
+
+    file: FileName
+    offset: Annotated[tuple[Offset, ...], Field(max_length=8)]
+    shape: Shaped
+    checksum: Checksum
+
+    @property
+    def box(self) -> Box:
+        return self.offset, self.shape
+
+
+class SavedTensor(_Record):
+    """A logical tensor; its slices are disjoint and cover it entirely."""
+
+    shape: Shaped
+    dtype: DTypeName
+    slices: tuple[SavedSlice, ...]
+
+    def bytes_of(self, shape: Shape) -> int:
+        return prod(shape) * DTYPES[self.dtype].itemsize
+
+
+class SavedFile(_Record):
+    """What a file must be before any of it is read: its size and the checksum of its header."""
+
+    bytes: Annotated[int, Field(ge=1, lt=1 << 60)]
+    header: Checksum
+
+
+class Manifest(_Record):
+    """All that a checkpoint holds. `state` is plain data of the caller: counters, the config."""
+
+    format: Literal["megaframe-checkpoint"] = "megaframe-checkpoint"
+    version: Literal[1] = 1
+    step: Offset
+    state: dict[str, JsonValue]
+    files: dict[FileName, SavedFile]
+    tensors: dict[str, SavedTensor]
+
+
+Tensors = TypeAdapter(dict[str, SavedTensor])
+"""Reads and writes the part of `Manifest.tensors` that one rank saved."""
+
+
+def checksum(data: bytes | memoryview) -> str:
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def merged(parts: Iterable[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]:
+    """Join what each rank saved. Raises ValueError where ranks disagree about a tensor."""
+    found: dict[str, SavedTensor] = {}
+    slices: defaultdict[str, list[SavedSlice]] = defaultdict(list)
+    for part in parts:
+        for name, tensor in part.items():
+            first = found.setdefault(name, tensor)
+            if (first.shape, first.dtype) != (tensor.shape, tensor.dtype):
+                raise ValueError(
+                    f"ranks disagree about {name}: {first.dtype} {first.shape} "
+                    f"and {tensor.dtype} {tensor.shape}"
+                )
+            slices[name].extend(tensor.slices)
+    return {
+        name: tensor.model_copy(update={"slices": tuple(slices[name])})
+        for name, tensor in found.items()
+    }
+
+
+def problem(manifest: Manifest) -> str | None:
+    """What the types alone cannot say: the first thing wrong with a manifest, or None."""
+    held: defaultdict[str, int] = defaultdict(int)
+    for name, tensor in manifest.tensors.items():
+        for piece in tensor.slices:
+            if not is_inside(tensor.shape, piece.box):
+                return (
+                    f"tensor {name} of shape {tensor.shape} has a slice outside it: offset "
+                    f"{piece.offset}, shape {piece.shape}"
+                )
+            if piece.file not in manifest.files:
+                return f"tensor {name} is in {piece.file}, which is not in its list of files"
+            held[piece.file] += tensor.bytes_of(piece.shape)
+        untiled = tiling_problem(tensor.shape, [piece.box for piece in tensor.slices])
+        if untiled:
+            return f"tensor {name} of shape {tensor.shape}: {untiled}"
+    for file, size in held.items():
+        if size > manifest.files[file].bytes:
+            return f"{file} of {manifest.files[file].bytes} bytes should hold {size} bytes"
+    return None
+
+
+_PREFIX = b'{"checksum":"%s",'
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Raises ValueError for a manifest that `decode` would refuse."""
+    wrong = problem(manifest)
+    if wrong:
+        raise ValueError(wrong)
+    rest = manifest.model_dump_json().encode()[1:]
+    data = _PREFIX % checksum(rest).encode() + rest
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"manifest of {len(data)} bytes is over the limit of {MAX_BYTES}")
+    return data
+
+
+def decode(data: bytes, source: Path) -> Manifest:
+    """Read a manifest and check all of it. Raises UserError that begins with `source`."""
+    start = len(_PREFIX % (b"0" * 16))
+    head, rest = data[:start], data[start:]
+    if head != _PREFIX % checksum(rest).encode():
+        raise UserError(
+            f"{source} is damaged or is no manifest of a checkpoint: "
+            f"its checksum does not match its {len(data)} bytes"
+        )
+    try:
+        manifest = Manifest.model_validate_json(b"{" + rest)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(key) for key in first["loc"]) or "the file"
+        raise UserError(
+            f"{source} is not a valid manifest: {where}: {first['msg']} "
+            f"({error.error_count()} errors in all)"
+        ) from None
+    wrong = problem(manifest)
+    if wrong:
+        raise UserError(f"{source} is not a valid manifest: {wrong}")
+    return manifest

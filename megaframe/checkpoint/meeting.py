@@ -1,0 +1,99 @@
+"""How the ranks of a run agree on one save, through a store and without collectives.
+
+Rank 0 leads. An attempt counts for another rank only if it is still open when first seen, and the
+leader never ends one before it has heard from every rank (or given up waiting): so keys that a
+dead run left in the store, for the same step even, can mislead nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator
+
+from torch.distributed import Store
+
+from megaframe.errors import UserError
+
+Message = dict[str, int | str]
+
+_FIRST_PAUSE, _LAST_PAUSE = 0.005, 0.25
+"""Seconds between two looks at the store; the pause doubles."""
+
+
+class Meeting:
+    """One rank's side of the talk about one save. Every method returns without waiting for the
+    store, except `hear`, which looks again and again and lets others use the store in between.
+    """
+
+    def __init__(self, store: Store, *, step: int, rank: int, world: int, timeout: float) -> None:
+        self._store = store
+        self._step = step
+        self._rank = rank
+        self._world = world
+        self._timeout = timeout
+
+    def _key(self, *path: object) -> str:
+        return "/".join(map(str, ("checkpoint", self._step, *path)))
+
+    def _find(self, key: str) -> str | None:
+        # `get` alone would block other users of the store until the key exists.
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def open(self) -> str:
+        """Leader: begin an attempt. Returns its id."""
+        attempt = secrets.token_hex(4)
+        self._store.set(self._key("attempt"), attempt)
+        return attempt
+
+    def attempt(self) -> str | None:
+        """The attempt that was opened last, perhaps by a run that is dead."""
+        return self._find(self._key("attempt"))
+
+    def tell(self, attempt: str, topic: str, message: Message) -> None:
+        self._store.set(self._key(attempt, topic, self._rank), json.dumps(message))
+
+    def hear(self, attempt: str, topic: str) -> list[Message]:
+        """Leader: every rank's message. UserError names the ranks that sent none in time."""
+        keys = [self._key(attempt, topic, rank) for rank in range(self._world)]
+        for _ in self.looks(self._timeout):
+            if self._store.check(keys):
+                return [json.loads(self._store.get(key)) for key in keys]
+        missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        raise UserError(
+            f"checkpoint of step {self._step} was given up after {self._timeout:g} s: no word "
+            f"({topic}) from ranks {_few(missing)} of {self._world}"
+        )
+
+    def go(self, attempt: str) -> None:
+        """Leader: let the ranks write."""
+        self._store.set(self._key(attempt, "go"), "")
+
+    def may_go(self, attempt: str) -> bool:
+        return self._find(self._key(attempt, "go")) is not None
+
+    def end(self, attempt: str, failure: str) -> None:
+        """Leader: say how the attempt ended; an empty text is success."""
+        self._store.set(self._key(attempt, "end"), failure)
+        for topic in ("need", "done"):
+            for rank in range(self._world):
+                self._store.delete_key(self._key(attempt, topic, rank))
+
+    def ending(self, attempt: str) -> str | None:
+        return self._find(self._key(attempt, "end"))
+
+    @staticmethod
+    def looks(timeout: float) -> Iterator[None]:
+        """Pace a loop that looks at the store, until `timeout` seconds have passed."""
+        deadline = time.monotonic() + timeout
+        pause = _FIRST_PAUSE
+        yield
+        while time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_PAUSE)
+            yield
+
+
+def _few(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" * (len(ranks) > 8))

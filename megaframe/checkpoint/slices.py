@@ -1,0 +1,123 @@
+"""Boxes of logical tensors: the unit that checkpoints save and load, under any layout.
+
+That a set of boxes covers a tensor exactly once is decided from their corners alone: the sum of
+the boxes' indicator functions is the tensor's own if and only if their mixed differences agree,
+and those are one signed count per corner. So no pair of boxes is ever compared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from torch import Tensor
+
+Shape = tuple[int, ...]
+Box = tuple[Shape, Shape]
+"""Offset and shape of a box inside a tensor."""
+
+MAX_CORNERS = 1 << 24
+"""Bound on the work of `tiles`; 2^24 corners are four million boxes that split two dims."""
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """One box of a logical tensor, and the memory that holds it on this rank.
+
+    name:   of the logical tensor, the same on every rank.
+    shape:  of the whole logical tensor; every size is at least 1.
+    offset: where the box starts in it.
+    tensor: the box itself, contiguous or not, on any device. It may be empty.
+    """
+
+    name: str
+    shape: Shape
+    offset: Shape
+    tensor: Tensor
+
+    def __post_init__(self) -> None:
+        if not is_inside(self.shape, self.box):
+            raise ValueError(f"{self.name}: box {self.box} is not inside shape {self.shape}")
+
+    @property
+    def box(self) -> Box:
+        return self.offset, tuple(self.tensor.shape)
+
+
+def is_inside(shape: Shape, box: Box) -> bool:
+    offset, size = box
+    return len(shape) == len(offset) == len(size) and all(
+        whole >= 1 and start >= 0 and length >= 0 and start + length <= whole
+        for whole, start, length in zip(shape, offset, size, strict=True)
+    )
+
+
+def intersection(first: Box, second: Box) -> Box | None:
+    """The box that two boxes of one tensor share, or None."""
+    offset = tuple(map(max, first[0], second[0]))
+    ends = [
+        min(a + length_a, b + length_b)
+        for a, length_a, b, length_b in zip(*first, *second, strict=True)
+    ]
+    shape = tuple(end - start for start, end in zip(offset, ends, strict=True))
+    return (offset, shape) if all(length > 0 for length in shape) else None
+
+
+def region(outer: Box, inner: Box) -> tuple[slice, ...]:
+    """The index that selects `inner` from a tensor that holds `outer`."""
+    return tuple(
+        slice(start - base, start - base + length)
+        for base, start, length in zip(outer[0], *inner, strict=True)
+    )
+
+
+def pieces(box: Box, limit: int) -> Iterator[Box]:
+    """Cut a box into boxes of at most `limit` elements.
+
+    In order, they are consecutive runs of the box's elements in row-major order.
+    """
+    offset, shape = box
+    inner, dim = 1, len(shape)
+    while dim > 0 and inner * shape[dim - 1] <= limit:
+        dim -= 1
+        inner *= shape[dim]
+    if dim == 0:
+        yield box
+        return
+    dim -= 1
+    rows = limit // inner
+    for prefix in product(*(range(length) for length in shape[:dim])):
+        for row in range(0, shape[dim], rows):
+            start = (*prefix, row, *(0 for _ in shape[dim + 1 :]))
+            size = (*(1 for _ in prefix), min(rows, shape[dim] - row), *shape[dim + 1 :])
+            yield tuple(a + b for a, b in zip(offset, start, strict=True)), size
+
+
+def tiling_problem(shape: Shape, boxes: Sequence[Box]) -> str | None:
+    """Why boxes (each inside `shape`) do not cover it entirely and once; None when they do."""
+    whole: Box = (tuple(0 for _ in shape), shape)
+    split = [dim for dim in range(len(shape)) if any(size[dim] != shape[dim] for _, size in boxes)]
+    if len(boxes) << len(split) > MAX_CORNERS:
+        return f"{len(boxes)} slices over {len(split)} dims are too many to check"
+    if boxes and _corners(boxes, split) == _corners([whole], split):
+        return None
+    held, needed = sum(prod(size) for _, size in boxes), prod(shape)
+    if held == needed:
+        return "some slices overlap and others are missing"
+    return f"its slices hold {held} elements instead of {needed}: " + (
+        "some are missing" if held < needed else "some overlap"
+    )
+
+
+def _corners(boxes: Sequence[Box], dims: Sequence[int]) -> dict[Shape, int]:
+    """Signed count of the boxes' corners: + or - by the parity of upper ends, zeros left out."""
+    counts: Counter[Shape] = Counter()
+    signs = [-1 if sum(ends) % 2 else 1 for ends in product((0, 1), repeat=len(dims))]
+    for offset, size in boxes:
+        spans = [(offset[dim], offset[dim] + size[dim]) for dim in dims]
+        for sign, corner in zip(signs, product(*spans), strict=True):
+            counts[corner] += sign
+    return {corner: count for corner, count in counts.items() if count}

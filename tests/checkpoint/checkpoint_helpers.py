@@ -1,0 +1,75 @@
+"""What the tests of checkpoints share: saving as several ranks, and random partitions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from hypothesis import strategies as st
+from torch.distributed import HashStore
+
+from megaframe.checkpoint import Slice, Writer, open_checkpoint
+from megaframe.checkpoint.manifest import checksum
+from megaframe.checkpoint.slices import region
+
+
+def whole(name, tensor):
+    return Slice(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+
+
+def part(name, tensor, box):
+    """The slice that is `box` of a whole tensor, in memory of its own."""
+    full = (tuple(0 for _ in tensor.shape), tuple(tensor.shape))
+    return Slice(name, full[1], box[0], tensor[region(full, box)].clone())
+
+
+def save(folder: Path, ranks, *, step=1, state=None, keep=9, store=None):
+    """Save as `len(ranks)` ranks of one process; `ranks[r]` is the list of slices of rank r."""
+    store = store or HashStore()
+    writers = [
+        Writer(folder, rank=rank, world=len(ranks), store=store, keep=keep, timeout=20)
+        for rank in range(len(ranks))
+    ]
+    for writer, slices in zip(writers, ranks, strict=True):
+        writer.save(step, slices, state or {})
+    for writer in writers:
+        writer.wait()
+    return folder / f"step-{step:08d}"
+
+
+def load_all(path):
+    """Every tensor of a checkpoint, whole, in fp64."""
+    with open_checkpoint(path) as checkpoint:
+        out = {
+            name: torch.full(tensor.shape, torch.nan, dtype=torch.float64)
+            for name, tensor in checkpoint.tensors.items()
+        }
+        checkpoint.load([whole(name, tensor) for name, tensor in out.items()])
+        return out
+
+
+def seal(path, manifest):
+    """Write a manifest with a checksum that matches, as a stranger could."""
+    rest = json.dumps(manifest, separators=(",", ":"))[1:].encode()
+    path.write_bytes(b'{"checksum":"%s",' % checksum(rest).encode() + rest)
+
+
+@st.composite
+def partitions(draw, shape, max_cuts=5):
+    """Boxes that tile `shape`, from random cuts along random dims."""
+    boxes = [(tuple(0 for _ in shape), tuple(shape))]
+    for _ in range(draw(st.integers(0, max_cuts)) if shape else 0):
+        offset, size = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        cut = draw(st.integers(1, max(1, size[dim] - 1)))
+        if cut >= size[dim]:
+            boxes.append((offset, size))
+            continue
+        second = tuple(at + cut * (axis == dim) for axis, at in enumerate(offset))
+        boxes.append((offset, tuple(cut if a == dim else n for a, n in enumerate(size))))
+        boxes.append((second, tuple(n - cut if a == dim else n for a, n in enumerate(size))))
+    return boxes
+
+
+shapes = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)

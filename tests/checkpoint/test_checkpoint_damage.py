@@ -1,0 +1,280 @@
+"""Damaged and hostile checkpoints: each is refused, with a message that names what is wrong."""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_helpers import load_all, save, seal, whole
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaframe.checkpoint import Slice, find, open_checkpoint
+from megaframe.checkpoint.manifest import MAX_BYTES, checksum
+from megaframe.errors import UserError
+
+FILES = ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    halves = [
+        [Slice("a", (4, 3), (2 * rank, 0), torch.randn(2, 3)), whole(f"b{rank}", torch.randn(2))]
+        for rank in range(2)
+    ]
+    return save(tmp_path_factory.mktemp("run"), halves, step=10, state={"loss": 2.5})
+
+
+@pytest.fixture
+def copy(good, tmp_path):
+    return Path(shutil.copytree(good, tmp_path / good.name))
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_every_flipped_bit_and_every_truncation_is_refused(good, data):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(shutil.copytree(good, Path(folder) / "x"))
+        file = path / data.draw(st.sampled_from(FILES))
+        content = bytearray(file.read_bytes())
+        place = data.draw(st.integers(0, len(content) - 1))
+        if data.draw(st.booleans()):
+            content[place] ^= 1 << data.draw(st.integers(0, 7))
+        else:
+            del content[place:]
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=file.name):
+            load_all(path)
+
+
+def test_a_damaged_tensor_is_named(copy):
+    file = copy / FILES[1]
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1  # the last bytes are those of b0
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"rank-00000.safetensors is damaged: tensor b0 at \(0,\)"):
+        load_all(copy)
+    with open_checkpoint(copy) as checkpoint:
+        checkpoint.load([whole("b1", torch.zeros(2))])  # what is not read is not in the way
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_named(copy, name):
+    (copy / name).unlink()
+    with pytest.raises(UserError, match=f"{name}.*No such file"):
+        open_checkpoint(copy)
+
+
+def test_a_file_that_is_a_folder_is_named(copy):
+    (copy / FILES[1]).unlink()
+    (copy / FILES[1]).mkdir()
+    with pytest.raises(UserError, match=f"{FILES[1]}.*Not a regular file"):
+        open_checkpoint(copy)
+
+
+def test_a_pipe_in_place_of_a_file_does_not_hang(copy):
+    for name in FILES:
+        content = (copy / name).read_bytes()
+        (copy / name).unlink()
+        os.mkfifo(copy / name)
+        with pytest.raises(UserError, match=f"{name}.*Not a regular file"):
+            open_checkpoint(copy)
+        (copy / name).unlink()
+        (copy / name).write_bytes(content)
+
+
+def change(path, *, to):
+    """Set the entry at `path` of a manifest."""
+
+    def edit(manifest):
+        *parents, last = path
+        for key in parents:
+            manifest = manifest[key]
+        manifest[last] = to
+
+    return edit
+
+
+FIRST = ("tensors", "a", "slices", 0)
+HOSTILE = {
+    "traversal": (change((*FIRST, "file"), to="../../etc/passwd"), "file"),
+    "absolute": (change((*FIRST, "file"), to="/etc/passwd"), "file"),
+    "unlisted": (change((*FIRST, "file"), to="rank-00009.safetensors"), "rank-00009"),
+    "outside": (change((*FIRST, "offset"), to=[3, 0]), "outside"),
+    "negative": (change((*FIRST, "offset"), to=[-1, 0]), "offset"),
+    "rank of box": (change((*FIRST, "offset"), to=[0]), "outside"),
+    "overlap": (change((*FIRST, "offset"), to=[2, 0]), "overlap and others are missing"),
+    "missing": (change(("tensors", "a", "shape"), to=[5, 3]), "hold 12 elements instead of 15"),
+    "no slices": (change(("tensors", "a", "slices"), to=[]), "hold 0 elements instead of 12"),
+    "absurd": (change(("tensors", "a", "shape"), to=[1 << 60, 3]), "tensors.a.shape"),
+    "huge integer": (change(("tensors", "a", "shape"), to=[10**400, 3]), "tensors.a.shape"),
+    "empty dim": (change(("tensors", "a", "shape"), to=[0, 3]), "tensors.a.shape"),
+    "many dims": (change(("tensors", "a", "shape"), to=[1] * 9), "tensors.a.shape"),
+    "dtype": (change(("tensors", "a", "dtype"), to="I64"), "dtype"),
+    "wide dtype": (change(("tensors", "a", "dtype"), to="F64"), "instead of F64"),
+    "string step": (change(("step",), to="10"), "step"),
+    "bool step": (change(("step",), to=True), "step"),
+    "version": (change(("version",), to=2), "version"),
+    "unknown key": (change(("extra",), to=1), "extra"),
+    "state": (change(("state",), to=[]), "state"),
+    "checksum": (change((*FIRST, "checksum"), to="xyz"), "checksum"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_manifests_are_refused(copy, name):
+    edit, message = HOSTILE[name]
+    manifest = json.loads((copy / "manifest.json").read_bytes())
+    del manifest["checksum"]
+    seal(copy / "manifest.json", manifest)
+    load_all(copy)
+    edit(manifest)
+    seal(copy / "manifest.json", manifest)
+    with pytest.raises(UserError, match=message):
+        load_all(copy)
+
+
+def test_absurd_tensors_are_refused_before_anything_is_allocated(copy):
+    manifest = json.loads((copy / "manifest.json").read_bytes())
+    del manifest["checksum"]
+    manifest["tensors"] = {
+        "a": {
+            "shape": [1 << 40],
+            "dtype": "F32",
+            "slices": [
+                {
+                    "file": FILES[1],
+                    "offset": [0],
+                    "shape": [1 << 40],
+                    "checksum": "0" * 16,
+                }
+            ],
+        }
+    }
+    seal(copy / "manifest.json", manifest)
+    with pytest.raises(UserError, match=f"should hold {4 << 40} bytes"):
+        open_checkpoint(copy)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"not JSON", b"[]", b"\xff" * 99, b'{"step":' + b"[" * 9999]
+)
+def test_what_is_no_manifest_is_refused(copy, content):
+    (copy / "manifest.json").write_bytes(content)
+    with pytest.raises(UserError, match="manifest"):
+        open_checkpoint(copy)
+    rest = content[1:]
+    sealed = b'{"checksum":"%s",' % checksum(rest).encode() + rest
+    (copy / "manifest.json").write_bytes(sealed)
+    with pytest.raises(UserError, match="not a valid manifest"):
+        open_checkpoint(copy)
+
+
+def test_a_huge_manifest_is_not_read(copy):
+    os.truncate(copy / "manifest.json", MAX_BYTES + 1)
+    with pytest.raises(UserError, match=f"larger than the {MAX_BYTES} bytes"):
+        open_checkpoint(copy)
+
+
+def reheaded(path, edit):
+    """Change a rank file's header, and make size and checksum in the manifest match."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    edit(header)
+    text = json.dumps(header).encode()
+    head = len(text).to_bytes(8, "little") + text
+    path.write_bytes(head + content[8 + length :])
+    manifest = json.loads((path.parent / "manifest.json").read_bytes())
+    del manifest["checksum"]
+    manifest["files"][path.name] = {
+        "bytes": path.stat().st_size,
+        "header": checksum(head),
+    }
+    seal(path.parent / "manifest.json", manifest)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        change(("a[0:2,0:3]", "data_offsets"), to=[1 << 50, (1 << 50) + 24]),
+        change(("a[0:2,0:3]", "data_offsets"), to=[-24, 0]),
+        change(("a[0:2,0:3]", "data_offsets"), to=[24, 0]),
+        change(("a[0:2,0:3]", "data_offsets"), to=[0]),
+        change(("a[0:2,0:3]", "data_offsets"), to=[16, 40]),
+        change(("a[0:2,0:3]", "shape"), to=[3, 2]),
+        change(("a[0:2,0:3]", "dtype"), to="I32"),
+        change(("a[0:2,0:3]",), to=5),
+        lambda header: header.pop("a[0:2,0:3]"),
+    ],
+)
+def test_hostile_headers_are_refused(copy, edit):
+    reheaded(copy / FILES[1], lambda header: None)
+    load_all(copy)
+    reheaded(copy / FILES[1], edit)
+    with pytest.raises(UserError, match=rf"{FILES[1]} is damaged: .*tensor a"):
+        load_all(copy)
+
+
+def test_another_model_is_refused_with_both_shapes(good):
+    wanted = [whole("a", torch.zeros(4, 2)), whole("head", torch.zeros(9))]
+    wanted += [whole(f"x{index}", torch.zeros(1)) for index in range(8)]
+    with open_checkpoint(good) as checkpoint, pytest.raises(UserError) as caught:
+        checkpoint.load(wanted)
+    text = str(caught.value)
+    assert "10 tensors differ" in text and "and 5 more" in text
+    assert "a is (4, 3) in it, and (4, 2) here" in text
+    assert "head (9,) is not in it" in text
+
+
+class TestFind:
+    def test_nothing_yet_is_none_and_only_then(self, tmp_path):
+        assert find(tmp_path / "not there", "latest") is None
+        (tmp_path / "step-00000003.0a1b2c3d.tmp").mkdir()
+        assert find(tmp_path, "latest") is None
+        (tmp_path / "latest").write_text("step-00000003\n")
+        with pytest.raises(UserError, match="no whole checkpoint is left"):
+            find(tmp_path, "latest")
+
+    @pytest.mark.parametrize(
+        "pointer", [None, b"", b"step-00000009", b"../step-00000001", b"\xff\xfe", b"x" * 5000]
+    )
+    def test_a_damaged_pointer_falls_back_to_the_newest(self, tmp_path, pointer):
+        for step in (1, 2):
+            save(tmp_path, [[whole("a", torch.ones(2))]], step=step)
+        (tmp_path / "latest").unlink()
+        if pointer is not None:
+            (tmp_path / "latest").write_bytes(pointer)
+        with pytest.warns(UserWarning, match="latest"):
+            assert find(tmp_path, "latest") == tmp_path / "step-00000002"
+
+    def test_the_pointer_wins_over_a_higher_step(self, tmp_path):
+        for step in (1, 2):
+            save(tmp_path, [[whole("a", torch.ones(2))]], step=step)
+        (tmp_path / "latest").write_text("step-00000001\n")
+        assert find(tmp_path, "latest") == tmp_path / "step-00000001"
+
+    def test_a_damaged_newest_falls_back_with_a_warning_until_none_is_left(self, tmp_path):
+        for step in (1, 2):
+            save(tmp_path, [[whole("a", torch.ones(2))]], step=step)
+        os.truncate(tmp_path / "step-00000002" / FILES[1], 20)
+        with pytest.warns(UserWarning, match="20 bytes instead of"):
+            assert find(tmp_path, "latest") == tmp_path / "step-00000001"
+        (tmp_path / "step-00000001" / "manifest.json").unlink()
+        with pytest.raises(UserError, match="no whole checkpoint is left"):
+            find(tmp_path, "latest")
+
+    def test_a_path_is_taken_as_given(self, good, tmp_path):
+        assert find(tmp_path, str(good)) == good
+        with pytest.raises(UserError, match="no such folder"):
+            find(tmp_path, str(tmp_path / "nowhere"))
+        with pytest.raises(UserError, match="not a checkpoint"):
+            find(tmp_path, str(tmp_path))
+        with pytest.raises(UserError, match=f"holds checkpoints; give one, as {good}"):
+            find(tmp_path, str(good.parent))
+        unfinished = shutil.copytree(good, tmp_path / "step-00000001.00112233.tmp")
+        with pytest.raises(UserError, match="never finished"):
+            find(tmp_path, str(unfinished))

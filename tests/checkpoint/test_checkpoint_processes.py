@@ -1,0 +1,62 @@
+"""Saves that are killed, that meet a full or read-only disk, and that two processes share."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from megaframe.checkpoint import Slice, Writer, find, open_checkpoint
+
+CHILD = [sys.executable, str(Path(__file__).with_name("checkpoint_child.py"))]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def run(command):
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_save_can_be_killed_at_any_moment():
+    # In memory where possible: what a killed process has written is there in any case, and
+    # hundreds of flushes to a slow disk would take most of this test's time.
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        times = int(run([*CHILD, "kill", folder]).split()[1])
+    assert times > 30  # three saves, a replacement and two prunes have at least these stages
+
+
+def test_a_full_and_a_read_only_disk_are_named_and_survived(tmp_path):
+    isolated = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    mount = f"mount -t tmpfs -o size=4m,nr_inodes=12 tmpfs {tmp_path}"
+    if not shutil.which("unshare") or subprocess.run([*isolated, mount]).returncode:
+        pytest.skip("this machine lets nobody mount a file system of his own")
+    script = f'{mount} && exec "$@"'
+    assert "all refused" in run([*isolated, script, "sh", *CHILD, "full_disk", str(tmp_path)])
+
+
+def test_two_processes_save_through_a_real_store(tmp_path):
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    command = [*CHILD, "second_rank", str(store.port), str(tmp_path)]
+    with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as child:
+        writer = Writer(tmp_path, rank=0, world=2, store=store, keep=2, timeout=60)
+        full = torch.arange(12.0).view(4, 3)
+        for step in (1, 2):
+            rows = [Slice("a", (4, 3), (row, 0), full[row : row + 1] * step) for row in (0, 2)]
+            writer.save(step, rows, {"rank": 0})
+            writer.wait()
+        target = torch.zeros(4, 2)
+        with open_checkpoint(find(tmp_path, "latest")) as checkpoint:
+            checkpoint.load([Slice("a", (4, 3), (0, 1), target)])
+        assert torch.equal(target, 2 * full[:, 1:])
+        assert child.wait(60) == 0, child.stderr.read()
+    assert store.get("second rank") == b"loaded"

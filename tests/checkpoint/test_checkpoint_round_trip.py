@@ -1,0 +1,150 @@
+"""What is saved under one partition comes back under any other, in any dtype."""
+
+import math
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_helpers import load_all, part, partitions, save, shapes, whole
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch.distributed import HashStore
+
+from megaframe.checkpoint import Slice, Writer, container, find, open_checkpoint
+from megaframe.checkpoint.manifest import DTYPES
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_any_partition_loads_as_any_other(data):
+    tensors = {
+        f"blocks.{index}/é weight": torch.randn(shape, dtype=torch.float64).to(dtype)
+        for index, (shape, dtype) in enumerate(
+            data.draw(st.lists(st.tuples(shapes, st.sampled_from(FLOATS)), max_size=4))
+        )
+    }
+    world = data.draw(st.integers(1, 3))
+    ranks = [[] for _ in range(world)]
+    for name, tensor in tensors.items():
+        for box in data.draw(partitions(tensor.shape)):
+            ranks[data.draw(st.integers(0, world - 1))].append(part(name, tensor, box))
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(container, "PIECE_BYTES", data.draw(st.sampled_from([8, 64, 1 << 20])))
+        path = save(Path(folder), ranks)
+        assert find(Path(folder), "latest") == path
+        wanted = []
+        for name, tensor in tensors.items():
+            for box in data.draw(partitions(tensor.shape)):
+                # Memory of another order than the tensor's, as a transposed view has.
+                memory = torch.full(box[1][::-1], torch.nan, dtype=tensor.dtype)
+                memory = memory.permute(tuple(reversed(range(memory.dim()))))
+                wanted.append(Slice(name, tuple(tensor.shape), box[0], memory))
+        with open_checkpoint(path) as checkpoint:
+            assert set(checkpoint.tensors) == set(tensors)
+            checkpoint.load(wanted)
+        for got in wanted:
+            assert torch.equal(got.tensor, part(got.name, tensors[got.name], got.box).tensor)
+
+
+@pytest.mark.parametrize("saved", DTYPES.values(), ids=DTYPES.keys())
+def test_every_dtype_loads_as_every_other(tmp_path, saved):
+    source = torch.randn(5, 3, dtype=torch.float64).to(saved)
+    path = save(tmp_path, [[whole("a", source)]])
+    for wanted in DTYPES.values():
+        target = torch.zeros(5, 3).to(wanted)
+        with open_checkpoint(path) as checkpoint:
+            checkpoint.load([whole("a", target)])
+        assert target.dtype == wanted
+        assert torch.equal(target.double(), source.to(wanted).double())
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def same(a, b):
+    if isinstance(a, float) and isinstance(b, float) and math.isnan(a):
+        return math.isnan(b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return isinstance(b, list) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.dictionaries(st.text(), JSON, max_size=4))
+def test_state_comes_back_bit_for_bit(state):
+    with tempfile.TemporaryDirectory() as folder:
+        path = save(Path(folder), [[]], step=7, state=state)
+        with open_checkpoint(path) as checkpoint:
+            assert checkpoint.step == 7
+            assert same(dict(checkpoint.state), state)
+
+
+def test_files_are_what_the_safetensors_library_reads(tmp_path):
+    tensors = {"a": torch.randn(5, 3), "b": torch.randn(3).bfloat16(), "c": torch.randn(2).double()}
+    path = save(tmp_path, [[whole(name, tensor) for name, tensor in tensors.items()]])
+    with safe_open(path / "rank-00000.safetensors", "pt") as file:
+        assert set(file.keys()) == {"a[0:5,0:3]", "b[0:3]", "c[0:2]"}
+        for key in file.keys():  # noqa: SIM118 (not a dict)
+            assert torch.equal(file.get_tensor(key), tensors[key[0]])
+
+
+def test_a_save_holds_what_was_there_when_it_was_asked_for(tmp_path):
+    weight = torch.zeros(1 << 20)
+    writer = Writer(tmp_path, rank=0, world=1, store=HashStore(), keep=9)
+    state = {"losses": [0.0]}
+    for step in range(1, 4):
+        weight.fill_(step)
+        state["losses"][0] = float(step)
+        writer.save(step, [whole("a", weight)], state)
+        weight.fill_(-1)
+        state["losses"][0] = -1.0
+    writer.wait()
+    assert writer.poll()
+    for step in range(1, 4):
+        path = tmp_path / f"step-{step:08d}"
+        assert bool((load_all(path)["a"] == step).all())
+        with open_checkpoint(path) as checkpoint:
+            assert checkpoint.state["losses"] == [float(step)]
+
+
+def test_empty_slices_and_ranks_with_nothing_are_fine(tmp_path):
+    full = torch.randn(3, 2)
+    nothing = Slice("a", (3, 2), (3, 0), torch.zeros(0, 2))
+    path = save(tmp_path, [[nothing], [whole("a", full)], []])
+    assert [file.name for file in path.glob("rank-*")] == ["rank-00001.safetensors"]
+    with open_checkpoint(path) as checkpoint:
+        checkpoint.load([nothing])
+    assert torch.equal(load_all(path)["a"], full.double())
+
+
+def test_a_tensor_that_requires_grad_is_filled_in_place(tmp_path):
+    path = save(tmp_path, [[whole("a", torch.ones(3))]])
+    weight = torch.nn.Parameter(torch.zeros(3))
+    with open_checkpoint(path) as checkpoint:
+        checkpoint.load([whole("a", weight)])
+    assert weight.tolist() == [1, 1, 1]
+    assert weight.grad_fn is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_tensors_are_saved_and_loaded(tmp_path):
+    weight = torch.randn(64, 33, device="cuda")
+    expected = weight.t().cpu().double()
+    writer = Writer(tmp_path, rank=0, world=1, store=HashStore(), keep=1)
+    for step in (1, 2):  # the second save uses the pinned memory of the first
+        writer.save(step, [whole("a", weight.t())], {})
+    weight.zero_()
+    writer.wait()
+    with open_checkpoint(tmp_path / "step-00000002") as checkpoint:
+        checkpoint.load([whole("a", weight.t())])
+    assert torch.equal(weight.t().cpu().double(), expected)

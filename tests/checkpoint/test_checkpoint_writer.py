@@ -1,0 +1,203 @@
+"""The writer: pruning, replacing, ranks that fail or do not come, old keys in the store."""
+
+import resource
+import shutil
+import threading
+import time
+
+import pytest
+import torch
+from checkpoint_helpers import load_all, save, whole
+from torch.distributed import HashStore
+
+from megaframe.checkpoint import Slice, Writer, find, open_checkpoint
+from megaframe.errors import UserError
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def half(rank, value=1.0):
+    return [Slice("a", (4,), (2 * rank,), torch.full((2,), value))]
+
+
+class TestKeeping:
+    def test_the_newest_are_kept_and_nothing_else_is_touched(self, tmp_path):
+        (tmp_path / "step-00000001.backup").mkdir()
+        (tmp_path / "notes.tmp").mkdir()
+        store = HashStore()
+        for step in (5, 6, 7, 8):
+            save(tmp_path, [[whole("a", torch.ones(2))]], step=step, keep=2, store=store)
+        assert names(tmp_path) == [
+            "latest",
+            "notes.tmp",
+            "step-00000001.backup",
+            "step-00000007",
+            "step-00000008",
+        ]
+
+    def test_the_one_just_written_stays_though_others_have_higher_steps(self, tmp_path):
+        for step in (9, 8, 3):
+            save(tmp_path, [[whole("a", torch.ones(2))]], step=step, keep=2)
+        assert names(tmp_path) == ["latest", "step-00000003", "step-00000009"]
+        assert find(tmp_path, "latest") == tmp_path / "step-00000003"
+
+    def test_an_open_checkpoint_is_not_deleted(self, tmp_path):
+        old = save(tmp_path, [[whole("a", torch.full((2,), 1.0))]], step=1, keep=1)
+        with open_checkpoint(old) as checkpoint:
+            save(tmp_path, [[whole("a", torch.full((2,), 2.0))]], step=2, keep=1)
+            target = torch.zeros(2)
+            checkpoint.load([whole("a", target)])
+            assert target.tolist() == [1, 1]
+        save(tmp_path, [[whole("a", torch.ones(2))]], step=3, keep=1)
+        assert names(tmp_path) == ["latest", "step-00000003"]
+
+    def test_saving_a_step_again_replaces_it(self, tmp_path):
+        for value in (1.0, 2.0):
+            path = save(tmp_path, [[whole("a", torch.full((2,), value))]], step=4)
+        assert load_all(path)["a"].tolist() == [2, 2]
+        assert names(tmp_path) == ["latest", "step-00000004"]
+
+    def test_a_replaced_one_counts_until_its_successor_is_there(self, tmp_path):
+        path = save(tmp_path, [[whole("a", torch.ones(2))]], step=4)
+        replaced = path.rename(path.with_name(path.name + ".replaced"))
+        with pytest.warns(UserWarning, match="not there"):
+            assert find(tmp_path, "latest") == replaced
+        save(tmp_path, [[whole("a", torch.ones(2))]], step=4, keep=3)
+        assert names(tmp_path) == ["latest", "step-00000004"]
+
+    def test_leftovers_of_killed_saves_are_removed_at_the_start(self, tmp_path):
+        left = tmp_path / "step-00000001.0a1b2c3d.tmp"
+        left.mkdir()
+        (left / "rank-00000.safetensors").write_bytes(b"x")
+        (tmp_path / "latest.0a1b2c3d.tmp").write_text("step-00000001")
+        Writer(tmp_path, rank=1, world=2, store=HashStore(), keep=1)
+        assert len(names(tmp_path)) == 2
+        Writer(tmp_path, rank=0, world=2, store=HashStore(), keep=1)
+        assert names(tmp_path) == []
+
+
+class TestAgreement:
+    def writers(self, folder, store, timeout=20.0, world=2):
+        return [
+            Writer(folder, rank=rank, world=world, store=store, keep=2, timeout=timeout)
+            for rank in range(world)
+        ]
+
+    def test_a_rank_that_does_not_come_is_named_and_nothing_is_left(self, tmp_path):
+        first, _, third = self.writers(tmp_path, HashStore(), timeout=0.2, world=3)
+        first.save(5, half(0), {})
+        third.save(5, half(1), {})
+        for writer in (first, third):
+            with pytest.raises(UserError, match=r"step 5 .* from ranks 1 of 3"):
+                writer.wait()
+        assert names(tmp_path) == []
+
+    def test_a_lost_leader_is_named(self, tmp_path):
+        _, second = self.writers(tmp_path, HashStore(), timeout=0.1)
+        second.save(5, half(1), {})
+        with pytest.raises(UserError, match=r"given up by rank 1 .* rank 0 did not finish"):
+            second.wait()
+
+    @pytest.mark.parametrize("ended", [None, "", "disk full"])
+    @pytest.mark.parametrize("went", [False, True])
+    def test_keys_of_a_dead_run_mislead_nobody(self, tmp_path, ended, went):
+        store = HashStore()
+        store.set("checkpoint/5/attempt", "0a1b2c3d")
+        for rank in range(2):
+            store.set(f"checkpoint/5/0a1b2c3d/need/{rank}", '{"bytes": 8}')
+            store.set(f"checkpoint/5/0a1b2c3d/done/{rank}", "{}")
+        if went:
+            store.set("checkpoint/5/0a1b2c3d/go", "")
+        if ended is not None:
+            store.set("checkpoint/5/0a1b2c3d/end", ended)
+        first, second = self.writers(tmp_path, store)
+        second.save(5, half(1), {})
+        time.sleep(0.1)
+        assert not second.poll()
+        first.save(5, half(0), {})
+        for writer in (first, second):
+            writer.wait()
+        assert load_all(find(tmp_path, "latest"))["a"].tolist() == [1, 1, 1, 1]
+
+    def test_ranks_that_contradict_each_other_commit_nothing(self, tmp_path):
+        for slices, message in [
+            ([Slice("a", (4,), (1,), torch.ones(2))], "overlap"),
+            ([Slice("a", (5,), (2,), torch.ones(2))], "disagree about a"),
+            ([], "hold 2 elements instead of 4"),
+        ]:
+            first, second = self.writers(tmp_path, HashStore())
+            first.save(5, half(0), {})
+            second.save(5, slices, {})
+            with pytest.raises(ValueError, match=message):
+                first.wait()
+            with pytest.raises(UserError, match=message):
+                second.wait()
+        assert names(tmp_path) == []
+
+    def test_what_cannot_be_saved_is_said_at_once(self, tmp_path):
+        writer = Writer(tmp_path, rank=0, world=1, store=HashStore(), keep=2)
+        with pytest.raises(ValueError, match="int64 cannot be saved"):
+            writer.save(1, [whole("a", torch.arange(3))], {})
+        with pytest.raises(ValueError, match="a is both"):
+            writer.save(1, [whole("a", torch.ones(3)), whole("a", torch.ones(2))], {})
+        with pytest.raises(TypeError):
+            writer.save(1, [], {"a": torch.ones(3)})
+        assert writer.poll()
+
+
+class TestFailures:
+    def test_a_write_that_fails_on_one_rank_fails_on_all_and_leaves_the_last_one(self, tmp_path):
+        good = save(tmp_path, [half(0), half(1)], step=1)
+        store = HashStore()
+        first, second = (
+            Writer(tmp_path, rank=rank, world=2, store=store, keep=1, timeout=20)
+            for rank in range(2)
+        )
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+        try:
+            first.save(2, half(0), {})
+            second.save(2, [*half(1), whole("big", torch.ones(1 << 20))], {})
+            for writer in (first, second):
+                with pytest.raises(UserError) as caught:
+                    writer.wait()
+                text = str(caught.value)
+                assert "rank 1: cannot write" in text and "rank-00001.safetensors" in text
+                assert "File too large (it needs 4,194,312 bytes and" in text
+                assert "bytes are free" in text
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert names(tmp_path) == ["latest", "step-00000001"]
+        assert load_all(good)["a"].tolist() == [1, 1, 1, 1]
+        for rank, writer in enumerate((first, second)):  # and the writers can go on
+            writer.save(3, half(rank, 3.0), {})
+        for writer in (first, second):
+            writer.wait()
+        assert load_all(find(tmp_path, "latest"))["a"].tolist() == [3, 3, 3, 3]
+
+    def test_a_folder_that_goes_away_is_named_by_the_next_save(self, tmp_path):
+        folder = tmp_path / "checkpoints"
+        writer = Writer(folder, rank=0, world=1, store=HashStore(), keep=1)
+        shutil.rmtree(folder)
+        folder.write_text("in the way")
+        writer.save(1, [whole("a", torch.ones(2))], {})
+        with pytest.raises(UserError, match=f"step 1: {folder}.*Not a directory"):
+            writer.save(2, [whole("a", torch.ones(2))], {})
+
+    def test_a_folder_that_cannot_be_made_is_named_at_the_start(self, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(UserError, match=r"cannot use .*file/x for checkpoints"):
+            Writer(tmp_path / "file" / "x", rank=0, world=1, store=HashStore(), keep=1)
+
+    def test_others_can_use_the_store_while_ranks_are_waited_for(self, tmp_path):
+        store = HashStore()
+        writer = Writer(tmp_path, rank=0, world=2, store=store, keep=1, timeout=1)
+        writer.save(1, half(0), {})
+        for _ in range(50):
+            assert threading.active_count() > 1
+            store.set("other", "x")
+            assert store.get("other") == b"x"
+        with pytest.raises(UserError, match="ranks 1 of 2"):
+            writer.wait()

@@ -1,0 +1,73 @@
+"""Boxes: cuts in row-major order, intersections, and the corner test against painting."""
+
+from math import prod
+
+import pytest
+import torch
+from checkpoint_helpers import partitions, shapes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaframe.checkpoint import Slice
+from megaframe.checkpoint.slices import intersection, pieces, region, tiling_problem
+
+
+@st.composite
+def boxes_of(draw, shape):
+    offset = tuple(draw(st.integers(0, size - 1)) for size in shape)
+    return offset, tuple(
+        draw(st.integers(1, size - start)) for start, size in zip(offset, shape, strict=True)
+    )
+
+
+def painted(shape, boxes):
+    counts = torch.zeros(shape)
+    for box in boxes:
+        counts[region(((0,) * len(shape), shape), box)] += 1
+    return counts
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data(), shapes)
+def test_the_corner_test_agrees_with_painting(data, shape):
+    boxes = data.draw(partitions(shape))
+    change = data.draw(st.sampled_from(["none", "drop", "repeat", "swap"]))
+    if change != "none":
+        index = data.draw(st.integers(0, len(boxes) - 1))
+        box = boxes[index] if change == "repeat" else boxes.pop(index)
+        if change != "drop":
+            boxes.append(box if change == "repeat" else data.draw(boxes_of(shape)))
+    covered_once = bool((painted(shape, boxes) == 1).all())
+    assert (tiling_problem(shape, boxes) is None) == covered_once
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data(), shapes)
+def test_intersection_is_where_both_are(data, shape):
+    first, second = data.draw(boxes_of(shape)), data.draw(boxes_of(shape))
+    both = painted(shape, [first, second]) == 2
+    shared = intersection(first, second)
+    assert torch.equal(painted(shape, [shared] if shared else []) == 1, both)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data(), shapes, st.integers(1, 60))
+def test_pieces_are_consecutive_runs(data, shape, limit):
+    box = data.draw(boxes_of(shape))
+    values = torch.arange(prod(box[1])).view(box[1])
+    cut = list(pieces(box, limit))
+    runs = [values[region(box, piece)].flatten() for piece in cut]
+    assert torch.equal(torch.cat(runs), values.flatten())
+    assert all(len(run) <= limit for run in runs)
+
+
+def test_a_slice_lies_inside_its_tensor():
+    Slice("a", (4, 2), (2, 0), torch.zeros(2, 2))
+    for shape, offset in [((4, 2), (3, 0)), ((4, 2), (-1, 0)), ((4,), (2,)), ((0, 2), (0, 0))]:
+        with pytest.raises(ValueError, match="a: box"):
+            Slice("a", shape, offset, torch.zeros(2, 2))
+
+
+def test_too_many_slices_are_refused_before_they_are_counted():
+    box = ((0,) * 8, (1,) * 8)
+    assert "too many" in tiling_problem((2,) * 8, [box] * (1 << 17))
