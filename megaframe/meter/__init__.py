@@ -1,0 +1,7 @@
+"""What a run tells about itself: metrics of every step, where its time went, and its MFU."""
+
+from megaframe.meter.flops import Flops, count_flops
+from megaframe.meter.meter import Meter
+from megaframe.meter.timers import PARTS, Part
+
+__all__ = ["PARTS", "Flops", "Meter", "Part", "count_flops"]

@@ -1,0 +1,146 @@
+"""The progress of a run as a person reads it: aligned lines, notes, and a summary at the end.
+
+Plain ASCII lines without control codes, so that a terminal, a pipe and a job's log file show the
+same; all of it is also appended to the run log in the run folder.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megaframe.config import RunConfig
+from megaframe.meter.sinks import METRICS_FILE, Line, cannot_write
+from megaframe.meter.totals import Totals
+
+LOG_FILE = "run.log"
+_RECENT_STEPS = 50
+
+
+class ConsoleSink:
+    """Prints every `meter.every` steps and at the first and last step; figures of speed are means
+    since the line before."""
+
+    def __init__(self, config: RunConfig, start_step: int) -> None:
+        self._config = config
+        self._folder = Path(config.run.dir)
+        self._start_step = start_step
+        self._columns = columns(config.train.steps)
+        self._has_header = False
+        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS + 1)
+        self._run, self._since = Totals(), Totals()
+        try:
+            self._log = open(self._folder / LOG_FILE, "a", encoding="utf-8")  # noqa: SIM115
+        except OSError as error:
+            raise cannot_write(self._folder / LOG_FILE, error) from None
+
+    def note(self, text: str) -> None:
+        """Say something that is not a step's line."""
+        self._print(text)
+
+    def write(self, line: Line) -> None:
+        step, last = line["step"], self._config.train.steps
+        self._run.add(line)
+        self._since.add(line)
+        self._recent.append(line["seconds"])
+        first = step == self._start_step + 1
+        if first or step == last or step % self._config.meter.every == 0:
+            if not self._has_header:
+                self._has_header = True
+                self._print(aligned(self._columns, list(self._columns)))
+            self._print(aligned(self._columns, self._cells(line)))
+            self._since = Totals()
+        if line.get("eval_loss") is not None:
+            self._print(evaluation(line))
+
+    def flush(self) -> None:
+        """Every line is handed on at once."""
+
+    def close(self) -> None:
+        """Print the summary."""
+        if self._run.steps:
+            files = [METRICS_FILE, LOG_FILE]
+            files += ["tensorboard"] * self._config.meter.tensorboard
+            files += ["wandb"] * (self._config.meter.wandb is not None)
+            places = f"{self._folder}: {', '.join(files)}"
+            self._print(table("Summary", [*self._run.summary(self._start_step), ("files", places)]))
+        self._log.close()
+
+    def _cells(self, line: Line) -> list[str]:
+        # The oldest is left out: the first step of a run also warms up.
+        recent = list(self._recent)[1:] or list(self._recent)
+        left = self._config.train.steps - line["step"]
+        return [
+            f"{line['step']}/{self._config.train.steps}",
+            number(line["loss"], ".4f"),
+            number(line["grad_norm"], ".3f"),
+            number(line["lr"], ".2e"),
+            number(self._since.tokens_per_second, ",.0f"),
+            number(self._since.mean("tflops_per_second"), ".4g"),
+            number(self._since.mean("mfu"), ".1%"),
+            number(self._since.seconds / self._since.steps, ".4g"),
+            duration(left * sum(recent) / len(recent)),
+        ]
+
+    def _print(self, text: str) -> None:
+        print(text, flush=True)
+        try:
+            print(text, file=self._log, flush=True)
+        except OSError as error:
+            raise cannot_write(self._folder / LOG_FILE, error) from None
+
+
+def columns(steps: int) -> dict[str, int]:
+    """Names and widths of the columns of a line."""
+    widths = {"loss": 9, "grad norm": 10, "lr": 10, "tokens/s": 11, "TFLOP/s": 9, "MFU": 7}
+    return {"step": max(9, 2 * len(str(steps)) + 1), **widths, "seconds": 9, "ETA": 9}
+
+
+def aligned(columns: dict[str, int], cells: list[str]) -> str:
+    """Cells as one line, right-aligned to the columns' widths, always with a space between."""
+    return " ".join(f"{cell:>{width}}" for cell, width in zip(cells, columns.values(), strict=True))
+
+
+def number(value: Any, form: str) -> str:
+    """A number in the given form, and what is unknown as n/a."""
+    return "n/a" if value is None else format(value, form)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: 45s, 3m 05s, 2h 08m, 3d 04h."""
+    if not math.isfinite(seconds):
+        return "n/a"
+    whole = round(seconds)
+    for size, unit, smaller, smaller_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "m")):
+        if whole >= size:
+            return f"{whole // size}{unit} {whole % size // smaller:02d}{smaller_unit}"
+    return f"{whole // 60}m {whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+def evaluation(line: Line) -> str:
+    """The sentence about an evaluation; perplexity and bits per byte where they are known."""
+    text = f"step {line['step']}: validation loss {line['eval_loss']:.4f}"
+    if line.get("eval_perplexity") is not None:
+        text += f", perplexity {line['eval_perplexity']:.4g}"
+    if line.get("eval_bits_per_byte") is not None:
+        text += f", {line['eval_bits_per_byte']:.4f} bits per byte"
+    return text
+
+
+def table(title: str, rows: list[tuple[str, str]]) -> str:
+    """Rows of a name and a value as text."""
+    grid = Table(title=title, show_header=False, box=None, title_justify="left")
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True)
+    for row in rows:
+        grid.add_row(*row)
+    text = io.StringIO()
+    # Markup off and wide: a path may hold brackets, and is copied whole.
+    Console(file=text, width=1000, color_system=None, markup=False, emoji=False).print(grid)
+    return "\n".join(one.rstrip() for one in text.getvalue().splitlines())

@@ -1,0 +1,69 @@
+"""Floating-point operations per token of a training step, counted from specs and shapes.
+
+A multiply and an add are two operations; the backward costs twice the forward. The headline counts
+causal attention as half of the full square, because the other half needs not be computed; what is
+computed a second time on purpose (recompute) counts for the hardware and never for the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megaframe.config import RunConfig
+from megaframe.model import vocabulary
+from megaframe.spec import ParamSpec
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations per token, forward and backward.
+
+    model: with causal, windowed attention: the headline. full_attention: with every query
+    attending to all `train.seq` keys, as many published tables count. hardware: `model` and what
+    recompute adds to it.
+    """
+
+    model: float
+    full_attention: float
+    hardware: float
+
+    def described(self) -> str:
+        """One sentence for the log of the run."""
+        return (
+            f"model FLOPs per token: {self.model / 1e6:,.1f} M with causal attention (headline), "
+            f"{self.full_attention / 1e6:,.1f} M with full attention, "
+            f"{self.hardware / 1e6:,.1f} M with what recompute adds"
+        )
+
+
+def count_flops(specs: Iterable[ParamSpec], config: RunConfig) -> Flops:
+    """Operations per token of the model that `specs` declare, each matrix used once per token."""
+    model, seq = config.model, config.train.seq
+    elements = {"matrix": 0, "head": 0}
+    for spec in specs:
+        if spec.role in elements:
+            elements[spec.role] += spec.size
+    if model.tie_embeddings:
+        # The table is declared as an embedding, and multiplied as a head all the same.
+        elements["head"] = vocabulary(model) * model.hidden
+    per_key = 12 * model.layers * model.heads * model.head_dim
+    blocks = 6 * elements["matrix"] + per_key * mean_keys(seq, model.window)
+    head = 6 * elements["head"]
+    again = blocks / 3 if config.train.recompute == "full" else 0.0
+    return Flops(
+        model=blocks + head,
+        full_attention=6 * elements["matrix"] + per_key * seq + head,
+        hardware=blocks + head + again,
+    )
+
+
+def mean_keys(seq: int, window: int | None) -> float:
+    """Mean number of keys that a query attends to, causal and with at most `window` of them.
+
+    The area under min(position, window): seq / 2 without a window, and towards `window` when the
+    sequence is much longer. Counting whole keys (a query sees itself in full) gives at most half a
+    key more.
+    """
+    reach = min(window or seq, seq)
+    return reach - reach * reach / (2 * seq)

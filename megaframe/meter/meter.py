@@ -1,0 +1,162 @@
+"""Meter: collects what a step is worth knowing, and writes one line for it, a step later.
+
+The line of a step is written when the next one is flushed: by then its values have travelled over
+the ranks and to the host while training went on, so that metering never makes a step wait.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from megaframe.config import RunConfig
+from megaframe.mesh import Mesh
+from megaframe.meter.console import ConsoleSink
+from megaframe.meter.flops import count_flops
+from megaframe.meter.peaks import device_peak
+from megaframe.meter.records import How, Records, Reduction, Value
+from megaframe.meter.sinks import Sink, open_sinks
+from megaframe.meter.timers import PARTS, Part, Span, StepTimer
+from megaframe.spec import ParamSpec
+
+_TIME = {part: f"time/{part}" for part in PARTS}
+
+
+class Meter:
+    """The metrics of a run, from all ranks to the sinks of the first one.
+
+    specs: of the whole model. start_step: steps that the run has already done; sinks forget what
+    they hold of later ones. All ranks make a meter and call it at the same points of a step.
+    Raises `UserError` when a sink cannot be opened.
+    """
+
+    def __init__(
+        self, config: RunConfig, mesh: Mesh, specs: Iterable[ParamSpec], *, start_step: int = 0
+    ) -> None:
+        self._world = mesh.world
+        self._device = mesh.device
+        self._flops = count_flops(specs, config)
+        self._timer = StepTimer()
+        self._records = Records()
+        self._flight: tuple[int, Reduction] | None = None
+        self._sinks: list[Sink] = []
+        self._console: ConsoleSink | None = None
+        if mesh.rank == 0:
+            self._sinks = open_sinks(config, start_step)
+            self._console = ConsoleSink(config, start_step)
+            self._sinks.append(self._console)
+        peak = device_peak(config, mesh)
+        self._peak = peak.tflops
+        self.note(self._flops.described())
+        self.note(peak.note)
+
+    def start_step(self) -> None:
+        """Start the clock of the first step; a later step starts where the one before it ended,
+        so that no time goes missing between them."""
+        self._timer.start()
+
+    def time(self, part: Part) -> Span:
+        """A context whose time is charged to `part` of the step, and not to the part around it."""
+        return self._timer.time(part)
+
+    def record(self, name: str, value: Value, how: How = "last") -> None:
+        """Put a value into the step's line; see `Records.add`. A name `a/b` is written as b in the
+        object a."""
+        self._records.add(name, value, how)
+
+    def flush(self, step: int) -> None:
+        """End step `step`: send its values on their way, and write the line of the step before.
+
+        Rates need `tokens` to have been recorded: those of the step, of all ranks together.
+        """
+        for part, nanoseconds in self._timer.take().items():
+            self._records.add(_TIME[part], nanoseconds / 1e9, "mean")
+        self._records.add("memory_bytes", peak_memory(self._device), "max")
+        previous = self._flight
+        self._flight = step, self._records.reduce(self._world, self._device)
+        self._write(previous)
+
+    def settle(self) -> None:
+        """Write the line of the last flushed step now, wherever it goes.
+
+        Called before a checkpoint of that step is published: a run that is killed and resumed from
+        it would otherwise miss the line.
+        """
+        previous, self._flight = self._flight, None
+        self._write(previous)
+        for sink in self._sinks:
+            sink.flush()
+
+    def note(self, text: str) -> None:
+        """Say something on the console and in the run log, once for all ranks."""
+        if self._console is not None:
+            self._console.note(text)
+
+    def close(self) -> None:
+        """Write the last line and the summary; for the end of a run. A run that fails needs none:
+        what it has written is already on its way to the disk."""
+        self.settle()
+        for sink in self._sinks:
+            sink.close()
+
+    def _write(self, flight: tuple[int, Reduction] | None) -> None:
+        if flight is None:
+            return
+        step, reduction = flight
+        values = reduction.wait()
+        if self._sinks:
+            line = self._line(step, values)
+            for sink in self._sinks:
+                sink.write(line)
+
+    def _line(self, step: int, values: dict[str, float]) -> dict[str, Any]:
+        """The line of a step; what is recorded beyond the named keys follows them."""
+        parts = {part: values.pop(name) for part, name in _TIME.items()}
+        seconds = sum(parts.values())
+        tokens = int(values.pop("tokens", 0))
+        per_device = tokens / seconds / self._world.size / 1e12
+        line: dict[str, Any] = {
+            "step": step,
+            "loss": values.pop("loss", None),
+            "grad_norm": values.pop("grad_norm", None),
+            "lr": values.pop("lr", None),
+            "tokens": tokens,
+            "tokens_per_second": tokens / seconds,
+            "tflops_per_second": per_device * self._flops.model,
+            "mfu": self._share(per_device * self._flops.model),
+            "mfu_full_attention": self._share(per_device * self._flops.full_attention),
+            "hfu": self._share(per_device * self._flops.hardware),
+            "memory_bytes": int(values.pop("memory_bytes")),
+            "seconds": seconds,
+            "time": parts,
+        }
+        if clash := line.keys() & values.keys():
+            raise ValueError(f"the meter itself writes {sorted(clash)}; record other names")
+        return line | nested(values)
+
+    def _share(self, tflops: float) -> float | None:
+        return None if self._peak is None else tflops / self._peak
+
+
+def nested(values: Mapping[str, float]) -> dict[str, Any]:
+    """Values with names `a/b` put into an object a under b."""
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        *outer, last = name.split("/")
+        inner = result
+        for key in outer:
+            inner = inner.setdefault(key, {})
+        inner[last] = value
+    return result
+
+
+def peak_memory(device: torch.device) -> float:
+    """Most bytes held so far: of tensors on a GPU, of the whole process on a CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak if sys.platform == "darwin" else peak * 1024)

@@ -1,0 +1,233 @@
+"""Where the lines of a run go: metrics.jsonl always, TensorBoard and Weights & Biases on request.
+
+Every sink gets the same line, `flat()` gives its values the same names everywhere, and every sink
+continues a resumed run on one curve: what it holds of later steps, written by the process that was
+killed, is cut off or hidden.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import netrc
+import os
+import re
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from megaframe.config import RunConfig
+from megaframe.errors import UserError
+
+Line = Mapping[str, Any]
+"""The metrics of one step: numbers, None for what is not known, and dicts of these."""
+
+METRICS_FILE = "metrics.jsonl"
+_LONGEST_LINE = 1 << 20
+
+
+class Sink(Protocol):
+    """Takes the lines of a run in the order of their steps."""
+
+    def write(self, line: Line) -> None:
+        """Take one step's line."""
+
+    def flush(self) -> None:
+        """Return when all that was written would survive the end of this process."""
+
+    def close(self) -> None:
+        """Finish; nothing is written afterwards."""
+
+
+def open_sinks(config: RunConfig, start_step: int) -> list[Sink]:
+    """The sinks that the config asks for, set to continue after `start_step`.
+
+    Raises `UserError` when an extra is missing or the run folder cannot be used.
+    """
+    folder = Path(config.run.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(folder, error) from None
+    sinks: list[Sink] = [JsonlSink(folder / METRICS_FILE, start_step)]
+    if config.meter.tensorboard:
+        sinks.append(TensorBoardSink(folder / "tensorboard", start_step))
+    if config.meter.wandb is not None:
+        sinks.append(WandbSink(folder, config.meter.wandb, config, start_step))
+    return sinks
+
+
+def flat(line: Line, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers of a line, with the names of nested ones joined by slashes."""
+    for name, value in line.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}/")
+        elif value is not None:
+            yield prefix + name, value
+
+
+def cannot_write(path: Path, error: OSError) -> UserError:
+    """What a user is told when the disk is full or a folder is not writable."""
+    return UserError(
+        f"cannot write {path}: {error.strerror}; make room or set run.dir to another folder"
+    )
+
+
+class JsonlSink:
+    """One JSON object a step, appended and handed to the operating system line by line.
+
+    JSON has no NaN and no infinity: they are written as null, as is what is unknown.
+    """
+
+    def __init__(self, path: Path, start_step: int) -> None:
+        self._path = path
+        try:
+            truncate_after(path, start_step)
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+        except OSError as error:
+            raise cannot_write(path, error) from None
+
+    def write(self, line: Line) -> None:
+        text = (json.dumps(_finite(line), allow_nan=False) + "\n").encode()
+        try:
+            # Unbuffered, so that a line is one system call; a short write is a disk just filled.
+            if self._file.write(text) != len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise cannot_write(self._path, error) from None
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def truncate_after(path: Path, step: int) -> None:
+    """Drop the lines of later steps than `step`, and a torn last line, in one atomic exchange.
+
+    Raises `UserError` when another line is not one of a metrics file; nothing is changed then.
+    """
+    if not path.exists():
+        return
+    kept = path.with_name(path.name + ".partial")
+    size = path.stat().st_size
+    with open(path, "rb") as old, open(kept, "wb") as new:
+        for number, line in enumerate(iter(lambda: old.readline(_LONGEST_LINE), b""), 1):
+            found = _step_of(line)
+            if found is not None and found <= step:
+                new.write(line.rstrip(b"\n") + b"\n")
+            elif found is None and old.tell() < size:
+                kept.unlink()
+                raise UserError(
+                    f"{path}, line {number}, is not a JSON object with an integer `step`: this is "
+                    "no metrics file of a run; move it away or set run.dir to another folder"
+                )
+        new.flush()
+        os.fsync(new.fileno())
+    os.replace(kept, path)
+
+
+class TensorBoardSink:
+    """Event files in a folder of the run; a viewer hides what a killed run wrote too much."""
+
+    def __init__(self, folder: Path, start_step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise _missing("meter.tensorboard=true", "tensorboard") from None
+        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
+
+    def write(self, line: Line) -> None:
+        for name, value in flat(line):
+            if name != "step":
+                self._writer.add_scalar(name, value, line["step"])
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """A Weights & Biases run, offline without an API key; its id is kept in the run folder.
+
+    A resumed run continues under the same id. The service ignores steps that it already has, so
+    that those repeated after a kill do no harm.
+    """
+
+    def __init__(self, folder: Path, project: str, config: RunConfig, start_step: int) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise _missing(f"meter.wandb={project}", "wandb") from None
+        offline = "WANDB_MODE" not in os.environ and not has_wandb_key()
+        self._run = wandb.init(
+            project=project,
+            id=wandb_id(folder / "wandb.id", fresh=start_step == 0),
+            name=folder.name,
+            dir=str(folder),
+            config=config.model_dump(mode="json"),
+            resume="allow",
+            mode="offline" if offline else None,
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+
+    def write(self, line: Line) -> None:
+        self._run.log(dict(flat(line)), step=line["step"])
+
+    def flush(self) -> None:
+        """A separate process of wandb's writes what it was given; it outlives this one."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def has_wandb_key() -> bool:
+    """Whether wandb will find an API key, in the environment or in the user's netrc file."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = re.sub(r"^https?://|/.*$", "", os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def wandb_id(path: Path, *, fresh: bool) -> str:
+    """The id kept in `path`; a new one when there is none, or for a run that starts anew."""
+    if not fresh and path.exists():
+        kept = path.read_text(encoding="utf-8")[:128].strip()
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", kept):
+            raise UserError(f"{path} holds no id of a Weights & Biases run; delete it")
+        return kept
+    made = uuid.uuid4().hex[:8]
+    path.write_text(made + "\n", encoding="utf-8")
+    return made
+
+
+def _missing(key: str, extra: str) -> UserError:
+    return UserError(f"{key} needs the extra {extra!r}: pip install 'megaframe[{extra}]'")
+
+
+def _finite(line: Line) -> dict[str, Any]:
+    return {
+        name: _finite(value)
+        if isinstance(value, Mapping)
+        else None
+        if isinstance(value, float) and not math.isfinite(value)
+        else value
+        for name, value in line.items()
+    }
+
+
+def _step_of(line: bytes) -> int | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    step = found.get("step") if isinstance(found, dict) else None
+    return step if isinstance(step, int) and not isinstance(step, bool) else None

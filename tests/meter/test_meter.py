@@ -1,0 +1,109 @@
+"""The meter as a trainer uses it, on one rank."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megaframe.config import RunConfig
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh
+from megaframe.meter import PARTS, Meter, count_flops
+from megaframe.model import model_specs
+
+KEYS = [
+    "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tflops_per_second", "mfu",
+    "mfu_full_attention", "hfu", "memory_bytes", "seconds", "time",
+]  # fmt: skip
+
+
+def make(folder, start=0, **meter):
+    config = RunConfig.model_validate(
+        {
+            "run": {"dir": str(folder), "device": "cpu"},
+            "model": {"layers": 2, "hidden": 32, "heads": 4, "vocab": 97},
+            "train": {"steps": 9, "seq": 16, "recompute": "full"},
+            "meter": {"peak_tflops": 0.5, **meter},
+        }
+    )
+    return config, Meter(
+        config, Mesh(Layout(), device="cpu"), model_specs(config), start_step=start
+    )
+
+
+def step(meter, number):
+    meter.start_step()
+    with meter.time("compute"), meter.time("data"):
+        sum(range(1000))
+    meter.record("loss", 5.0)
+    meter.record("tokens", 128)
+    meter.record("traffic_bytes/data", number, "sum")
+    meter.flush(number)
+
+
+def read(folder):
+    return [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_line_has_every_key_and_adds_up(tmp_path):
+    config, meter = make(tmp_path)
+    flops = count_flops(model_specs(config), config)
+    for number in (1, 2):
+        step(meter, number)
+    meter.close()
+    for number, line in enumerate(read(tmp_path), 1):
+        assert list(line) == [*KEYS, "traffic_bytes"]
+        assert (line["step"], line["loss"], line["lr"]) == (number, 5.0, None)
+        assert list(line["time"]) == list(PARTS)
+        assert sum(line["time"].values()) == line["seconds"] > 0
+        assert line["time"]["data"] > 0
+        assert line["tokens"] == 128 and line["traffic_bytes"] == {"data": number}
+        rate = line["tokens_per_second"]
+        assert rate == pytest.approx(128 / line["seconds"], rel=1e-12)
+        for key, work in (
+            ("mfu", flops.model),
+            ("mfu_full_attention", flops.full_attention),
+            ("hfu", flops.hardware),
+        ):
+            assert line[key] == pytest.approx(rate * work / 0.5e12, rel=1e-12)
+        assert line["hfu"] > line["mfu"]
+        assert 2**20 < line["memory_bytes"] < 2**40
+
+
+def test_a_line_is_written_one_step_later_or_when_settled(tmp_path):
+    _, meter = make(tmp_path)
+    step(meter, 1)
+    assert read(tmp_path) == []
+    step(meter, 2)
+    assert [line["step"] for line in read(tmp_path)] == [1]
+    meter.settle()
+    meter.settle()
+    assert [line["step"] for line in read(tmp_path)] == [1, 2]
+    step(meter, 3)
+    meter.close()
+    assert [line["step"] for line in read(tmp_path)] == [1, 2, 3]
+
+
+def test_a_resumed_run_appends_to_the_same_file(tmp_path, capsys):
+    _, meter = make(tmp_path)
+    for number in range(1, 6):
+        step(meter, number)  # killed here: step 5 has no line
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "lo')
+    _, meter = make(tmp_path, start=3)
+    for number in range(4, 10):
+        step(meter, number)
+    meter.close()
+    assert [line["step"] for line in read(tmp_path)] == list(range(1, 10))
+    printed = capsys.readouterr().out
+    assert "steps" in printed and "4 to 9" in printed
+    assert "model FLOPs per token" in printed and "meter.peak_tflops=0.5" in printed
+
+
+def test_names_of_the_meter_itself_are_refused(tmp_path):
+    _, meter = make(tmp_path)
+    meter.record("mfu", 1.0)
+    meter.flush(1)
+    with pytest.raises(ValueError, match=r"\['mfu'\]"):
+        meter.settle()

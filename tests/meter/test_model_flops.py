@@ -1,0 +1,87 @@
+"""FLOPs per token against numbers counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaframe.config import RunConfig
+from megaframe.meter.flops import count_flops, mean_keys
+from megaframe.model import model_specs
+from megaframe.spec import Normal, ParamSpec
+
+
+def config(model, **train):
+    return RunConfig.model_validate({"model": model, "train": train})
+
+
+def test_the_model_of_the_benchmarks():
+    given_config = config({"layers": 6, "hidden": 512, "heads": 8, "vocab": 50304}, seq=256)
+    flops = count_flops(model_specs(given_config), given_config)
+    # A layer: 4 of 512 x 512 in attention, 2 of 512 x 2048 in the MLP; the head 50304 x 512.
+    matrices = 6 * (4 * 512 * 512 + 2 * 512 * 2048) + 50304 * 512
+    assert matrices == 44_630_016
+    assert flops.model == 6 * matrices + 6 * 6 * 512 * 256 == 272_498_688
+    assert flops.full_attention == 6 * matrices + 6 * 12 * 512 * 256 == 277_217_280
+    assert flops.hardware == flops.model
+
+
+def test_gpt2_124m():
+    given_config = config(
+        {
+            "layers": 12,
+            "hidden": 768,
+            "heads": 12,
+            "vocab": 50257,
+            "position": "learned",
+            "bias": True,
+            "tie_embeddings": True,
+        },
+        seq=1024,
+    )
+    flops = count_flops(model_specs(given_config), given_config)
+    # 12 layers of 12 x 768^2; the tied table once, as head; no positions, norms or biases.
+    matrices = 12 * 12 * 768**2 + 50257 * 768
+    assert matrices == 123_532_032
+    assert flops.model == 6 * matrices + 12 * 6 * 768 * 1024 == 797_815_296
+    assert flops.full_attention == 854_438_400
+
+
+def test_tying_the_head_changes_nothing():
+    shape = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 97}
+    counts = []
+    for tied in (False, True):
+        given_config = config({**shape, "tie_embeddings": tied}, seq=16)
+        counts.append(count_flops(model_specs(given_config), given_config))
+    assert counts[0] == counts[1]
+
+
+def test_recompute_adds_the_forward_of_the_blocks_but_not_of_the_head():
+    shape = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 97, "window": 5}
+    plain, again = (config(shape, seq=16, recompute=kind) for kind in ("none", "full"))
+    flops, more = (count_flops(model_specs(one), one) for one in (plain, again))
+    head = 6 * 97 * 32
+    assert (more.model, more.full_attention) == (flops.model, flops.full_attention)
+    assert more.hardware == pytest.approx((flops.model - head) * 4 / 3 + head, rel=1e-14)
+
+
+def test_only_what_is_multiplied_counts():
+    roles = ("matrix", "head", "embedding", "gain", "bias")
+    specs = [ParamSpec(role, (10**k,), Normal(1), role) for k, role in enumerate(roles)]
+    given_config = config({"layers": 1, "hidden": 8, "heads": 1, "vocab": 3}, seq=1)
+    assert count_flops(specs, given_config).full_attention == 6 * (1 + 10) + 12 * 8
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 300), st.integers(1, 400))
+def test_windows_count_the_keys_inside_them(seq, window):
+    exact = sum(min(position + 1, window) for position in range(seq)) / seq
+    counted = mean_keys(seq, window)
+    # Whole keys count the query's own in full: half a key more in the triangle, none behind it.
+    assert counted == pytest.approx(exact - min(window, seq) / (2 * seq), rel=1e-12)
+
+
+def test_without_a_window_half_of_the_square_counts():
+    assert mean_keys(1024, None) == mean_keys(1024, 5000) == 512
+    assert mean_keys(10**9, 128) == pytest.approx(128, rel=1e-6)

@@ -1,0 +1,73 @@
+"""Values of a step on one rank; two ranks are in test_meter_ranks.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megaframe.comm import Group
+from megaframe.meter.records import Records
+
+ALONE = Group(("data",), (0,), 0, None)
+CPU = torch.device("cpu")
+
+
+def reduced(*entries):
+    records = Records()
+    for entry in entries:
+        records.add(*entry)
+    return records.reduce(ALONE, CPU).wait()
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"), [("last", 2.0), ("sum", 4.0), ("mean", 4 / 3), ("max", 5.0), ("min", -3.0)]
+)
+@pytest.mark.parametrize(
+    "kinds", [(float, float, float), (torch.tensor,) * 3, (float, torch.tensor, float)]
+)
+def test_values_of_one_name_are_combined_within_the_step(how, expected, kinds):
+    values = [kind(value) for kind, value in zip(kinds, (5.0, -3.0, 2.0), strict=True)]
+    assert reduced(*(("x", value, how) for value in values)) == {"x": expected}
+
+
+def test_more_metrics_than_one_padded_vector():
+    hows = ("last", "sum", "mean", "max", "min")
+    entries = [(f"{how}{i}", float(i), how) for how in hows for i in range(100)]
+    assert reduced(*entries) == {name: value for name, value, _ in entries}
+
+
+@pytest.mark.parametrize("how", ["last", "sum", "mean", "max", "min"])
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_a_nan_is_never_lost(how, kind):
+    values = [kind(value) for value in (math.nan, 1.0)]
+    if how == "last":
+        values.reverse()
+    assert not math.isfinite(reduced(*(("x", value, how) for value in values))["x"])
+
+
+def test_fp64_keeps_every_bit_of_a_loss():
+    loss = torch.tensor(10.824532508850098, dtype=torch.float32)
+    assert reduced(("loss", loss, "sum"))["loss"] == loss.item()
+
+
+def test_a_tensor_is_taken_as_it_is_now():
+    records, total = Records(), torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    records.add("x", total, "last")
+    with torch.no_grad():
+        total += 1
+    assert records.reduce(ALONE, CPU).wait() == {"x": 1.0}
+
+
+def test_a_step_starts_empty():
+    records = Records()
+    records.add("x", 1.0, "sum")
+    records.reduce(ALONE, CPU)
+    records.add("y", 1.0, "max")
+    assert records.reduce(ALONE, CPU).wait() == {"y": 1.0}
+
+
+def test_one_name_has_one_kind():
+    with pytest.raises(ValueError, match="'x' was recorded as sum, now as max"):
+        reduced(("x", 1.0, "sum"), ("x", 1.0, "max"))

@@ -1,0 +1,211 @@
+"""Sinks, read back with the readers of those who will read them."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import struct
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megaframe.config import RunConfig
+from megaframe.errors import UserError
+from megaframe.meter.sinks import (
+    METRICS_FILE,
+    JsonlSink,
+    TensorBoardSink,
+    WandbSink,
+    flat,
+    has_wandb_key,
+    open_sinks,
+    wandb_id,
+)
+
+
+def line(step, **more):
+    return {"step": step, "loss": 10.0 / step, "mfu": None, "time": {"data": 0.5}, **more}
+
+
+def steps_of(path):
+    return [json.loads(text)["step"] for text in path.read_text().splitlines()]
+
+
+def test_flat_names():
+    nested = {"step": 1, "a": {"b": 2.0, "c": {"d": 3.0}}, "none": None}
+    assert dict(flat(nested)) == {"step": 1, "a/b": 2.0, "a/c/d": 3.0}
+
+
+def test_lines_are_strict_json_and_on_disk_at_once(tmp_path):
+    path = tmp_path / METRICS_FILE
+    sink = JsonlSink(path, 0)
+    sink.write(line(1, grad_norm=math.inf, more={"x": math.nan, "y": 2}))
+    found = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert found == {**line(1), "grad_norm": None, "more": {"x": None, "y": 2}}
+
+
+@settings(
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(written=st.integers(0, 8), start=st.integers(0, 8), torn=st.integers(0, 200))
+def test_a_resumed_run_continues_on_one_curve(tmp_path, written, start, torn):
+    path = tmp_path / METRICS_FILE
+    path.write_text("".join(json.dumps(line(step)) + "\n" for step in range(1, written + 1)))
+    whole = path.read_bytes()
+    path.write_bytes(whole + json.dumps(line(written + 1)).encode()[:torn])
+    sink = JsonlSink(path, start)
+    for step in (start + 1, start + 2):
+        sink.write(line(step))
+    sink.close()
+    before = [step for step in steps_of(path) if step <= start]
+    # A last line that lost nothing but its line end is whole, and kept.
+    complete = written + (torn >= len(json.dumps(line(written + 1))))
+    assert before == list(range(1, min(complete, start) + 1))
+    assert steps_of(path) == [*before, start + 1, start + 2]
+    assert [item.name for item in tmp_path.iterdir()] == [METRICS_FILE]
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [b"hello\n", b'{"loss": 1}\n', b'{"step": true}\n', b"[" * 100_000 + b"\n", b"\xff\n"],
+)
+def test_a_file_that_is_no_metrics_file_is_refused_and_kept(tmp_path, foreign):
+    path = tmp_path / METRICS_FILE
+    content = b'{"step": 1}\n' + foreign + b'{"step": 2}\n'
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2, is not a JSON object"):
+        JsonlSink(path, 5)
+    assert path.read_bytes() == content
+    assert [item.name for item in tmp_path.iterdir()] == [METRICS_FILE]
+
+
+def test_a_full_disk_is_one_clear_message_and_mends_on_resume(tmp_path):
+    path = tmp_path / METRICS_FILE
+    sink = JsonlSink(path, 0)
+    sink.write(line(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
+    try:
+        with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: .*run\.dir"):
+            sink.write(line(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    sink = JsonlSink(path, 2)
+    sink.write(line(2))
+    assert steps_of(path) == [1, 2]
+
+
+def test_a_run_folder_that_cannot_be_one(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = RunConfig.model_validate({"run": {"dir": str(tmp_path / "file" / "run")}})
+    with pytest.raises(UserError, match="cannot write"):
+        open_sinks(config, 0)
+
+
+@pytest.mark.parametrize("extra", ["tensorboard", "wandb"])
+def test_a_missing_extra_is_named(tmp_path, extra, monkeypatch):
+    value = True if extra == "tensorboard" else "project"
+    config = RunConfig.model_validate({"run": {"dir": str(tmp_path)}, "meter": {extra: value}})
+    module = "torch.utils.tensorboard" if extra == "tensorboard" else "wandb"
+    monkeypatch.setitem(__import__("sys").modules, module, None)
+    with pytest.raises(UserError, match=rf"meter\.{extra}=.* pip install 'megaframe\[{extra}\]'"):
+        open_sinks(config, 0)
+
+
+def test_tensorboard_shows_one_curve_after_a_resume(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for start, end, shift in ((0, 4, 100.0), (2, 5, 0.0)):  # the first was killed after step 4
+        sink = TensorBoardSink(tmp_path, start)
+        for step in range(start + 1, end + 1):
+            sink.write(line(step, shifted=step + shift))
+        sink.close()
+    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert sorted(events.Tags()["scalars"]) == ["loss", "shifted", "time/data"]
+    found = {event.step: event.value for event in events.Scalars("shifted")}
+    assert found == {1: 101.0, 2: 102.0, 3: 3.0, 4: 4.0, 5: 5.0}
+    TensorBoardSink(tmp_path, 3).close()  # killed again before it wrote a step
+    events.Reload()
+    assert [event.step for event in events.Scalars("shifted")] == [1, 2, 3]
+
+
+def wandb_records(path):
+    """Records of an offline run's file: blocks of 32 KiB with pieces as in LevelDB's log, together
+    protocol buffers (wandb's own reader is not part of every version of its package)."""
+    internal = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    data = path.read_bytes()
+    position, parts, records = 7, b"", []
+    while position + 7 <= len(data):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, position)
+        parts += data[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):  # whole, last
+            records.append(internal.Record.FromString(parts))
+            parts = b""
+    return records
+
+
+def wandb_rows(path):
+    """The history of a finished run. Its file is completed by a process of wandb's own, which may
+    be a moment behind."""
+    deadline = time.monotonic() + 30
+    while not any(record.HasField("exit") for record in wandb_records(path)):
+        assert time.monotonic() < deadline, "the run was not finished in its file"
+        time.sleep(0.05)
+    histories = (r.history.item for r in wandb_records(path) if r.HasField("history"))
+    return [
+        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
+        for items in histories
+    ]
+
+
+def test_wandb_offline_holds_the_same_values_under_one_id(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    rows = []
+    for start in (0, 2):
+        time.sleep(1.0 if start else 0.0)  # wandb names its folders by the second
+        sink = WandbSink(tmp_path, "project", RunConfig(), start)
+        for step in (start + 1, start + 2):
+            sink.write(line(step, loss_scale=65536.0))
+        sink.close()
+    kept = (tmp_path / "wandb.id").read_text().strip()
+    files = sorted((tmp_path / "wandb").glob(f"offline-run-*/run-{kept}.wandb"))
+    assert len(files) == 2
+    for path in files:
+        rows += wandb_rows(path)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["_step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[3]["loss"] == 2.5 and rows[3]["time/data"] == 0.5
+    assert rows[0]["loss_scale"] == 65536.0 and "mfu" not in rows[0]
+
+
+def test_a_key_is_found_where_wandb_finds_it(tmp_path, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert not has_wandb_key()
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password made-up\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    assert has_wandb_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org/path")
+    assert not has_wandb_key()
+    monkeypatch.setenv("WANDB_API_KEY", "made-up")
+    assert has_wandb_key()
+
+
+def test_the_id_is_kept_for_a_resume_and_new_for_a_fresh_start(tmp_path):
+    path = tmp_path / "wandb.id"
+    first = wandb_id(path, fresh=True)
+    assert wandb_id(path, fresh=False) == first
+    assert wandb_id(path, fresh=True) != first
+    path.write_text("../../x\n")
+    with pytest.raises(UserError, match="holds no id"):
+        wandb_id(path, fresh=False)
