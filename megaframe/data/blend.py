@@ -48,6 +48,10 @@ class Blend:
         all be met because the fractional blend meets them, and then earliest deadline first meets
         them too (Liu and Layland 1973; for windows of this form Baruah et al. 1996).
         """
+        if len(self.weights) == 1:
+            first = self.consumed[0]
+            numbers = np.arange(first, first + size)
+            return np.zeros(size, np.int64), numbers, replace(self, consumed=(first + size,))
         given = [now - then for now, then in zip(self.consumed, self.base, strict=True)]
         sources = earliest_deadlines(self.weights, given, size)
         counts = np.bincount(sources, minlength=len(self.weights))
@@ -71,8 +75,6 @@ def earliest_deadlines(
     Ties go to the source that is listed first. Some source may always give: not all of them can be
     ahead of their shares.
     """
-    if len(weights) == 1:
-        return np.zeros(size, np.int64)
     total, now = sum(weights), sum(given)
     counts = list(given)
     waiting = [(counts[i] * total // weight, i) for i, weight in enumerate(weights)]

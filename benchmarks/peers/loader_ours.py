@@ -1,0 +1,59 @@
+"""megaframe's Loader, whole steps of one data rank, on one token file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from importlib.metadata import version
+
+from megaframe.config.schema import Data, Model, RunConfig, Source, Train
+from megaframe.data.loader import Loader
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prefix", required=True)
+    parser.add_argument("--seq", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--prefetch", type=int, default=0)
+    parser.add_argument("--documents", action="store_true", help="reset and mask at documents")
+    given = parser.parse_args()
+    config = RunConfig(
+        model=Model(vocab=50304),
+        train=Train(seq=given.seq, global_batch=given.batch, microbatch=8),
+        data=Data(
+            sources=(Source(path=given.prefix),),
+            split=(1.0, 0.0, 0.0),
+            prefetch=given.prefetch,
+            reset_positions=given.documents,
+            reset_attention=given.documents,
+            mask_eod=given.documents,
+        ),
+    )
+    start = time.perf_counter()
+    loader = Loader(config, 0, 1)
+    loader.next()
+    opened = time.perf_counter() - start
+    for _ in range(2000 // given.batch):
+        loader.next()
+    begin, samples = time.perf_counter(), 0
+    while (passed := time.perf_counter() - begin) < given.seconds:
+        samples += loader.next().samples
+    loader.close()
+    print(
+        json.dumps(
+            {
+                "samples_per_second": samples / passed,
+                "open_seconds": opened,
+                "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                "versions": {name: version(name) for name in ("numpy", "torch")},
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
