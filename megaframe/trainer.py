@@ -56,6 +56,7 @@ class Trainer:
         self.loader = Loader(config, data.index, data.size)
         self._token_bytes = _token_bytes(config, mesh.device)
         self._restore_or_initialise()
+        barrier(mesh.world)  # all have seen the run folder as it was before any rank writes to it
         self.meter = Meter(config, mesh, model_specs(config), start_step=self.step)
         self.engine = Engine({0: self.stage}, self.optimizer, self.meter.time)
         self.writer = self._make_writer()

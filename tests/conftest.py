@@ -2,11 +2,13 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from pool import Pool
 
 from megaframe.config import RunConfig
+from megaframe.data.indexed import TokenFileWriter
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
 from megaframe.microbatch import IGNORE, Microbatch
@@ -66,3 +68,46 @@ def pool():
     workers = Pool(4)
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """Prefix of token files with 40 documents of a language that can be learned, 61 ids."""
+    prefix = str(tmp_path_factory.mktemp("corpus") / "tokens")
+    generator = np.random.default_rng(0)
+    with TokenFileWriter(prefix, np.dtype(np.uint16)) as writer:
+        for _ in range(40):
+            start, step = generator.integers(0, 60, 2)
+            length = int(generator.integers(30, 200))
+            words = (start + step * np.arange(length)) % 60
+            writer.append(np.append(words, 60).astype(np.uint16))
+    return prefix
+
+
+@pytest.fixture
+def overrides(corpus, tmp_path):
+    """overrides(**changes) -> command-line overrides of a tiny fp64 run in tmp_path/run."""
+
+    def make(**changes):
+        keys = {
+            "run.dir": tmp_path / "run",
+            "run.device": "cpu",
+            "model.layers": 2,
+            "model.hidden": 16,
+            "model.heads": 2,
+            "model.vocab": 61,
+            "train.seq": 16,
+            "train.steps": 12,
+            "train.global_batch": 8,
+            "train.microbatch": 2,
+            "train.precision": "fp64",
+            "optim.lr": 0.01,
+            "data.sources": f"[{{path: {corpus}}}]",
+            "data.split": "[0.8, 0.2, 0.0]",
+            "checkpoint.every": 0,
+            "meter.peak_tflops": 1.0,
+            **{key.replace("__", "."): value for key, value in changes.items()},
+        }
+        return [f"{key}={value}" for key, value in keys.items()]
+
+    return make

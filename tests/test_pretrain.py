@@ -1,0 +1,253 @@
+"""Whole runs through the entry: resume, ranks, evaluation, and what a user's mistake looks like."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import pretrain_gpt  # noqa: E402
+
+
+LEARN = {"train__steps": 60, "train__global_batch": 32, "train__microbatch": 16, "optim__lr": 0.03}
+
+
+def train(overrides):
+    """Run the entry in this process, as a worker of the pool does under any number of ranks."""
+    sys.argv = ["pretrain_gpt.py", *overrides]
+    pretrain_gpt.main()
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder):
+    found = lines(folder)
+    assert [line["step"] for line in found] == list(range(1, len(found) + 1))
+    return [line["loss"] for line in found]
+
+
+def command(overrides):
+    return [sys.executable, str(ROOT / "pretrain_gpt.py"), *overrides]
+
+
+def test_a_run_learns_and_leaves_its_records(pool, overrides, tmp_path):
+    pool.run(1, train, overrides(**{**LEARN, "train__eval_every": 30, "checkpoint__every": 25}))
+    found = lines(tmp_path / "run")
+    assert found[0]["loss"] == pytest.approx(math.log(61), rel=0.05)
+    assert found[-1]["loss"] < 0.7 * found[0]["loss"]
+    for key in (
+        "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tflops_per_second",
+        "mfu", "hfu", "memory_bytes", "seconds", "time",
+    ):  # fmt: skip
+        assert found[-1][key] is not None
+    assert found[-1]["tokens"] == 32 * 16
+    assert found[59]["eval_perplexity"] == pytest.approx(math.exp(found[59]["eval_loss"]))
+    assert "eval_loss" not in found[30]
+    saved = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*"))
+    assert saved == ["step-00000050", "step-00000060"]
+    assert (tmp_path / "run/config.yaml").exists()
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_ranks_do_not_change_the_run(documents, pool, overrides, tmp_path):
+    """Same data order, same losses, same evaluation, with masks and a growing batch."""
+    runs = {}
+    for ranks, microbatch in ((1, 8), (2, 2), (4, 1)):
+        folder = tmp_path / f"run{ranks}"
+        extra = {}
+        if documents:
+            extra = {
+                "data__mask_eod": True,
+                "data__reset_attention": True,
+                "data__reset_positions": True,
+            }
+        keys = overrides(
+            run__dir=folder,
+            train__microbatch=microbatch,
+            train__batch_ramp="{start: 8, increment: 8, samples: 40}",
+            train__global_batch=16,
+            train__eval_every=4,
+            train__eval_samples=13,
+            **extra,
+        )
+        pool.run(ranks, train, keys)
+        runs[ranks] = lines(folder)
+    for line, *others in zip(runs[1], runs[2], runs[4], strict=True):
+        for other in others:
+            assert other.keys() == line.keys()
+            for key in {"loss", "grad_norm", "eval_loss", "tokens"} & line.keys():
+                assert other[key] == pytest.approx(line[key], rel=1e-10)
+    assert [line["tokens"] // 16 for line in runs[1]] == [8] * 5 + [16] * 7
+
+
+def test_a_killed_run_continues_on_the_same_curve(pool, overrides, tmp_path):
+    steps = {"train__steps": 40, "checkpoint__every": 4, "model__dropout": 0.1}
+    pool.run(1, train, overrides(run__dir=tmp_path / "whole", **steps))
+    keys = [*overrides(**steps), "checkpoint.resume=latest"]
+    for at_least in (6, 17):
+        # One thread, as in the pool: the number of threads is part of the order of sums.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command(keys), stdout=subprocess.DEVNULL, env=environment)
+        wait_for_lines(tmp_path / "run/metrics.jsonl", at_least, process)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    pool.run(1, train, keys)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def wait_for_lines(path, count, process):
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        if path.exists() and path.read_text().count("\n") >= count:
+            return
+        time.sleep(0.002)
+    # A fast machine may have finished; then there was nothing to kill and the curves agree anyway.
+
+
+def test_resume_under_other_ranks_and_a_longer_run(pool, overrides, tmp_path):
+    """The order of the data does not depend on the length of the run."""
+    constant = {"optim__schedule": "constant", "checkpoint__every": 6}
+    pool.run(1, train, overrides(run__dir=tmp_path / "whole", train__steps=12, **constant))
+    pool.run(2, train, overrides(train__steps=6, **constant))
+    more = overrides(train__steps=12, checkpoint__resume="latest", train__microbatch=1, **constant)
+    pool.run(4, train, more)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)
+
+
+def test_runs_are_bitwise_equal(pool, overrides, tmp_path):
+    keys = {"train__precision": "bf16", "run__deterministic": True, "model__dropout": 0.2}
+    for name in "ab":
+        pool.run(2, train, overrides(run__dir=tmp_path / name, **keys))
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_every_precision_learns(precision, pool, overrides, tmp_path):
+    keys = {**LEARN, "train__precision": precision, "optim__loss_scale": 2.0**30}
+    pool.run(1, train, overrides(**keys))
+    found = lines(tmp_path / "run")
+    assert found[-1]["loss"] < 0.7 * math.log(61)
+    skipped = [line["skipped"] for line in found]
+    assert bool(sum(skipped)) == (precision == "fp16")
+    if precision == "fp16":
+        assert skipped[0] and not skipped[-1] and found[-1]["loss_scale"] < 2.0**30
+
+
+def test_checkpoint_every_0_saves_none(pool, overrides, tmp_path):
+    pool.run(1, train, overrides())
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_under_torchrun(overrides, tmp_path):
+    keys = overrides(train__steps=3)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*launch, *command(keys)[1:]], check=True, env=environment)
+    assert len(losses(tmp_path / "run")) == 3
+
+
+class TestMistakes:
+    """One message on standard error, exit status 2, nothing half-written."""
+
+    @pytest.fixture
+    def mistake(self, overrides, capsys, monkeypatch):
+        def make(*words, **changes):
+            monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *overrides(**changes)])
+            with pytest.raises(SystemExit) as status:
+                pretrain_gpt.main()
+            text = capsys.readouterr().err
+            assert status.value.code == 2
+            assert text.startswith("error: ") and "Traceback" not in text
+            for word in words:
+                assert str(word) in text, text
+            return text
+
+        return make
+
+    def test_unknown_key(self, mistake, tmp_path):
+        mistake("model.hiden", "model.hidden", model__hiden=3)
+        assert not (tmp_path / "run").exists()
+
+    def test_wrong_type_and_all_at_once(self, mistake):
+        mistake("train.steps", "model.heads", "optim.lr", train__steps="many", model__heads=0,
+                optim__lr=-1)  # fmt: skip
+
+    def test_batch_that_does_not_divide(self, mistake):
+        mistake("train.global_batch", "7", "6 or 8", train__global_batch=7)
+
+    def test_axis_without_a_room(self, mistake):
+        mistake("parallel.tensor", "2", parallel__tensor=2)
+
+    def test_missing_data(self, mistake, tmp_path):
+        mistake("nowhere", data__sources=f"[{{path: {tmp_path}/nowhere}}]")
+        assert not (tmp_path / "run").exists()
+
+    def test_truncated_data(self, mistake, corpus, tmp_path):
+        for suffix in (".bin", ".idx"):
+            whole = Path(corpus + suffix).read_bytes()
+            (tmp_path / f"cut{suffix}").write_bytes(whole[: len(whole) - 10])
+        mistake("cut", data__sources=f"[{{path: {tmp_path}/cut}}]")
+
+    def test_foreign_data(self, mistake, tmp_path):
+        (tmp_path / "foreign.bin").write_bytes(b"x" * 1000)
+        (tmp_path / "foreign.idx").write_bytes(b"<html>" * 100)
+        mistake("foreign.idx", data__sources=f"[{{path: {tmp_path}/foreign}}]")
+
+    def test_ids_beyond_the_vocabulary(self, mistake):
+        mistake("model.vocab", "50", model__vocab=50)
+
+    def test_no_vocabulary(self, mistake):
+        mistake("model.vocab", model__vocab="null")
+
+    def test_sample_longer_than_the_data(self, mistake):
+        mistake("train.seq", "100000", train__seq=100000, train__steps=1)
+
+    def test_missing_checkpoint(self, mistake, tmp_path):
+        mistake("absent", checkpoint__resume=tmp_path / "absent")
+        assert not (tmp_path / "run").exists()
+
+    def test_another_model(self, mistake, pool, overrides):
+        pool.run(1, train, overrides(checkpoint__every=12))
+        mistake("model.layers", "2", "3", model__layers=3, checkpoint__resume="latest")
+        mistake("model.norm_eps", model__norm_eps=1e-3, checkpoint__resume="latest")
+
+    def test_a_fresh_start_over_another_run(self, mistake, pool, overrides, tmp_path):
+        pool.run(1, train, overrides())
+        before = (tmp_path / "run/metrics.jsonl").read_bytes()
+        mistake("run.dir", "checkpoint.resume=latest")
+        assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+
+    def test_a_run_folder_that_cannot_be_written(self, mistake, tmp_path):
+        (tmp_path / "file").write_text("")
+        mistake("run.dir", run__dir=tmp_path / "file" / "run")
+
+
+def test_dry_run_prints_and_touches_nothing(overrides, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--dry-run", *overrides()])
+    pretrain_gpt.main()
+    text = capsys.readouterr().out
+    count = 61 * 16 * 2 + 2 * (12 * 16 * 16 + 2 * 16) + 16
+    for words in ("hidden: 16", f"{count:,} in", "1 rank", "total"):
+        assert words in text, text
+    assert not (tmp_path / "run").exists()
+
+
+def test_explain_and_help(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--explain", "train.seq"])
+    pretrain_gpt.main()
+    assert "Tokens per sample" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--help"])
+    with pytest.raises(SystemExit) as status:
+        pretrain_gpt.main()
+    assert status.value.code == 0
+    assert "train.seq" in capsys.readouterr().out
