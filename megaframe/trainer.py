@@ -82,7 +82,7 @@ class Trainer:
             barrier(self.mesh.world)
         finally:
             self.loader.close()
-            self.meter.close()
+        self.meter.close()
 
     def _due(self, every: int) -> bool:
         """Whether something done every so many steps, and at the end, is to be done now."""
@@ -125,6 +125,8 @@ class Trainer:
             text = f"step {self.step}: gradients of {where} are not finite; nothing was updated"
             self.meter.note(text)
             if self._skipped == _MAX_SKIPPED:
+                self.meter.flush(self.step)
+                self.meter.close()
                 raise NotFinite(f"{text}, as in the {_MAX_SKIPPED - 1} steps before")
         if self._loss_before is not None:
             before, self._loss_before = self._loss_before, None

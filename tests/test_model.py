@@ -66,7 +66,7 @@ def test_loss_and_gradients_equal_autograd(name, recompute, documents, build, ma
                 wanted,
                 rtol=1e-10,
                 atol=1e-12,
-                msg=lambda text: f"{parameter.spec.name}: {text}",
+                msg=lambda text, name=parameter.spec.name: f"{name}: {text}",
             )
 
 

@@ -30,8 +30,8 @@ class FusedAttention(nn.Module):
         super().__init__()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        heads_first = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        attended = functional.scaled_dot_product_attention(*heads_first, is_causal=True)
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return attended.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -62,7 +62,7 @@ def build(shape: Workload, dtype: torch.dtype) -> nn.Module:
     )
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = FusedAttention
-    torch.Tensor.cuda = lambda self, *_, **__: self  # the shared embedding asks for it
+    setattr(Tensor, "cuda", lambda self: self)  # noqa: B010 - the shared embedding asks for it
     model = GPTModel(
         config,
         spec,
@@ -95,6 +95,7 @@ class MainWeights:
         """Clip, update the main weights, copy them to the model and drop the gradients."""
         for weight, main in zip(self.weights, self.main, strict=True):
             if main is not weight:
+                assert weight.grad is not None  # a dense model: every weight takes part
                 main.grad, weight.grad = weight.grad.float(), None
         nn.utils.clip_grad_norm_(self.main, self.clip)
         self.adamw.step()

@@ -30,7 +30,7 @@ def frequencies(model: Model) -> tuple[Tensor, float]:
 
 def rotated_width(model: Model) -> int:
     """Number of leading dims of a head that are rotated."""
-    return int(model.head_dim * model.rotary_fraction)
+    return round(model.head_dim * model.rotary_fraction)
 
 
 def _llama3(plain: Tensor, scaling: RotaryScaling) -> Tensor:

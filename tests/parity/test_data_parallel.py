@@ -1,4 +1,4 @@
-"""Data parallel ranks give the one-process answer: loss, norm and every weight, to 1e-10 in fp64."""
+"""Data parallel ranks give the one-process answer, loss, norm and weights, to 1e-10 in fp64."""
 
 import pytest
 import torch
