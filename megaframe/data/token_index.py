@@ -1,0 +1,187 @@
+"""The `.idx` half of a Megatron token file: its byte layout, and the checks that make it safe.
+
+Everything that is later indexed with is checked when a file is opened, in one vectorised pass over
+the mapped index (tens of milliseconds for five million documents), so that no later read can leave
+`.bin` or silently return another document.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaframe.errors import UserError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+"""Magic, version, dtype code, sequences S, document indices D (documents + 1)."""
+
+DTYPES: dict[int, np.dtype] = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+_FIRST_WIDE_VOCAB = 65500
+_CHECKED_AT_ONCE = 1 << 18
+
+
+def token_dtype(vocab: int) -> np.dtype:
+    """The dtype that Megatron's writer takes for this vocabulary size.
+
+    65,500 and not 65,536: a reader that assumed the latter would misread the sizes in between.
+    """
+    return np.dtype("<u2") if vocab < _FIRST_WIDE_VOCAB else np.dtype("<i4")
+
+
+def dtype_code(dtype: np.dtype) -> int:
+    """Code of a dtype in the header."""
+    return {known: code for code, known in DTYPES.items()}[dtype]
+
+
+@dataclass(frozen=True)
+class Index:
+    """A checked `.idx`: what it says about `.bin`, mapped and not read.
+
+    dtype:     of the tokens.
+    lengths:   tokens of each sequence, i32[S].
+    pointers:  byte offset of each sequence in `.bin`, i64[S].
+    documents: first sequence of each document, then S; i64[D].
+    bin_bytes: size of `.bin`.
+    """
+
+    dtype: np.dtype
+    lengths: NDArray[np.int32]
+    pointers: NDArray[np.int64]
+    documents: NDArray[np.int64]
+    bin_bytes: int
+
+
+def read_index(prefix: str) -> Index:
+    """Map and check `prefix`.idx against the size of `prefix`.bin. Raises `UserError`."""
+    index_path, bin_path = f"{prefix}.idx", f"{prefix}.bin"
+    dtype, sequences, documents = read_header(index_path)
+    bin_bytes = _size(bin_path)
+    raw = np.asarray(np.memmap(index_path, np.uint8, "r"))
+    pointers_at = HEADER.size + 4 * sequences
+    documents_at = pointers_at + 8 * sequences
+    index = Index(
+        dtype,
+        raw[HEADER.size : pointers_at].view("<i4"),
+        raw[pointers_at:documents_at].view("<i8"),
+        raw[documents_at : documents_at + 8 * documents].view("<i8"),
+        bin_bytes,
+    )
+    _check_documents(index, index_path)
+    _check_sequences(index, prefix)
+    return index
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError as error:
+        prefix, hint = path[:-4], ""
+        if prefix.endswith((".bin", ".idx")):
+            hint = f"; leave the suffix out: {prefix[:-4]}"
+        raise UserError(f"cannot open {path}: {error.strerror}{hint}") from None
+
+
+def read_header(path: str) -> tuple[np.dtype, int, int]:
+    """Dtype, sequences and document indices of an `.idx`, once they agree with its size."""
+    size = _size(path)
+    try:
+        with open(path, "rb") as file:
+            header = file.read(HEADER.size)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    if not MAGIC.startswith(header[: len(MAGIC)]):
+        raise UserError(
+            f"{path} is not the index of a token file: it begins with {header[: len(MAGIC)]!r}, "
+            f"not {MAGIC!r}"
+        )
+    if len(header) < HEADER.size:
+        raise UserError(f"{path} is truncated: {size} bytes, but its header has {HEADER.size}")
+    _, version, code, sequences, documents = HEADER.unpack(header)
+    if version != VERSION:
+        raise UserError(f"{path} has version {version}; only version {VERSION} can be read")
+    if code not in DTYPES:
+        raise UserError(f"{path} has dtype code {code}; known are 1 to {max(DTYPES)}")
+    expected = HEADER.size + 12 * sequences + 8 * documents
+    if size == expected + sequences and sequences:
+        raise UserError(f"{path} belongs to a multimodal file; only text can be read")
+    if size != expected:
+        state = "is truncated" if size < expected else "is too long"
+        raise UserError(
+            f"{path} {state}: {size} bytes, but {sequences} sequences and {documents} document "
+            f"indices take {expected}"
+        )
+    return DTYPES[code], sequences, documents
+
+
+def _check_documents(index: Index, path: str) -> None:
+    """Document indices begin with 0, end with S and never decrease."""
+    documents, sequences = index.documents, index.lengths.size
+    ends = (int(documents[0]), int(documents[-1])) if documents.size else None
+    if ends != (0, sequences):
+        raise UserError(
+            f"{path}: document indices run from {ends[0]} to {ends[1]}, not from 0 to {sequences}"
+            if ends
+            else f"{path}: has no document indices; at least the leading 0 is needed"
+        )
+    for start in range(0, documents.size - 1, _CHECKED_AT_ONCE):
+        chunk = documents[start : start + _CHECKED_AT_ONCE + 1]
+        falls = np.flatnonzero(chunk[1:] < chunk[:-1])
+        if falls.size:
+            at = int(falls[0])
+            raise UserError(
+                f"{path}: document index {start + at + 1} is {chunk[at + 1]}, below the one "
+                f"before it, {chunk[at]}"
+            )
+
+
+def _check_sequences(index: Index, prefix: str) -> None:
+    """Every sequence lies inside `.bin`; one that follows on from another leaves no gap at the end.
+
+    A `.bin` longer than its sequences cover is the mark of files that do not belong together.
+    """
+    item, covered = index.dtype.itemsize, 0
+    if index.bin_bytes % item:
+        raise UserError(
+            f"{prefix}.bin is truncated: {index.bin_bytes} bytes are no whole number of "
+            f"{index.dtype} tokens of {item} bytes, the type that {prefix}.idx names"
+        )
+    for start, sizes, pointers in _sequence_chunks(index):
+        # Subtracting the size from the file's, not adding it to the pointer: no overflow.
+        bad = np.flatnonzero((sizes < 0) | (pointers < 0) | (pointers > index.bin_bytes - sizes))
+        if bad.size:
+            at = int(bad[0])
+            raise UserError(
+                f"{prefix}.idx: sequence {start + at} has {int(sizes[at]) // item} tokens at byte "
+                f"{pointers[at]}, but {prefix}.bin has {index.bin_bytes} bytes; it is truncated or "
+                f"belongs to another index"
+            )
+        covered = max(covered, int((pointers + sizes).max()))
+    if covered != index.bin_bytes:
+        raise UserError(
+            f"{prefix}.bin has {index.bin_bytes} bytes, but the sequences of {prefix}.idx end at "
+            f"{covered}; the two files do not belong together"
+        )
+
+
+def _sequence_chunks(index: Index) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
+    """First sequence, sizes in bytes and pointers, a bounded number of sequences at a time."""
+    for start in range(0, index.lengths.size, _CHECKED_AT_ONCE):
+        chunk = slice(start, start + _CHECKED_AT_ONCE)
+        sizes = index.lengths[chunk].astype(np.int64) * index.dtype.itemsize
+        yield start, sizes, index.pointers[chunk]

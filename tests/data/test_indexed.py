@@ -1,0 +1,247 @@
+"""Token files against bytes built by hand from the table of the format, and broken in every way."""
+
+import os
+import resource
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaframe.data.indexed import TokenFile, TokenFileWriter, merge, unfinished_name
+from megaframe.data.token_index import token_dtype
+from megaframe.errors import UserError
+
+CODES = {"u1": 1, "i1": 2, "i2": 3, "i4": 4, "i8": 5, "f8": 6, "f4": 7, "u2": 8}
+
+
+def idx_bytes(code, lengths, pointers, documents, version=1, magic=b"MMIDIDX\x00\x00"):
+    """An .idx, field by field, independent of the code under test."""
+    head = magic + struct.pack("<Q", version) + struct.pack("<B", code)
+    counts = struct.pack("<QQ", len(lengths), len(documents))
+    body = struct.pack(f"<{len(lengths)}i", *lengths) + struct.pack(f"<{len(pointers)}q", *pointers)
+    return head + counts + body + struct.pack(f"<{len(documents)}q", *documents)
+
+
+def make(folder, name="f", code=8, tokens=(1, 2, 3, 4, 5), dtype="<u2", **index):
+    """A file of two documents, [1 2 3] and [4 5], unless the caller says otherwise."""
+    prefix = str(folder / name)
+    fields = {"lengths": [3, 2], "pointers": [0, 6], "documents": [0, 1, 2]} | index
+    (folder / f"{name}.idx").write_bytes(idx_bytes(code, **fields))
+    (folder / f"{name}.bin").write_bytes(np.array(tokens, dtype).tobytes())
+    return prefix
+
+
+def write(prefix, documents, dtype="u2"):
+    with TokenFileWriter(str(prefix), np.dtype(dtype)) as writer:
+        for document in documents:
+            writer.append(document)
+    return str(prefix)
+
+
+def content(prefix):
+    return tuple(open(f"{prefix}{suffix}", "rb").read() for suffix in (".bin", ".idx"))
+
+
+def test_writer_makes_the_bytes_of_the_format(tmp_path):
+    write(tmp_path / "w", [[1, 2, 3], [4, 5]])
+    assert content(tmp_path / "w") == content(make(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["f.bin", "f.idx", "w.bin", "w.idx"]
+
+
+@pytest.mark.parametrize("name, code", CODES.items())
+def test_every_dtype_is_read_and_written(tmp_path, name, code):
+    dtype = np.dtype(f"<{name}")
+    pointers = [0, 3 * dtype.itemsize]
+    by_hand = make(tmp_path, code=code, dtype=dtype, pointers=pointers)
+    file = TokenFile(by_hand)
+    assert file.dtype == file.tokens.dtype == dtype
+    assert file.tokens.tolist() == [1, 2, 3, 4, 5]
+    assert content(write(tmp_path / "w", [[1, 2, 3], [4, 5]], dtype)) == content(by_hand)
+
+
+def test_two_byte_tokens_end_where_megatrons_do():
+    sizes = [1, 65499, 65500, 65536, 2**20]
+    assert [str(token_dtype(size)) for size in sizes] == ["uint16"] * 2 + ["int32"] * 3
+
+
+def test_reader_gives_documents_of_several_sequences_in_any_place(tmp_path):
+    prefix = make(tmp_path, lengths=[2, 0, 3], pointers=[6, 4, 0], documents=[0, 0, 2, 3])
+    file = TokenFile(prefix)
+    assert len(file) == 3
+    assert [file.sequence(n).tolist() for n in range(3)] == [[4, 5], [], [1, 2, 3]]
+    assert file.documents.tolist() == [0, 0, 2, 3]
+    with pytest.raises(IndexError):
+        file.sequence(3)
+    with pytest.raises(IndexError):
+        file.sequence(-1)
+
+
+def test_unaligned_sequences_are_read(tmp_path):
+    prefix = str(tmp_path / "f")
+    (tmp_path / "f.idx").write_bytes(idx_bytes(8, [1, 1], [1, 4], [0, 1, 2]))
+    (tmp_path / "f.bin").write_bytes(b"\x00\x05\x00\x00\x07\x00")
+    assert [TokenFile(prefix).sequence(n).tolist() for n in (0, 1)] == [[5], [7]]
+
+
+def test_close_lets_go_of_the_mapping(tmp_path):
+    file = TokenFile(write(tmp_path / "w", [[1, 2]]))
+    mapping = file.tokens._mmap
+    file.close()
+    mapping.close()  # refused while an array still looks into it
+
+
+BROKEN = {
+    "magic": ({"magic": b"PK\x03\x04 a zip"}, "not the index of a token file"),
+    "version": ({"version": 2}, "version 2; only version 1"),
+    "dtype code": ({"code": 9}, "dtype code 9"),
+    "pointer beyond the end": ({"pointers": [0, 8]}, "sequence 1 has 2 tokens at byte 8.* 10 byte"),
+    "pointer that overflows": ({"pointers": [0, 2**63 - 2]}, "sequence 1 has 2 tokens"),
+    "negative pointer": ({"pointers": [-2, 6]}, "sequence 0 has 3 tokens at byte -2"),
+    "negative length": ({"lengths": [3, -2]}, "sequence 1 has -2 tokens"),
+    "tokens that nothing names": ({"lengths": [3, 1]}, "10 bytes.* end at 8"),
+    "documents that start late": ({"documents": [1, 1, 2]}, "from 1 to 2, not from 0 to 2"),
+    "documents that end early": ({"documents": [0, 1, 1]}, "from 0 to 1, not from 0 to 2"),
+    "unsorted documents": ({"documents": [0, 2, 1, 2]}, "document index 2 is 1, below.* 2"),
+    "no document indices": ({"documents": []}, "no document indices"),
+    "other item size": ({"code": 4}, "10 bytes.* int32 tokens of 4 bytes"),
+    "bytes not a multiple": ({"tokens": [1] * 3, "dtype": "u1"}, "3 bytes"),
+    "nothing at all": (
+        {"lengths": [], "pointers": [], "documents": [0], "tokens": []},
+        r"empty \(0 sequences in .idx, 0 bytes in .bin\)",
+    ),
+    "empty documents only": (
+        {"lengths": [0], "pointers": [0], "documents": [0, 1], "tokens": []},
+        r"empty \(1 sequences",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_refused_with_its_numbers(tmp_path, name):
+    changes, message = BROKEN[name]
+    prefix = make(tmp_path, **changes)
+    with pytest.raises(UserError, match=message) as error:
+        TokenFile(prefix)
+    assert prefix in str(error.value)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_no_truncation_goes_unnoticed(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("truncated")
+    prefix = make(folder)
+    suffix = data.draw(st.sampled_from([".bin", ".idx"]))
+    whole = open(f"{prefix}{suffix}", "rb").read()
+    size = data.draw(st.integers(0, len(whole) - 1))
+    open(f"{prefix}{suffix}", "wb").write(whole[:size])
+    with pytest.raises(UserError, match=r"truncated|empty"):
+        TokenFile(prefix)
+
+
+def test_foreign_tails_and_missing_files_are_named(tmp_path):
+    prefix = make(tmp_path)
+    with open(f"{prefix}.idx", "ab") as file:
+        file.write(b"abc")
+    with pytest.raises(UserError, match="too long: 85 bytes.* take 82"):
+        TokenFile(prefix)
+    make(tmp_path)
+    with open(f"{prefix}.idx", "ab") as file:
+        file.write(b"\x00\x01")
+    with pytest.raises(UserError, match="multimodal"):
+        TokenFile(prefix)
+    with pytest.raises(UserError, match=r"f\.bin\.idx.*leave the suffix out: .*f$"):
+        TokenFile(f"{prefix}.bin")
+    make(tmp_path)
+    os.unlink(f"{prefix}.bin")
+    with pytest.raises(UserError, match=r"cannot open .*f\.bin"):
+        TokenFile(prefix)
+
+
+DOCUMENTS = st.lists(st.lists(st.integers(0, 65535), max_size=9), max_size=12)
+
+
+@settings(deadline=None, max_examples=40)
+@given(DOCUMENTS, st.data())
+def test_merging_parts_is_writing_them_at_once(tmp_path_factory, documents, data):
+    folder = tmp_path_factory.mktemp("merge")
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(documents)), max_size=4)))
+    bounds = [0, *cuts, len(documents)]
+    parts = [
+        write(folder / f"part{n}", documents[a:b])
+        for n, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))
+    ]
+    merge(parts, str(folder / "merged"))
+    assert content(folder / "merged") == content(write(folder / "whole", documents))
+
+
+@settings(deadline=None, max_examples=20)
+@given(DOCUMENTS)
+def test_a_batch_is_its_documents_one_by_one(tmp_path_factory, documents):
+    folder = tmp_path_factory.mktemp("batch")
+    with TokenFileWriter(str(folder / "batch"), np.dtype("u2")) as writer:
+        lengths = np.array([len(document) for document in documents], np.int64)
+        writer.append_batch(np.array(sum(documents, []), np.int32), lengths)
+    assert content(folder / "batch") == content(write(folder / "single", documents))
+
+
+def test_merging_keeps_sequences_within_documents(tmp_path):
+    first = make(tmp_path, "a", lengths=[1, 2, 2], pointers=[0, 2, 6], documents=[0, 2, 3])
+    merge([first, make(tmp_path, "b")], str(tmp_path / "m"))
+    merged = TokenFile(str(tmp_path / "m"))
+    assert merged.documents.tolist() == [0, 2, 3, 4, 5]
+    assert merged.pointers.tolist() == [0, 2, 6, 10, 16]
+    assert merged.tokens.tolist() == [1, 2, 3, 4, 5] * 2
+
+
+def test_merging_refuses_two_dtypes(tmp_path):
+    parts = [write(tmp_path / "a", [[1]], "u2"), write(tmp_path / "b", [[1]], "i4")]
+    with pytest.raises(UserError, match="int32, uint16"):
+        merge(parts, str(tmp_path / "m"))
+    assert not list(tmp_path.glob("m*"))
+
+
+def test_a_token_that_does_not_fit_is_refused_not_wrapped(tmp_path):
+    for token in (65536, -1):
+        with pytest.raises(UserError, match=f"{token}.*uint16 holds 0 to 65535"):
+            write(tmp_path / "w", [[1], [token]])
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_interrupted_writer_leaves_the_old_file(tmp_path):
+    prefix = write(tmp_path / "w", [[1, 2]])
+    before = content(prefix)
+    with pytest.raises(KeyboardInterrupt), TokenFileWriter(prefix, np.dtype("u2")) as writer:
+        writer.append([3])
+        raise KeyboardInterrupt
+    assert content(prefix) == before
+    assert sorted(os.listdir(tmp_path)) == ["w.bin", "w.idx"]
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_full_disk_is_said_and_cleaned_up(tmp_path, suffix):
+    # /dev/full refuses every write as a full disk does.
+    os.symlink("/dev/full", unfinished_name(str(tmp_path / f"w{suffix}")))
+    with pytest.raises(UserError, match="the disk is full"):
+        write(tmp_path / "w", [np.zeros(100_000, np.uint16)] * 3)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_merge_that_outgrows_its_limit_leaves_nothing(tmp_path):
+    prefix = write(tmp_path / "a", [np.zeros(50_000, np.uint16)])
+    code = (
+        "from megaframe.data.indexed import merge; from megaframe.errors import reported\n"
+        f"with reported(): merge([{prefix!r}] * 3, {str(tmp_path / 'm')!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: cannot write") and "File too large" in done.stderr
+    assert not list(tmp_path.glob("m*"))
