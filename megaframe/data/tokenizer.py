@@ -1,0 +1,286 @@
+"""Tokenizers: text to token ids and back, one small interface over four kinds of vocabulary.
+
+Text never becomes a control token: what looks like `<|endoftext|>` inside a document is encoded as
+ordinary text where the library can, so that only the writer of a token file ends a document. Each
+tokenizer encodes on one thread; parallelism belongs to the processes that use it.
+
+    kind           path                         end of document (`eod`)
+    sentencepiece  a .model file                its eos id, usually `</s>`
+    hf             a tokenizer.json             the first of `HF_EOD_NAMES` that it knows
+    tiktoken       a rank file, .tiktoken       <|endoftext|>: the id that the published vocabulary
+                                                of this size uses, else the first id without a token
+    bytes          none                         256, after the 256 bytes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaframe.data.rank_file import GPT2_PATTERN, PUBLISHED_RANKS, parse_ranks
+from megaframe.errors import UserError
+
+HF_EOD_NAMES = (
+    "<|endoftext|>",
+    "</s>",
+    "<|end_of_text|>",
+    "<eos>",
+    "<｜end▁of▁sentence｜>",  # noqa: RUF001 (DeepSeek's spelling)
+)
+_LARGEST_FILE = 1 << 30
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back.
+
+    vocab_size:  ids are below it.
+    eod:         the id that ends a document.
+    fingerprint: equal for tokenizers made of the same file.
+    """
+
+    vocab_size: int
+    eod: int
+    fingerprint: str
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        """Token ids of each text, without `eod`."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids; control tokens have none."""
+
+    @abstractmethod
+    def token_bytes(self) -> NDArray[np.int32]:
+        """UTF-8 bytes of text that each id stands for, [vocab_size]; 0 for control tokens.
+
+        Bits per byte = loss in bits, summed, / this, summed over the same tokens.
+        """
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of one text, without `eod`."""
+        return self.encode_batch([text])[0].tolist()
+
+
+class ByteTokenizer(Tokenizer):
+    """The 256 bytes of UTF-8 and an end of document."""
+
+    def __init__(self) -> None:
+        self.vocab_size, self.eod, self.fingerprint = 257, 256, "bytes"
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+    def token_bytes(self) -> NDArray[np.int32]:
+        return np.array([1] * 256 + [0], np.int32)
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model. A piece's `▁` is one byte, the space that it stands for."""
+
+    def __init__(self, path: str) -> None:
+        sentencepiece = import_library("sentencepiece", "")
+        content = _read(path)
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
+        except (RuntimeError, OSError, ValueError, TypeError):
+            raise UserError(f"{path} is not a SentencePiece model") from None
+        self.vocab_size = self._model.get_piece_size()
+        self.eod = self._model.eos_id()
+        if self.eod < 0:
+            raise UserError(
+                f"{path} has no eos piece to end documents with (eos_id={self.eod}); train it "
+                f"with eos_id of 0 or more"
+            )
+        self.fingerprint = _fingerprint("sentencepiece", content)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        return self._model.encode(list(texts), num_threads=1, return_type="numpy")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._model.decode([int(token) for token in ids])
+
+    def token_bytes(self) -> NDArray[np.int32]:
+        return np.array([self._bytes_of(token) for token in range(self.vocab_size)], np.int32)
+
+    def _bytes_of(self, token: int) -> int:
+        model = self._model
+        if model.is_control(token) or model.is_unknown(token) or model.is_unused(token):
+            return 0
+        if model.is_byte(token):
+            return 1
+        return len(model.id_to_piece(token).replace("▁", " ").encode())
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizer.json` of Hugging Face's tokenizers; its special tokens count no bytes."""
+
+    def __init__(self, path: str) -> None:
+        # Its own threads would fight with the worker processes for the same cores.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        library = import_library("tokenizers", "hf")
+        content = _read(path)
+        try:
+            self._model = library.Tokenizer.from_buffer(content)
+            self._description: dict[str, Any] = json.loads(content)
+        except Exception as error:
+            raise UserError(f"{path} is not a tokenizer.json: {error}") from None
+        self._model.no_truncation()
+        self._model.no_padding()
+        self._model.encode_special_tokens = True
+        vocab = self._model.get_vocab(with_added_tokens=True)
+        self._names = {token: name for name, token in vocab.items()}
+        self.vocab_size = max(self._names, default=-1) + 1
+        self.eod = self._find_eod(path, vocab)
+        self.fingerprint = _fingerprint("hf", content)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        encodings = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._model.decode([int(token) for token in ids], skip_special_tokens=True)
+
+    def token_bytes(self) -> NDArray[np.int32]:
+        added = self._model.get_added_tokens_decoder()
+        length = self._length_of_piece()
+        counts = np.zeros(self.vocab_size, np.int32)
+        for token, name in self._names.items():
+            if token not in added:
+                counts[token] = length(name)
+            elif not added[token].special:
+                counts[token] = len(name.encode())
+        return counts
+
+    def _length_of_piece(self) -> Callable[[str], int]:
+        """How this vocabulary writes bytes: one letter each, or as text with `▁` and `<0xAB>`."""
+        text = json.dumps([self._description.get(k) for k in ("pre_tokenizer", "decoder")])
+        if '"ByteLevel"' in text:
+            return len
+        fallback = bool((self._description.get("model") or {}).get("byte_fallback"))
+
+        def length(piece: str) -> int:
+            if fallback and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+                return 1
+            return len(piece.removeprefix("##").replace("▁", " ").encode())
+
+        return length
+
+    def _find_eod(self, path: str, vocab: dict[str, int]) -> int:
+        for name in HF_EOD_NAMES:
+            if name in vocab:
+                return vocab[name]
+        added = self._model.get_added_tokens_decoder().values()
+        special = ", ".join(token.content for token in added if token.special) or "none"
+        raise UserError(
+            f"{path} has no end of document; known names are {', '.join(HF_EOD_NAMES)}, its "
+            f"special tokens are: {special}"
+        )
+
+
+class TiktokenTokenizer(Tokenizer):
+    """A rank file of tiktoken: a token in base64 and its rank on each line."""
+
+    def __init__(self, path: str) -> None:
+        tiktoken = import_library("tiktoken", "data")
+        content = _read(path)
+        self._ranks = parse_ranks(path, content)
+        taken = set(self._ranks.values())
+        free = next(rank for rank in range(len(taken) + 1) if rank not in taken)
+        pattern, self.eod = PUBLISHED_RANKS.get(len(self._ranks), (GPT2_PATTERN, free))
+        if self.eod in taken:
+            self.eod = free
+        self.vocab_size = max(self.eod, *taken) + 1
+        self._model = tiktoken.Encoding(
+            os.path.basename(path),
+            pat_str=pattern,
+            mergeable_ranks=self._ranks,
+            special_tokens={"<|endoftext|>": self.eod},
+        )
+        self._known = taken
+        self.fingerprint = _fingerprint("tiktoken", content)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        return [self._model.encode_to_numpy(text, disallowed_special=()) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._model.decode([int(token) for token in ids if token in self._known])
+
+    def token_bytes(self) -> NDArray[np.int32]:
+        counts = np.zeros(self.vocab_size, np.int32)
+        for token, rank in self._ranks.items():
+            counts[rank] = len(token)
+        return counts
+
+
+_KINDS: dict[str, Callable[[str], Tokenizer]] = {
+    "sentencepiece": SentencePieceTokenizer,
+    "hf": HuggingFaceTokenizer,
+    "tiktoken": TiktokenTokenizer,
+}
+_SUFFIXES = {".model": "sentencepiece", ".json": "hf", ".tiktoken": "tiktoken"}
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer called `KIND:PATH`, or `bytes`.
+
+    Raises `UserError` for an unknown kind, a file that is missing or foreign, a vocabulary without
+    an end of document, and a library that is not installed.
+    """
+    kind, colon, path = name.partition(":")
+    if name == "bytes":
+        return ByteTokenizer()
+    if kind in _KINDS and path:
+        return _KINDS[kind](path)
+    kinds = [f"{known}:PATH" for known in _KINDS] + ["bytes"]
+    if kind in _KINDS or kind == "bytes":
+        problem = "takes no path" if kind == "bytes" else "has no path"
+        nearest = "bytes" if kind == "bytes" else f"{kind}:PATH"
+    elif colon:
+        problem = f"has the unknown kind {kind!r}"
+        close = get_close_matches(kind, [*_KINDS, "bytes"], n=1, cutoff=0.0)
+        nearest = f"{close[0]}:{path}" if close[0] != "bytes" else "bytes"
+    else:
+        problem = "has no kind"
+        guess = _SUFFIXES.get(os.path.splitext(name)[1])
+        nearest = f"{guess}:{name}" if guess else get_close_matches(name, kinds, 1, 0.0)[0]
+    raise UserError(f"tokenizer {name!r} {problem}; use {', '.join(kinds)} (nearest: {nearest})")
+
+
+def import_library(name: str, extra: str) -> ModuleType:
+    """Import an optional library, or say which extra of megaframe installs it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        package = f"megaframe[{extra}]" if extra else "megaframe"
+        raise UserError(f"{name} is not installed; run: pip install '{package}'") from None
+
+
+def _read(path: str) -> bytes:
+    try:
+        size = os.stat(path).st_size
+        if not 0 < size <= _LARGEST_FILE:
+            raise UserError(
+                f"tokenizer file {path} has {size} bytes; between 1 and {_LARGEST_FILE} are read"
+            )
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise UserError(f"cannot read tokenizer file {path}: {error.strerror}") from None
+
+
+def _fingerprint(kind: str, content: bytes) -> str:
+    return f"{kind}:{hashlib.sha256(content).hexdigest()[:32]}"
