@@ -82,9 +82,10 @@ def _losses(logits_TV: Tensor, targets_T: Tensor, options: LossOptions, gradient
             slope = 1.0 - logits_TV.square()
         logits_TV.mul_(options.softcap)
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
-    smooth, index = options.label_smoothing, targets_T[:, None]
+    smooth = options.label_smoothing
+    at_target = torch.arange(len(targets_T), device=targets_T.device), targets_T
     top_T = logits_TV.amax(-1).to(wide)
-    target_T = logits_TV.gather(1, index).squeeze(1).to(wide) * (1.0 - smooth)
+    target_T = logits_TV[at_target].to(wide) * (1.0 - smooth)
     if smooth:
         target_T += smooth * logits_TV.mean(-1, dtype=wide)
     torch.softmax(logits_TV, -1, out=logits_TV)
@@ -96,7 +97,8 @@ def _losses(logits_TV: Tensor, targets_T: Tensor, options: LossOptions, gradient
             logits_TV.mul_((1.0 + 2.0 * options.z_loss * partition_T)[:, None])
         if smooth:
             logits_TV.sub_(smooth / logits_TV.shape[1])
-        logits_TV.scatter_(1, index, logits_TV.gather(1, index) + (smooth - 1.0))
+        # Indexed assignment: scatter_ copies the whole chunk on a CPU in low precision.
+        logits_TV[at_target] += smooth - 1.0
         if slope is not None:
             logits_TV.mul_(slope)
     return losses

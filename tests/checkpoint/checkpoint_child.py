@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -75,7 +76,7 @@ def forked(act):
 
 
 def kill_at_every_event(root):
-    """Save steps 3, 2 (again) and 4 over 1 and 2, dying at event 1, 2, 3 ... of all."""
+    """Save step 2 again, then 3, in a folder of 1 and 2, dying at event 1, 2, 3 ... of all."""
     base = root / "base"
     os.waitpid(forked(lambda: save_steps(base, (1, 2), 64)), 0)
     for number in itertools.count(1):
@@ -84,7 +85,7 @@ def kill_at_every_event(root):
 
         def act(folder=folder, number=number):
             die_at_event(folder, number)
-            save_steps(folder, (3, 2, 4), 64)
+            save_steps(folder, (2, 3), 64)
 
         _, status = os.waitpid(forked(act), 0)
         reached = newest_step(folder)
@@ -92,7 +93,8 @@ def kill_at_every_event(root):
         assert newest_step(folder) == reached
         os.waitpid(forked(lambda folder=folder: save_steps(folder, (5,), 64)), 0)
         assert newest_step(folder) == 5
-        assert not list(folder.glob("*.tmp")) and not list(folder.glob("*.replaced"))
+        assert not list(folder.glob("*.tmp"))
+        assert len(list(folder.glob("step-*"))) == 2  # as many as are to be kept
         if status == 0:
             break
         assert os.WIFSIGNALED(status), (number, status)
@@ -139,6 +141,10 @@ def full_disk(root):
         assert newest_is_one(folder)
 
     refused(["needs 8,388,608 bytes", "bytes free", "checkpoint.keep"], torch.ones(1 << 21))
+    free = shutil.disk_usage(folder).free
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    refused(["File too large", f"needs 2,097,152 bytes and {free:,} bytes"], torch.ones(1 << 19))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     blocker = [Path(root) / f"blocker{index}" for index in range(99)]
     for path in blocker:
         try:

@@ -5,6 +5,8 @@ import resource
 import struct
 import subprocess
 import sys
+from itertools import chain, pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,7 +45,7 @@ def write(prefix, documents, dtype="u2"):
 
 
 def content(prefix):
-    return tuple(open(f"{prefix}{suffix}", "rb").read() for suffix in (".bin", ".idx"))
+    return tuple(Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx"))
 
 
 def test_writer_makes_the_bytes_of_the_format(tmp_path):
@@ -135,9 +137,8 @@ def test_no_truncation_goes_unnoticed(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("truncated")
     prefix = make(folder)
     suffix = data.draw(st.sampled_from([".bin", ".idx"]))
-    whole = open(f"{prefix}{suffix}", "rb").read()
-    size = data.draw(st.integers(0, len(whole) - 1))
-    open(f"{prefix}{suffix}", "wb").write(whole[:size])
+    path = Path(f"{prefix}{suffix}")
+    os.truncate(path, data.draw(st.integers(0, path.stat().st_size - 1)))
     with pytest.raises(UserError, match=r"truncated|empty"):
         TokenFile(prefix)
 
@@ -146,7 +147,7 @@ def test_foreign_tails_and_missing_files_are_named(tmp_path):
     prefix = make(tmp_path)
     with open(f"{prefix}.idx", "ab") as file:
         file.write(b"abc")
-    with pytest.raises(UserError, match="too long: 85 bytes.* take 82"):
+    with pytest.raises(UserError, match=r"too long: 85 bytes.* take 82"):
         TokenFile(prefix)
     make(tmp_path)
     with open(f"{prefix}.idx", "ab") as file:
@@ -171,8 +172,7 @@ def test_merging_parts_is_writing_them_at_once(tmp_path_factory, documents, data
     cuts = sorted(data.draw(st.lists(st.integers(0, len(documents)), max_size=4)))
     bounds = [0, *cuts, len(documents)]
     parts = [
-        write(folder / f"part{n}", documents[a:b])
-        for n, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))
+        write(folder / f"part{n}", documents[a:b]) for n, (a, b) in enumerate(pairwise(bounds))
     ]
     merge(parts, str(folder / "merged"))
     assert content(folder / "merged") == content(write(folder / "whole", documents))
@@ -184,7 +184,7 @@ def test_a_batch_is_its_documents_one_by_one(tmp_path_factory, documents):
     folder = tmp_path_factory.mktemp("batch")
     with TokenFileWriter(str(folder / "batch"), np.dtype("u2")) as writer:
         lengths = np.array([len(document) for document in documents], np.int64)
-        writer.append_batch(np.array(sum(documents, []), np.int32), lengths)
+        writer.append_batch(np.array(list(chain(*documents)), np.int32), lengths)
     assert content(folder / "batch") == content(write(folder / "single", documents))
 
 
