@@ -1,0 +1,159 @@
+"""Documents of a corpus: the texts inside the pieces that `pieces.py` cuts, in order.
+
+A text is handed on as it stands in the file, with two exceptions: a byte order mark at the head of
+a file is left out, and a lone surrogate (a JSON escape can make one) becomes U+FFFD, because UTF-8
+cannot hold it and one such document in a million should not end a run.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+
+from megaframe.data.pieces import (
+    LONGEST_DOCUMENT,
+    InputError,
+    Piece,
+    Reading,
+    alternatives,
+    check_length,
+    decompressed,
+    open_parquet,
+)
+
+_ROWS = 512
+
+
+def texts(piece: Piece, reading: Reading) -> Iterator[str]:
+    """The documents of a piece, in order. Raises `InputError` naming file and line."""
+    if piece.format == "parquet":
+        documents = _rows(piece, reading.key)
+    elif piece.format == "jsonl":
+        documents = _objects(piece, reading.key)
+    elif piece.data is None:
+        documents = iter([_decoded(piece)])
+    else:
+        documents = _paragraphs(_decoded(piece))
+    for text in documents:
+        yield _without_lone_surrogates(text)
+
+
+def _content(piece: Piece) -> bytes:
+    """The bytes of a piece of text or jsonl."""
+    if piece.data is not None:
+        data = piece.data
+    elif piece.format == "jsonl":
+        data = _lines_in_range(piece)[0]
+    else:
+        data = _whole(piece.path)
+    return data if piece.start else data.removeprefix(codecs.BOM_UTF8)
+
+
+def _lines_in_range(piece: Piece) -> tuple[bytes, int]:
+    """The lines that begin in a byte range, and where the first of them does."""
+    try:
+        with open(piece.path, "rb") as file:
+            # A line that begins exactly at `start` is ours: the one before it ends at start - 1.
+            file.seek(max(0, piece.start - 1))
+            if piece.start:
+                file.readline(LONGEST_DOCUMENT)
+            first = file.tell()
+            if first >= piece.stop:
+                return b"", first
+            data = file.read(piece.stop - first)
+            if not data.endswith(b"\n"):
+                rest = file.readline(LONGEST_DOCUMENT + 1)
+                check_length(piece.path, len(rest))
+                data += rest
+            return data, first
+    except OSError as error:
+        raise InputError(f"cannot read {piece.path}: {error.strerror}") from None
+
+
+def _whole(path: str) -> bytes:
+    content = bytearray()
+    for chunk, _ in decompressed(path):
+        content += chunk
+        check_length(path, len(content))
+    return bytes(content)
+
+
+def _objects(piece: Piece, key: str) -> Iterator[str]:
+    for number, line in enumerate(_content(piece).split(b"\n")):
+        if not line or line.isspace():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{_place(piece, number)}: not JSON: {error}") from None
+        text = record.get(key) if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            raise InputError(f"{_place(piece, number)}: {_no_text(record, key)}")
+        yield text
+
+
+def _place(piece: Piece, number: int) -> str:
+    """FILE:LINE of a line of the piece, counted only now that someone has to be told."""
+    line = piece.line + number
+    if piece.data is None and piece.start:
+        remaining = _lines_in_range(piece)[1]
+        with open(piece.path, "rb") as file:
+            while remaining and (chunk := file.read(min(remaining, 1 << 20))):
+                line += chunk.count(b"\n")
+                remaining -= len(chunk)
+    return f"{piece.path}:{line}"
+
+
+def _no_text(record: object, key: str) -> str:
+    if not isinstance(record, dict):
+        return f"an object with the key {key!r} is needed, not {str(record)[:60]!r}"
+    if key in record:
+        return f"key {key!r} holds {str(record[key])[:60]!r}, not a text"
+    return f"no key {key!r}; {alternatives(key, list(record))}"
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    # Framed in line ends, so that blanks at either end are a line of their own.
+    for paragraph in re.split(r"\n(?:[^\S\n]*\n)+", f"\n{text}\n"):
+        stripped = paragraph.strip("\r\n")
+        if stripped and not stripped.isspace():
+            yield stripped
+
+
+def _decoded(piece: Piece) -> str:
+    content = _content(piece)
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = piece.line + content.count(b"\n", 0, error.start)
+        raise InputError(
+            f"{piece.path}:{line}: byte 0x{content[error.start]:02x} is not UTF-8"
+        ) from None
+
+
+def _without_lone_surrogates(text: str) -> str:
+    """The text as it is, unless JSON escapes made halves of characters that UTF-8 cannot hold."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _rows(piece: Piece, key: str) -> Iterator[str]:
+    with open_parquet(piece.path) as file:
+        groups = list(range(piece.start, piece.stop))
+        row = 0
+        for batch in file.iter_batches(_ROWS, groups, columns=[key], use_threads=False):
+            for text in batch.column(0).to_pylist():
+                if text is None:
+                    raise InputError(
+                        f"{piece.path}: column {key!r} holds nothing in row {row} of row group "
+                        f"{piece.start}"
+                    )
+                row += 1
+                yield text

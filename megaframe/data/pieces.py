@@ -1,0 +1,247 @@
+"""Pieces of a corpus: jsonl, Parquet and plain text, compressed or not, cut for parallel reading.
+
+A piece can be read on its own: a byte range where a file can be entered anywhere, a row group of
+Parquet, and a block of decompressed bytes (which travels inside the piece) where it cannot. The cut
+depends on the files and the piece size only, so that a corpus has the same pieces in every run.
+What is inside a piece is read by `documents.py`.
+
+    jsonl    .jsonl .json .ndjson   an object per line; the text is one of its keys
+    parquet  .parquet               a row per document; the text is a column of strings
+    text     .txt .text             the whole file is one document, or one per paragraph with
+                                    `split_blank_lines`: lines of nothing but blanks lie between
+Each but Parquet may also end in .gz or .zst.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, BinaryIO, Literal, get_args
+
+from megaframe.data.tokenizer import import_library
+from megaframe.errors import UserError
+
+Format = Literal["auto", "jsonl", "parquet", "text"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+LONGEST_DOCUMENT = 1 << 28
+"""Bytes of a line, a paragraph or a text file: what one document may take of the memory."""
+
+_SUFFIXES: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".txt": "text",
+    ".text": "text",
+}
+_COMPRESSED = (".gz", ".zst")
+_READ = 1 << 20
+_ZSTANDARD_READ = 1 << 14
+
+
+class InputError(UserError):
+    """An input file that cannot be read as a corpus."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How to read a corpus.
+
+    key:               of a jsonl object, or column of Parquet, that holds the text.
+    format:            of all files; `auto` goes by each one's suffix.
+    split_blank_lines: plain text has a document per paragraph, not per file.
+    """
+
+    key: str = "text"
+    format: Format = "auto"
+    split_blank_lines: bool = False
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Documents that follow one another in one file.
+
+    start, stop: bytes of the file that documents of the piece begin in; row groups of Parquet.
+    line:        number of the first line of `data`, from 1.
+    data:        the piece itself, where the file cannot be entered at `start`.
+    size:        its bytes without compression (of a whole text file: with).
+    disk_bytes:  the part of the file that it stands for.
+    """
+
+    path: str
+    format: Format
+    start: int
+    stop: int
+    size: int
+    disk_bytes: int
+    line: int = 1
+    data: bytes | None = None
+
+
+def input_size(path: str) -> tuple[int, int]:
+    """Size in bytes and time of last change in nanoseconds. Raises `InputError`."""
+    try:
+        status = os.stat(path)
+        with open(path, "rb"):
+            return status.st_size, status.st_mtime_ns
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+
+
+def format_of(path: str, reading: Reading) -> Format:
+    """The format of a file, by `reading` or its suffix. Raises `InputError` for an unknown one."""
+    if reading.format != "auto":
+        return reading.format
+    stem, suffix = os.path.splitext(path)
+    if suffix in _COMPRESSED:
+        suffix = os.path.splitext(stem)[1]
+    if suffix in _SUFFIXES:
+        return _SUFFIXES[suffix]
+    raise InputError(
+        f"{path}: unknown kind of file {suffix!r}; known are {', '.join(_SUFFIXES)}, also with "
+        f"{' or '.join(_COMPRESSED)}, or name it with --format {'|'.join(FORMATS[1:])}"
+    )
+
+
+def pieces(path: str, reading: Reading, size: int) -> Iterator[Piece]:
+    """The pieces of a file in order, of about `size` bytes each. Raises `InputError`."""
+    format = format_of(path, reading)
+    disk_bytes, _ = input_size(path)
+    if not disk_bytes:
+        return
+    if format == "parquet":
+        yield from _row_groups(path, reading.key)
+    elif format == "text" and not reading.split_blank_lines:
+        yield Piece(path, format, 0, disk_bytes, disk_bytes, disk_bytes)
+    elif format == "jsonl" and not path.endswith(_COMPRESSED):
+        for start in range(0, disk_bytes, size):
+            length = min(size, disk_bytes - start)
+            yield Piece(path, format, start, start + length, length, length)
+    else:
+        yield from _blocks(path, format, size)
+
+
+def _blocks(path: str, format: Format, size: int) -> Iterator[Piece]:
+    """Blocks of whole lines or paragraphs, at least `size` bytes long but for the last one."""
+    held, line, start, taken = bytearray(), 1, 0, 0
+    for chunk, position in decompressed(path):
+        # A cut can only appear with the new bytes: at the earliest in the two before them.
+        searched = max(0, len(held) - 2)
+        held += chunk
+        if len(held) >= size and (cut := _last_cut(held, format, searched)):
+            data = bytes(held[:cut])
+            yield Piece(path, format, start, start + cut, cut, position - taken, line, data)
+            del held[:cut]
+            line, start, taken = line + data.count(b"\n"), start + cut, position
+        # What does not end within a block is one document, begun after the block's last line.
+        if len(held) - size > LONGEST_DOCUMENT:
+            check_length(f"{path}:{line + held.count(10)}", len(held) - size)
+    if held:
+        rest = os.path.getsize(path) - taken
+        stop = start + len(held)
+        yield Piece(path, format, start, stop, len(held), rest, line, bytes(held))
+
+
+def _last_cut(held: bytearray, format: Format, searched: int) -> int:
+    """Where the last line or paragraph in `held` that is surely whole ends; 0 if there is none."""
+    if format == "jsonl":
+        return held.rfind(b"\n", searched) + 1
+    plain = held.rfind(b"\n\n", searched)
+    windows = held.rfind(b"\n\r\n", searched)
+    return max(plain + 2 if plain >= 0 else 0, windows + 3 if windows >= 0 else 0)
+
+
+def decompressed(path: str) -> Iterator[tuple[bytes, int]]:
+    """Bytes of a file without its compression, and how far it has been read on disk."""
+    streams = {".gz": _gzip_stream, ".zst": _zstandard_stream}
+    stream = streams.get(os.path.splitext(path)[1], _plain_stream)
+    try:
+        with open(path, "rb") as file:
+            for content in stream(file):
+                yield content, file.tell()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InputError(f"{path} is truncated, or not what its suffix says: {error}") from None
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _plain_stream(file: BinaryIO) -> Iterator[bytes]:
+    while content := file.read(_READ):
+        yield content
+
+
+def _gzip_stream(file: BinaryIO) -> Iterator[bytes]:
+    with gzip.GzipFile(fileobj=file) as decompressed:
+        while content := decompressed.read(_READ):
+            yield content
+
+
+def _zstandard_stream(file: BinaryIO) -> Iterator[bytes]:
+    """Frame after frame. Not the library's reader, which takes a truncated frame for a whole one.
+
+    Reading little at a time bounds what a block can grow to: one of zeros, 32,000-fold.
+    """
+    library = import_library("zstandard", "data")
+    frame = None
+    while chunk := file.read(_ZSTANDARD_READ):
+        while chunk:
+            frame = frame or library.ZstdDecompressor().decompressobj()
+            try:
+                content = frame.decompress(chunk)
+            except library.ZstdError as error:
+                raise EOFError(str(error)) from None
+            chunk = frame.unused_data
+            if frame.eof:
+                frame = None
+            if content:
+                yield content
+    if frame:
+        raise EOFError("its last frame has no end")
+
+
+def check_length(place: str, length: int) -> None:
+    if length > LONGEST_DOCUMENT:
+        raise InputError(
+            f"{place}: a document of more than {LONGEST_DOCUMENT} bytes, the most that is held in "
+            f"memory; split it (plain text with --split-blank-lines)"
+        )
+
+
+def _row_groups(path: str, key: str) -> Iterator[Piece]:
+    with open_parquet(path) as file:
+        schema = file.schema_arrow
+        if key not in schema.names:
+            raise InputError(f"{path}: no column {key!r}; {alternatives(key, schema.names)}")
+        kind = schema.field(key).type
+        if str(kind) not in ("string", "large_string", "string_view"):
+            raise InputError(f"{path}: column {key!r} holds {kind}, not texts")
+        groups, disk_bytes = file.num_row_groups, os.path.getsize(path)
+        for group in range(groups):
+            columns = file.metadata.row_group(group)
+            named = (columns.column(i) for i in range(columns.num_columns))
+            size = sum(c.total_uncompressed_size for c in named if c.path_in_schema == key)
+            share = disk_bytes * (group + 1) // groups - disk_bytes * group // groups
+            yield Piece(path, "parquet", group, group + 1, size, share)
+
+
+@contextmanager
+def open_parquet(path: str) -> Iterator[Any]:
+    """An open Parquet file that is read a page at a time, not a row group."""
+    parquet = import_library("pyarrow.parquet", "data")
+    arrow = import_library("pyarrow", "data")
+    try:
+        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+            yield file
+    except (arrow.ArrowException, OSError) as error:
+        raise InputError(f"{path} is not a whole Parquet file: {error}") from None
+
+
+def alternatives(key: str, names: list[str]) -> str:
+    nearest = get_close_matches(key, names, n=1, cutoff=0.0)
+    shown = ", ".join(names[:20]) or "none"
+    return f"there are: {shown}" + (f" (nearest: --key {nearest[0]})" if nearest else "")
