@@ -1,0 +1,124 @@
+"""SentencePiece training on a corpus: lossless, byte fallback, the same model every time.
+
+Text is not normalised and blanks are kept, so that decoding gives back every document, code too.
+Where a corpus is larger than what training takes, its files take turns document by document: a
+fixed sample without reading the rest, and not just the first file.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, get_args
+
+from megaframe.data.documents import texts
+from megaframe.data.indexed import unfinished_name, write_failure
+from megaframe.data.pieces import InputError, Reading, format_of, pieces
+from megaframe.data.tokenizer import import_library
+from megaframe.errors import UserError
+
+Kind = Literal["bpe", "unigram"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+_PIECE = 1 << 21
+_LONGEST_SENTENCE = 16384
+
+
+def train_sentencepiece(
+    inputs: Sequence[str], reading: Reading, output: str, vocab: int, kind: Kind, megabytes: float
+) -> int:
+    """Train on about the first `megabytes` of the inputs, in turns, and write `output`.model.
+
+    Returns the characters of text that were used. Raises `UserError`, also for a vocabulary that
+    the text is too small for.
+    """
+    sample = _Sample(inputs, reading, int(megabytes * 1e6))
+    model = io.BytesIO()
+    try:
+        import_library("sentencepiece", "").SentencePieceTrainer.train(
+            sentence_iterator=iter(sample),
+            model_writer=model,
+            model_type=kind,
+            vocab_size=vocab,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            max_sentence_length=4 * _LONGEST_SENTENCE,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError, ValueError) as error:
+        if sample.error:
+            raise sample.error from None
+        if not sample.used:
+            raise InputError(f"the corpus is empty: no text in {', '.join(inputs)}") from None
+        reason = str(error).rpartition("] ")[2].partition(" Increase")[0]
+        raise UserError(f"--vocab {vocab} with {sample.used} characters: {reason}") from None
+    _write(f"{output}.model", model.getvalue())
+    return sample.used
+
+
+class _Sample:
+    """Lines of the documents, file by file in turn, until there are `limit` characters."""
+
+    def __init__(self, inputs: Sequence[str], reading: Reading, limit: int) -> None:
+        for path in inputs:
+            format_of(path, reading)
+        self._inputs, self._reading, self._limit = inputs, reading, limit
+        self.used = 0
+        self.error: UserError | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            yield from self._lines()
+        except UserError as error:
+            # The trainer would wrap it into an error of its own.
+            self.error = error
+            raise
+
+    def _lines(self) -> Iterator[str]:
+        documents = in_turn([self._documents(path) for path in self._inputs])
+        for text in documents:
+            for line in text.split("\n"):
+                for start in range(0, len(line), _LONGEST_SENTENCE):
+                    yield line[start : start + _LONGEST_SENTENCE]
+            self.used += len(text)
+            if self.used >= self._limit:
+                return
+
+    def _documents(self, path: str) -> Iterator[str]:
+        for piece in pieces(path, self._reading, _PIECE):
+            yield from texts(piece, self._reading)
+
+
+def in_turn(sources: Iterable[Iterator[str]]) -> Iterator[str]:
+    """One item of each source after the other, until all have ended."""
+    waiting = list(sources)
+    while waiting:
+        remaining = []
+        for source in waiting:
+            for item in source:
+                yield item
+                remaining.append(source)
+                break
+        waiting = remaining
+
+
+def _write(path: str, content: bytes) -> None:
+    temporary = unfinished_name(path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise UserError(write_failure(path, error)) from None

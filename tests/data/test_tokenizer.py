@@ -1,0 +1,254 @@
+"""Tokenizers: what they encode comes back, bytes are counted, and bad files are named."""
+
+import base64
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+import tiktoken
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaframe.data.pieces import Reading
+from megaframe.data.rank_file import PUBLISHED_RANKS
+from megaframe.data.tokenizer import load_tokenizer
+from megaframe.data.train_tokenizer import in_turn, train_sentencepiece
+from megaframe.errors import UserError
+
+CORPUS = "".join(
+    f"def area_{n}(width, height):\n    return width * height + {n}  # naïve ☃\n" for n in range(90)
+)
+RANKS = {bytes([byte]): byte for byte in range(256)} | {b"th": 256, b"the": 257, b"  ": 300}
+
+
+def rank_lines(ranks):
+    return b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """One small file of each kind."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    (folder / "corpus.txt").write_text(CORPUS, encoding="utf-8")
+    for kind in ("bpe", "unigram"):
+        train_sentencepiece(
+            [str(folder / "corpus.txt")], Reading(), str(folder / kind), 296, kind, 1
+        )
+    hugging_face(folder / "bytes.json", "ByteLevel")
+    hugging_face(folder / "metaspace.json", "Metaspace")
+    (folder / "r.tiktoken").write_bytes(rank_lines(RANKS))
+    return folder
+
+
+def hugging_face(path, style):
+    """Train a tokenizer.json that writes blanks as bytes, or as `▁` with byte fallback."""
+    if style == "ByteLevel":
+        model = tokenizers.Tokenizer(tokenizers.models.BPE())
+        model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        model.decoder = tokenizers.decoders.ByteLevel()
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+        special = ["<|endoftext|>", "<|pad|>"]
+    else:
+        model = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
+        model.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never")
+        steps = tokenizers.decoders
+        model.decoder = steps.Sequence(
+            [steps.ByteFallback(), steps.Metaspace(prepend_scheme="never"), steps.Fuse()]
+        )
+        alphabet = []
+        special = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    model.train_from_iterator([CORPUS], trainer)
+    description = json.loads(model.to_str())
+    for token in description["added_tokens"]:
+        token["special"] = not token["content"].startswith("<0x")
+    if style == "Metaspace":
+        kept = [t for t in description["added_tokens"] if t["special"]]
+        description["added_tokens"] = kept
+    description["truncation"] = {
+        "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0
+    }  # fmt: skip
+    path.write_text(json.dumps(description), encoding="utf-8")
+
+
+NAMES = {
+    "bytes": "bytes",
+    "sentencepiece bpe": "sentencepiece:{}/bpe.model",
+    "sentencepiece unigram": "sentencepiece:{}/unigram.model",
+    "hf bytes": "hf:{}/bytes.json",
+    "hf metaspace": "hf:{}/metaspace.json",
+    "tiktoken": "tiktoken:{}/r.tiktoken",
+}
+# SentencePiece and its kin write a blank as U+2581, and cannot tell the two apart.
+TEXT = st.text(st.characters(exclude_characters="▁", exclude_categories=["Cs"]), max_size=30)
+
+
+@pytest.mark.parametrize("kind", NAMES)
+@settings(deadline=None, max_examples=40)
+@given(texts=st.lists(TEXT | st.sampled_from([CORPUS[:300], "  a\n\n\tb ", "x\0y"]), max_size=4))
+def test_every_text_comes_back_with_all_its_bytes(folder, kind, texts):
+    tokenizer = load_tokenizer(NAMES[kind].format(folder))
+    counts = tokenizer.token_bytes()
+    batch = tokenizer.encode_batch(texts)
+    assert [tokenizer.decode(ids.tolist()) for ids in batch] == texts
+    assert [int(counts[ids].sum()) for ids in batch] == [len(text.encode()) for text in texts]
+    assert [tokenizer.encode(text) for text in texts] == [ids.tolist() for ids in batch]
+    assert all(0 <= token < tokenizer.vocab_size for ids in batch for token in ids)
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_text_cannot_end_a_document(folder, kind):
+    tokenizer = load_tokenizer(NAMES[kind].format(folder))
+    assert tokenizer.token_bytes()[tokenizer.eod] == 0
+    assert tokenizer.token_bytes().shape == (tokenizer.vocab_size,)
+    assert tokenizer.decode([tokenizer.eod]) == ""
+    for name in ("<|endoftext|>", "</s>"):
+        ids = tokenizer.encode(f"a{name}b")
+        assert tokenizer.eod not in ids
+        assert tokenizer.decode(ids) == f"a{name}b"
+
+
+def test_ids_are_those_of_the_libraries(folder):
+    text = CORPUS[:500]
+    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "bpe.model"))
+    assert load_tokenizer(f"sentencepiece:{folder}/bpe.model").encode(text) == model.encode(text)
+    reference = tokenizers.Tokenizer.from_file(str(folder / "bytes.json"))
+    reference.no_truncation()
+    assert load_tokenizer(f"hf:{folder}/bytes.json").encode(text) == reference.encode(text).ids
+    ours = load_tokenizer(f"tiktoken:{folder}/r.tiktoken")
+    assert ours.encode("the  th") == [257, 32, 32, 256]  # the pattern keeps a blank with its word
+    assert (ours.eod, ours.vocab_size) == (258, 301)
+
+
+def test_fingerprints_tell_files_apart(folder):
+    names = [name.format(folder) for name in NAMES.values()]
+    prints = [load_tokenizer(name).fingerprint for name in names]
+    assert len(set(prints)) == len(prints)
+    assert prints == [load_tokenizer(name).fingerprint for name in names]
+
+
+def test_published_patterns_are_those_of_tiktoken():
+    from tiktoken_ext import openai_public
+
+    source = Path(openai_public.__file__).read_text(encoding="utf-8")
+    pattern, eod = PUBLISHED_RANKS[100256]
+    assert pattern in source and f"ENDOFTEXT: {eod}" in source
+    pattern, eod = PUBLISHED_RANKS[199998]
+    assert f"ENDOFTEXT: {eod}" in source
+    assert all(f'r"""{part}"""' in source for part in split_top_level(pattern))
+
+
+def split_top_level(pattern):
+    """The alternatives of a pattern that are not inside parentheses."""
+    parts, depth = [""], 0
+    for letter in pattern:
+        depth += {"(": 1, ")": -1}.get(letter, 0)
+        if letter == "|" and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+@pytest.mark.parametrize("ranks", PUBLISHED_RANKS)
+def test_published_patterns_lose_no_text(ranks):
+    pattern, _ = PUBLISHED_RANKS[ranks]
+    merges = {bytes([byte]): byte for byte in range(256)}
+    encoding = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=merges, special_tokens={})
+    assert encoding.decode(encoding.encode_ordinary(CORPUS)) == CORPUS
+
+
+BAD_NAMES = {
+    "sentencepice:m.model": "unknown kind 'sentencepice'.*nearest: sentencepiece:m.model",
+    "m.model": "has no kind.*nearest: sentencepiece:m.model",
+    "t.json": "has no kind.*nearest: hf:t.json",
+    "hf:": "hf:' has no path",
+    "bytes:x": "takes no path",
+    "hf:/does/not/exist": "/does/not/exist: No such file",
+}
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_a_wrong_name_gets_the_nearest_right_one(name):
+    with pytest.raises(UserError, match=BAD_NAMES[name]):
+        load_tokenizer(name)
+
+
+BAD_RANKS = {
+    "not base64": (b"!!! 1\n", r":1: not a token"),
+    "no rank": (b"AA==\n", r":1: not a token"),
+    "negative": (b"AA== -1\n", r"rank -1"),
+    "huge": (b"AA== 99999999999\n", r"rank 99999999999"),
+    "twice": (b"AA== 1\nAA== 2\n", r":2: .*repeated"),
+    "bytes left out": (b"AA== 0\n", r"255 of the 256 single bytes"),
+    "shared": (rank_lines(RANKS | {b"zz": 5}), r"260 tokens share 259 ranks"),
+    "empty": (b"", r"has 0 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_RANKS)
+def test_a_bad_rank_file_is_refused(tmp_path, name):
+    content, message = BAD_RANKS[name]
+    (tmp_path / "r").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(f"tiktoken:{tmp_path}/r")
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "hf", "tiktoken"])
+@settings(deadline=None, max_examples=25)
+@given(content=st.binary(min_size=1, max_size=200))
+def test_a_foreign_file_is_refused(tmp_path_factory, kind, content):
+    path = tmp_path_factory.mktemp("foreign") / "file"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=str(path)):
+        load_tokenizer(f"{kind}:{path}")
+
+
+def test_a_vocabulary_without_an_end_of_document_is_refused(folder, tmp_path):
+    described = (folder / "bytes.json").read_text(encoding="utf-8")
+    (tmp_path / "t.json").write_text(described.replace("<|endoftext|>", "<|start|>"), "utf-8")
+    with pytest.raises(UserError, match=r"no end of document; .*are: <\|pad\|>, <\|start\|>|<\|st"):
+        load_tokenizer(f"hf:{tmp_path}/t.json")
+
+
+def test_a_missing_library_names_its_extra(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match=r"pip install 'megaframe\[hf\]'"):
+        load_tokenizer(f"hf:{folder}/bytes.json")
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(UserError, match=r"pip install 'megaframe\[data\]'"):
+        load_tokenizer(f"tiktoken:{folder}/r.tiktoken")
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_training_is_deterministic_and_bounded(folder, tmp_path, kind):
+    corpus = str(folder / "corpus.txt")
+    used = train_sentencepiece([corpus], Reading(), str(tmp_path / "t"), 296, kind, 1)
+    assert used == len(CORPUS)
+    assert (tmp_path / "t.model").read_bytes() == (folder / f"{kind}.model").read_bytes()
+    with pytest.raises(UserError, match=r"--vocab 99999 .*too high.*<= \d+"):
+        train_sentencepiece([corpus], Reading(), str(tmp_path / "u"), 99999, kind, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["t.model"]
+
+
+def test_training_explains_an_empty_and_a_bad_corpus(tmp_path):
+    for content, message in (('{"text": ""}\n', "corpus is empty"), ("{\n", r"c\.jsonl:1: not")):
+        (tmp_path / "c.jsonl").write_text(content)
+        with pytest.raises(UserError, match=message):
+            train_sentencepiece([str(tmp_path / "c.jsonl")], Reading(), "unused", 300, "bpe", 1)
+
+
+def test_files_take_turns():
+    assert list(in_turn([iter("abc"), iter(""), iter("xy")])) == list("axbyc")
+
+
+def test_byte_ids_are_bytes():
+    tokenizer = load_tokenizer("bytes")
+    assert np.array_equal(tokenizer.encode("é"), [0xC3, 0xA9])
+    assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
