@@ -1,0 +1,69 @@
+"""A bounded map over processes: results as they come, few tasks in flight, no orphans.
+
+Workers are spawned, not forked: the parent may run threads (a progress bar, a library's own), and a
+fork copies their locks without the threads that would release them. They end with their parent
+however it ends; the pool of the standard library alone would leave them waiting after kill -9.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import wait as wait_for_object
+from typing import Any, TypeVar
+
+from megaframe.errors import UserError
+
+T = TypeVar("T")
+_IN_FLIGHT = 2
+
+
+def map_unordered(
+    function: Callable[..., T], tasks: Iterable[tuple[Any, ...]], workers: int
+) -> Iterator[T]:
+    """`function(*task)` of every task, in order of completion; one worker is this very process.
+
+    At most two tasks per worker are taken from `tasks` before their results are. An exception of a
+    task is raised here, and tasks that have not begun are dropped. Raises `UserError` when a worker
+    dies.
+    """
+    if workers == 1:
+        for task in tasks:
+            yield function(*task)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, _start_worker)
+    waiting: set[Future[T]] = set()
+    try:
+        for task in tasks:
+            if len(waiting) >= _IN_FLIGHT * workers:
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+            waiting.add(pool.submit(function, *task))
+        while waiting:
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
+    except BrokenProcessPool:
+        raise UserError(
+            f"one of {workers} worker processes died: killed, or out of memory; run the same "
+            f"command again to continue, perhaps with fewer --workers"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent:
+        wait_for_object([parent.sentinel])
+        os._exit(1)

@@ -1,0 +1,76 @@
+"""Make a corpus from the sources of Python's standard library, which every machine has.
+
+One document per file, in the order of their paths, tests left out (much of them is data, and some
+systems do not ship them). One Python installation always gives the same corpus.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from megaframe.errors import UserError, reported
+
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", required=True, metavar="FILE.jsonl")
+    parser.add_argument("--megabytes", type=float, default=8.0, help="at most (default: 8)")
+    options = parser.parse_args()
+    library = Path(sysconfig.get_path("stdlib"))
+    documents, size = write(library, Path(options.output), int(options.megabytes * 1e6))
+    print(
+        f"{options.output}: {documents} files of {library}, {size / 1e6:.1f} MB, one document each"
+    )
+
+
+def write(library: Path, output: Path, limit: int) -> tuple[int, int]:
+    """Write the corpus whole or not at all; returns its documents and their bytes.
+
+    Raises `UserError` when there is no source under the limit, or the file cannot be written.
+    """
+    documents = size = 0
+    temporary = output.with_name(f"{output.name}.{os.getpid()}.unfinished")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            for name, text in _sources(library):
+                size += len(text.encode())
+                if size > limit:
+                    size -= len(text.encode())
+                    break
+                file.write(f"{json.dumps({'path': name, 'text': text})}\n")
+                documents += 1
+        if not documents:
+            raise UserError(f"no Python source under {limit} bytes in {library}")
+        temporary.replace(output)
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return documents, size
+
+
+def _sources(library: Path) -> Iterator[tuple[str, str]]:
+    """Name and text of each source that is UTF-8 and not empty."""
+    for path in sorted(library.rglob("*.py")):
+        name = path.relative_to(library)
+        if _LEFT_OUT & set(name.parts):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        if text.strip():
+            yield name.as_posix(), text
+
+
+if __name__ == "__main__":
+    with reported():
+        main()

@@ -1,0 +1,93 @@
+"""Tokenize a corpus into a token file: `python tools/preprocess_data.py --help`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from megaframe.data.parts import Counts
+from megaframe.data.pieces import FORMATS, Reading
+from megaframe.data.preprocess import Job, Result, preprocess
+from megaframe.errors import UserError, reported
+
+_EPILOG = """\
+Inputs are jsonl (.jsonl .json .ndjson), plain text (.txt .text), each also as .gz or .zst, and
+.parquet. A plain text file is one document, or one per paragraph with --split-blank-lines.
+A run that was interrupted continues when the same command is given again.
+
+example: python tools/preprocess_data.py --input wiki/*.jsonl.zst \\
+             --tokenizer sentencepiece:wiki.model --output data/wiki
+"""
+
+
+def main() -> None:
+    options = _options()
+    if options.workers < 1:
+        raise UserError(f"--workers {options.workers} is too few; use 1 or more")
+    reading = Reading(options.key, options.format, options.split_blank_lines)
+    job = Job(tuple(options.input), options.tokenizer, options.output, reading, not options.no_eod)
+    begin = time.monotonic()
+    columns = TextColumn("{task.description}"), BarColumn(), TransferSpeedColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("tokenizing", total=None)
+
+        def report(done: Counts, disk_bytes: int) -> None:
+            shown = f"tokenizing {done.documents:,} documents, {done.tokens:,} tokens"
+            progress.update(task, description=shown, total=disk_bytes, completed=done.disk_bytes)
+
+        result = preprocess(job, options.workers, options.overwrite, report)
+    print(_summary(job, result, time.monotonic() - begin))
+
+
+def _summary(job: Job, result: Result, seconds: float) -> str:
+    total, resumed = result.total, result.resumed
+    megabytes = (total.size - resumed.size) / 1e6
+    line = (
+        f"{job.output}: {total.documents:,} documents, {total.tokens:,} tokens from "
+        f"{total.size / 1e6:,.1f} MB; {megabytes:,.1f} MB in {seconds:.1f} s, "
+        f"{megabytes / seconds:.1f} MB/s"
+    )
+    if resumed.documents:
+        line += f"; {resumed.documents:,} documents were done by an earlier run"
+    if total.empty:
+        line += f"; {total.empty:,} empty documents left out"
+    return line
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Tokenize a corpus into OUTPUT.bin and OUTPUT.idx, Megatron's token file.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help="files, in order of documents")
+    add("--tokenizer", required=True, metavar="KIND:PATH", help="sentencepiece:, hf:, tiktoken: "
+        "and a path, or just bytes")  # fmt: skip
+    add("--output", required=True, metavar="PREFIX", help="token file without its suffix")
+    add("--workers", type=int, default=_cores(), help="processes (default: %(default)s)")
+    add("--key", default="text", help="jsonl key or Parquet column of the text (default: text)")
+    add("--format", choices=FORMATS, default="auto", help="of all files (default: by suffix)")
+    add("--split-blank-lines", action="store_true", help="plain text: a document per paragraph")
+    add("--no-eod", action="store_true", help="do not end documents with the tokenizer's EOD")
+    add("--overwrite", action="store_true", help="replace OUTPUT and another unfinished run of it")
+    return parser.parse_args()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+if __name__ == "__main__":
+    try:
+        with reported():
+            main()
+    except KeyboardInterrupt:
+        print("interrupted; give the same command again to continue", file=sys.stderr)
+        sys.exit(130)
