@@ -26,7 +26,7 @@ def main() -> None:
 
     with reported(rank=global_rank()):
         config = resolve(load(arguments.config, arguments.overrides))
-        check(config, world_size())
+        check(config, world_size(), data=not arguments.dry_run)
         layout = Layout.from_parallel(config.parallel, world_size())
         if arguments.dry_run:
             print(describe(config, layout))

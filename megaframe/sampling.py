@@ -30,9 +30,15 @@ def load_model(path: Path) -> tuple[RunConfig, Stage]:
         if latest is None:
             raise UserError(f"--checkpoint {path}: there is no checkpoint in this folder")
         path = latest
-    checkpoint = open_checkpoint(path)
-    config = RunConfig.model_validate(read_state(checkpoint).config)
-    stage = Stage(config)
+    with open_checkpoint(path) as checkpoint:
+        config = RunConfig.model_validate(read_state(checkpoint).config)
+        stage = Stage(config)
+        checkpoint.load(_allocate(stage))
+    return config, stage
+
+
+def _allocate(stage: Stage) -> list[Slice]:
+    """Give every parameter storage for its whole value; the slices fill it."""
     slices = []
     for parameter in {p: None for unit in stage.units for p in unit.parameters()}:
         spec = parameter.spec
@@ -40,8 +46,7 @@ def load_model(path: Path) -> tuple[RunConfig, Stage]:
         box = Box((0,) * len(spec.shape), spec.shape)
         parameter.bind(box, value, value.new_empty(0))
         slices.append(Slice(spec.name, spec.shape, box.offset, value))
-    checkpoint.load(slices)
-    return config, stage
+    return slices
 
 
 @torch.no_grad()

@@ -193,13 +193,13 @@ class Trainer:
             self._refuse_to_overwrite()
             self.optimizer.initialise(self.config.run.seed)
             return
-        checkpoint = open_checkpoint(path)
-        state = read_state(checkpoint)
-        _check_same_model(state.config, self.config, path)
-        checkpoint.load(self._slices(owned_only=False))
+        with open_checkpoint(path) as checkpoint:
+            state = read_state(checkpoint)
+            _check_same_model(state.config, self.config, path)
+            checkpoint.load(self._slices(owned_only=False))
+            self.step = checkpoint.step
         self.optimizer.load_state(state.optimizer)
         self.loader.load(state.data)
-        self.step = checkpoint.step
         self._loss_before = state.loss
 
     def _refuse_to_overwrite(self) -> None:

@@ -16,7 +16,6 @@ sys.path.insert(0, str(ROOT))
 
 import pretrain_gpt  # noqa: E402
 
-
 LEARN = {"train__steps": 60, "train__global_batch": 32, "train__microbatch": 16, "optim__lr": 0.03}
 
 

@@ -30,8 +30,11 @@ ONLY: Mapping[str, object] = {
 TOKENIZERS = ("sentencepiece", "hf", "tiktoken")
 
 
-def check(config: RunConfig, world: int) -> None:
-    """Raise one `UserError` with every mistake of a config that is to run on `world` ranks."""
+def check(config: RunConfig, world: int, *, data: bool = True) -> None:
+    """Raise one `UserError` with every mistake of a config that is to run on `world` ranks.
+
+    Without `data` it may name no sources yet: a dry run reads none.
+    """
     sizes, layout = axis_sizes(config.parallel, world)
     mistakes = [
         *_not_in_this_version(config),
@@ -40,6 +43,7 @@ def check(config: RunConfig, world: int) -> None:
         *_vocabulary(config),
         *(_batches(config.train, sizes["data"]) if not layout else ()),
         *_learning_rate(config.optim, config.train.steps),
+        *(_sources(config) if data else ()),
         *_data(config),
     ]
     if mistakes:
@@ -189,9 +193,12 @@ def _learning_rate(optim: Optim, steps: int) -> Iterator[str]:
         )
 
 
-def _data(config: RunConfig) -> Iterator[str]:
+def _sources(config: RunConfig) -> Iterator[str]:
     if not config.data.sources:
         yield "data.sources is empty; name token files: data.sources=[{path: PATH}]"
+
+
+def _data(config: RunConfig) -> Iterator[str]:
     train, validation, test = config.data.split
     total = train + validation + test
     if abs(total - 1) > 1e-6:

@@ -76,11 +76,13 @@ class TokenFileWriter:
     """Writes documents one after the other, each as one sequence, to `prefix`.bin and `prefix`.idx.
 
     Use it in a `with` block: leaving it finishes the file, an exception leaves nothing behind.
+    flush: wait until the disk has it all; without, it survives a kill but not a loss of power.
     Raises `UserError` when the disk is full or a token does not fit `dtype`.
     """
 
-    def __init__(self, prefix: str, dtype: np.dtype) -> None:
+    def __init__(self, prefix: str, dtype: np.dtype, flush: bool = True) -> None:
         self._dtype = np.dtype(dtype)
+        self._flush = flush
         self._documents = 0
         self._files = _Unfinished(prefix)
         self._files.index.seek(HEADER.size)
@@ -105,14 +107,14 @@ class TokenFileWriter:
         self._documents += lengths.size
 
     def finish(self) -> None:
-        """Complete the index, flush both files to the disk and give them their final names."""
+        """Complete the index and give both files their final names."""
         with self._files.guarded():
             self._write_pointers()
             for start in range(0, self._documents + 1, _AT_ONCE):
                 stop = min(start + _AT_ONCE, self._documents + 1)
                 self._files.index.write(np.arange(start, stop, dtype="<i8").data)
             self._files.write_header(self._dtype, self._documents, self._documents + 1)
-            self._files.commit()
+            self._files.commit(self._flush)
 
     def abandon(self) -> None:
         """Remove what was written."""
@@ -197,7 +199,7 @@ def _merge_parts(prefixes: Sequence[str], files: _Unfinished, sequences: int) ->
 
 def _copy_tokens(prefix: str, files: _Unfinished, size: int) -> None:
     with open(f"{prefix}.bin", "rb") as source:
-        while chunk := source.read(16 * _AT_ONCE):
+        while chunk := source.read(_AT_ONCE):
             files.tokens.write(chunk)
             size -= len(chunk)
     if size:
@@ -232,17 +234,19 @@ class _Unfinished:
         self.index.seek(0)
         self.index.write(HEADER.pack(MAGIC, VERSION, dtype_code(dtype), sequences, documents))
 
-    def commit(self) -> None:
-        """Flush, then rename. An old `.idx` goes first: it must never stand beside a new `.bin`."""
+    def commit(self, flush: bool = True) -> None:
+        """Rename. An old `.idx` goes first: it must never stand beside a new `.bin`."""
         for file in self._open:
             file.flush()
-            os.fsync(file.fileno())
+            if flush:
+                os.fsync(file.fileno())
             file.close()
         with suppress(FileNotFoundError):
             os.unlink(f"{self.prefix}.idx")
         for name, suffix in zip(self._names, (".bin", ".idx"), strict=True):
             os.replace(name, f"{self.prefix}{suffix}")
-        flush_folder(os.path.dirname(self.prefix) or ".")
+        if flush:
+            flush_folder(os.path.dirname(self.prefix) or ".")
 
     def discard(self) -> None:
         for file in self._open:

@@ -19,7 +19,14 @@ from numpy.typing import NDArray
 
 from megaframe.data.documents import texts
 from megaframe.data.indexed import TokenFileWriter, merge, remove_unfinished
-from megaframe.data.parts import Counts, Manifest, PartsFolder, part_prefix, parts_folder
+from megaframe.data.parts import (
+    Counts,
+    Manifest,
+    PartsFolder,
+    part_checksum,
+    part_prefix,
+    parts_folder,
+)
 from megaframe.data.pieces import InputError, Piece, Reading, format_of, input_size, pieces
 from megaframe.data.token_index import token_dtype
 from megaframe.data.tokenizer import Tokenizer, load_tokenizer
@@ -133,8 +140,8 @@ def _encode_parts(
             if part.number not in before:
                 yield job, part
 
-    for number, counts in map_unordered(_encode_part, unfinished(), workers):
-        folder.record(number, counts)
+    for number, counts, checksum in map_unordered(_encode_part, unfinished(), workers):
+        folder.record(number, counts, checksum)
         done += counts
         report(done, disk_bytes)
     return count
@@ -155,20 +162,20 @@ def _parts(job: Job, part_size: int) -> Iterator[_Part]:
         yield _Part(number, tuple(gathered))
 
 
-def _encode_part(job: Job, part: _Part) -> tuple[int, Counts]:
-    """Write one part's token file. Runs in a worker."""
+def _encode_part(job: Job, part: _Part) -> tuple[int, Counts, str]:
+    """Write one part's token file. Runs in a worker. Returns what the journal needs."""
     tokenizer = _tokenizer(job.tokenizer)
     counts = Counts(
         size=sum(piece.size for piece in part.pieces),
         disk_bytes=sum(piece.disk_bytes for piece in part.pieces),
     )
     prefix = part_prefix(job.output, part.number)
-    with TokenFileWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
+    with TokenFileWriter(prefix, token_dtype(tokenizer.vocab_size), flush=False) as writer:
         for batch in _batches(part, job.reading):
             tokens, lengths = encode_documents(tokenizer, batch, job.append_eod)
             writer.append_batch(tokens, lengths)
             counts += Counts(lengths.size, len(batch) - lengths.size, tokens.size)
-    return part.number, counts
+    return part.number, counts, part_checksum(prefix)
 
 
 def _batches(part: _Part, reading: Reading) -> Iterator[list[str]]:

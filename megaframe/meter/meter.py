@@ -50,7 +50,7 @@ class Meter:
             self._console = ConsoleSink(config, start_step)
             self._sinks.append(self._console)
         peak = device_peak(config, mesh)
-        self._peak = peak.tflops
+        self._peak = peak
         self.note(self._flops.described())
         self.note(peak.note)
 
@@ -127,9 +127,9 @@ class Meter:
             "tokens": tokens,
             "tokens_per_second": tokens / seconds,
             "tflops_per_second": per_device * self._flops.model,
-            "mfu": self._share(per_device * self._flops.model),
-            "mfu_full_attention": self._share(per_device * self._flops.full_attention),
-            "hfu": self._share(per_device * self._flops.hardware),
+            "mfu": self._peak.share(per_device * self._flops.model),
+            "mfu_full_attention": self._peak.share(per_device * self._flops.full_attention),
+            "hfu": self._peak.share(per_device * self._flops.hardware),
             "memory_bytes": int(values.pop("memory_bytes")),
             "seconds": seconds,
             "time": parts,
@@ -137,9 +137,6 @@ class Meter:
         if clash := line.keys() & values.keys():
             raise ValueError(f"the meter itself writes {sorted(clash)}; record other names")
         return line | nested(values)
-
-    def _share(self, tflops: float) -> float | None:
-        return None if self._peak is None else tflops / self._peak
 
 
 def nested(values: Mapping[str, float]) -> dict[str, Any]:

@@ -52,10 +52,19 @@ _SECONDS_PER_SIZE = 0.1
 
 @dataclass(frozen=True)
 class Peak:
-    """tflops: of one device, None where unknown. note: what it is, for the log of the run."""
+    """tflops: of one device, None where unknown. note: what it is, for the log of the run.
+    measured: on this machine, at the start of the run."""
 
     tflops: float | None
     note: str
+    measured: bool = False
+
+    def share(self, tflops: float) -> float | None:
+        """`tflops` as a share of the peak, None where that is unknown. A share above 1 proves that
+        the machine was busy while its peak was measured: no number is better than that one."""
+        if self.tflops is None or (self.measured and tflops > self.tflops):
+            return None
+        return tflops / self.tflops
 
 
 def device_peak(config: RunConfig, mesh: Mesh) -> Peak:
@@ -69,7 +78,7 @@ def device_peak(config: RunConfig, mesh: Mesh) -> Peak:
         measured = torch.tensor(matmul_peak(PRECISIONS[precision].compute), dtype=torch.float64)
         mean = float(all_reduce(measured, mesh.world).wait()) / mesh.world.size
         text = f"mfu against a measured matmul peak of {mean:.3f} TFLOP/s ({precision}, per rank)"
-        return Peak(mean, text)
+        return Peak(mean, text, measured=True)
     name = torch.cuda.get_device_name(mesh.device)
     tensor_cores = torch.backends.cuda.matmul.fp32_precision == "tf32"
     kind = "tf32" if precision == "fp32" and tensor_cores else precision

@@ -174,6 +174,9 @@ def test_an_interrupted_run_continues_from_its_finished_parts(tmp_path, small_pa
     with open(parts / "journal.jsonl", "a") as journal:
         journal.write('{"part": 17, "docum')  # torn by the kill
     (parts / "00000004.bin.999999.unfinished").write_bytes(b"half a part")
+    flipped = bytearray((parts / "00000002.bin").read_bytes())
+    flipped[7] ^= 1
+    (parts / "00000002.bin").write_bytes(flipped)
     kept = (parts / "00000000.bin").stat().st_mtime_ns
     with pytest.raises(UserError, match=r"unfinished run with other append_eod; .*--overwrite"):
         run([path], tmp_path / "out", append_eod=False)
@@ -184,7 +187,7 @@ def test_an_interrupted_run_continues_from_its_finished_parts(tmp_path, small_pa
 
     result = preprocess.preprocess(job, report=look)
     assert set(seen) == {kept}
-    assert result.resumed.disk_bytes == 4 * 1500
+    assert result.resumed.disk_bytes == 3 * 1500  # not the part that was damaged
     assert result.total == whole.total
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert not parts.exists()
