@@ -1,0 +1,37 @@
+"""Imports point downward, floor 0 imports no torch, and the config stays small."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from megaframe.config import RunConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_imports_point_to_the_same_floor_or_a_lower_one():
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    assert "2 kept, 0 broken" in result.stdout
+
+
+def test_floor_0_runs_without_torch():
+    code = (
+        "import sys; import megaframe.config, megaframe.layout, megaframe.schedule, "
+        "megaframe.plan.memory; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_run_has_under_150_fields():
+    def count(section):
+        fields = (field.annotation for field in section.model_fields.values())
+        return sum(count(f) if is_section(f) else 1 for f in fields)
+
+    def is_section(annotation):
+        return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+    assert 50 < count(RunConfig) < 150
