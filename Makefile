@@ -1,4 +1,5 @@
 # Two commands, each from nothing: `make demo` trains a GPT, `make test` proves it.
+# `make demo OVERRIDES="train.steps=20"` changes keys of the demo.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,7 +9,7 @@ TRAIN := $(BIN)/python pretrain_gpt.py --config configs/demo.yaml
 .PHONY: demo test clean
 
 demo: $(DEMO)/python.idx
-	$(TRAIN)
+	$(TRAIN) $(OVERRIDES)
 	$(BIN)/python tools/generate.py --checkpoint runs/demo/checkpoints --prompt "def main("
 
 test: .venv/ready

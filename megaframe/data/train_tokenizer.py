@@ -113,6 +113,7 @@ def in_turn(sources: Iterable[Iterator[str]]) -> Iterator[str]:
 def _write(path: str, content: bytes) -> None:
     temporary = unfinished_name(path)
     try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         with open(temporary, "wb") as file:
             file.write(content)
             file.flush()

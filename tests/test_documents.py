@@ -1,0 +1,69 @@
+"""Every command of the README is run, in order, in a copy of the tracked files."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NOT_HERE = {"make test": "is what runs this test"}
+SHORTER = {"make demo": 'make demo OVERRIDES="train.steps=20 train.eval_every=10"'}
+
+
+def commands(text):
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line]
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A copy of what git tracks, beside this environment."""
+    folder = tmp_path_factory.mktemp("clone")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    (folder / ".venv").symlink_to(sys.prefix)
+    return folder
+
+
+def test_the_commands_of_the_readme_work(clone):
+    found = commands((ROOT / "README.md").read_text())
+    assert len(found) > 8 and set(NOT_HERE) | set(SHORTER) <= set(found)
+    environment = {**os.environ, "PYTHONPATH": str(clone)}
+    for command in found:
+        if command in NOT_HERE:
+            continue
+        result = subprocess.run(
+            SHORTER.get(command, command),
+            shell=True,
+            cwd=clone,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    assert (clone / "runs/demo/metrics.jsonl").read_text().count("\n") == 20
+    assert (clone / "runs/demo/checkpoints/latest").exists()
+
+
+def test_links_of_the_documents_lead_somewhere():
+    for document in (ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "benchmarks/README.md"):
+        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    assert "make test" in (ROOT / ".ci/run").read_text()
+    assert "make test" in commands((ROOT / "README.md").read_text())
