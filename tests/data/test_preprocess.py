@@ -193,6 +193,14 @@ def test_an_interrupted_run_continues_from_its_finished_parts(tmp_path, small_pa
     assert not parts.exists()
 
 
+def runs(process):
+    """Whether a process still does something: a zombie does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def test_killing_the_tool_at_any_moment_loses_nothing(tmp_path):
     documents = [f"document {n} " * 300 for n in range(8000)]
     path = write_as(tmp_path / "c.jsonl", documents)  # some thirty megabytes, fifteen parts
@@ -202,8 +210,13 @@ def test_killing_the_tool_at_any_moment_loses_nothing(tmp_path):
     journal = tmp_path / "out.parts" / "journal.jsonl"
     while first.poll() is None and not (journal.exists() and b'part":' in journal.read_bytes()):
         time.sleep(0.01)
+    children = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
     os.kill(first.pid, signal.SIGKILL)
     assert first.wait() == -signal.SIGKILL
+    deadline = time.monotonic() + 20
+    while any(map(runs, children)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(children) >= 2 and not any(map(runs, children))  # no orphans
     assert not list(tmp_path.glob("out.bin")) and not list(tmp_path.glob("out.idx"))
     again = subprocess.run(command, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
