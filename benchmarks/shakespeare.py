@@ -20,12 +20,15 @@ TITLE = "tinyshakespeare"
 
 
 def contenders(given: argparse.Namespace) -> list[Contender]:
-    """Ours, and nanoGPT where a checkout was given."""
+    """Ours, as nanoGPT's model and with our default positions, and nanoGPT where it was given."""
     common = ("--text", str(given.text.resolve()), "--steps", str(given.steps))
     chosen = []
     if not given.without_ours:
         script = str(PEERS / "shakespeare_ours.py")
-        chosen.append(Contender("megaframe", (sys.executable, script, *common), ours=True))
+        command = (sys.executable, script, *common)
+        chosen.append(Contender("megaframe", command, ours=True))
+        rotary = (*command, "--position", "rotary")
+        chosen.append(Contender("megaframe, rotary", rotary, ours=True))
     if given.nanogpt:
         script = str(PEERS / "shakespeare_nanogpt.py")
         checkout = str(given.nanogpt.resolve())

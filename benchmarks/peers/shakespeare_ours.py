@@ -17,8 +17,8 @@ from shakespeare_settings import SETTINGS, Text, parser, read_text
 from workload import emit, peak_rss_bytes
 
 
-def overrides_of(prefix: Path, text: Text, steps: int) -> list[str]:
-    """nanoGPT's settings as keys of the config."""
+def overrides_of(prefix: Path, text: Text, steps: int, position: str) -> list[str]:
+    """nanoGPT's settings as keys of the config; its `position` is learned."""
     shape = SETTINGS
     return [
         f"model.layers={shape.layers}",
@@ -26,7 +26,7 @@ def overrides_of(prefix: Path, text: Text, steps: int) -> list[str]:
         f"model.hidden={shape.hidden}",
         f"model.vocab={text.vocab}",
         "model.norm=layernorm",
-        "model.position=learned",
+        f"model.position={position}",
         "model.activation=gelu",
         "model.bias=false",
         "model.tie_embeddings=true",
@@ -52,12 +52,15 @@ def overrides_of(prefix: Path, text: Text, steps: int) -> list[str]:
 
 
 def main() -> None:
-    arguments = parser(__doc__).parse_args()
-    text = read_text(arguments.text)
+    arguments = parser(__doc__)
+    arguments.add_argument("--position", choices=("learned", "rotary"), default="learned")
+    given = arguments.parse_args()
+    text = read_text(given.text)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_documents(folder / "tokens", [text.training, text.validation], text.vocab)
-        metrics = pretrain(folder, overrides_of(folder / "tokens", text, arguments.steps))
+        overrides = overrides_of(folder / "tokens", text, given.steps, given.position)
+        metrics = pretrain(folder, overrides)
     seconds = [line["seconds"] for line in metrics[1:-1]]
     emit(
         tokens_per_second=SETTINGS.tokens_per_step * len(seconds) / sum(seconds),
