@@ -66,11 +66,11 @@ class Block(Module):
 
     def __call__(self, x: Tensor, frame: Frame) -> Tensor:
         """[B, S, hidden] to the same shape."""
-        branch = self.attention(self.attention_norm(x), frame)
+        branch = self.attention(x, self.attention_norm, frame)
         if frame.dropout is not None:
             branch = frame.dropout(branch, f"{self.name}.attention")
         x = x + branch
-        branch = self.mlp(self.mlp_norm(x))
+        branch = self.mlp(x, self.mlp_norm)
         if frame.dropout is not None:
             branch = frame.dropout(branch, f"{self.name}.mlp")
         return x + branch

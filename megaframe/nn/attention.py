@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megaframe.config import Model
 from megaframe.nn.frame import Frame
-from megaframe.nn.linear import Linear
+from megaframe.nn.linear import Elementwise, Linear
 from megaframe.nn.norm import Norm
 from megaframe.parameter import Module
 
@@ -46,10 +46,10 @@ class Attention(Module):
             bias=model.bias,
         )
 
-    def __call__(self, x_BSH: Tensor, frame: Frame) -> Tensor:
-        """[B, S, hidden] to the same shape."""
+    def __call__(self, x_BSH: Tensor, norm: Elementwise, frame: Frame) -> Tensor:
+        """[B, S, hidden], normalised by `norm`, to the same shape."""
         batch, length = x_BSH.shape[:2]
-        qkv = self.qkv(x_BSH).view(batch, length, self.groups, self.per_group + 2, self.width)
+        qkv = self.qkv(x_BSH, norm).view(batch, length, self.groups, self.per_group + 2, self.width)
         query, key_BSG1D, value_BSG1D = qkv.split((self.per_group, 1, 1), dim=3)
         query_BSND = query.reshape(batch, length, -1, self.width)
         key_BSGD, value_BSGD = key_BSG1D.squeeze(3), value_BSG1D.squeeze(3)

@@ -6,6 +6,7 @@ Shape legend: T tokens (all leading dims), I inputs, O outputs.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from megaframe.parameter import Module, Parameter
 from megaframe.spec import Constant, Normal, ParamSpec
+
+Elementwise = Callable[[Tensor], Tensor]
+"""Something cheap between two matrix products: a norm or an activation."""
 
 
 class Linear(Module):
@@ -50,27 +54,46 @@ class Linear(Module):
             self.bias = Parameter(spec)
         self._outputs = len(outputs)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [..., I] to [..., O], inputs and outputs flattened."""
-        return _Linear.apply(x, self.weight, self.bias, self._outputs)
+    def __call__(self, x: Tensor, before: Elementwise | None = None) -> Tensor:
+        """before(x) [..., I] to [..., O], inputs and outputs flattened.
+
+        `before` is a norm or an activation: cheap to compute beside the product. Only its input is
+        kept; backward computes it again.
+        """
+        return _Linear.apply(x, self.weight, self.bias, self._outputs, before)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, outputs: int
+        ctx: Any,
+        x: Tensor,
+        weight: Parameter,
+        bias: Parameter | None,
+        outputs: int,
+        before: Elementwise | None,
     ) -> Tensor:
         weight_OI = weight.value.view(math.prod(weight.value.shape[:outputs]), -1)
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.weight_OI = weight, bias, weight_OI
-        return F.linear(x, weight_OI, None if bias is None else bias.value.view(-1))
+        ctx.weight, ctx.bias, ctx.weight_OI, ctx.before = weight, bias, weight_OI, before
+        source = x if before is None else before(x)
+        return F.linear(source, weight_OI, None if bias is None else bias.value.view(-1))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         (x,) = ctx.saved_tensors
         dy_TO = gradients[0].reshape(-1, gradients[0].shape[-1])
-        dx = (dy_TO @ ctx.weight_OI).view_as(x)
-        ctx.weight.add_product(dy_TO, x.reshape(-1, x.shape[-1]))
+        source = x
+        if ctx.before is not None:
+            x = x.detach().requires_grad_()
+            with torch.enable_grad():
+                source = ctx.before(x)
+        flat = source.detach().reshape(-1, source.shape[-1])
+        ctx.weight.add_product(dy_TO, flat)
         if ctx.bias is not None:
             ctx.bias.add(dy_TO.sum(0).view_as(ctx.bias.grad))
-        return dx, None, None, None
+        dx: Tensor | None = (dy_TO @ ctx.weight_OI).view_as(source)
+        if ctx.before is not None:
+            source.backward(dx)
+            dx = x.grad
+        return dx, None, None, None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.config import Model
-from megaframe.nn.linear import Linear
+from megaframe.nn.linear import Elementwise, Linear
 from megaframe.parameter import Module
 
 
@@ -31,9 +32,9 @@ class MLP(Module):
             f"{name}.down", (model.ffn,), (model.hidden,), std=output_std, split=1, bias=model.bias
         )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [..., hidden] to the same shape."""
-        return self.down(activate(self.activation, self.up(x)))
+    def __call__(self, x: Tensor, norm: Elementwise) -> Tensor:
+        """x [..., hidden], normalised by `norm`, to the same shape."""
+        return self.down(self.up(x, norm), partial(activate, self.activation))
 
 
 def activate(kind: str, x: Tensor) -> Tensor:

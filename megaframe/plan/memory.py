@@ -69,21 +69,17 @@ def _activations(config: RunConfig) -> int:
 def block_bytes(config: RunConfig) -> int:
     """Bytes that one block keeps of a microbatch beside its input.
 
-    Both norms' outputs, the stream between attention and MLP, queries, keys and values, the
-    attention's output, the MLP before and after its activation, the statistics of the norms and one
-    log-sum-exp a head; these in at least fp32, but for those of layernorm on a CPU.
+    Queries, keys and values, the attention's output with one log-sum-exp a head, the stream between
+    attention and MLP, and the MLP before its activation. What is normalised or activated is made
+    again in backward.
     """
     model, width = config.model, _WIDTH[config.train.precision]
     tokens = config.train.microbatch * config.train.seq
     queries = model.heads * model.head_dim
     qkv = queries + 2 * model.kv_heads * model.head_dim
-    inner = (3 if model.activation == "swiglu" else 2) * model.ffn
-    elements = 3 * model.hidden + qkv + queries + inner
+    inner = (2 if model.activation == "swiglu" else 1) * model.ffn
+    elements = model.hidden + qkv + queries + inner
     statistics = model.heads
-    if model.norm == "layernorm":
-        elements += 2 * 2
-    else:
-        statistics += 2
     if model.qk_norm:
         elements += qkv
         statistics += model.heads + model.kv_heads
