@@ -34,7 +34,7 @@ setup(
         "pydantic>=2.11,<2.15",
         "PyYAML>=6.0,<6.1",
         "safetensors>=0.5,<0.9",
-        "sentencepiece>=0.2,<0.3",
+        "sentencepiece>=0.2.3,<0.3",
         "rich>=13.9,<16",
         "xxhash>=3.5,<5",
     ],

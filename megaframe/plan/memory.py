@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 from megaframe.config.schema import RunConfig
 
-LOSS_CHUNK_BYTES = 64 << 20
+LOSS_CHUNK_BYTES = 32 << 20
 """Largest piece of the logits that exists at once. A larger one gains no speed."""
 
 _WIDTH = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
