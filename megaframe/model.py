@@ -70,7 +70,7 @@ class Block(Module):
         if frame.dropout is not None:
             branch = frame.dropout(branch, f"{self.name}.attention")
         x = x + branch
-        branch = self.mlp(x, self.mlp_norm)
+        branch = self.mlp(x, self.mlp_norm, again=frame.selective)
         if frame.dropout is not None:
             branch = frame.dropout(branch, f"{self.name}.mlp")
         return x + branch
@@ -203,7 +203,9 @@ class Stage:
         return x
 
     def _frame(self, microbatch: Microbatch, key: int | None) -> Frame:
-        return make_frame(self.config.model, microbatch, self.precision.compute, key)
+        selective = self.config.train.recompute == "selective"
+        dtype = self.precision.compute
+        return make_frame(self.config.model, microbatch, dtype, key, selective=selective)
 
 
 def model_specs(config: RunConfig) -> list[ParamSpec]:

@@ -45,7 +45,7 @@ def gradients(build, microbatch, train):
 
 
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_equal_autograd(name, recompute, documents, build, make_microbatch):
     built = build(MODELS[name], train={**TRAIN, "recompute": recompute})

@@ -150,8 +150,9 @@ class Train(Section):
     """Start with a smaller global batch and grow it."""
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
     """Type of the matrix products. bf16 and fp16 keep fp32 weights and gradients beside it."""
-    recompute: Literal["none", "full"] = "none"
-    """`full` keeps only each block's input and runs the block again in backward."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What backward computes again instead of keeping it: `selective` norms and activations (about
+    3% of a step for a third of the activations), `full` each block from its input."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the target probability that is spread over the vocabulary."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0

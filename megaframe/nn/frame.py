@@ -21,15 +21,22 @@ from megaframe.nn.rotary import Rotary
 class Frame:
     """rotary: turns queries and keys, None without rotary positions.
     mask: bool [S, S] or [B, 1, S, S], true where a query (row) may see a key; None for causal.
-    dropout: the masks of this step's tokens, None when nothing is dropped."""
+    dropout: the masks of this step's tokens, None when nothing is dropped.
+    selective: norms and activations are not kept but computed again in backward."""
 
     rotary: Rotary | None
     mask: Tensor | None
     dropout: Dropout | None
+    selective: bool
 
 
 def make_frame(
-    model: Model, microbatch: Microbatch, dtype: torch.dtype, dropout_key: int | None
+    model: Model,
+    microbatch: Microbatch,
+    dtype: torch.dtype,
+    dropout_key: int | None,
+    *,
+    selective: bool,
 ) -> Frame:
     """The frame of `microbatch`. `dropout_key` is a function of seed and step; None in evaluation
     and when nothing is dropped."""
@@ -39,7 +46,7 @@ def make_frame(
     dropout = None
     if dropout_key is not None and model.dropout > 0:
         dropout = Dropout(model.dropout, dropout_key, microbatch.samples_B, microbatch.tokens_BS)
-    return Frame(rotary, _mask(model.window, microbatch), dropout)
+    return Frame(rotary, _mask(model.window, microbatch), dropout, selective)
 
 
 def positions_of(microbatch: Microbatch) -> Tensor:

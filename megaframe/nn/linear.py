@@ -54,13 +54,19 @@ class Linear(Module):
             self.bias = Parameter(spec)
         self._outputs = len(outputs)
 
-    def __call__(self, x: Tensor, before: Elementwise | None = None) -> Tensor:
+    def __call__(self, x: Tensor, before: Elementwise, *, again: bool) -> Tensor:
         """before(x) [..., I] to [..., O], inputs and outputs flattened.
 
-        `before` is a norm or an activation: cheap to compute beside the product. Only its input is
-        kept; backward computes it again.
+        `before` is a norm or an activation, cheap to compute beside the product. With `again` only
+        its input is kept, and backward computes it a second time.
         """
-        return _Linear.apply(x, self.weight, self.bias, self._outputs, before)
+        if again:
+            return _Linear.apply(x, self.weight, self.bias, self._outputs, before)
+        return self.plain(before(x))
+
+    def plain(self, x: Tensor) -> Tensor:
+        """x [..., I] to [..., O], inputs and outputs flattened."""
+        return _Linear.apply(x, self.weight, self.bias, self._outputs, None)
 
 
 class _Linear(torch.autograd.Function):

@@ -32,9 +32,10 @@ class MLP(Module):
             f"{name}.down", (model.ffn,), (model.hidden,), std=output_std, split=1, bias=model.bias
         )
 
-    def __call__(self, x: Tensor, norm: Elementwise) -> Tensor:
-        """x [..., hidden], normalised by `norm`, to the same shape."""
-        return self.down(self.up(x, norm), partial(activate, self.activation))
+    def __call__(self, x: Tensor, norm: Elementwise, *, again: bool) -> Tensor:
+        """x [..., hidden], normalised by `norm`, to the same shape; `again` as in `Linear`."""
+        up = self.up(x, norm, again=again)
+        return self.down(up, partial(activate, self.activation), again=again)
 
 
 def activate(kind: str, x: Tensor) -> Tensor:

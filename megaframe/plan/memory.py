@@ -70,16 +70,23 @@ def block_bytes(config: RunConfig) -> int:
     """Bytes that one block keeps of a microbatch beside its input.
 
     Queries, keys and values, the attention's output with one log-sum-exp a head, the stream between
-    attention and MLP, and the MLP before its activation. What is normalised or activated is made
-    again in backward.
+    attention and MLP, and the MLP before its activation; unless they are computed again, also both
+    norms' outputs with their statistics, and the MLP after its activation. Statistics are in at
+    least fp32, but for those of layernorm on a CPU.
     """
     model, width = config.model, _WIDTH[config.train.precision]
     tokens = config.train.microbatch * config.train.seq
     queries = model.heads * model.head_dim
     qkv = queries + 2 * model.kv_heads * model.head_dim
-    inner = (2 if model.activation == "swiglu" else 1) * model.ffn
-    elements = model.hidden + qkv + queries + inner
+    elements = model.hidden + qkv + queries
+    elements += (2 if model.activation == "swiglu" else 1) * model.ffn
     statistics = model.heads
+    if config.train.recompute != "selective":
+        elements += 2 * model.hidden + model.ffn
+        if model.norm == "layernorm":
+            elements += 2 * 2
+        else:
+            statistics += 2
     if model.qk_norm:
         elements += qkv
         statistics += model.heads + model.kv_heads

@@ -77,7 +77,7 @@ def assert_same(found, expected, tolerance):
         torch.testing.assert_close(found[2][name], weights, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_and_microbatches_do_not_change_the_answer(name, recompute, pool):
     (expected,) = pool.run(1, run, MODELS[name], {"microbatch": 8, "recompute": "none"}, False)

@@ -16,9 +16,10 @@ MODELS = [
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_block_keeps_what_the_plan_says(model, precision, build, make_microbatch):
-    train = {"precision": precision, "seq": 32}
+def test_a_block_keeps_what_the_plan_says(model, recompute, precision, build, make_microbatch):
+    train = {"precision": precision, "seq": 32, "recompute": recompute}
     built = build({"layers": 1, "hidden": 64, **model}, train=train)
     stage = built.stage
     frame = stage._frame(make_microbatch(built.config), None)
