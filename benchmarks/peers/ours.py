@@ -65,6 +65,7 @@ def overrides_of(precision: str, steps: int, prefix: Path) -> list[str]:
         f"train.global_batch={shape.batch}",
         f"train.microbatch={shape.batch}",
         f"train.precision={precision}",
+        "train.recompute=selective",
         f"optim.lr={shape.learning_rate}",
         "optim.schedule=constant",
         f"optim.beta1={shape.beta1}",
