@@ -49,7 +49,9 @@ class Attention(Module):
     def __call__(self, x_BSH: Tensor, norm: Elementwise, frame: Frame) -> Tensor:
         """[B, S, hidden], normalised by `norm`, to the same shape."""
         batch, length = x_BSH.shape[:2]
-        qkv = self.qkv(x_BSH, norm, again=frame.selective).view(batch, length, self.groups, self.per_group + 2, self.width)
+        qkv = self.qkv(x_BSH, norm, again=frame.selective).view(
+            batch, length, self.groups, self.per_group + 2, self.width
+        )
         query, key_BSG1D, value_BSG1D = qkv.split((self.per_group, 1, 1), dim=3)
         query_BSND = query.reshape(batch, length, -1, self.width)
         key_BSGD, value_BSGD = key_BSG1D.squeeze(3), value_BSG1D.squeeze(3)

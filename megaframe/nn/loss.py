@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megaframe.microbatch import IGNORE
 from megaframe.parameter import Parameter
-from megaframe.plan.memory import LOSS_CHUNK_BYTES
+from megaframe.plan.memory import LOSS_CHUNK
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def head_loss(
     to the weight's gradient. Without one, nothing but the loss.
     """
     tokens, vocab = hidden_TH.shape[0], weight.value.shape[0]
-    rows = min(tokens, max(1, LOSS_CHUNK_BYTES // (vocab * hidden_TH.element_size())))
+    rows = min(tokens, max(1, LOSS_CHUNK // vocab))
     buffer = hidden_TH.new_empty(rows, vocab)
     loss = torch.zeros((), dtype=torch.float64, device=hidden_TH.device)
     d_hidden = None if scale is None else torch.empty_like(hidden_TH)

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 
 from megaframe.config.schema import RunConfig
 
-LOSS_CHUNK_BYTES = 32 << 20
-"""Largest piece of the logits that exists at once. A larger one gains no speed."""
+LOSS_CHUNK = 25 << 20
+"""Most logits that exist at once. Fewer make fp32 products slower (docs/log.md)."""
 
 _WIDTH = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 
@@ -40,7 +40,7 @@ def memory(config: RunConfig, parameters: int) -> Memory:
     master = max(4, width)
     tokens = config.train.microbatch * config.train.seq
     vocab = config.model.vocab or 0
-    chunk = min(tokens, max(1, LOSS_CHUNK_BYTES // max(1, vocab * width)))
+    chunk = min(tokens, max(1, LOSS_CHUNK // max(1, vocab)))
     return Memory(
         weights=parameters * master,
         values=parameters * width if width != master else 0,

@@ -35,7 +35,7 @@ def expected(hidden, labels, weight, scale):
 
 @pytest.mark.parametrize("rows", [1, 7, 29, 1000])
 def test_chunks_change_nothing(rows, monkeypatch):
-    monkeypatch.setattr(loss_module, "LOSS_CHUNK_BYTES", rows * VOCAB * 8)
+    monkeypatch.setattr(loss_module, "LOSS_CHUNK", rows * VOCAB)
     hidden, labels, weight = head(torch.float64, torch.float64)
     result = head_loss(hidden, labels, weight, LossOptions(), 0.25)
     loss, d_hidden, d_weight = expected(hidden, labels, weight, 0.25)
