@@ -142,6 +142,10 @@ class Stage:
         self.units: list[Module] = [self.embedding, *self.blocks, self.head]
         self._flights: dict[int, Flight] = {}
 
+    def parameters(self) -> list[Parameter]:
+        """All parameters, in order, once each though units may share them."""
+        return list({p: None for unit in self.units for p in unit.parameters()})
+
     def forward(self, number: int, microbatch: Microbatch, step: int, scale: float) -> Tensor:
         """Run microbatch `number` and keep what its backward needs.
 
@@ -210,9 +214,7 @@ class Stage:
 
 def model_specs(config: RunConfig) -> list[ParamSpec]:
     """Specs of all parameters of the whole model, in order; allocates nothing."""
-    stage = Stage(config)
-    seen = {p: None for unit in stage.units for p in unit.parameters()}
-    return [parameter.spec for parameter in seen]
+    return [parameter.spec for parameter in Stage(config).parameters()]
 
 
 def vocabulary(model: Model) -> int:

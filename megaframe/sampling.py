@@ -40,7 +40,7 @@ def load_model(path: Path) -> tuple[RunConfig, Stage]:
 def _allocate(stage: Stage) -> list[Slice]:
     """Give every parameter storage for its whole value; the slices fill it."""
     slices = []
-    for parameter in {p: None for unit in stage.units for p in unit.parameters()}:
+    for parameter in stage.parameters():
         spec = parameter.spec
         value = torch.empty(spec.shape, dtype=stage.precision.compute)
         box = Box((0,) * len(spec.shape), spec.shape)
