@@ -52,11 +52,6 @@ class Group:
         """Number of ranks."""
         return len(self.ranks)
 
-    @property
-    def label(self) -> str:
-        """The axes as one word for logs and metrics."""
-        return "_".join(self.axes)
-
 
 class Pending(Generic[T]):
     """A result still in flight. Forgetting to wait is a type error, not a race."""
