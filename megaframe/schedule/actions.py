@@ -10,30 +10,55 @@ from megaframe.errors import UserError
 
 
 class Kind(str, Enum):
-    """What an action does. F: forward of one microbatch through one stage. B: its backward.
-    REDUCE: from here on each gradient bucket of the stage leaves as soon as it is complete.
-    UPDATE: the optimizer updates the weights of all stages of the rank."""
+    """What an action does.
+
+    F: forward of one microbatch through one stage. B: its backward: both gradients, or that of the
+    input alone where a W of the same stage and microbatch follows. W: the gradient of the weights.
+    SEND_F, RECV_F: the output of the stage goes to the next one; its input comes from the one
+    before. SEND_B, RECV_B: the gradient of its input goes to the one before; that of its output
+    comes from the next one. REDUCE: from here on each gradient bucket of the stage leaves as soon
+    as it is complete. UPDATE: the optimizer updates the weights of all stages of the rank.
+    """
 
     F = "F"
     B = "B"
+    W = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
     REDUCE = "REDUCE"
     UPDATE = "UPDATE"
 
     @property
+    def is_compute(self) -> bool:
+        """Whether a generator emits it; lowering adds the others."""
+        return self in (Kind.F, Kind.B, Kind.W)
+
+    @property
     def per_microbatch(self) -> bool:
         """Whether the action belongs to one microbatch."""
-        return self in (Kind.F, Kind.B)
+        return self not in (Kind.REDUCE, Kind.UPDATE)
 
     @property
     def lane(self) -> str:
         """The ordered stream of work that the action is issued to."""
-        return "grad" if self is Kind.REDUCE else "compute"
+        return _LANES.get(self, "compute")
+
+
+_LANES = {
+    Kind.SEND_F: "send",
+    Kind.SEND_B: "send",
+    Kind.RECV_F: "recv",
+    Kind.RECV_B: "recv",
+    Kind.REDUCE: "grad",
+}
 
 
 @dataclass(frozen=True)
 class Action:
     """One step of a rank's schedule. Text form: stage, kind and microbatch, the numbers left out
-    where they do not apply: `2F0`, `2REDUCE`, `UPDATE`."""
+    where they do not apply: `2F0`, `2SEND_F0`, `2REDUCE`, `UPDATE`."""
 
     kind: Kind
     stage: int | None = None
@@ -44,7 +69,7 @@ class Action:
         return self.kind.value.join(numbers)
 
 
-_PATTERN = re.compile(r"(\d{1,9})?([A-Z]+)(\d{1,9})?")
+_PATTERN = re.compile(r"(\d{1,9})?([A-Z]+(?:_[A-Z])?)(\d{1,9})?")
 
 
 def parse_action(text: str) -> Action:
