@@ -1,0 +1,104 @@
+"""Costs: what the actions of a schedule take, measured or modelled.
+
+Integers and fractions stay exact through the whole simulation, so that closed forms can be held to
+equality; floats are as good as floats are.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from megaframe.errors import UserError
+
+Seconds = int | float | Fraction
+PerStage = Seconds | tuple[Seconds, ...]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of F, of B (input gradient) and of W (weight gradient) of one microbatch on one
+    stage: a number for all stages, or one each. A backward that is not split takes B + W.
+
+    comm: seconds after which the receiving rank has a tensor that is sent; tensors on one directed
+    edge between ranks follow each other. Raises `UserError` for times that are negative or
+    infinite.
+    """
+
+    forward: PerStage = 1
+    backward: PerStage = 1
+    weight: PerStage = 1
+    comm: Seconds = 0
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward", "weight", "comm"):
+            for value in _each(getattr(self, name)):
+                if not (value >= 0 and math.isfinite(value)):
+                    raise UserError(f"costs: {name} takes {value} s; use 0 or more")
+
+    def per_stage(self, stages: int) -> tuple[tuple[Seconds, ...], ...]:
+        """Seconds of F, of B and of W, each by stage.
+
+        Raises `UserError` where they are given for another number of stages.
+        """
+        return tuple(
+            _spread(name, getattr(self, name), stages) for name in ("forward", "backward", "weight")
+        )
+
+    def divided(self, chunks: int) -> Costs:
+        """Costs of one stage where these are those of a rank's whole share of `chunks` stages."""
+
+        def part(value: PerStage) -> PerStage:
+            if isinstance(value, tuple):
+                return tuple(_divide(one, chunks) for one in value)
+            return _divide(value, chunks)
+
+        return replace(
+            self,
+            forward=part(self.forward),
+            backward=part(self.backward),
+            weight=part(self.weight),
+        )
+
+
+def _each(value: PerStage) -> tuple[Seconds, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _spread(name: str, value: PerStage, stages: int) -> tuple[Seconds, ...]:
+    if not isinstance(value, tuple):
+        return (value,) * stages
+    if len(value) != stages:
+        raise UserError(f"costs: {name} is given for {len(value)} stages of a schedule of {stages}")
+    return value
+
+
+def _divide(value: Seconds, chunks: int) -> Seconds:
+    return value / chunks if isinstance(value, float) else Fraction(value) / chunks
+
+
+_FIELDS = {"F": "forward", "B": "backward", "W": "weight", "comm": "comm"}
+_NUMBER = re.compile(r"\d{1,12}(\.\d{1,12})?([eE][+-]?\d{1,2})?")
+
+
+def parse_costs(text: str) -> Costs:
+    """Costs from a text such as `F=1,B=1,W=1,comm=0.1`, exact; what is left out keeps its default
+    (F, B, W: 1, comm: 0).
+
+    Raises `UserError` naming the part that is wrong.
+    """
+    values: dict[str, Seconds] = {}
+    for part in text.split(","):
+        name, equals, number = (piece.strip() for piece in part.partition("="))
+        if not equals or name not in _FIELDS:
+            raise UserError(f"costs {text!r}: {part!r} is not one of F=, B=, W=, comm= and a time")
+        if _FIELDS[name] in values:
+            raise UserError(f"costs {text!r}: {name} is given twice; give it once")
+        if not _NUMBER.fullmatch(number):
+            raise UserError(
+                f"costs {text!r}: {number!r} is no time; use seconds such as {name}=1.5"
+            )
+        values[_FIELDS[name]] = Fraction(number)
+    return replace(Costs(), **values)
