@@ -1,0 +1,270 @@
+"""Check: proves that a schedule runs to its end and computes each gradient once, or says why not.
+
+Works on compute alone and on what lowering made of it. Freedom from deadlock is proved by walking
+the partial order itself. That holds for the real engine too, though a transfer there needs its
+receive to be posted: both ends of an edge use one order and a receive stands before its consumer,
+so whenever a consumer's turn has come, its receive and all earlier ones of the edge are posted.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from megaframe.errors import UserError
+from megaframe.schedule.actions import Action, Kind
+from megaframe.schedule.schedule import Schedule
+from megaframe.schedule.walk import Program, Walk, cycle, flatten, walk
+
+_ORDER = (
+    (Kind.RECV_F, Kind.F),
+    (Kind.F, Kind.SEND_F),
+    (Kind.F, Kind.B),
+    (Kind.RECV_B, Kind.B),
+    (Kind.B, Kind.SEND_B),
+    (Kind.B, Kind.W),
+)
+"""Of one stage and microbatch, the first stands before the second."""
+
+_PEERS = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
+"""Which neighbouring stage is at the other end."""
+
+_Places = dict[Action, tuple[int, int]]
+"""(rank, position in its list) of every action but UPDATE."""
+
+
+def check(schedule: Schedule) -> None:
+    """Return if every action that the schedule needs is there once, on the right rank, in an order
+    that can be executed.
+
+    Raises `UserError` with what is wrong and the place in a grid, or the circle of a deadlock.
+    """
+    _check_stages(schedule)
+    places = _places(schedule)
+    lowered = any(not action.kind.is_compute for actions in schedule.ranks for action in actions)
+    needed = [_needed(schedule, stage, lowered) for stage in range(len(schedule.rank_of))]
+    _check_complete(schedule, places, needed)
+    _check_order(schedule, places)
+    if lowered:
+        _check_reductions(schedule, places)
+        _check_updates(schedule)
+        _check_edges(schedule)
+    program = flatten(schedule)
+    found = walk(program, [0] * len(program.links()) * program.microbatches, 0)
+    if found.stuck:
+        raise deadlock(program, found)
+
+
+def deadlock(program: Program, found: Walk) -> UserError:
+    """The error that tells who waits for whom where a walk got stuck."""
+    circle = cycle(program, found.stuck)
+    waits = "; ".join(
+        f"rank {rank} waits with {program.action(code)} for {program.action(maker)}"
+        for rank, code, maker in circle
+    )
+    rows = [[str(program.action(code)) for code in steps] for steps in program.steps]
+    centres = [found.stuck.get(rank, len(row)) for rank, row in enumerate(rows)]
+    grid = marked_grid(rows, centres, {rank for rank, _, _ in circle})
+    return UserError(
+        f"schedule: deadlock of {len(found.stuck)} of {len(rows)} ranks: {waits}\n{grid}"
+    )
+
+
+def marked_grid(
+    rows: Sequence[Sequence[str]], centres: Sequence[int], marked: Iterable[int], reach: int = 5
+) -> str:
+    """Cells around `centres` (a column of each row), those of the `marked` rows as `>cell<`, and
+    only the rows near them."""
+    marked = set(marked)
+    shown = [r for r in range(len(rows)) if any(abs(r - m) <= 2 for m in sorted(marked)[:8])]
+    lines = []
+    for rank in shown:
+        row, centre = rows[rank], centres[rank]
+        cells = [row[i] if 0 <= i < len(row) else "" for i in range(centre - reach, centre + reach)]
+        if rank in marked:
+            cells[reach] = f">{cells[reach]}<"
+        edges = ("…" if centre > reach else "", "…" if len(row) > centre + reach else "")
+        lines.append([f"rank {rank}", edges[0], *cells, edges[1]])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = ([c.center(w) for c, w in zip(line, widths, strict=True)] for line in lines)
+    return "\n".join("  " + " ".join(cells).rstrip() for cells in padded)
+
+
+def _wrong(
+    schedule: Schedule, rank: int, position: int, what: str, missing: Action | None = None
+) -> UserError:
+    """The error for one cell; a `missing` one is shown where it should stand."""
+    rows = [list(map(str, actions)) for actions in schedule.ranks]
+    if missing is not None:
+        rows[rank].insert(position, f"{missing}?")
+    grid = marked_grid(rows, [position] * len(rows), {rank})
+    return UserError(f"schedule: {what} (rank {rank}, action {position})\n{grid}")
+
+
+def _check_stages(schedule: Schedule) -> None:
+    """Every stage on one rank, every rank with a stage, no number left out."""
+    owner: dict[int, tuple[int, int]] = {}
+    for rank, actions in enumerate(schedule.ranks):
+        for position, action in enumerate(actions):
+            if action.stage is None:
+                continue
+            first, _ = owner.setdefault(action.stage, (rank, position))
+            if first != rank:
+                what = f"{action} on rank {rank}, but stage {action.stage} is on rank {first}"
+                raise _wrong(schedule, rank, position, what)
+        if all(action.stage is None for action in actions):
+            raise UserError(f"schedule: rank {rank} of {len(schedule.ranks)} has no stage")
+    if not owner:
+        raise UserError("schedule: it has 0 ranks; it needs 1 or more")
+    highest = max(owner)
+    hole = next(stage for stage in range(len(owner) + 1) if stage not in owner)
+    if hole < highest:
+        what = f"stage {highest} is there, but stage {hole} has no action"
+        raise _wrong(schedule, *owner[highest], what)
+
+
+def _places(schedule: Schedule) -> _Places:
+    places: _Places = {}
+    for rank, actions in enumerate(schedule.ranks):
+        for position, action in enumerate(actions):
+            if action.kind is Kind.UPDATE:
+                continue
+            first = places.setdefault(action, (rank, position))
+            if first != (rank, position):
+                what = f"{action} is repeated; it stands at {first[1]} already"
+                raise _wrong(schedule, rank, position, what)
+    return places
+
+
+def _needed(schedule: Schedule, stage: int, lowered: bool) -> tuple[Kind, ...]:
+    """The kinds that a stage must have once for each microbatch."""
+    ranks = schedule.rank_of
+    kinds = [Kind.F, Kind.B]
+    for kind, step in _PEERS.items():
+        peer = stage + step
+        if lowered and 0 <= peer < len(ranks) and ranks[peer] != ranks[stage]:
+            kinds.append(kind)
+    return tuple(kinds)
+
+
+def _check_complete(
+    schedule: Schedule, places: _Places, needed: Sequence[tuple[Kind, ...]]
+) -> None:
+    for action, (rank, position) in places.items():
+        kind, stage = action.kind, action.stage
+        assert stage is not None
+        if kind in _PEERS and kind not in needed[stage]:
+            peer = stage + _PEERS[kind]
+            other = f"stage {peer} is on rank {rank} too" if 0 <= peer < len(needed) else "none"
+            what = f"{action} has no other rank at its other end ({other})"
+            raise _wrong(schedule, rank, position, what)
+    for stage, kinds in enumerate(needed):
+        for microbatch in range(schedule.microbatches):
+            for kind in kinds:
+                if Action(kind, stage, microbatch) not in places:
+                    raise _missing(schedule, places, Action(kind, stage, microbatch))
+
+
+def _missing(schedule: Schedule, places: _Places, action: Action) -> UserError:
+    stage, kind = action.stage, action.kind
+    assert stage is not None
+    rank = schedule.rank_of[stage]
+    later = [b for a, b in _ORDER if a is kind]
+    earlier = [a for a, b in _ORDER if b is kind]
+    after = [places.get(Action(k, stage, action.microbatch)) for k in later]
+    before = [places.get(Action(k, stage, action.microbatch)) for k in earlier]
+    position = min(
+        (place[1] for place in after if place),
+        default=max((place[1] + 1 for place in before if place), default=len(schedule.ranks[rank])),
+    )
+    count = sum(a.kind is kind and a.stage == stage for a in schedule.ranks[rank])
+    what = f"{action} is missing: {count} {kind.value} for {schedule.microbatches} microbatches"
+    return _wrong(schedule, rank, position, what, missing=action)
+
+
+def _check_order(schedule: Schedule, places: _Places) -> None:
+    for action, (rank, position) in places.items():
+        for first, second in _ORDER:
+            if action.kind is not second:
+                continue
+            before = Action(first, action.stage, action.microbatch)
+            place = places.get(before)
+            if place is not None and place[1] > position:
+                what = f"{action} stands before {before}, which it needs and which is at {place[1]}"
+                raise _wrong(schedule, rank, position, what)
+
+
+def _check_reductions(schedule: Schedule, places: _Places) -> None:
+    """One REDUCE per stage, with one action after it that completes gradients of the stage."""
+    for stage, rank in enumerate(schedule.rank_of):
+        completing = [
+            position
+            for position, action in enumerate(schedule.ranks[rank])
+            if action.stage == stage and _completes(action, schedule)
+        ]
+        place = places.get(Action(Kind.REDUCE, stage))
+        if place is None:
+            missing = Action(Kind.REDUCE, stage)
+            what = f"{missing} is missing; it stands before the last gradient of its stage"
+            raise _wrong(schedule, rank, completing[-1], what, missing)
+        later = sum(position > place[1] for position in completing)
+        if later != 1:
+            what = (
+                f"{stage}REDUCE stands before {later} of the stage's {len(completing)} gradients; "
+                f"it stands before the last one, {schedule.ranks[rank][completing[-1]]}"
+            )
+            raise _wrong(schedule, rank, place[1], what)
+
+
+def _completes(action: Action, schedule: Schedule) -> bool:
+    """Whether the gradient of the weights for its microbatch is complete after the action."""
+    if action.kind is not Kind.B or action.stage is None or action.microbatch is None:
+        return action.kind is Kind.W
+    return (action.stage, action.microbatch) not in schedule.split
+
+
+def _check_updates(schedule: Schedule) -> None:
+    update = Action(Kind.UPDATE)
+    for rank, actions in enumerate(schedule.ranks):
+        last = len(actions) - 1
+        if update not in actions:
+            raise _wrong(schedule, rank, last + 1, "UPDATE is missing at the end", update)
+        first = actions.index(update)
+        if first != last:
+            what = f"UPDATE stands before {last - first} other actions; it stands once, at the end"
+            raise _wrong(schedule, rank, first, what)
+
+
+def _check_edges(schedule: Schedule) -> None:
+    """Both ends of every directed edge between ranks name the same tensors in the same order."""
+    sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    received: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
+    for rank, position, action, peer in _transfers(schedule):
+        if action.kind in (Kind.SEND_F, Kind.SEND_B):
+            sent[rank, peer].append(action)
+        else:
+            received[peer, rank].append((position, action))
+    for (source, target), sends in sent.items():
+        for number, (send, (position, action)) in enumerate(
+            zip(sends, received[source, target], strict=True)
+        ):
+            if _receive_of(send) != action:
+                what = (
+                    f"{action} takes tensor {number} from rank {source} to rank {target}, "
+                    f"but that is of {send}"
+                )
+                raise _wrong(schedule, target, position, what)
+
+
+def _transfers(schedule: Schedule) -> Iterator[tuple[int, int, Action, int]]:
+    """(rank, position, action, rank at the other end) of all sends and receives."""
+    for rank, actions in enumerate(schedule.ranks):
+        for position, action in enumerate(actions):
+            if action.kind in _PEERS and action.stage is not None:
+                yield rank, position, action, schedule.rank_of[action.stage + _PEERS[action.kind]]
+
+
+def _receive_of(send: Action) -> Action:
+    kind = Kind.RECV_F if send.kind is Kind.SEND_F else Kind.RECV_B
+    assert send.stage is not None
+    return Action(kind, send.stage + _PEERS[send.kind], send.microbatch)
