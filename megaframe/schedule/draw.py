@@ -1,0 +1,93 @@
+"""Draw a timeline as text: one row per rank, time to the right.
+
+Where the costs are exact and few enough columns do, a column is one tick of them and its cell names
+the action; otherwise the picture is scaled to the width, one letter for whatever fills most of a
+column.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megaframe.schedule.costs import Seconds
+from megaframe.schedule.simulate import Interval, Timeline
+
+_MOST_BANDS = 4
+_IDLE = "."
+
+
+def label(timeline: Timeline, interval: Interval) -> str:
+    """What the drawings call an action: with its stage only where the rank has several."""
+    action, ranks = interval.action, len(timeline.program.steps)
+    stage = action.stage if len(timeline.program.rank_of) > ranks else ""
+    return f"{stage}{action.kind.value}{action.microbatch}"
+
+
+def summary(timeline: Timeline) -> str:
+    """Size, time, bubble and memory in one line."""
+    program = timeline.program
+    ranks, stages = len(program.steps), len(program.rank_of)
+    return (
+        f"{ranks} ranks, {stages} stages, {program.microbatches} microbatches; "
+        f"time {short(timeline.time)}, bubble {float(timeline.bubble):.2%}, "
+        f"activations {short(max(timeline.peak_activations))}"
+    )
+
+
+def short(value: Seconds) -> str:
+    """A number for readers."""
+    return f"{float(value):.6g}"
+
+
+def draw_text(timeline: Timeline, width: int = 120) -> str:
+    """The timeline in lines of about `width` characters."""
+    names = [f"rank {rank}" for rank in range(len(timeline.program.steps))]
+    margin = max(map(len, names)) + 1
+    space = max(20, width - margin)
+    rows = [[label(timeline, one) for one in intervals] for intervals in timeline.compute]
+    cell = 1 + max(len(text) for row in rows for text in row)
+    per_band = space // cell
+    columns = timeline.time / timeline.tick if timeline.tick else math.inf
+    if columns > per_band * _MOST_BANDS:
+        lines = [f"a column is {short(timeline.time / space)} s, {_IDLE} is waiting"]
+        lines += [f"{n:<{margin}}{_scaled(timeline, r, space)}" for r, n in enumerate(names)]
+        return "\n".join(lines)
+    grid = [list(_cells(timeline, rank, row, cell)) for rank, row in enumerate(rows)]
+    lines = []
+    for start in range(0, int(columns), per_band):
+        lines.append(f"from {short(start * (timeline.tick or 0))} s")
+        for name, cells in zip(names, grid, strict=True):
+            lines.append(f"{name:<{margin}}{''.join(cells[start : start + per_band])}".rstrip())
+    return "\n".join(lines)
+
+
+def _cells(timeline: Timeline, rank: int, labels: list[str], width: int) -> Iterator[str]:
+    """One cell per tick: the name of an action, then `-` while it goes on."""
+    tick, at = timeline.tick, 0
+    assert tick is not None
+    for text, interval in zip(labels, timeline.compute[rank], strict=True):
+        start, end = int(interval.start / tick), int(interval.end / tick)
+        yield from [_IDLE.ljust(width)] * (start - at)
+        if end > start:
+            yield text.ljust(width, "-" if end > start + 1 else " ")
+            yield from ["-" * width] * (end - start - 2)
+            if end > start + 1:
+                yield ("-" * (width - 1)).ljust(width)
+        at = end
+    yield from [_IDLE.ljust(width)] * (int(timeline.time / tick) - at)
+
+
+def _scaled(timeline: Timeline, rank: int, columns: int) -> str:
+    """One letter per column: the kind of work, or waiting, that fills most of it."""
+    filled: list[dict[str, float]] = [{} for _ in range(columns)]
+    scale = columns / float(timeline.time) if timeline.time else 0.0
+    for interval in timeline.compute[rank]:
+        start, end = float(interval.start) * scale, float(interval.end) * scale
+        kind = interval.action.kind.value
+        for column in range(int(start), min(columns, math.ceil(end))):
+            part = min(end, column + 1) - max(start, column)
+            filled[column][kind] = filled[column].get(kind, 0.0) + part
+    for parts in filled:
+        parts[_IDLE] = 1 - sum(parts.values())
+    return "".join(max(parts, key=lambda kind: parts[kind]) for parts in filled)

@@ -1,0 +1,137 @@
+"""Draw a timeline as SVG: one file that needs nothing else, on light and dark ground.
+
+The colour of an action says its kind and the shade its chunk; both are the same on either ground,
+with the label in whichever of black and white stands out from it.
+"""
+
+from __future__ import annotations
+
+import colorsys
+import math
+from collections.abc import Iterator
+from xml.sax.saxutils import escape
+
+from megaframe.schedule.draw import short, summary
+from megaframe.schedule.simulate import Interval, Timeline
+
+_HUES = {
+    "F": (212, "forward"),
+    "B": (135, "backward, input gradient"),
+    "W": (32, "backward, weight gradient"),
+    "BW": (175, "backward, both gradients"),
+}
+_LEFT, _RIGHT, _TOP, _ROW, _GAP = 64, 40, 64, 26, 4
+_LETTER = 6.5
+"""Pixels that a digit of a label takes."""
+
+_Palette = dict[tuple[str, int], tuple[str, str]]
+"""(fill, label) by (kind, chunk)."""
+
+_STYLE = """
+text { font: 11px system-ui, sans-serif; fill: #222 }
+text.title { font-size: 14px; font-weight: 600 }
+text.label { text-anchor: middle }
+.ground { fill: #fff } .track { fill: #ececec } .axis { stroke: #999 }
+@media (prefers-color-scheme: dark) {
+  text { fill: #ddd } .ground { fill: #16181c } .track { fill: #26292f } .axis { stroke: #777 }
+}
+"""
+
+
+def draw_svg(timeline: Timeline, name: str) -> str:
+    """The timeline as the text of an SVG file, titled with the `name` of the schedule."""
+    ranks = len(timeline.program.steps)
+    width = min(30_000, max(860, 24 * max(map(len, timeline.compute))))
+    whole, height = _LEFT + width + _RIGHT, _TOP + ranks * _ROW + 30
+    scale = width / float(timeline.time) if timeline.time else 0.0
+    title = escape(f"{name}: {summary(timeline)}")
+    palette = _palette(timeline)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{whole}" height="{height}" '
+        f'viewBox="0 0 {whole} {height}" role="img">',
+        f"<title>{title}</title>",
+        f"<style>{_STYLE}</style>",
+        '<rect class="ground" width="100%" height="100%"/>',
+        f'<text class="title" x="12" y="24">{title}</text>',
+        *_legend(palette),
+    ]
+    for rank, intervals in enumerate(timeline.compute):
+        top = _TOP + rank * _ROW
+        lines.append(f'<text x="12" y="{top + 15}">rank {rank}</text>')
+        lines.append(
+            f'<rect class="track" x="{_LEFT}" y="{top}" width="{width}" height="{_ROW - _GAP}"/>'
+        )
+        lines += [_box(one, rank, scale, palette[_kind(one), one.chunk]) for one in intervals]
+    lines += [*_axis(float(timeline.time), scale, _TOP + ranks * _ROW), "</svg>"]
+    return "\n".join(lines) + "\n"
+
+
+def _kind(interval: Interval) -> str:
+    return "BW" if interval.fused else interval.action.kind.value
+
+
+def _palette(timeline: Timeline) -> _Palette:
+    """Fill and label of each kind and chunk that occurs: later chunks are lighter."""
+    found = {(_kind(one), one.chunk) for intervals in timeline.compute for one in intervals}
+    last = max(1, *(chunk for _, chunk in found), 1)
+    order = list(_HUES)
+    return {
+        (kind, chunk): _colours(_HUES[kind][0], 0.40 + 0.38 * chunk / last)
+        for kind, chunk in sorted(found, key=lambda one: (order.index(one[0]), one[1]))
+    }
+
+
+def _colours(hue: int, lightness: float) -> tuple[str, str]:
+    parts = colorsys.hls_to_rgb(hue / 360, lightness, 0.62)
+    red, green, blue = (part**2.2 for part in parts)
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    fill = "#" + "".join(f"{round(255 * part):02x}" for part in parts)
+    return fill, "#000" if luminance > 0.18 else "#fff"
+
+
+def _box(interval: Interval, rank: int, scale: float, colours: tuple[str, str]) -> str:
+    action = interval.action
+    left, right = _LEFT + float(interval.start) * scale, _LEFT + float(interval.end) * scale
+    top, height = _TOP + rank * _ROW, _ROW - _GAP
+    fill, ink = colours
+    hint = (
+        f"{action}: stage {action.stage}, microbatch {action.microbatch}, rank {rank}, "
+        f"{short(interval.start)} to {short(interval.end)} s"
+    )
+    text = str(action.microbatch)
+    label = ""
+    if right - left > _LETTER * len(text) + 2:
+        at = f'x="{(left + right) / 2:.1f}" y="{top + 15}"'
+        label = f'<text class="label" style="fill:{ink}" {at}>{text}</text>'
+    return (
+        f'<g class="action"><title>{hint}</title><rect x="{left:.2f}" y="{top}" '
+        f'width="{max(0.0, right - left - 0.6):.2f}" height="{height}" rx="2" fill="{fill}"/>'
+        f"{label}</g>"
+    )
+
+
+def _legend(palette: _Palette) -> Iterator[str]:
+    """The shades of each kind, with its words."""
+    left = 12.0
+    for kind, (_, words) in _HUES.items():
+        shades = [fill for (other, _), (fill, _) in palette.items() if other == kind]
+        for fill in shades:
+            yield f'<rect x="{left:.0f}" y="38" width="12" height="12" fill="{fill}"/>'
+            left += 12
+        if shades:
+            yield f'<text x="{left + 5:.0f}" y="48">{words}</text>'
+            left += 24 + 0.9 * _LETTER * len(words)
+    chunks = 1 + max(chunk for _, chunk in palette)
+    if chunks > 1:
+        yield f'<text x="{left:.0f}" y="48">(chunks 0 to {chunks - 1}: dark to light)</text>'
+
+
+def _axis(time: float, scale: float, top: int) -> Iterator[str]:
+    """Marks of time below the rows, at round numbers."""
+    rough = time / 12 or 1.0
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * digit for digit in (1, 2, 5, 10) if power * digit >= rough * 0.999)
+    for number in range(math.floor(time / step * 1.000001) + 1):
+        left = _LEFT + number * step * scale
+        yield f'<path class="axis" d="M{left:.1f} {top}v5"/>'
+        yield f'<text class="label" x="{left:.1f}" y="{top + 18}">{short(number * step)} s</text>'

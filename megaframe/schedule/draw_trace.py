@@ -1,0 +1,97 @@
+"""Draw a timeline as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+A rank is a process. Its compute lane is one thread; its send and receive lanes have a thread for
+each peer, because slices of one thread must not overlap and only the transfers of one directed edge
+are sure not to.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from megaframe.schedule.costs import Seconds
+from megaframe.schedule.simulate import Timeline
+
+_COMPUTE = 0
+
+
+def draw_trace(timeline: Timeline) -> str:
+    """The timeline as the text of a JSON trace: a slice per action and per transfer, and an arrow
+    from each tensor's leaving to its arriving and its use."""
+    events = [*_names(timeline), *_compute(timeline), *_transfers(timeline)]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+
+
+def _send(peer: int) -> int:
+    return 1 + 2 * peer
+
+
+def _receive(peer: int) -> int:
+    return 2 + 2 * peer
+
+
+def _microseconds(seconds: Seconds) -> float:
+    return float(seconds * 1_000_000)
+
+
+def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    threads = {(rank, _COMPUTE): "compute" for rank in range(len(timeline.program.steps))}
+    for transfer in timeline.transfers:
+        source, target = transfer.source, transfer.target
+        threads[source, _send(target)] = f"send to rank {target}"
+        threads[target, _receive(source)] = f"recv from rank {source}"
+    for rank in range(len(timeline.program.steps)):
+        yield _metadata(rank, _COMPUTE, "process_name", name=f"rank {rank}")
+        yield _metadata(rank, _COMPUTE, "process_sort_index", sort_index=rank)
+    for (rank, thread), name in sorted(threads.items()):
+        yield _metadata(rank, thread, "thread_name", name=name)
+        yield _metadata(rank, thread, "thread_sort_index", sort_index=thread)
+
+
+def _metadata(rank: int, thread: int, what: str, **arguments: str | int) -> dict[str, Any]:
+    return {"ph": "M", "pid": rank, "tid": thread, "name": what, "args": arguments}
+
+
+def _compute(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    for rank, intervals in enumerate(timeline.compute):
+        for one in intervals:
+            arguments = {
+                "stage": one.action.stage,
+                "chunk": one.chunk,
+                "microbatch": one.action.microbatch,
+            }
+            category = "BW" if one.fused else one.action.kind.value
+            event = _slice(rank, _COMPUTE, str(one.action), category, one.start, one.end)
+            yield event | {"args": arguments}
+
+
+def _slice(
+    rank: int, thread: int, name: str, category: str, start: Seconds, end: Seconds
+) -> dict[str, Any]:
+    begin = _microseconds(start)
+    duration = _microseconds(end) - begin
+    place = {"pid": rank, "tid": thread, "ts": begin, "dur": duration}
+    return {"ph": "X", "name": name, "cat": category, **place}
+
+
+def _transfers(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    starts = {one.action: one.start for intervals in timeline.compute for one in intervals}
+    for number, one in enumerate(timeline.transfers):
+        kind = one.producer.kind.value
+        lanes = ((one.source, _send(one.target)), (one.target, _receive(one.source)))
+        for what, action, (rank, thread) in zip(
+            ("SEND", "RECV"), (one.producer, one.consumer), lanes, strict=True
+        ):
+            name = f"{action.stage}{what}_{kind}{action.microbatch}"
+            yield _slice(rank, thread, name, what, one.start, one.end)
+        used = (one.target, _COMPUTE)
+        for phase, (rank, thread), at in (
+            ("s", lanes[0], one.start),
+            ("t", lanes[1], one.start),
+            ("f", used, starts[one.consumer]),
+        ):
+            place = {"pid": rank, "tid": thread, "ts": _microseconds(at)}
+            arrow = {"ph": phase, "id": number, "name": "tensor", "cat": "transfer", **place}
+            yield arrow | ({"bp": "e"} if phase == "f" else {})
