@@ -8,7 +8,7 @@ so whenever a consumer's turn has come, its receive and all earlier ones of the 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from megaframe.errors import UserError
@@ -102,25 +102,31 @@ def _wrong(
 
 
 def _check_stages(schedule: Schedule) -> None:
-    """Every stage on one rank, every rank with a stage, no number left out."""
-    owner: dict[int, tuple[int, int]] = {}
+    """Every rank with a stage, no number left out, every stage on one rank: where it has most of
+    its actions."""
+    counts: dict[int, Counter[int]] = defaultdict(Counter)
+    for rank, actions in enumerate(schedule.ranks):
+        stages = [action.stage for action in actions if action.stage is not None]
+        if not stages:
+            raise UserError(f"schedule: rank {rank} of {len(schedule.ranks)} has no stage")
+        for stage in stages:
+            counts[stage][rank] += 1
+    if not counts:
+        raise UserError("schedule: it has 0 ranks; it needs 1 or more")
+    highest = max(counts)
+    hole = next(stage for stage in range(len(counts) + 1) if stage not in counts)
+    owner = {stage: ranks.most_common(1)[0][0] for stage, ranks in counts.items()}
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
             if action.stage is None:
                 continue
-            first, _ = owner.setdefault(action.stage, (rank, position))
-            if first != rank:
-                what = f"{action} on rank {rank}, but stage {action.stage} is on rank {first}"
+            home = owner[action.stage]
+            if home != rank:
+                what = f"{action} is on rank {rank}, but stage {action.stage} is on rank {home}"
                 raise _wrong(schedule, rank, position, what)
-        if all(action.stage is None for action in actions):
-            raise UserError(f"schedule: rank {rank} of {len(schedule.ranks)} has no stage")
-    if not owner:
-        raise UserError("schedule: it has 0 ranks; it needs 1 or more")
-    highest = max(owner)
-    hole = next(stage for stage in range(len(owner) + 1) if stage not in owner)
-    if hole < highest:
-        what = f"stage {highest} is there, but stage {hole} has no action"
-        raise _wrong(schedule, *owner[highest], what)
+            if hole < action.stage == highest:
+                what = f"stage {highest} is there, but stage {hole} has no action"
+                raise _wrong(schedule, rank, position, what)
 
 
 def _places(schedule: Schedule) -> _Places:

@@ -55,7 +55,7 @@ def draw_text(timeline: Timeline, width: int = 120) -> str:
         return "\n".join(lines)
     grid = [list(_cells(timeline, rank, row, cell)) for rank, row in enumerate(rows)]
     lines = []
-    for start in range(0, int(columns), per_band):
+    for start in range(0, max(1, int(columns)), per_band):
         lines.append(f"from {short(start * (timeline.tick or 0))} s")
         for name, cells in zip(names, grid, strict=True):
             lines.append(f"{name:<{margin}}{''.join(cells[start : start + per_band])}".rstrip())
@@ -69,11 +69,8 @@ def _cells(timeline: Timeline, rank: int, labels: list[str], width: int) -> Iter
     for text, interval in zip(labels, timeline.compute[rank], strict=True):
         start, end = int(interval.start / tick), int(interval.end / tick)
         yield from [_IDLE.ljust(width)] * (start - at)
-        if end > start:
-            yield text.ljust(width, "-" if end > start + 1 else " ")
-            yield from ["-" * width] * (end - start - 2)
-            if end > start + 1:
-                yield ("-" * (width - 1)).ljust(width)
+        bar = text.ljust((end - start) * width - 1, "-" if end > start + 1 else " ") + " "
+        yield from (bar[i * width : (i + 1) * width] for i in range(end - start))
         at = end
     yield from [_IDLE.ljust(width)] * (int(timeline.time / tick) - at)
 

@@ -1,0 +1,122 @@
+"""Random valid schedules, and the slow truth about them: longest paths over the whole graph."""
+
+from fractions import Fraction
+from graphlib import TopologicalSorter
+
+from hypothesis import strategies as st
+
+from megaframe.schedule import Action, Kind, Schedule, parse_action
+
+F, B, W = Kind.F, Kind.B, Kind.W
+
+
+def schedule_of(text):
+    """A schedule from its text form, any kind of action allowed."""
+    return Schedule(
+        tuple(tuple(map(parse_action, line.split())) for line in text.strip().splitlines())
+    )
+
+
+def inputs(schedule, action):
+    """The compute actions whose results a compute action needs."""
+    last = len(schedule.rank_of) - 1
+    kind, stage, number = action.kind, action.stage, action.microbatch
+    if kind is W:
+        return [Action(B, stage, number)]
+    if kind is F:
+        return [Action(F, stage - 1, number)] if stage else []
+    return [Action(F, stage, number)] + [Action(B, stage + 1, number)] * (stage < last)
+
+
+@st.composite
+def schedules(draw, most_stages=5, most_microbatches=4):
+    """Stages anywhere, any order that can be executed, any backwards split."""
+    stages = draw(st.integers(1, most_stages))
+    ranks = draw(st.integers(1, stages))
+    microbatches = draw(st.integers(1, most_microbatches))
+    places = [*range(ranks), *draw(st.lists(st.integers(0, ranks - 1), max_size=stages))]
+    rank_of = draw(st.permutations(places[:stages] + [0] * (stages - len(places))))
+    cells = [(stage, number) for stage in range(stages) for number in range(microbatches)]
+    split = [cell for cell in cells if draw(st.booleans())]
+    left = [Action(kind, *cell) for kind in (F, B) for cell in cells]
+    left += [Action(W, *cell) for cell in split]
+    shape = Schedule(tuple(tuple(a for a in left if rank_of[a.stage] == r) for r in range(ranks)))
+    lists, done = [[] for _ in range(ranks)], set()
+    while left:
+        able = [action for action in left if done.issuperset(inputs(shape, action))]
+        action = draw(st.sampled_from(able))
+        lists[rank_of[action.stage]].append(action)
+        done.add(action)
+        left.remove(action)
+    return Schedule(tuple(map(tuple, lists)))
+
+
+def executable(schedule):
+    """Whether the graph of order and inputs has no circle; for schedules with no action amiss."""
+    graph = TopologicalSorter()
+    for actions in schedule.ranks:
+        for before, action in zip((None, *actions), actions, strict=False):
+            graph.add(action, *inputs(schedule, action), *([before] if before else []))
+    try:
+        graph.prepare()
+    except ValueError:
+        return False
+    return True
+
+
+def ends(schedule, durations, comm):
+    """When each action ends: longest paths, recursively; `durations` by action."""
+    rank_of, known = schedule.rank_of, {}
+    before, sent_before = {}, {}
+    for rank, actions in enumerate(schedule.ranks):
+        before |= zip(actions, (None, *actions), strict=False)
+        edges = {}
+        for action in actions:
+            to = target(schedule, action)
+            if to is not None and rank_of[to] != rank:
+                sent_before[action] = edges.get(rank_of[to])
+                edges[rank_of[to]] = action
+
+    def end(action):
+        if action not in known:
+            waits = [arrival(one, action) for one in inputs(schedule, action)]
+            waits += [end(before[action])] if before[action] else []
+            known[action] = durations[action] + max(waits, default=0)
+        return known[action]
+
+    def arrival(producer, consumer):
+        if rank_of[producer.stage] == rank_of[consumer.stage]:
+            return end(producer)
+        return transferred(producer)
+
+    def transferred(producer):
+        earlier = sent_before[producer]
+        return comm + max(end(producer), transferred(earlier) if earlier else 0)
+
+    return {action: end(action) for actions in schedule.ranks for action in actions}
+
+
+def target(schedule, action):
+    """The stage that takes the result of an action, if any."""
+    to = action.stage + {F: 1, B: -1, W: -1 - action.stage}[action.kind]
+    return to if 0 <= to < len(schedule.rank_of) else None
+
+
+def durations_of(schedule, forward, backward, weight):
+    """Seconds of each action from those of the stages."""
+    times = {F: forward, B: backward, W: weight}
+    return {
+        action: times[action.kind][action.stage]
+        + (
+            weight[action.stage]
+            if action.kind is B and (action.stage, action.microbatch) not in schedule.split
+            else 0
+        )
+        for actions in schedule.ranks
+        for action in actions
+    }
+
+
+def seconds():
+    """A time, exact."""
+    return st.builds(Fraction, st.integers(0, 12), st.sampled_from((1, 2, 3)))
