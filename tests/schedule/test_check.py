@@ -190,6 +190,11 @@ def test_a_send_after_what_waits_for_its_answer_is_a_deadlock():
         ("0F0 0SEND_F0 0REDUCE 0B0 UPDATE", "0SEND_F0", "no other rank"),
         ("0F0 0SEND_F0 1RECV_F0 1F0 1B0 0B0", "0SEND_F0", "stage 1 is on rank 0 too"),
         (
+            "0F0 0SEND_F0 0RECV_B0 0REDUCE 0B0 UPDATE\n1RECV_F0 1F0 1SEND_B0 1REDUCE 1B0 UPDATE",
+            "1SEND_B0",
+            "before 1B0",
+        ),
+        (
             "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0REDUCE 0B1 UPDATE\n"
             "1RECV_F1 1RECV_F0 1F0 1F1 1B0 1SEND_B0 1REDUCE 1B1 1SEND_B1 UPDATE",
             "1RECV_F1",

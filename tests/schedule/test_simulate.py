@@ -48,10 +48,11 @@ def test_transfers_of_one_edge_follow_each_other():
     assert timeline.compute[1][1].start == 9
 
 
-def test_stages_of_one_rank_hand_over_without_a_transfer():
+def test_stages_of_one_rank_are_its_chunks_and_hand_over_without_a_transfer():
     timeline = simulate(schedule_of("0F0 1F0 1B0 0B0"), Costs(1, 1, 0, comm=100))
     assert timeline.time == 4 and timeline.bubble == 0 and timeline.transfers == ()
-    assert [one.chunk for one in timeline.compute[0]] == [0, 1, 1, 0]
+    timeline = simulate(schedule_of("0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0"), Costs())
+    assert [[one.chunk for one in rank] for rank in timeline.compute] == [[0, 1, 1, 0]] * 2
 
 
 @given(st.data(), schedules(), st.booleans(), st.booleans())
