@@ -189,10 +189,9 @@ def _missing(schedule: Schedule, places: _Places, action: Action) -> UserError:
 
 
 def _check_order(schedule: Schedule, places: _Places) -> None:
+    sooner = {second: [a for a, b in _ORDER if b is second] for _, second in _ORDER}
     for action, (rank, position) in places.items():
-        for first, second in _ORDER:
-            if action.kind is not second:
-                continue
+        for first in sooner.get(action.kind, ()):
             before = Action(first, action.stage, action.microbatch)
             place = places.get(before)
             if place is not None and place[1] > position:
