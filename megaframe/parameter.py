@@ -14,11 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaframe.product import product_into
 from megaframe.spec import Box, ParamSpec
-
-_PRODUCT_BYTES = 4 << 20
-"""Size of the piece in which a low-precision weight gradient is made and added: it stays in cache,
-so that only the full-precision sum travels to memory."""
 
 
 @dataclass(frozen=True)
@@ -77,19 +74,8 @@ class Parameter:
     def add_product(self, left_TO: Tensor, right_TI: Tensor, scale: float = 1.0) -> None:
         """grad += scale * left^T right, the gradient of a matrix [O, I] over T tokens."""
         grad_OI = self.grad.view(left_TO.shape[-1], right_TI.shape[-1])
-        beta = 0.0 if self.fresh else 1.0
+        product_into(grad_OI, left_TO.t(), right_TI, scale=scale, add=not self.fresh)
         self.fresh = False
-        if grad_OI.dtype == left_TO.dtype:
-            torch.addmm(grad_OI, left_TO.t(), right_TI, beta=beta, alpha=scale, out=grad_OI)
-            return
-        rows = max(1, _PRODUCT_BYTES // (right_TI.shape[-1] * right_TI.element_size()))
-        for start in range(0, grad_OI.shape[0], rows):
-            product = left_TO[:, start : start + rows].t() @ right_TI
-            piece = grad_OI[start : start + rows]
-            if beta:
-                piece.add_(product, alpha=scale)
-            else:
-                torch.mul(product, scale, out=piece)
 
     def add_rows(self, index_T: Tensor, gradient_TI: Tensor) -> None:
         """grad[index] += gradient, row by row: the gradient of a look-up."""

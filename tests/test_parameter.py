@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megaframe import parameter as parameter_module
+from megaframe import product as product_module
 from megaframe.parameter import Module, Parameter
 from megaframe.spec import Box, Constant, ParamSpec
 
@@ -20,7 +20,7 @@ def make(shape, dtype, master):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("piece", [1, 1 << 20])
 def test_products_add_up(dtype, piece, monkeypatch):
-    monkeypatch.setattr(parameter_module, "_PRODUCT_BYTES", piece)
+    monkeypatch.setattr(product_module, "PIECE_BYTES", piece)
     parameter = make((2, 3, 5), dtype, torch.float32)
     left, right = torch.randn(4, 6).to(dtype), torch.randn(4, 5).to(dtype)
     parameter.add_product(left, right, 0.5)

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.parameter import Module, Parameter
+from megaframe.product import product
 from megaframe.spec import Constant, Normal, ParamSpec
 
 Elementwise = Callable[[Tensor], Tensor]
@@ -83,7 +83,9 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.weight_OI, ctx.before = weight, bias, weight_OI, before
         source = x if before is None else before(x)
-        return F.linear(source, weight_OI, None if bias is None else bias.value.view(-1))
+        flat = source.reshape(-1, source.shape[-1])
+        y = product(flat, weight_OI.t(), None if bias is None else bias.value.view(-1))
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None]:
@@ -98,7 +100,7 @@ class _Linear(torch.autograd.Function):
         ctx.weight.add_product(dy_TO, flat)
         if ctx.bias is not None:
             ctx.bias.add(dy_TO.sum(0).view_as(ctx.bias.grad))
-        dx: Tensor | None = (dy_TO @ ctx.weight_OI).view_as(source)
+        dx: Tensor | None = product(dy_TO, ctx.weight_OI).view_as(source)
         if ctx.before is not None:
             source.backward(dx)
             dx = x.grad

@@ -20,6 +20,7 @@ from torch import Tensor
 from megaframe.microbatch import IGNORE
 from megaframe.parameter import Parameter
 from megaframe.plan.memory import LOSS_CHUNK
+from megaframe.product import product_into
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,14 @@ def head_loss(
         piece = slice(start, min(start + rows, tokens))
         chunk_TH, chunk_labels = hidden_TH[piece], labels_T[piece]
         valid = chunk_labels != IGNORE
-        logits_TV = torch.mm(chunk_TH, weight.value.t(), out=buffer[: len(chunk_labels)])
+        logits_TV = buffer[: len(chunk_labels)]
+        product_into(logits_TV, chunk_TH, weight.value.t(), add=False)
         targets = chunk_labels.clamp_min(0)
         losses = _losses(logits_TV, targets, options, scale is not None)
         loss += torch.where(valid, losses, 0.0).sum(dtype=torch.float64)
         if scale is not None and d_hidden is not None:
-            torch.mm(logits_TV, weight.value, out=d_hidden[piece])
-            d_hidden[piece].mul_(scale).mul_(valid[:, None])
+            product_into(d_hidden[piece], logits_TV, weight.value, scale=scale, add=False)
+            d_hidden[piece].mul_(valid[:, None])
             weight.add_product(logits_TV, chunk_TH * valid[:, None], scale)
     return HeadResult(loss, d_hidden)
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 from megaframe.config.schema import RunConfig
 
-LOSS_CHUNK = 25 << 20
+LOSS_CHUNK = 12_900_000
 """Most logits that exist at once. Fewer make fp32 products slower (docs/log.md)."""
 
 _WIDTH = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
