@@ -25,7 +25,7 @@ from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.model import Stage, model_specs
 from megaframe.optim.optimizer import Optimizer, Update
 from megaframe.run_state import RunState, read_state
-from megaframe.schedule import lower, one_stage
+from megaframe.schedule import generate, lower
 
 _MAX_SKIPPED = 20
 """Steps in a row whose gradients are not finite, after which a run gives up."""
@@ -97,7 +97,7 @@ class Trainer:
         with meter.time("communication"):
             valid = self._valid_tokens(microbatches)
         with meter.time("compute"):
-            actions = lower(one_stage(len(microbatches)))
+            actions = lower(generate("1f1b", 1, 1, len(microbatches))).ranks[0]
             scale = self.optimizer.scale.value / valid
             outcome = self.engine.run(actions, microbatches, self.step, scale)
         self.step += 1

@@ -1,8 +1,18 @@
 """A step as data: lists of actions that are generated, lowered, printed and executed."""
 
 from megaframe.schedule.actions import Action, Kind, parse_action
-from megaframe.schedule.generators import one_stage
+from megaframe.schedule.generators import generate, schedule_mistakes
+from megaframe.schedule.limits import NAMES
 from megaframe.schedule.lowering import lower
 from megaframe.schedule.schedule import Schedule
 
-__all__ = ["Action", "Kind", "Schedule", "lower", "one_stage", "parse_action"]
+__all__ = [
+    "NAMES",
+    "Action",
+    "Kind",
+    "Schedule",
+    "generate",
+    "lower",
+    "parse_action",
+    "schedule_mistakes",
+]

@@ -33,7 +33,7 @@ class Kind(str, Enum):
     @property
     def is_compute(self) -> bool:
         """Whether a generator emits it; lowering adds the others."""
-        return self in (Kind.F, Kind.B, Kind.W)
+        return self in _COMPUTE
 
     @property
     def per_microbatch(self) -> bool:
@@ -46,6 +46,7 @@ class Kind(str, Enum):
         return _LANES.get(self, "compute")
 
 
+_COMPUTE = (Kind.F, Kind.B, Kind.W)
 _LANES = {
     Kind.SEND_F: "send",
     Kind.SEND_B: "send",

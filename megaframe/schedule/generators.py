@@ -1,11 +1,69 @@
-"""Generators: the order of forward and backward passes of each rank, compute only."""
+"""Generators: a schedule by its name, compute only.
+
+The limits of each are checked first, so that a generator itself never meets an impossible size.
+"""
 
 from __future__ import annotations
 
-from megaframe.schedule.actions import Action, Kind
+from pathlib import Path
+
+from megaframe.errors import UserError
+from megaframe.schedule.check import check
+from megaframe.schedule.costs import Costs, Seconds
+from megaframe.schedule.limits import FILE, name_mistakes
+from megaframe.schedule.named import named
+from megaframe.schedule.orders import Placement
+from megaframe.schedule.schedule import Schedule
+from megaframe.schedule.search import search
+from megaframe.schedule.text import read_schedule
 
 
-def one_stage(microbatches: int) -> tuple[Action, ...]:
-    """Gradient accumulation without a pipeline: each microbatch forward, then backward."""
-    kinds = (Kind.F, Kind.B)
-    return tuple(Action(kind, 0, number) for number in range(microbatches) for kind in kinds)
+def generate(
+    name: str,
+    ranks: int,
+    chunks: int,
+    microbatches: int,
+    *,
+    group: int | None = None,
+    costs: Costs | None = None,
+    memory_limit: Seconds | None = None,
+    placement: Placement | None = None,
+) -> Schedule:
+    """The compute actions of schedule `name` (one of `NAMES`, or `file:PATH`).
+
+    group: microbatches per turn of a chunk; `interleaved` only, default `ranks`.
+    costs, memory_limit, placement: for `search` only, see there.
+    Raises `UserError` naming every limit that is broken, with the nearest valid values.
+    """
+    mistakes = schedule_mistakes(name, ranks, chunks, microbatches, group=group)
+    if mistakes:
+        raise UserError("\n  ".join(mistakes))
+    if name.startswith(FILE):
+        return read_schedule(Path(name.removeprefix(FILE)))
+    if name == "search":
+        return search(ranks, chunks, microbatches, costs or Costs(), memory_limit, placement)
+    return named(name, ranks, chunks, microbatches, group)
+
+
+def schedule_mistakes(
+    name: str, ranks: int, chunks: int, microbatches: int, *, group: int | None = None
+) -> list[str]:
+    """Why `generate` would refuse: a message each, empty if it would not. A file is read."""
+    if not name.startswith(FILE):
+        return list(name_mistakes(name, ranks, chunks, microbatches, group))
+    try:
+        schedule = read_schedule(Path(name.removeprefix(FILE)))
+        check(schedule)
+    except UserError as error:
+        return [f"parallel.schedule={name}: {error}"]
+    per_rank = [len(schedule.stages(rank)) for rank in range(len(schedule.ranks))]
+    found = {
+        "parallel.pipeline": (ranks, [len(schedule.ranks)]),
+        "parallel.chunks": (chunks, sorted(set(per_rank))),
+        "the microbatches of a step": (microbatches, [schedule.microbatches]),
+    }
+    return [
+        f"parallel.schedule={name} is made for {', '.join(map(str, valid))}, but {key} is {given}"
+        for key, (given, valid) in found.items()
+        if valid != [given]
+    ]

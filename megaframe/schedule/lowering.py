@@ -1,22 +1,88 @@
-"""Lowering: adds to a rank's compute the communication and the update that it needs."""
+"""Lowering: adds to a schedule's compute the communication and the update that it needs.
+
+A send follows its producer at once. A receive is posted some actions before its consumer, but never
+after one whose sender sends later: all that goes from one rank to another is a single ordered
+channel, whatever the stage and direction.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from megaframe.schedule.actions import Action, Kind
+from megaframe.schedule.schedule import Schedule
+
+AHEAD = 2
+"""Compute actions between the posting of a receive and its consumer: one runs, one in reserve."""
+
+_PASSES = {Kind.F: (Kind.SEND_F, Kind.RECV_F, 1), Kind.B: (Kind.SEND_B, Kind.RECV_B, -1)}
+
+Posts = Mapping[int, Sequence[Action]]
+"""By position in a rank's compute: the receives that are posted before it."""
 
 
-def lower(compute: Sequence[Action]) -> tuple[Action, ...]:
-    """The full list of one rank.
+def lower(schedule: Schedule, ahead: int = AHEAD) -> Schedule:
+    """The full lists of all ranks of a schedule that `check` accepts: its compute in the same
+    order, and in between SEND, RECV, REDUCE and UPDATE (those already there are made anew).
 
-    REDUCE is posted before the last backward of its stage, as a receive is posted before its
-    consumer, so that each bucket's reduction starts while earlier blocks still run backward.
+    REDUCE comes right before the action that completes the gradients of its stage, so that each
+    bucket leaves while earlier blocks still run.
     """
-    last = {action.stage: i for i, action in enumerate(compute) if action.kind is Kind.B}
+    compute = Schedule(tuple(tuple(a for a in r if a.kind.is_compute) for r in schedule.ranks))
+    posts = _receives(compute, ahead)
+    return Schedule(tuple(_lower_rank(compute, rank, posts[rank]) for rank in range(len(posts))))
+
+
+def _lower_rank(schedule: Schedule, rank: int, posts: Posts) -> tuple[Action, ...]:
+    actions, split = schedule.ranks[rank], schedule.split
+    completes = {
+        action.stage: i
+        for i, action in enumerate(actions)
+        if action.kind is Kind.W
+        or (action.kind is Kind.B and (action.stage, action.microbatch) not in split)
+    }
     lowered: list[Action] = []
-    for i, action in enumerate(compute):
-        if last.get(action.stage) == i:
+    for i, action in enumerate(actions):
+        lowered += posts.get(i, ())
+        if completes.get(action.stage) == i:
             lowered.append(Action(Kind.REDUCE, action.stage))
         lowered.append(action)
+        if passed := _passed(action, schedule.rank_of):
+            lowered.append(passed[0])
     return (*lowered, Action(Kind.UPDATE))
+
+
+def _receives(schedule: Schedule, ahead: int) -> list[Posts]:
+    """For each rank, where its receives are posted."""
+    position = {action: i for actions in schedule.ranks for i, action in enumerate(actions)}
+    posts: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.ranks]
+    for actions in schedule.ranks:
+        latest: dict[int, int] = {}
+        for action in reversed(actions):
+            passed = _passed(action, schedule.rank_of)
+            if passed is None:
+                continue
+            _, receive, consumer = passed
+            assert consumer.stage is not None
+            to, wanted = schedule.rank_of[consumer.stage], position[consumer]
+            latest[to] = min(max(0, wanted - ahead), latest.get(to, wanted))
+            posts[to][latest[to]].append(receive)
+    return [{at: found[::-1] for at, found in rank.items()} for rank in posts]
+
+
+def _passed(action: Action, rank_of: Sequence[int]) -> tuple[Action, Action, Action] | None:
+    """The send, the receive and the consumer of what `action` makes for another rank, if any."""
+    if action.kind not in _PASSES:
+        return None
+    send, receive, step = _PASSES[action.kind]
+    stage, microbatch = action.stage, action.microbatch
+    assert stage is not None
+    other = stage + step
+    if not 0 <= other < len(rank_of) or rank_of[other] == rank_of[stage]:
+        return None
+    return (
+        Action(send, stage, microbatch),
+        Action(receive, other, microbatch),
+        Action(action.kind, other, microbatch),
+    )

@@ -12,7 +12,7 @@ from megaframe.meter.timers import StepTimer
 from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.model import Stage
 from megaframe.optim.optimizer import Optimizer
-from megaframe.schedule import lower, one_stage
+from megaframe.schedule import generate, lower
 
 GLOBAL_BATCH, STEPS = 8, 3
 MODELS = {
@@ -40,7 +40,8 @@ def run(model, train, serial):
         whole = global_batch(config, step)
         valid = int((whole.labels_BS != IGNORE).sum())
         mine = share(whole, config.train.microbatch, group.index, group.size)
-        outcome = engine.run(lower(one_stage(len(mine))), mine, step, 1.0 / valid)
+        actions = lower(generate("1f1b", 1, 1, len(mine))).ranks[0]
+        outcome = engine.run(actions, mine, step, 1.0 / valid)
         losses.append(float(all_reduce(outcome.loss / valid, group).wait()))
         norms.append(outcome.update.grad_norm)
     traffic = group.traffic.take()

@@ -1,0 +1,90 @@
+"""Limits: which pipelines a schedule can be made for, known without making it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from megaframe.config.numbers import either
+
+
+@dataclass(frozen=True)
+class Limits:
+    """fewest, most: chunks per rank (most None: any number). fill: needs a microbatch per rank."""
+
+    fewest: int = 1
+    most: int | None = 1
+    fill: bool = False
+
+    def nearest_chunks(self, chunks: int) -> int:
+        """The number of chunks closest to `chunks` that is possible."""
+        return max(self.fewest, chunks if self.most is None else min(chunks, self.most))
+
+
+LIMITS: Mapping[str, Limits] = {
+    "gpipe": Limits(),
+    "1f1b": Limits(),
+    "interleaved": Limits(2, None, fill=True),
+    "breadth-first": Limits(1, None),
+    "zb-h1": Limits(fill=True),
+    "zb-h2": Limits(fill=True),
+    "zb-v": Limits(2, 2, fill=True),
+    "v-half": Limits(2, 2, fill=True),
+    "dualpipe-v": Limits(2, 2, fill=True),
+    "search": Limits(1, None),
+}
+NAMES = tuple(LIMITS)
+FILE = "file:"
+
+
+def name_mistakes(
+    name: str, ranks: int, chunks: int, microbatches: int, group: int | None = None
+) -> Iterator[str]:
+    """Why there is no schedule `name` of this size: a message each."""
+    for key, size in (("parallel.pipeline", ranks), ("parallel.chunks", chunks)):
+        if size < 1:
+            yield f"{key}={size} must be a whole number >= 1"
+    if microbatches < 1:
+        yield f"{_count(microbatches)}, but needs at least 1; raise train.global_batch"
+    if name not in LIMITS:
+        near = get_close_matches(name, NAMES, n=2, cutoff=0.5)
+        use = f"; did you mean {either(near)}?" if near else ""
+        yield f"parallel.schedule={name} is none of {', '.join(NAMES)} and file:PATH{use}"
+        return
+    limits = LIMITS[name]
+    near_chunks = limits.nearest_chunks(chunks)
+    if near_chunks != chunks >= 1:
+        fitting = either(n for n, other in LIMITS.items() if other.nearest_chunks(chunks) == chunks)
+        yield (
+            f"parallel.schedule={name} does not run parallel.chunks={chunks}; "
+            f"use parallel.chunks={near_chunks}, or parallel.schedule={fitting}"
+        )
+    if limits.fill and 1 <= microbatches < ranks:
+        free = either(n for n, other in LIMITS.items() if _fits(other, chunks))
+        yield (
+            f"{_count(microbatches)}, but parallel.schedule={name} needs at least "
+            f"parallel.pipeline={ranks}; use train.global_batch or train.microbatch for {ranks} "
+            f"microbatches, parallel.pipeline={microbatches}, or parallel.schedule={free}"
+        )
+    yield from _group_mistakes(name, ranks, group)
+
+
+def _group_mistakes(name: str, ranks: int, group: int | None) -> Iterator[str]:
+    if group is None:
+        return
+    if name != "interleaved":
+        yield f"a group of {group} microbatches means nothing to {name}; only to interleaved"
+    elif group < ranks:
+        yield (
+            f"a group of {group} microbatches would stop interleaved on "
+            f"parallel.pipeline={ranks}; use {ranks} or more"
+        )
+
+
+def _fits(limits: Limits, chunks: int) -> bool:
+    return limits.nearest_chunks(chunks) == chunks and not limits.fill
+
+
+def _count(microbatches: int) -> str:
+    return f"a step has {microbatches} microbatch{'es' * (microbatches != 1)}"

@@ -1,0 +1,174 @@
+"""The named schedules: for one rank of a pipeline, its list of compute actions.
+
+p ranks, m microbatches, v chunks; F, B and W are the times of a rank's whole share, of which a
+chunk has 1/v. "Bubble" is the largest over the ranks of the time between a rank's first and last
+action in which it does nothing: the measure of the papers, in which ranks need not end together.
+"Live" counts activations in units of a rank's share. Closed forms hold without communication time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from megaframe.schedule.actions import Action, Kind
+from megaframe.schedule.orders import alternate, even_turns, keep, passes, split, stage_of
+from megaframe.schedule.schedule import Schedule
+
+
+def named(
+    name: str, ranks: int, chunks: int, microbatches: int, group: int | None = None
+) -> Schedule:
+    """The schedule `name`, whose limits (`name_mistakes`) are kept."""
+    size = (ranks, chunks, microbatches)
+    if name == "interleaved":
+        lists = [interleaved(rank, *size, group) for rank in range(ranks)]
+    else:
+        lists = [GENERATORS[name](rank, *size) for rank in range(ranks)]
+    return Schedule(tuple(map(tuple, lists)))
+
+
+def gpipe(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
+    """All forwards, then all backwards (Huang et al. 2019). Bubble (p-1)(F+B+W); live m."""
+    return breadth_first(rank, ranks, 1, microbatches)
+
+
+def one_forward_one_backward(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
+    """1F1B (Narayanan et al. 2019, PipeDream-Flush). Bubble (p-1)(F+B+W); live p - rank.
+
+    With one rank it is gradient accumulation.
+    """
+    return _one_stage(rank, microbatches, warm_up=ranks - 1 - rank)
+
+
+def interleaved(
+    rank: int, ranks: int, chunks: int, microbatches: int, group: int | None = None
+) -> list[Action]:
+    """Interleaved 1F1B (Narayanan et al. 2021): turns of `group` >= p microbatches (default p) of
+    one chunk, or a few more where m is no multiple. Bubble (p-1)(F+B+W)/v; with turns of at most
+    g, live (2p-1 + (v-1)g)/v or m, which for g = p is p + (p-1)/v."""
+    turns = even_turns(microbatches, ranks if group is None else group)
+    forwards, backwards = _loops(rank, ranks, chunks, turns)
+    return alternate(forwards, backwards, 2 * (ranks - 1 - rank) + (chunks - 1) * max(turns))
+
+
+def breadth_first(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
+    """All microbatches of a chunk at a time, all forwards first (Lamy-Poirier 2022).
+
+    Bubble (p-1)(F+B+W)/v for m >= p; live m. Each stage needs its weights only twice a step.
+    """
+    forwards, backwards = _loops(rank, ranks, chunks, [microbatches])
+    return forwards + backwards
+
+
+def zb_h1(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
+    """1F1B whose weight gradients wait, as long as memory stays that of 1F1B's first rank
+    (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). Bubble (p-1)(F+B-W) for m >= p and
+    W <= F, B; live p."""
+    return split(_one_stage(rank, microbatches, ranks - 1 - rank), held=range(rank))
+
+
+def zb_h2(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
+    """Like zb-h1 with enough forwards in the warm-up to fill the pipeline. Bubble
+    (p-1)(F+B-2W) for m >= 2p-1 and W <= F, B with 2W <= F+B, so none at F=B=W; live 2p-1."""
+    return split(_one_stage(rank, microbatches, 2 * (ranks - 1 - rank)), held=range(2 * rank))
+
+
+def zb_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
+    """Two chunks in a V (Qi et al. 2023, section 6). Bubble (p-1)(B-W) for m >= 2p-1 and
+    W <= F <= B, so none at F=B=W; live p. The weight gradients wait for the backwards that come
+    back through the V in the end, all but the first one."""
+    order = _vee(rank, ranks, microbatches)
+    first = 2 * microbatches - _trailing(order) + 1
+    return split(order, held=range(first, first + 2 * rank))
+
+
+def dualpipe_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
+    """DualPipe (DeepSeek-AI 2024) cut in half: the order of zb-v, whose backwards are whole but
+    for the first p-1-rank and the last p of a rank. Bubble p/2 at F=B=W=1; live p."""
+    order = _vee(rank, ranks, microbatches)
+    tail = range(max(0, 2 * microbatches - ranks), 2 * microbatches)
+    return split(order, chosen={*range(ranks - 1 - rank), *tail}, held=tail[: rank + 1])
+
+
+def v_half(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
+    """Two chunks in a V whose activations live half as long as 1F1B's (Qi et al. 2024, "Pipeline
+    Parallelism with Controllable Memory"). A block of six slots repeats; forward and backward of a
+    chunk take three slots from rank to rank between them. At F=B=W=1, bubble (7p-4)/4 for even p
+    and 7(p-1)/4 for odd p; live (p+2)//2."""
+    apart = 3 * (1 - ranks % 2)
+    slots = {
+        (Kind.F, 0): 2 * rank,
+        (Kind.F, 1): 3 * ranks - 2 - rank,
+        (Kind.B, 1): 3 * ranks - 1 + apart + 2 * rank,
+        (Kind.B, 0): 6 * ranks - 2 + apart - rank,
+    }
+    taken = {slot % 6 for slot in slots.values()}
+    for chunk in (1, 0):
+        slot = slots[Kind.B, chunk] + 1
+        while slot % 6 in taken:
+            slot += 1
+        slots[Kind.W, chunk] = slot
+        taken.add(slot % 6)
+    stages = [stage_of(rank, chunk, ranks, "vee") for chunk in (0, 1)]
+    timed = sorted(
+        (slot + 6 * microbatch, kind, stages[chunk], microbatch)
+        for (kind, chunk), slot in slots.items()
+        for microbatch in range(microbatches)
+    )
+    return [Action(kind, stage, number) for _, kind, stage, number in timed]
+
+
+def _loops(
+    rank: int, ranks: int, chunks: int, turns: Sequence[int]
+) -> tuple[list[Action], list[Action]]:
+    stages = [stage_of(rank, chunk, ranks, "loop") for chunk in range(chunks)]
+    return passes(Kind.F, stages, turns), passes(Kind.B, stages[::-1], turns)
+
+
+def _one_stage(rank: int, microbatches: int, warm_up: int) -> list[Action]:
+    return alternate(*_loops(rank, 1, 1, [microbatches]), warm_up)
+
+
+def _vee(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    """Forwards and backwards of zb-v and dualpipe-v: 2p-1 forwards, then one of each in turn."""
+    down, up = (stage_of(rank, chunk, ranks, "vee") for chunk in (0, 1))
+    endless = [microbatches + 2 * ranks]
+    f_down, f_up, b_down, b_up = (
+        passes(kind, [stage], endless) for kind in (Kind.F, Kind.B) for stage in (down, up)
+    )
+    left = ranks - rank
+    ahead = 2 * left - 1
+    forwards = [
+        *f_down[:ahead],
+        *_in_turn(f_up[:rank], f_down[ahead:]),
+        *f_up[rank : rank + left],
+        *_in_turn(f_down[ahead + rank :], f_up[rank + left :]),
+    ]
+    backwards = [*b_up[:left], *_in_turn(b_down, b_up[left:])]
+    return keep(alternate(forwards, backwards, 2 * ranks - 1), microbatches)
+
+
+def _in_turn(first: list[Action], second: list[Action]) -> list[Action]:
+    return [action for pair in zip(first, second, strict=False) for action in pair]
+
+
+def _trailing(order: list[Action]) -> int:
+    """Number of backwards after the last forward."""
+    return next(n for n, action in enumerate(reversed(order)) if action.kind is Kind.F)
+
+
+GENERATORS: Mapping[str, Callable[[int, int, int, int], list[Action]]] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "breadth-first": breadth_first,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "dualpipe-v": dualpipe_v,
+}
+"""Lists of one rank by name, from (rank, ranks, chunks, microbatches)."""
+
+ALL_FORWARDS_FIRST = ("gpipe", "breadth-first")
+"""Those which hold the activations of all microbatches."""

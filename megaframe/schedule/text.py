@@ -1,0 +1,65 @@
+"""Text form of a schedule: a line per rank, actions separated by white space, `#` for comments.
+
+It holds compute only: what a stage sends and receives follows from it, so that a file cannot
+contradict itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megaframe.errors import UserError
+from megaframe.schedule.actions import Action, parse_action
+from megaframe.schedule.schedule import Schedule
+
+MAX_BYTES = 64 * 2**20
+"""Larger files are refused unread; 64 ranks and 512 microbatches take 1 MiB."""
+
+MAX_NUMBER = 10**6
+"""Stages and microbatches above it are refused: tables are made of that size."""
+
+
+def parse_schedule(text: str, name: str = "schedule") -> Schedule:
+    """The schedule that `text` says; `name` is what messages call its source.
+
+    Raises `UserError` with line and cell of the first mistake.
+    """
+    ranks = []
+    for number, line in enumerate(text.splitlines(), 1):
+        cells = line.partition("#")[0].split()
+        if cells:
+            where = f"{name}, line {number}"
+            ranks.append(
+                tuple(_cell(cell, f"{where}, cell {i}") for i, cell in enumerate(cells, 1))
+            )
+    if not ranks:
+        raise UserError(f"{name} has no line of actions; write one for each rank, such as 0F0 0B0")
+    return Schedule(tuple(ranks))
+
+
+def read_schedule(path: Path) -> Schedule:
+    """The schedule in a file. Raises `UserError` if it cannot be read or is none."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        text = content.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"schedule file {path} cannot be read: {error}") from None
+    if len(content) > MAX_BYTES:
+        raise UserError(
+            f"schedule file {path} is larger than {MAX_BYTES:,} bytes, the most allowed"
+        )
+    return parse_schedule(text, str(path))
+
+
+def _cell(cell: str, where: str) -> Action:
+    try:
+        action = parse_action(cell)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    if not action.kind.is_compute:
+        raise UserError(f"{where}: {cell} is added by lowering; write F, B and W only")
+    for what, value in (("stage", action.stage), ("microbatch", action.microbatch)):
+        if value is not None and value > MAX_NUMBER:
+            raise UserError(f"{where}: {what} {value} of {cell} is above {MAX_NUMBER}")
+    return action

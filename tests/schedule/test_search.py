@@ -1,0 +1,113 @@
+"""Search: never worse than any named schedule within the same limits, and always the same."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaframe.errors import UserError
+from megaframe.schedule import generate, schedule_mistakes
+from megaframe.schedule.check import check
+from megaframe.schedule.costs import Costs
+from megaframe.schedule.greedy import Problem, Rule, greedy
+from megaframe.schedule.named import GENERATORS
+from megaframe.schedule.orders import ranks_of_stages
+from megaframe.schedule.search import BUDGET, RULES
+from megaframe.schedule.simulate import simulate
+
+seconds = st.integers(1, 12)
+
+
+@st.composite
+def problems(draw):
+    ranks, chunks = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    microbatches = draw(st.integers(1, 12))
+    stages = ranks * chunks
+    several = st.lists(seconds, min_size=stages, max_size=stages).map(tuple)
+    costs = Costs(draw(several), draw(several), draw(several), draw(st.integers(0, 3)))
+    limit = draw(st.none() | st.integers(chunks, 3 * stages).map(lambda n: Fraction(n, chunks)))
+    return ranks, chunks, microbatches, costs, limit
+
+
+@settings(deadline=None, max_examples=60)
+@given(problems(), st.sampled_from([None, "loop", "vee"]))
+def test_never_worse_than_a_named_schedule_within_the_limits(problem, placement):
+    ranks, chunks, microbatches, costs, limit = problem
+    size = (ranks, chunks, microbatches)
+    options = {"costs": costs, "memory_limit": limit, "placement": placement}
+    schedule = generate("search", *size, **options)
+    check(schedule)
+    assert schedule == generate("search", *size, **options)
+    found = simulate(schedule, costs)
+    most = ranks if limit is None else limit
+    assert max(found.peak_activations) <= most
+    assert schedule.microbatches == microbatches
+    if placement is not None:
+        assert schedule.rank_of == ranks_of_stages(ranks, chunks, placement)
+    for name in GENERATORS:
+        if schedule_mistakes(name, *size):
+            continue
+        other = generate(name, *size)
+        timeline = simulate(other, costs)
+        fits = max(timeline.peak_activations) <= most
+        if fits and (placement is None or other.rank_of == schedule.rank_of):
+            assert found.time <= timeline.time
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    problems(),
+    st.sampled_from(["loop", "vee"]),
+    st.builds(
+        Rule,
+        st.none() | st.sampled_from([0.5, 1, 1.5, 2]),
+        st.booleans(),
+        st.sampled_from([0, 0.5, 1]),
+    ),
+)
+def test_no_rule_stops_or_breaks_a_limit_however_tight(problem, placement, rule):
+    ranks, chunks, microbatches, costs, limit = problem
+    capacity = chunks if limit is None else int(limit * chunks)
+    rank_of = ranks_of_stages(ranks, chunks, placement)
+    program = greedy(Problem.of(rank_of, microbatches, costs, capacity), rule)
+    timeline = simulate(program, costs)
+    assert sum(map(len, program.steps)) == 3 * ranks * chunks * microbatches
+    assert max(timeline.peak_activations) * chunks <= capacity
+
+
+def test_a_slow_head_costs_no_more_than_its_own_work_and_the_way_to_it():
+    for ranks, microbatches in ((4, 16), (8, 32)):
+        slow = (1,) * (ranks - 1) + (2,)
+        timeline = simulate(
+            generate("search", ranks, 1, microbatches, costs=Costs(slow, slow, slow)),
+            Costs(slow, slow, slow),
+        )
+        assert timeline.time == 6 * microbatches + ranks - 1
+
+
+def test_more_chunks_leave_only_the_way_to_the_last_rank_at_the_memory_of_1f1b():
+    for chunks in (2, 4):
+        costs = Costs().divided(chunks)
+        timeline = simulate(generate("search", 8, chunks, 16, costs=costs), costs)
+        assert timeline.time == 3 * 16 + Fraction(7, chunks)
+        assert max(timeline.peak_activations) <= 8
+
+
+def test_large_sizes_try_the_rules_on_fewer_microbatches():
+    costs = Costs((0.5,) * 31 + (0.7,), 0.6, 0.4, 0.01)
+    size = (16, 2, 256)
+    rank_of = ranks_of_stages(16, 2, "loop")
+    assert Problem.of(rank_of, 256, costs, 32).actions * len(RULES["loop"]) > BUDGET
+    schedule = generate("search", *size, costs=costs)
+    found = simulate(schedule, costs)
+    assert max(found.peak_activations) <= 16
+    for name in ("zb-v", "v-half", "dualpipe-v", "interleaved"):
+        assert found.time <= simulate(generate(name, *size), costs).time
+    assert schedule == generate("search", *size, costs=costs)
+
+
+def test_a_limit_below_one_activation_is_refused():
+    for limit in (0, -1, 0.5, Fraction(1, 2), float("nan")):
+        with pytest.raises(UserError, match="live activations"):
+            generate("search", 2, 1, 4, memory_limit=limit)
