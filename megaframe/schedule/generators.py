@@ -10,7 +10,7 @@ from pathlib import Path
 from megaframe.errors import UserError
 from megaframe.schedule.check import check
 from megaframe.schedule.costs import Costs, Seconds
-from megaframe.schedule.limits import FILE, name_mistakes
+from megaframe.schedule.limits import FILE, group_mistakes, name_mistakes
 from megaframe.schedule.named import named
 from megaframe.schedule.orders import Placement
 from megaframe.schedule.schedule import Schedule
@@ -66,4 +66,4 @@ def schedule_mistakes(
         f"parallel.schedule={name} is made for {', '.join(map(str, valid))}, but {key} is {given}"
         for key, (given, valid) in found.items()
         if valid != [given]
-    ]
+    ] + list(group_mistakes(name, ranks, group))

@@ -67,10 +67,11 @@ def name_mistakes(
             f"parallel.pipeline={ranks}; use train.global_batch or train.microbatch for {ranks} "
             f"microbatches, parallel.pipeline={microbatches}, or parallel.schedule={free}"
         )
-    yield from _group_mistakes(name, ranks, group)
+    yield from group_mistakes(name, ranks, group)
 
 
-def _group_mistakes(name: str, ranks: int, group: int | None) -> Iterator[str]:
+def group_mistakes(name: str, ranks: int, group: int | None) -> Iterator[str]:
+    """Why `group` microbatches per turn of a chunk cannot be had."""
     if group is None:
         return
     if name != "interleaved":

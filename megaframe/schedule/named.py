@@ -27,6 +27,13 @@ def named(
     return Schedule(tuple(map(tuple, lists)))
 
 
+def live_at_least(name: str, ranks: int, microbatches: int) -> int:
+    """A bound from below on the live activations of a named schedule, known without making it."""
+    if name in ("gpipe", "breadth-first"):
+        return microbatches
+    return min(microbatches, 2 * ranks - 1) if name == "zb-h2" else 1
+
+
 def gpipe(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
     """All forwards, then all backwards (Huang et al. 2019). Bubble (p-1)(F+B+W); live m."""
     return breadth_first(rank, ranks, 1, microbatches)
@@ -169,6 +176,3 @@ GENERATORS: Mapping[str, Callable[[int, int, int, int], list[Action]]] = {
     "dualpipe-v": dualpipe_v,
 }
 """Lists of one rank by name, from (rank, ranks, chunks, microbatches)."""
-
-ALL_FORWARDS_FIRST = ("gpipe", "breadth-first")
-"""Those which hold the activations of all microbatches."""

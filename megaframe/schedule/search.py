@@ -8,35 +8,43 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain, cycle, islice
+from random import Random
 
 from megaframe.errors import UserError
 from megaframe.schedule.costs import Costs, Seconds
 from megaframe.schedule.greedy import Problem, Rule, greedy
 from megaframe.schedule.limits import name_mistakes
-from megaframe.schedule.named import ALL_FORWARDS_FIRST, GENERATORS, named
+from megaframe.schedule.named import GENERATORS, live_at_least, named
 from megaframe.schedule.orders import Placement, ranks_of_stages
 from megaframe.schedule.schedule import Schedule
 from megaframe.schedule.simulate import Timeline, simulate
 from megaframe.schedule.walk import Program, flatten
 
 BUDGET = 100_000
-"""Actions that greedy rules may place: about half a second. One rule may always run."""
+"""Actions that may be placed for whole orders: about a quarter of a second. One is always made."""
 
-TRIAL = 30_000
-"""Actions for choosing among the rules where not all can run, on fewer microbatches."""
+TRIAL = 40_000
+"""Actions that may be placed before, on fewer microbatches, to see which rules do well."""
 
 RULES: Mapping[Placement, tuple[Rule, ...]] = {
     "loop": (
         Rule(lead=2, turns=True),
+        Rule(lead=2, turns=True, patience=0.25),
         Rule(lead=1, turns=True, patience=0.5),
-        Rule(lead=2, turns=True, patience=0.5),
+        Rule(lead=1.5, patience=0.5),
         Rule(),
-        Rule(patience=0.5),
-        Rule(lead=1.5),
+        Rule(patience=0.25),
     ),
-    "vee": (Rule(), Rule(patience=0.5), Rule(patience=1)),
+    "vee": (Rule(), Rule(patience=0.25), Rule(patience=0.5), Rule(patience=0.75)),
 }
 """Those of all combinations of their values that were best, or nearly so, over random costs."""
+
+SHAKES = 24
+"""Orders made for costs that are a little off, which a greedy rule can do better with."""
+
+SHAKEN_BY = 0.1
+"""Part by which the times of F, B and W are then off, at most."""
 
 
 def search(
@@ -58,15 +66,18 @@ def search(
     limit = ranks if memory_limit is None else memory_limit
     if not limit >= 1:
         raise UserError(f"a limit of {limit} live activations holds no microbatch; use 1 or more")
+    capacity = int(min(limit, microbatches) * chunks)
     choices: Iterable[Placement] = (placement,) if placement else RULES
     places = {ranks_of_stages(ranks, chunks, choice): choice for choice in reversed([*choices])}
     tries = [
-        (Problem.of(place, microbatches, costs, int(limit * chunks)), rule)
+        (Problem.of(place, microbatches, costs, capacity), rule)
         for place, choice in places.items()
         for rule in RULES[choice]
     ]
-    programs = [p for p in _named(ranks, chunks, microbatches, limit) if p.rank_of in places]
-    programs += (greedy(*one) for one in _most_promising(tries, costs))
+    programs = chain(
+        (one for one in _named(ranks, chunks, microbatches, limit) if one.rank_of in places),
+        (greedy(problem, rule) for problem, rule in _promising(tries, costs)),
+    )
     best: Timeline | None = None
     for program in programs:
         found = simulate(program, costs)
@@ -78,22 +89,33 @@ def search(
 
 
 def _named(ranks: int, chunks: int, microbatches: int, limit: Seconds) -> Iterator[Program]:
-    """The named schedules of this size, without those that cannot keep the limit."""
+    """The named schedules of this size, without those that surely break the limit."""
     for name in GENERATORS:
-        too_large = name in ALL_FORWARDS_FIRST and microbatches > limit
-        if not too_large and not any(name_mistakes(name, ranks, chunks, microbatches)):
+        fits = live_at_least(name, ranks, microbatches) <= limit
+        if fits and not any(name_mistakes(name, ranks, chunks, microbatches)):
             yield flatten(named(name, ranks, chunks, microbatches))
 
 
-def _most_promising(tries: list[tuple[Problem, Rule]], costs: Costs) -> list[tuple[Problem, Rule]]:
-    """Those that the budget affords: the fastest ones on fewer microbatches."""
+def _promising(tries: list[tuple[Problem, Rule]], costs: Costs) -> Iterator[tuple[Problem, Rule]]:
+    """Those that are fastest on fewer microbatches, then the best three for shaken costs, as far as
+    the budget goes."""
     problem, _ = tries[0]
-    affordable = max(1, BUDGET // problem.actions)
-    if affordable >= len(tries):
-        return tries
-    fewer = max(1, TRIAL * problem.microbatches // (problem.actions * len(tries)))
+    fewer = TRIAL * problem.microbatches // (problem.actions * len(tries))
+    fewer = max(1, min(fewer, problem.microbatches))
     times = [
         simulate(greedy(replace(one, microbatches=fewer), rule), costs).time for one, rule in tries
     ]
-    ranked = sorted(range(len(tries)), key=times.__getitem__)
-    return [tries[number] for number in ranked[:affordable]]
+    ranked = [tries[number] for number in sorted(range(len(tries)), key=times.__getitem__)]
+    affordable = max(1, BUDGET // problem.actions)
+    return islice(chain(ranked, _shaken(ranked[:3])), affordable)
+
+
+def _shaken(tries: list[tuple[Problem, Rule]]) -> Iterator[tuple[Problem, Rule]]:
+    random = Random(0)
+    for problem, rule in islice(cycle(tries), SHAKES):
+        forward, backward, weight = (
+            [value * factor for value in values]
+            for values in problem.seconds
+            for factor in [1 + random.uniform(-SHAKEN_BY, SHAKEN_BY)]
+        )
+        yield replace(problem, seconds=(forward, backward, weight)), rule

@@ -11,7 +11,7 @@ from megaframe.schedule import NAMES, Action, Kind, generate, schedule_mistakes
 from megaframe.schedule.check import check
 from megaframe.schedule.costs import Costs
 from megaframe.schedule.limits import LIMITS
-from megaframe.schedule.named import GENERATORS
+from megaframe.schedule.named import GENERATORS, live_at_least
 from megaframe.schedule.simulate import simulate
 
 RANKS = (2, 4, 8, 16)
@@ -137,6 +137,8 @@ def test_every_schedule_passes_the_checker(name, ranks, chunks, more):
     assert schedule_mistakes(name, ranks, chunks, microbatches) == []
     schedule = generate(name, ranks, chunks, microbatches)
     check(schedule)
+    peak = max(simulate(schedule, Costs()).peak_activations)
+    assert live_at_least(name, ranks, microbatches) <= peak
     assert schedule.microbatches == microbatches
     assert [len(schedule.stages(rank)) for rank in range(ranks)] == [chunks] * ranks
 

@@ -87,6 +87,8 @@ def test_a_file_for_another_pipeline_or_with_a_cycle_is_refused(tmp_path):
         ((4, 1, 5), "microbatches"),
     ):
         assert [key in mistake for mistake in schedule_mistakes(f"file:{path}", *size)] == [True]
+    with pytest.raises(UserError, match="group of 4 microbatches means nothing"):
+        generate(f"file:{path}", 4, 1, 6, group=4)
     path.write_text("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0")
     assert len(schedule_mistakes(f"file:{path}", 2, 1, 2)) == 1
     with pytest.raises(UserError, match=r"parallel\.schedule=file:"):
