@@ -74,8 +74,9 @@ def search(
         for place, choice in places.items()
         for rule in RULES[choice]
     ]
+    candidates = named_candidates(ranks, chunks, microbatches, limit)
     programs = chain(
-        (one for one in _named(ranks, chunks, microbatches, limit) if one.rank_of in places),
+        (program for program in candidates if program.rank_of in places),
         (greedy(problem, rule) for problem, rule in _promising(tries, costs)),
     )
     best: Timeline | None = None
@@ -88,7 +89,9 @@ def search(
     return Schedule(tuple(tuple(map(best.program.action, rank)) for rank in steps))
 
 
-def _named(ranks: int, chunks: int, microbatches: int, limit: Seconds) -> Iterator[Program]:
+def named_candidates(
+    ranks: int, chunks: int, microbatches: int, limit: Seconds
+) -> Iterator[Program]:
     """The named schedules of this size, without those that surely break the limit."""
     for name in GENERATORS:
         fits = live_at_least(name, ranks, microbatches) <= limit

@@ -92,7 +92,11 @@ def test_live_activations(ranks):
     for chunks in (2, 4):
         most = max(live("interleaved", chunks, 3 * ranks))
         assert most == ranks + Fraction(ranks - 1, chunks)
-        for microbatches, turn in ((3 * ranks + 1, ranks + 1), (4 * ranks, ranks)):
+        for microbatches, turn in (
+            (3 * ranks + 1, ranks + 1),
+            (4 * ranks, ranks),
+            (4 * ranks + 2, ranks + (ranks > 2)),
+        ):
             most = max(live("interleaved", chunks, microbatches))
             assert most == Fraction(2 * ranks - 1 + (chunks - 1) * turn, chunks)
         most = max(live("interleaved", chunks, 4 * ranks, group=2 * ranks))

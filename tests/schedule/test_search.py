@@ -13,8 +13,9 @@ from megaframe.schedule.costs import Costs
 from megaframe.schedule.greedy import Problem, Rule, greedy
 from megaframe.schedule.named import GENERATORS
 from megaframe.schedule.orders import ranks_of_stages
-from megaframe.schedule.search import BUDGET, RULES
+from megaframe.schedule.search import BUDGET, RULES, named_candidates
 from megaframe.schedule.simulate import simulate
+from megaframe.schedule.walk import flatten
 
 seconds = st.integers(1, 12)
 
@@ -74,6 +75,14 @@ def test_no_rule_stops_or_breaks_a_limit_however_tight(problem, placement, rule)
     timeline = simulate(program, costs)
     assert sum(map(len, program.steps)) == 3 * ranks * chunks * microbatches
     assert max(timeline.peak_activations) * chunks <= capacity
+
+
+def test_every_named_schedule_that_fits_is_a_candidate():
+    for chunks in (1, 2, 3):
+        size = (4, chunks, 9)
+        possible = [name for name in GENERATORS if not schedule_mistakes(name, *size)]
+        steps = [flatten(generate(name, *size)).steps for name in possible]
+        assert [program.steps for program in named_candidates(*size, 9)] == steps
 
 
 def test_a_slow_head_costs_no_more_than_its_own_work_and_the_way_to_it():
