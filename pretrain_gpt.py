@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 
-from megaframe.config import check, explain, listing, load
+from megaframe.config import explain, listing, load
 from megaframe.errors import reported
 from megaframe.layout import Layout
+from megaframe.plan.check import check
 
 
 def main() -> None:

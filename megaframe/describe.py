@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 from megaframe.config import RunConfig, dump
 from megaframe.layout import Layout
-from megaframe.model import model_specs
 from megaframe.plan.memory import memory
 from megaframe.spec import parameter_count
+from megaframe.stage import model_specs
 
 
 def describe(config: RunConfig, layout: Layout) -> str:

@@ -1,11 +1,13 @@
 """Engine: runs one rank's list of actions in order.
 
 It knows the kinds of action and not the schedules: gradient accumulation, pipelines and anything
-that a text file can say are executed by the same few lines.
+that a text file can say are executed by the same few lines. A receive is posted where the list says
+so and waited for by its consumer; what is sent is kept until it has left.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,62 +15,162 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megaframe.comm import Pending, receive, send
+from megaframe.mesh import Mesh
 from megaframe.meter import Part
 from megaframe.microbatch import Microbatch
-from megaframe.model import Stage
 from megaframe.optim.optimizer import Optimizer, Update
-from megaframe.schedule import Action, Kind
+from megaframe.schedule import Action, Kind, Schedule
+from megaframe.stage import Done, Stage
+
+Timer = Callable[[Part], AbstractContextManager[object]]
+_FORWARD_ONLY = (Kind.F, Kind.SEND_F, Kind.RECV_F)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one step gave. loss: sum over this rank's valid tokens, fp64 scalar."""
+    """What one step gave. loss: sum over this rank's valid tokens, fp64 scalar; zero where the
+    rank has no head."""
 
     loss: Tensor
     update: Update
 
 
 class Engine:
-    """Runs actions on the stages of this rank. `time` gives a context that charges what runs in it
-    to a part of the step."""
+    """Runs lowered schedules on the stages of this rank. `time` gives a context that charges what
+    runs in it to a part of the step."""
+
+    def __init__(
+        self, stages: Mapping[int, Stage], optimizer: Optimizer, mesh: Mesh, time: Timer
+    ) -> None:
+        self.stages, self.optimizer, self.mesh, self.time = stages, optimizer, mesh, time
+        self.rank = mesh.coordinate["pipeline"]
+
+    def run(
+        self, schedule: Schedule, microbatches: Sequence[Microbatch], step: int, scale: float
+    ) -> Outcome:
+        """Execute this rank's list on the microbatches of optimizer step `step`; gradients are
+        those of scale * (sum of the losses). The list ends with the update."""
+        self.optimizer.start_step()
+        passes = _Passes(self, schedule, microbatches, step, scale)
+        update: Update | None = None
+        for action in schedule.ranks[self.rank]:
+            if action.kind is Kind.UPDATE:
+                with self.time("communication"):
+                    self.optimizer.wait()
+                with self.time("optimizer"):
+                    update = self.optimizer.update()
+            else:
+                passes.do(action)
+        passes.finish()
+        assert update is not None, "a lowered schedule ends with the update"
+        return Outcome(passes.loss, update)
+
+    def evaluate(self, schedule: Schedule, microbatches: Sequence[Microbatch]) -> Tensor:
+        """Execute the forward passes without gradients. Returns the loss sum as `Outcome` does."""
+        passes = _Passes(self, schedule, microbatches, 0, None)
+        for action in schedule.ranks[self.rank]:
+            if action.kind in _FORWARD_ONLY:
+                passes.do(action)
+        passes.finish()
+        return passes.loss
+
+
+class _Passes:
+    """Forward and backward passes of one step. Tensors on their way are kept under the compute
+    action that takes them, or that made them; without a scale nothing is trained."""
 
     def __init__(
         self,
-        stages: Mapping[int, Stage],
-        optimizer: Optimizer,
-        time: Callable[[Part], AbstractContextManager[object]],
+        engine: Engine,
+        schedule: Schedule,
+        microbatches: Sequence[Microbatch],
+        step: int,
+        scale: float | None,
     ) -> None:
-        self._stages = stages
-        self._optimizer = optimizer
-        self._time = time
+        self._engine, self._microbatches = engine, microbatches
+        self._step, self._scale = step, scale
+        self._rank_of, self._split = schedule.rank_of, schedule.split
+        self._arriving: dict[tuple[Kind, int, int], Pending[Tensor]] = {}
+        self._leaving: dict[tuple[Kind, int, int], Tensor] = {}
+        self._sent: deque[Pending[Tensor]] = deque()
+        self._reducing: set[int] = set()
+        self.loss = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
 
-    def run(
-        self, actions: Sequence[Action], microbatches: Sequence[Microbatch], step: int, scale: float
-    ) -> Outcome:
-        """Execute `actions` on the microbatches of optimizer step `step`; gradients are those of
-        scale * (sum of the losses). The list ends with the update."""
-        losses: list[Tensor] = []
-        update: Update | None = None
-        reducing: set[int] = set()
-        self._optimizer.start_step()
-        for action in actions:
-            if action.kind is Kind.UPDATE:
-                with self._time("communication"):
-                    self._optimizer.wait()
-                with self._time("optimizer"):
-                    update = self._optimizer.update()
-                continue
-            assert action.stage is not None
-            if action.kind is Kind.REDUCE:
-                reducing.add(action.stage)
-                continue
-            assert action.microbatch is not None
-            stage = self._stages[action.stage]
-            if action.kind is Kind.F:
-                microbatch = microbatches[action.microbatch]
-                losses.append(stage.forward(action.microbatch, microbatch, step, scale))
-            else:
-                done = self._optimizer.reduce if action.stage in reducing else None
-                stage.backward(action.microbatch, done)
-        assert update is not None
-        return Outcome(torch.stack(losses).sum(), update)
+    def do(self, action: Action) -> None:
+        """Run one action."""
+        kind, stage, number = action.kind, action.stage, action.microbatch
+        assert stage is not None
+        if kind is Kind.REDUCE:
+            self._reducing.add(stage)
+            return
+        assert number is not None
+        if kind is Kind.F:
+            self._forward(stage, number)
+        elif kind is Kind.B:
+            self._backward(stage, number)
+        elif kind is Kind.W:
+            self._engine.stages[stage].weight_backward(number, self._done(stage))
+        elif kind is Kind.SEND_F:
+            self._send(Kind.F, stage, number, stage + 1)
+        elif kind is Kind.SEND_B:
+            self._send(Kind.B, stage, number, stage - 1)
+        elif kind is Kind.RECV_F:
+            self._receive(Kind.F, stage, number, stage - 1)
+        else:
+            self._receive(Kind.B, stage, number, stage + 1)
+
+    def finish(self) -> None:
+        """Wait until everything has left."""
+        while self._sent:
+            self._sent.popleft().wait()
+
+    def _forward(self, number: int, microbatch: int) -> None:
+        stage = self._engine.stages[number]
+        x = None if stage.plan.first else self._take(Kind.F, number, microbatch)
+        data = self._microbatches[microbatch]
+        if self._scale is None:
+            y = stage.evaluate(data, x)
+        else:
+            y = stage.forward(microbatch, data, self._step, self._scale, x)
+        if stage.plan.last:
+            self.loss += y
+        else:
+            self._pass_on(Kind.F, number, microbatch, y, number + 1)
+
+    def _backward(self, number: int, microbatch: int) -> None:
+        stage = self._engine.stages[number]
+        gradient = None if stage.plan.last else self._take(Kind.B, number, microbatch)
+        split = (number, microbatch) in self._split
+        done = None if split else self._done(number)
+        gradient = stage.backward(microbatch, gradient, done, split=split)
+        if gradient is not None:
+            self._pass_on(Kind.B, number, microbatch, gradient, number - 1)
+
+    def _done(self, stage: int) -> Done | None:
+        return self._engine.optimizer.reduce if stage in self._reducing else None
+
+    def _pass_on(self, kind: Kind, stage: int, microbatch: int, made: Tensor, other: int) -> None:
+        """Keep what `stage` made for its SEND, or hand it over on the same rank."""
+        if self._rank_of[other] == self._engine.rank:
+            self._arriving[kind, other, microbatch] = Pending(made)
+        else:
+            self._leaving[kind, stage, microbatch] = made
+
+    def _take(self, kind: Kind, stage: int, microbatch: int) -> Tensor:
+        with self._engine.time("pipeline"):
+            return self._arriving.pop((kind, stage, microbatch)).wait()
+
+    def _send(self, kind: Kind, stage: int, microbatch: int, other: int) -> None:
+        while self._sent and self._sent[0].arrived():
+            self._sent.popleft()
+        made = self._leaving.pop((kind, stage, microbatch)).contiguous()
+        link = self._engine.mesh.link(self._engine.rank, self._rank_of[other])
+        self._sent.append(send(made, link))
+
+    def _receive(self, kind: Kind, stage: int, microbatch: int, other: int) -> None:
+        here = self._engine.stages[stage]
+        shape = (*self._microbatches[microbatch].tokens_BS.shape, here.config.model.hidden)
+        into = torch.empty(shape, dtype=here.precision.compute, device=self._engine.mesh.device)
+        link = self._engine.mesh.link(self._rank_of[other], self._engine.rank)
+        self._arriving[kind, stage, microbatch] = receive(into, link)

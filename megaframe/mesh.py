@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -18,7 +18,12 @@ from megaframe.comm import Group
 from megaframe.errors import UserError
 from megaframe.layout import Layout
 
-AXIS_SETS: tuple[tuple[str, ...], ...] = (("data",), ("pipeline", "data", "context", "tensor"))
+AXIS_SETS: tuple[tuple[str, ...], ...] = (
+    ("data",),
+    ("pipeline",),
+    ("pipeline", "data"),
+    ("pipeline", "data", "context", "tensor"),
+)
 """The axis sets over which some part of megaframe communicates. The last is the world."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -57,6 +62,8 @@ class Mesh:
             _keep_freed_memory()
         self.store = self._rendezvous(timeout)
         self.coordinate = layout.coordinate(self.rank)
+        self._timeout = timeout
+        self._links: dict[tuple[int, int], Group] = {}
         self._groups = {
             frozenset(axes): self._make_group(axes, serial, timeout) for axes in axis_sets
         }
@@ -64,6 +71,24 @@ class Mesh:
     def group(self, *axes: str) -> Group:
         """The group of ranks over `axes`."""
         return self._groups[frozenset(axes)]
+
+    def connect(self, links: Iterable[tuple[int, int]]) -> None:
+        """Make a group for each (from, to) pair of pipeline coordinates, one link per direction.
+
+        All ranks of the world call it with the same links: like any group, each is made by all.
+        """
+        columns = self.layout.groups("pipeline")
+        for source, target in sorted(set(links) - self._links.keys()):
+            for column in columns:
+                ranks = sorted((column[source], column[target]))
+                handle = dist.new_group(ranks, timeout=timedelta(seconds=self._timeout))
+                if self.rank in ranks:
+                    index = ranks.index(self.rank)
+                    self._links[source, target] = Group(("pipeline",), tuple(ranks), index, handle)
+
+    def link(self, source: int, target: int) -> Group:
+        """The group for what pipeline coordinate `source` sends to `target`; one end is here."""
+        return self._links[source, target]
 
     @property
     def world(self) -> Group:

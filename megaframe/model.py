@@ -1,29 +1,24 @@
-"""Block and Stage: the model, built only as far as this rank runs it.
-
-A stage runs its blocks in an explicit loop. Each block's input is a leaf, and backward walks the
-blocks in reverse, calling autograd on one block at a time; so recompute and the launch of a
-gradient reduction are plain lines in that loop, and nothing depends on autograd hooks.
-"""
+"""The units of a model: embedding, blocks and head, each with one bucket of parameters."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import time
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megaframe.config import Model, RunConfig
+from megaframe.config import Emulate, Model, RunConfig
 from megaframe.microbatch import Microbatch
 from megaframe.nn.attention import Attention
-from megaframe.nn.dropout import dropout_key
 from megaframe.nn.embedding import Table
-from megaframe.nn.frame import Frame, make_frame, positions_of
+from megaframe.nn.frame import Frame, Later, positions_of
 from megaframe.nn.loss import HeadResult, LossOptions, head_loss
 from megaframe.nn.mlp import MLP
 from megaframe.nn.norm import Norm
-from megaframe.parameter import PRECISIONS, Module, Parameter
+from megaframe.parameter import Module, Parameter
 from megaframe.spec import Normal, ParamSpec
 
 
@@ -33,9 +28,7 @@ class Embedding(Module):
     def __init__(self, config: RunConfig) -> None:
         model = config.model
         self.position = model.position
-        self.tokens = Table(
-            "embedding.tokens", vocabulary(model), model.hidden, std=model.init_std, split=True
-        )
+        self.tokens = _token_table(model)
         if model.position == "learned":
             self.positions = Table(
                 "embedding.positions",
@@ -70,20 +63,49 @@ class Block(Module):
         if frame.dropout is not None:
             branch = frame.dropout(branch, f"{self.name}.attention")
         x = x + branch
-        branch = self.mlp(x, self.mlp_norm, again=frame.selective)
+        branch = self.mlp(x, self.mlp_norm, frame)
         if frame.dropout is not None:
             branch = frame.dropout(branch, f"{self.name}.mlp")
         return x + branch
 
 
-class Head(Module):
-    """Final norm, projection to the vocabulary, loss. `tied` is the token embedding's weight."""
+class EmulatedBlock(Module):
+    """A block without weights that waits for as long as a real one would compute."""
 
-    def __init__(self, config: RunConfig, tied: Parameter | None) -> None:
+    def __init__(self, times: Emulate) -> None:
+        self.times = times
+
+    def __call__(self, x: Tensor, frame: Frame) -> Tensor:
+        """The same tensor, later."""
+        return _Wait.apply(x, self.times, frame.later)
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, times: Emulate, later: Later) -> Tensor:
+        ctx.times, ctx.later = times, later
+        time.sleep(times.forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.times.backward)
+        ctx.later.do(partial(time.sleep, ctx.times.weight))
+        return gradients[0], None, None
+
+
+class Head(Module):
+    """Final norm, projection to the vocabulary, loss.
+
+    A tied head multiplies with the token embedding's weight: with `embedding`'s own where the same
+    rank has it, else with a replica.
+    """
+
+    def __init__(self, config: RunConfig, embedding: Embedding | None) -> None:
         model = config.model
         self.norm = _norm("head.norm", model)
-        self.weight = tied or Parameter(
-            ParamSpec(
+        if not model.tie_embeddings:
+            spec = ParamSpec(
                 "head.weight",
                 (vocabulary(model), model.hidden),
                 Normal(model.init_std),
@@ -91,7 +113,11 @@ class Head(Module):
                 decay=True,
                 axes={0: "tensor"},
             )
-        )
+            self.weight = Parameter(spec)
+        elif embedding is not None:
+            self.weight = embedding.tokens.weight
+        else:
+            self.weight = Parameter(_token_table(model).weight.spec, replica=True)
         self.options = LossOptions(
             config.train.label_smoothing, config.train.z_loss, model.logit_softcap
         )
@@ -108,120 +134,17 @@ class Head(Module):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-@dataclass
-class Flight:
-    """What a stage keeps of one microbatch between its forward and its backward.
-
-    inputs: the leaf that each block, and last the head, started from. outputs: what came of each
-    block's, none with recompute. embedded: the output of the embedding. normed: the head's
-    normalised input, and d_normed the gradient of the loss with respect to it.
-    """
-
-    frame: Frame
-    inputs: list[Tensor] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
-    embedded: Tensor | None = None
-    normed: Tensor | None = None
-    d_normed: Tensor | None = None
-
-
-class Stage:
-    """All blocks, with the embedding in front and the head behind.
-
-    `units` are the parts whose parameters are reduced, updated and gathered together, in the order
-    of the forward pass.
-    """
-
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
-        self.precision = PRECISIONS[config.train.precision]
-        self.embedding = Embedding(config)
-        self.blocks = [Block(config.model, layer) for layer in range(config.model.layers)]
-        tied = self.embedding.tokens.weight if config.model.tie_embeddings else None
-        self.head = Head(config, tied)
-        self.units: list[Module] = [self.embedding, *self.blocks, self.head]
-        self._flights: dict[int, Flight] = {}
-
-    def parameters(self) -> list[Parameter]:
-        """All parameters, in order, once each though units may share them."""
-        return list({p: None for unit in self.units for p in unit.parameters()})
-
-    def forward(self, number: int, microbatch: Microbatch, step: int, scale: float) -> Tensor:
-        """Run microbatch `number` and keep what its backward needs.
-
-        Gradients are of scale * (loss sum). Returns the loss sum over valid tokens, fp64 scalar.
-        """
-        flight = Flight(self._frame(microbatch, dropout_key(self.config.run.seed, step)))
-        self._flights[number] = flight
-        flight.embedded = self.embedding(microbatch, flight.frame)
-        x = flight.embedded
-        for block in self.blocks:
-            flight.inputs.append(x.detach().requires_grad_())
-            if self.config.train.recompute == "full":
-                with torch.no_grad():
-                    x = block(flight.inputs[-1], flight.frame)
-            else:
-                x = block(flight.inputs[-1], flight.frame)
-                flight.outputs.append(x)
-        flight.inputs.append(x.detach().requires_grad_())
-        flight.normed = self.head.norm(flight.inputs[-1])
-        result = self.head.loss(flight.normed, microbatch, scale)
-        flight.d_normed = result.d_hidden
-        return result.loss
-
-    def backward(self, number: int, done: Callable[[Module], None] | None = None) -> None:
-        """Backward of microbatch `number`. `done` is told of each unit whose gradients this call
-        completes, in the order in which they do."""
-        flight = self._flights.pop(number)
-        assert flight.normed is not None and flight.d_normed is not None
-        leaf = flight.inputs.pop()
-        flight.normed.backward(flight.d_normed.view_as(flight.normed))
-        flight.normed = flight.d_normed = None
-        if done:
-            done(self.head)
-        for block in reversed(self.blocks):
-            gradient, leaf = leaf.grad, flight.inputs.pop()
-            output = flight.outputs.pop() if flight.outputs else block(leaf, flight.frame)
-            output.backward(gradient)
-            del output
-            if done:
-                done(block)
-        assert flight.embedded is not None
-        flight.embedded.backward(leaf.grad)
-        if done:
-            done(self.embedding)
-
-    @torch.no_grad()
-    def evaluate(self, microbatch: Microbatch) -> Tensor:
-        """Loss sum over valid tokens, fp64 scalar, without dropout and without gradients."""
-        x = self.hidden(microbatch)
-        return self.head.loss(self.head.norm(x), microbatch, None).loss
-
-    @torch.no_grad()
-    def hidden(self, microbatch: Microbatch) -> Tensor:
-        """The residual stream [B, S, hidden] after the last block, without dropout."""
-        frame = self._frame(microbatch, None)
-        x = self.embedding(microbatch, frame)
-        for block in self.blocks:
-            x = block(x, frame)
-        return x
-
-    def _frame(self, microbatch: Microbatch, key: int | None) -> Frame:
-        selective = self.config.train.recompute == "selective"
-        dtype = self.precision.compute
-        return make_frame(self.config.model, microbatch, dtype, key, selective=selective)
-
-
-def model_specs(config: RunConfig) -> list[ParamSpec]:
-    """Specs of all parameters of the whole model, in order; allocates nothing."""
-    return [parameter.spec for parameter in Stage(config).parameters()]
-
-
 def vocabulary(model: Model) -> int:
     """Rows of the embedding; a config without `model.vocab` is resolved before a model is built."""
     if model.vocab is None:
         raise ValueError("model.vocab is not set: resolve the config with its tokenizer first")
     return model.vocab
+
+
+def _token_table(model: Model) -> Table:
+    return Table(
+        "embedding.tokens", vocabulary(model), model.hidden, std=model.init_std, split=True
+    )
 
 
 def _norm(name: str, model: Model) -> Norm:

@@ -40,17 +40,19 @@ class Parameter:
 
     value: in compute precision. grad: the sum of gradients, in master precision.
     `fresh` says that nothing was added to `grad` yet, so that its old content is overwritten
-    instead of first being set to zero.
+    instead of first being set to zero. replica: another rank's stage has the same parameter, counts
+    and saves it; their gradients are summed.
     """
 
-    __slots__ = ("box", "fresh", "grad", "spec", "value")
+    __slots__ = ("box", "fresh", "grad", "replica", "spec", "value")
 
     box: Box
     value: Tensor
     grad: Tensor
 
-    def __init__(self, spec: ParamSpec) -> None:
+    def __init__(self, spec: ParamSpec, *, replica: bool = False) -> None:
         self.spec = spec
+        self.replica = replica
         self.fresh = True
 
     def bind(self, box: Box, value: Tensor, grad: Tensor) -> None:

@@ -15,9 +15,9 @@ from megaframe.checkpoint import Slice, find, open_checkpoint
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.microbatch import Microbatch
-from megaframe.model import Stage
 from megaframe.run_state import read_state
 from megaframe.spec import Box
+from megaframe.stage import Stage, whole_model
 
 
 def load_model(path: Path) -> tuple[RunConfig, Stage]:
@@ -32,7 +32,7 @@ def load_model(path: Path) -> tuple[RunConfig, Stage]:
         path = latest
     with open_checkpoint(path) as checkpoint:
         config = RunConfig.model_validate(read_state(checkpoint).config)
-        stage = Stage(config)
+        stage = whole_model(config)
         checkpoint.load(_allocate(stage))
     return config, stage
 
@@ -66,11 +66,13 @@ def sample(
     The model sees the last `context` ids. temperature 0 takes the likeliest id; top_k 0 chooses
     among all.
     """
+    head = stage.head
+    assert head is not None, "the whole model has a head"
     ids = list(start)
     for _ in range(tokens):
         window = torch.tensor([ids[-context:]])
         microbatch = Microbatch(window, window, torch.zeros(1, dtype=torch.int64))
-        logits = stage.head.logits(stage.hidden(microbatch)[0, -1])
+        logits = head.logits(stage.hidden(microbatch)[0, -1])
         if temperature == 0:
             choice = int(logits.argmax())
         else:

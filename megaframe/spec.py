@@ -82,8 +82,9 @@ class ParamSpec:
 
     def owned(self, coordinate: Mapping[str, int]) -> bool:
         """Whether the rank at `coordinate` speaks for its piece: of all the ranks that hold the
-        same piece, the one at 0 of every axis that does not split it."""
-        split = set(self.axes.values())
+        same piece, the one at 0 of every axis that does not split it. A pipeline does not copy:
+        each parameter is on one of its ranks."""
+        split = {*self.axes.values(), "pipeline"}
         return all(index == 0 for axis, index in coordinate.items() if axis not in split)
 
 

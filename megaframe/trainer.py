@@ -17,15 +17,14 @@ from megaframe.comm import all_reduce, barrier
 from megaframe.config import RunConfig, dump
 from megaframe.data.loader import Loader
 from megaframe.data.tokenizer import load_tokenizer
-from megaframe.engine import Engine
 from megaframe.errors import UserError
 from megaframe.mesh import Mesh
-from megaframe.meter import Meter
+from megaframe.meter import Meter, StepTimer
 from megaframe.microbatch import IGNORE, Microbatch
-from megaframe.model import Stage, model_specs
-from megaframe.optim.optimizer import Optimizer, Update
+from megaframe.optim.optimizer import Update
+from megaframe.pipeline import Pipeline
 from megaframe.run_state import RunState, read_state
-from megaframe.schedule import generate, lower
+from megaframe.stage import model_specs
 
 _MAX_SKIPPED = 20
 """Steps in a row whose gradients are not finite, after which a run gives up."""
@@ -50,15 +49,15 @@ class Trainer:
         self._loss = torch.zeros((), dtype=torch.float64)
         self._grad_norm = math.nan
         self._loss_before: float | None = None
-        self.stage = Stage(config)
-        self.optimizer = Optimizer(config, mesh, self.stage.units)
+        timer = StepTimer()
+        self.pipeline = Pipeline(config, mesh, timer.time)
+        self.optimizer = self.pipeline.optimizer
         data = mesh.group("data")
         self.loader = Loader(config, data.index, data.size)
         self._token_bytes = _token_bytes(config, mesh.device)
         self._restore_or_initialise()
         barrier(mesh.world)  # all have seen the run folder as it was before any rank writes to it
-        self.meter = Meter(config, mesh, model_specs(config), start_step=self.step)
-        self.engine = Engine({0: self.stage}, self.optimizer, self.meter.time)
+        self.meter = Meter(config, mesh, model_specs(config), timer, start_step=self.step)
         self.writer = self._make_writer()
         if mesh.rank == 0:
             (self.folder / "config.yaml").write_text(dump(config), encoding="utf-8")
@@ -97,9 +96,8 @@ class Trainer:
         with meter.time("communication"):
             valid = self._valid_tokens(microbatches)
         with meter.time("compute"):
-            actions = lower(generate("1f1b", 1, 1, len(microbatches))).ranks[0]
             scale = self.optimizer.scale.value / valid
-            outcome = self.engine.run(actions, microbatches, self.step, scale)
+            outcome = self.pipeline.train(microbatches, self.step, scale)
         self.step += 1
         self._loss = outcome.loss / valid
         self._grad_norm = outcome.update.grad_norm
@@ -139,19 +137,25 @@ class Trainer:
 
     def _global_loss(self) -> float:
         """Loss of the last step over all ranks."""
-        return float(all_reduce(self._loss.clone(), self.mesh.group("data")).wait())
+        group = self.mesh.group("pipeline", "data")
+        return float(all_reduce(self._loss.clone(), group).wait())
 
     def _evaluate(self) -> None:
         """Record loss, perplexity and bits per byte on the validation split."""
         totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
-        for microbatch in self.loader.evaluation(self.config.train.eval_samples):
-            microbatch = _move(microbatch, self.mesh.device)
-            valid = microbatch.labels_BS != IGNORE
-            totals[0] += self.stage.evaluate(microbatch)
-            totals[1] += valid.sum()
-            if self._token_bytes is not None:
-                totals[2] += self._token_bytes[microbatch.labels_BS[valid]].sum()
-        nats, tokens, size = all_reduce(totals, self.mesh.group("data")).wait().tolist()
+        microbatches = [
+            _move(microbatch, self.mesh.device)
+            for microbatch in self.loader.evaluation(self.config.train.eval_samples)
+        ]
+        totals[0] = self.pipeline.evaluate(microbatches)
+        if self.mesh.coordinate["pipeline"] == 0:
+            for microbatch in microbatches:
+                valid = microbatch.labels_BS != IGNORE
+                totals[1] += valid.sum()
+                if self._token_bytes is not None:
+                    totals[2] += self._token_bytes[microbatch.labels_BS[valid]].sum()
+        totals = all_reduce(totals, self.mesh.group("pipeline", "data")).wait()
+        nats, tokens, size = totals.tolist()
         self.meter.record("eval_loss", nats / tokens, "last")
         self.meter.record("eval_perplexity", math.exp(min(nats / tokens, 700.0)), "last")
         if size:
@@ -182,7 +186,7 @@ class Trainer:
         """This rank's pieces of everything in a checkpoint."""
         return [
             Slice(name, spec.shape, box.offset, tensor)
-            for name, spec, box, tensor in self.optimizer.tensors()
+            for name, spec, box, tensor in self.optimizer.tensors(replicas=not owned_only)
             if not owned_only or spec.owned(self.mesh.coordinate)
         ]
 

@@ -12,8 +12,8 @@ from megaframe.data.indexed import TokenFileWriter
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
 from megaframe.microbatch import IGNORE, Microbatch
-from megaframe.model import Stage
 from megaframe.optim.optimizer import Optimizer
+from megaframe.stage import whole_model
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def build():
         }
         shape = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.3}
         config = RunConfig(model={**shape, **(model or {})}, **sections)
-        stage = Stage(config)
+        stage = whole_model(config)
         optimizer = Optimizer(config, Mesh(Layout(), device="cpu"), stage.units)
         optimizer.initialise(config.run.seed)
         return SimpleNamespace(config=config, stage=stage, optimizer=optimizer)

@@ -39,7 +39,7 @@ def gradients(build, microbatch, train):
     built.optimizer.start_step()
     loss = built.stage.forward(0, microbatch, 0, 1.0 / valid) / valid
     done = []
-    built.stage.backward(0, done.append)
+    built.stage.backward(0, done=done.append)
     assert done == list(reversed(built.stage.units))
     return loss
 

@@ -6,7 +6,7 @@ one rank communicates nothing, so no caller needs a special case for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
@@ -24,6 +24,11 @@ class Traffic:
 
     bytes: int = 0
     calls: int = 0
+
+    def count(self, size: int) -> None:
+        """Add one call that moves `size` bytes."""
+        self.bytes += size
+        self.calls += 1
 
     def take(self) -> tuple[int, int]:
         """(bytes, calls) so far; starts again from zero."""
@@ -53,36 +58,92 @@ class Group:
         return len(self.ranks)
 
 
-class Pending(Generic[T]):
-    """A result still in flight. Forgetting to wait is a type error, not a race."""
+class LostRanks(RuntimeError):
+    """Communication failed or timed out; one of `ranks` may be dead or stuck."""
 
-    def __init__(self, value: T, finish: Callable[[], object] | None = None) -> None:
+    def __init__(self, text: str, ranks: Iterable[int]) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)
+
+
+class Pending(Generic[T]):
+    """A result still in flight. Forgetting to wait is a type error, not a race.
+
+    work: what torch started for it in `group`, None when there is nothing to wait for.
+    """
+
+    def __init__(self, value: T, work: dist.Work | None = None, group: Group | None = None) -> None:
         self._value = value
-        self._finish = finish
+        self._work = work
+        self._group = group
 
     def wait(self) -> T:
-        """The result, once it is there."""
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
+        """The result, once it is there. Raises `LostRanks` when it does not come."""
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise _lost(self._group, error) from error
+            self._work = None
         return self._value
+
+    def arrived(self) -> bool:
+        """Whether `wait()` would return at once."""
+        return self._work is None or self._work.is_completed()
 
 
 def all_reduce(tensor: Tensor, group: Group, how: Reduction = "sum") -> Pending[Tensor]:
     """Reduce `tensor` in place over the group; bytes moved are counted for a ring."""
     if group.handle is None:
         return Pending(tensor)
-    group.traffic.calls += 1
-    group.traffic.bytes += 2 * tensor.nbytes * (group.size - 1) // group.size
-    work = dist.all_reduce(tensor, _OPERATIONS[how], group.handle, async_op=True)
-    pending = Pending(tensor, work.wait)
+    group.traffic.count(2 * tensor.nbytes * (group.size - 1) // group.size)
+    pending = _started(
+        tensor,
+        group,
+        lambda: dist.all_reduce(tensor, _OPERATIONS[how], group.handle, async_op=True),
+    )
     if group.serial:
         pending.wait()
-        return Pending(tensor)
     return pending
 
 
+def send(tensor: Tensor, link: Group) -> Pending[Tensor]:
+    """Send to the other rank of a link. The tensor must not change before it has left."""
+    link.traffic.count(tensor.nbytes)
+    other = 1 - link.index
+    return _started(tensor, link, lambda: dist.isend(tensor, group=link.handle, group_dst=other))
+
+
+def receive(into: Tensor, link: Group) -> Pending[Tensor]:
+    """Receive from the other rank of a link, in the order in which it sends."""
+    other = 1 - link.index
+    return _started(into, link, lambda: dist.irecv(into, group=link.handle, group_src=other))
+
+
 def barrier(group: Group) -> None:
-    """Return once every rank of the group is here."""
+    """Return once every rank of the group is here. Raises `LostRanks` when one does not come."""
     if group.handle is not None:
-        dist.barrier(group.handle)
+        try:
+            dist.barrier(group.handle)
+        except RuntimeError as error:
+            raise _lost(group, error) from error
+
+
+def _started(
+    tensor: Tensor, group: Group, start: Callable[[], dist.Work | None]
+) -> Pending[Tensor]:
+    try:
+        return Pending(tensor, start(), group)
+    except RuntimeError as error:  # a connection that is known to be gone fails at once
+        raise _lost(group, error) from error
+
+
+def _lost(group: Group | None, error: RuntimeError) -> LostRanks:
+    assert group is not None, "work belongs to a group"
+    others = [rank for rank in group.ranks if rank != group.ranks[group.index]]
+    names = ", ".join(map(str, others[:8])) + (" ..." if len(others) > 8 else "")
+    return LostRanks(
+        f"rank {group.ranks[group.index]} lost contact over {' x '.join(group.axes)} "
+        f"with rank{'s' * (len(others) > 1)} {names}: {error}",
+        others,
+    )

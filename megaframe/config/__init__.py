@@ -1,12 +1,12 @@
 """What a run is made of: typed sections, read from YAML and overrides, checked and documented."""
 
-from megaframe.config.check import check
 from megaframe.config.describe import explain, listing
 from megaframe.config.load import dump, load
 from megaframe.config.schema import (
     BatchRamp,
     Checkpoint,
     Data,
+    Emulate,
     Meter,
     Model,
     Optim,
@@ -22,6 +22,7 @@ __all__ = [
     "BatchRamp",
     "Checkpoint",
     "Data",
+    "Emulate",
     "Meter",
     "Model",
     "Optim",
@@ -31,7 +32,6 @@ __all__ = [
     "RunConfig",
     "Source",
     "Train",
-    "check",
     "dump",
     "explain",
     "listing",

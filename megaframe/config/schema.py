@@ -49,6 +49,15 @@ class RotaryScaling(Section):
     yarn: rotations at and above which a frequency is kept (its beta_fast, usually 32)."""
 
 
+class Emulate(Section):
+    forward: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds that the forward of one block waits for each microbatch."""
+    backward: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds that its input gradient waits."""
+    weight: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds that its weight gradient waits."""
+
+
 class Model(Section):
     layers: Positive = 12
     """Number of transformer blocks."""
@@ -99,6 +108,9 @@ class Model(Section):
     token only, never on the layout."""
     init_std: Annotated[float, Field(gt=0)] = 0.02
     """Standard deviation of initial weights; output projections get init_std / sqrt(2 * layers)."""
+    emulate: Emulate | None = None
+    """Blocks wait instead of computing, and have no weights: to measure schedules and communication
+    of many ranks on few cores. Trains nothing."""
 
 
 class Parallel(Section):
@@ -121,7 +133,16 @@ class Parallel(Section):
     zero: Annotated[int, Field(ge=0, le=3)] = 0
     """What data ranks shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights."""
     schedule: str = "1f1b"
-    """Order of forward and backward passes."""
+    """Order of forward and backward passes: gpipe, 1f1b, interleaved, breadth-first, zb-h1, zb-h2,
+    zb-v, v-half, dualpipe-v, search (the best order found for the work of the stages), or
+    file:PATH. `tools/schedule.py` draws them."""
+    schedule_group: Positive | None = None
+    """interleaved: microbatches that a chunk runs in a row. Default: `pipeline`."""
+    schedule_memory: Annotated[float, Field(ge=1)] | None = None
+    """search: most live activations of a rank, in units of all its layers. Default: `pipeline`, as
+    many as 1f1b keeps on the first rank."""
+    layers_per_stage: tuple[NonNegative, ...] | None = None
+    """Layers of each stage, in order. Default: divided by work, the head counted."""
     serial: bool = False
     """Run communication in line with compute. Never changes a bit of the result; for debugging."""
     timeout: Annotated[float, Field(gt=0)] = 600.0
@@ -153,6 +174,9 @@ class Train(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     """What backward computes again instead of keeping it: `selective` norms and activations (about
     3% of a step for a third of the activations), `full` each block from its input."""
+    recompute_blocks: NonNegative | tuple[NonNegative, ...] = 0
+    """Blocks at the start of each stage (one number, or one per stage) that are computed again from
+    their input whatever `recompute` says."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the target probability that is spread over the vocabulary."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0

@@ -60,7 +60,7 @@ class Loader:
 
     Position p of a global batch goes to microbatch p // (microbatch * data_ranks) of rank
     (p // microbatch) % data_ranks: the batch is the same, in the same order, for any ranks.
-    The config has passed `config.check` for so many ranks, so that batches and ramp divide.
+    The config has passed `plan.check` for so many ranks, so that batches and ramp divide.
     Raises `UserError` for sources and splits that cannot work.
     """
 

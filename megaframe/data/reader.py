@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ _LOOKED_UP_AHEAD = 1024
 
 
 class Reader:
-    """The sources of `config.data` in one split, each in the order that `seed` and its path give.
+    """The sources of `config.data` in one split, each in the order that `seed` and its name give.
 
     paths, weights, sizes (samples of an epoch): one entry a source, in the order of the config.
     Raises `UserError` for what is wrong with a source.
@@ -44,7 +45,7 @@ class Reader:
         self._sources = [Source(p, split, data.split, self._seq, vocab) for p in self.paths]
         self.weights = tuple(source.weight for source in data.sources)
         self.sizes = np.array([source.windows for source in self._sources], np.int64)
-        self._keys = np.array([source_key(seed, path) for path in self.paths], np.uint64)
+        self._keys = np.array([source_key(seed, name) for name in _names(self.paths)], np.uint64)
         self._known_from, self._known = 0, np.empty(0, np.int64)
 
     def read(self, sources_N: Numbers, numbers_N: Numbers, samples_N: Numbers) -> Microbatch:
@@ -126,6 +127,16 @@ def cut(batch: Microbatch, size: int) -> tuple[Microbatch, ...]:
             strict=True,
         )
     )
+
+
+def _names(paths: tuple[str, ...]) -> Iterator[str]:
+    """What each source is known by to its order: the name of its files without the folder, so that
+    they can move; where several have the same, with a number."""
+    seen: Counter[str] = Counter()
+    for path in paths:
+        name = Path(path).name
+        yield f"{name}\0{seen[name]}"
+        seen[name] += 1
 
 
 def _check_paths(paths: tuple[str, ...]) -> None:

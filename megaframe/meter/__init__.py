@@ -2,6 +2,6 @@
 
 from megaframe.meter.flops import Flops, count_flops
 from megaframe.meter.meter import Meter
-from megaframe.meter.timers import PARTS, Part
+from megaframe.meter.timers import PARTS, Part, StepTimer
 
-__all__ = ["PARTS", "Flops", "Meter", "Part", "count_flops"]
+__all__ = ["PARTS", "Flops", "Meter", "Part", "StepTimer", "count_flops"]

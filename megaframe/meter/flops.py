@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megaframe.config import RunConfig
 from megaframe.model import vocabulary
+from megaframe.plan.stages import mean_keys, stage_plans
 from megaframe.spec import ParamSpec
 
 
@@ -50,20 +51,10 @@ def count_flops(specs: Iterable[ParamSpec], config: RunConfig) -> Flops:
     per_key = 12 * model.layers * model.heads * model.head_dim
     blocks = 6 * elements["matrix"] + per_key * mean_keys(seq, model.window)
     head = 6 * elements["head"]
-    again = blocks / 3 if config.train.recompute == "full" else 0.0
+    recomputed = sum(plan.recomputed for plan in stage_plans(config))
+    again = blocks / 3 * recomputed / model.layers
     return Flops(
         model=blocks + head,
         full_attention=6 * elements["matrix"] + per_key * seq + head,
         hardware=blocks + head + again,
     )
-
-
-def mean_keys(seq: int, window: int | None) -> float:
-    """Mean number of keys that a query attends to, causal and with at most `window` of them.
-
-    The area under min(position, window): seq / 2 without a window, and towards `window` when the
-    sequence is much longer. Counting whole keys (a query sees itself in full) gives at most half a
-    key more.
-    """
-    reach = min(window or seq, seq)
-    return reach - reach * reach / (2 * seq)

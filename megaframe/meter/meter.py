@@ -29,18 +29,25 @@ _TIME = {part: f"time/{part}" for part in PARTS}
 class Meter:
     """The metrics of a run, from all ranks to the sinks of the first one.
 
-    specs: of the whole model. start_step: steps that the run has already done; sinks forget what
-    they hold of later ones. All ranks make a meter and call it at the same points of a step.
+    specs: of the whole model. timer: that of the step, which others may charge too. start_step:
+    steps that the run has already done; sinks forget what they hold of later ones. All ranks make a
+    meter and call it at the same points of a step.
     Raises `UserError` when a sink cannot be opened.
     """
 
     def __init__(
-        self, config: RunConfig, mesh: Mesh, specs: Iterable[ParamSpec], *, start_step: int = 0
+        self,
+        config: RunConfig,
+        mesh: Mesh,
+        specs: Iterable[ParamSpec],
+        timer: StepTimer | None = None,
+        *,
+        start_step: int = 0,
     ) -> None:
         self._world = mesh.world
         self._device = mesh.device
         self._flops = count_flops(specs, config)
-        self._timer = StepTimer()
+        self._timer = timer or StepTimer()
         self._records = Records()
         self._flight: tuple[int, Reduction] | None = None
         self._sinks: list[Sink] = []

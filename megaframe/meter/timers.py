@@ -10,9 +10,18 @@ import time
 from collections.abc import Callable
 from typing import Literal, get_args
 
-Part = Literal["compute", "communication", "optimizer", "data", "checkpoint", "evaluation", "other"]
+Part = Literal[
+    "compute",
+    "pipeline",
+    "communication",
+    "optimizer",
+    "data",
+    "checkpoint",
+    "evaluation",
+    "other",
+]
 PARTS: tuple[Part, ...] = get_args(Part)
-"""`other` is what no timer claims."""
+"""`pipeline` is what a stage waits for its neighbours; `other` is what no timer claims."""
 
 
 class StepTimer:

@@ -49,7 +49,7 @@ class Attention(Module):
     def __call__(self, x_BSH: Tensor, norm: Elementwise, frame: Frame) -> Tensor:
         """[B, S, hidden], normalised by `norm`, to the same shape."""
         batch, length = x_BSH.shape[:2]
-        qkv = self.qkv(x_BSH, norm, again=frame.selective).view(
+        qkv = self.qkv(x_BSH, norm, frame).view(
             batch, length, self.groups, self.per_group + 2, self.width
         )
         query, key_BSG1D, value_BSG1D = qkv.split((self.per_group, 1, 1), dim=3)
@@ -69,4 +69,4 @@ class Attention(Module):
             is_causal=frame.mask is None,
             enable_gqa=self.per_group > 1,
         )
-        return self.output.plain(out_BNSD.transpose(1, 2).reshape(batch, length, -1))
+        return self.output.plain(out_BNSD.transpose(1, 2).reshape(batch, length, -1), frame)

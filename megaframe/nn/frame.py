@@ -6,7 +6,8 @@ the block, so they are made once and handed to every block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,17 +18,40 @@ from megaframe.nn.dropout import Dropout
 from megaframe.nn.rotary import Rotary
 
 
+class Later:
+    """Work of a backward pass that nothing waits for: the gradients of weights. It is done at once,
+    or with `hold` kept until somebody takes it."""
+
+    def __init__(self) -> None:
+        self.hold = False
+        self._held: list[Callable[[], None]] = []
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Do `work` now, or keep it."""
+        if self.hold:
+            self._held.append(work)
+        else:
+            work()
+
+    def take(self) -> list[Callable[[], None]]:
+        """What is kept, in order; the next work starts a new list."""
+        held, self._held = self._held, []
+        return held
+
+
 @dataclass(frozen=True)
 class Frame:
     """rotary: turns queries and keys, None without rotary positions.
     mask: bool [S, S] or [B, 1, S, S], true where a query (row) may see a key; None for causal.
     dropout: the masks of this step's tokens, None when nothing is dropped.
-    selective: norms and activations are not kept but computed again in backward."""
+    selective: norms and activations are not kept but computed again in backward.
+    later: where the backward of this microbatch puts its weight gradients."""
 
     rotary: Rotary | None
     mask: Tensor | None
     dropout: Dropout | None
     selective: bool
+    later: Later = field(default_factory=Later)
 
 
 def make_frame(

@@ -1,4 +1,5 @@
-"""Linear layers whose backward adds the weight gradient straight into the gradient bucket.
+"""Linear layers whose backward adds the weight gradient straight into the gradient bucket, or
+leaves it for later.
 
 Shape legend: T tokens (all leading dims), I inputs, O outputs.
 """
@@ -7,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megaframe.nn.frame import Frame, Later
 from megaframe.parameter import Module, Parameter
 from megaframe.product import product
 from megaframe.spec import Constant, Normal, ParamSpec
@@ -54,41 +57,46 @@ class Linear(Module):
             self.bias = Parameter(spec)
         self._outputs = len(outputs)
 
-    def __call__(self, x: Tensor, before: Elementwise, *, again: bool) -> Tensor:
+    def __call__(self, x: Tensor, before: Elementwise, frame: Frame) -> Tensor:
         """before(x) [..., I] to [..., O], inputs and outputs flattened.
 
-        `before` is a norm or an activation, cheap to compute beside the product. With `again` only
-        its input is kept, and backward computes it a second time.
+        `before` is a norm or an activation, cheap to compute beside the product. With a selective
+        frame only its input is kept, and backward computes it a second time.
         """
-        if again:
-            return _Linear.apply(x, self.weight, self.bias, self._outputs, before)
-        return self.plain(before(x))
+        if frame.selective:
+            return _Linear.apply(x, self, frame.later, before)
+        return self.plain(before(x), frame)
 
-    def plain(self, x: Tensor) -> Tensor:
+    def plain(self, x: Tensor, frame: Frame) -> Tensor:
         """x [..., I] to [..., O], inputs and outputs flattened."""
-        return _Linear.apply(x, self.weight, self.bias, self._outputs, None)
+        return _Linear.apply(x, self, frame.later, None)
+
+    def matrix(self) -> Tensor:
+        """The weight as a matrix [O, I]."""
+        return self.weight.value.view(math.prod(self.weight.value.shape[: self._outputs]), -1)
+
+    def add_gradients(self, dy_TO: Tensor, x_TI: Tensor) -> None:
+        """Add the gradients of weight and bias."""
+        self.weight.add_product(dy_TO, x_TI)
+        if self.bias is not None:
+            self.bias.add(dy_TO.sum(0).view_as(self.bias.grad))
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Parameter,
-        bias: Parameter | None,
-        outputs: int,
-        before: Elementwise | None,
+        ctx: Any, x: Tensor, linear: Linear, later: Later, before: Elementwise | None
     ) -> Tensor:
-        weight_OI = weight.value.view(math.prod(weight.value.shape[:outputs]), -1)
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.weight_OI, ctx.before = weight, bias, weight_OI, before
+        ctx.linear, ctx.later, ctx.before = linear, later, before
         source = x if before is None else before(x)
         flat = source.reshape(-1, source.shape[-1])
-        y = product(flat, weight_OI.t(), None if bias is None else bias.value.view(-1))
+        bias = None if linear.bias is None else linear.bias.value.view(-1)
+        y = product(flat, linear.matrix().t(), bias)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None]:
         (x,) = ctx.saved_tensors
         dy_TO = gradients[0].reshape(-1, gradients[0].shape[-1])
         source = x
@@ -97,11 +105,9 @@ class _Linear(torch.autograd.Function):
             with torch.enable_grad():
                 source = ctx.before(x)
         flat = source.detach().reshape(-1, source.shape[-1])
-        ctx.weight.add_product(dy_TO, flat)
-        if ctx.bias is not None:
-            ctx.bias.add(dy_TO.sum(0).view_as(ctx.bias.grad))
-        dx: Tensor | None = product(dy_TO, ctx.weight_OI).view_as(source)
+        ctx.later.do(partial(ctx.linear.add_gradients, dy_TO, flat))
+        dx: Tensor | None = product(dy_TO, ctx.linear.matrix()).view_as(source)
         if ctx.before is not None:
             source.backward(dx)
             dx = x.grad
-        return dx, None, None, None, None
+        return dx, None, None, None

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.config import Model
+from megaframe.nn.frame import Frame
 from megaframe.nn.linear import Elementwise, Linear
 from megaframe.parameter import Module
 
@@ -32,10 +33,10 @@ class MLP(Module):
             f"{name}.down", (model.ffn,), (model.hidden,), std=output_std, split=1, bias=model.bias
         )
 
-    def __call__(self, x: Tensor, norm: Elementwise, *, again: bool) -> Tensor:
-        """x [..., hidden], normalised by `norm`, to the same shape; `again` as in `Linear`."""
-        up = self.up(x, norm, again=again)
-        return self.down(up, partial(activate, self.activation), again=again)
+    def __call__(self, x: Tensor, norm: Elementwise, frame: Frame) -> Tensor:
+        """x [..., hidden], normalised by `norm`, to the same shape."""
+        up = self.up(x, norm, frame)
+        return self.down(up, partial(activate, self.activation), frame)
 
 
 def activate(kind: str, x: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ _ALIGNMENT = 64
 class Bucket:
     """Three flat buffers: `values` (what the model computes with), `weights` (the same numbers in
     master precision; the same tensor where the types agree) and `grads` (sums, master precision).
+    replica: the parameters are those of another stage, which speaks for them.
     """
 
     def __init__(
@@ -34,7 +35,10 @@ class Bucket:
         device: torch.device,
         data: Group,
         options: AdamWOptions,
+        *,
+        replica: bool = False,
     ) -> None:
+        self.replica = replica
         self.parameters = sorted(parameters, key=lambda parameter: not parameter.spec.decay)
         self._data = data
         self._pending: Pending[Tensor] | None = None

@@ -7,20 +7,25 @@ is not finite stops it before any weight is touched.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megaframe.comm import Group, all_reduce
 from megaframe.config import RunConfig
 from megaframe.mesh import Mesh
 from megaframe.optim.adamw import AdamWOptions
 from megaframe.optim.bucket import Bucket
 from megaframe.optim.rates import learning_rate
 from megaframe.optim.scale import LossScale
-from megaframe.parameter import PRECISIONS, Module
+from megaframe.parameter import PRECISIONS, Module, Parameter
 from megaframe.spec import Box, ParamSpec
+
+_NAMES = 512
+"""Bytes of the names of bad parameters that ranks tell each other."""
 
 
 @dataclass(frozen=True)
@@ -42,36 +47,55 @@ class OptimizerState:
     good_steps: int
 
 
-class Optimizer:
-    """Buckets for `units` in the order of the forward pass; parameters that two units share belong
-    to the bucket of the first."""
+@dataclass(frozen=True)
+class Tied:
+    """A parameter that two pipeline ranks hold, whose gradients are summed over these `ends`."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, units: Sequence[Module]) -> None:
+    parameter: Parameter
+    ends: Group
+
+
+class Optimizer:
+    """Buckets for the units of this rank's stages, in the order of the forward pass; parameters
+    that two units share belong to the bucket of the first. A replica has a bucket of its own."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: Mesh,
+        units: Sequence[Module],
+        tied: Tied | None = None,
+    ) -> None:
         self._optim, self._steps = config.optim, config.train.steps
+        self._mesh, self._tied = mesh, tied
         self.scale = LossScale(config)
         self.updates = 0
-        optim = config.optim
-        options = AdamWOptions(optim.beta1, optim.beta2, optim.eps, optim.weight_decay)
-        sizes = mesh.layout.sizes
-        self._bucket_of: dict[int, Bucket] = {}
+        self._config = config
+        self._buckets_of: dict[int, list[Bucket]] = {}
         taken: set[int] = set()
         for unit in units:
             mine = [p for p in unit.parameters() if id(p) not in taken]
             taken.update(map(id, mine))
-            boxes = {p.spec.name: p.spec.local(mesh.coordinate, sizes) for p in mine}
-            self._bucket_of[id(unit)] = Bucket(
-                mine,
-                boxes,
-                PRECISIONS[config.train.precision],
-                mesh.device,
-                mesh.group("data"),
-                options,
-            )
+            kinds = ([p for p in mine if p.replica is replica] for replica in (False, True))
+            self._buckets_of[id(unit)] = [self._bucket(kind) for kind in kinds if kind]
+
+    def _bucket(self, parameters: Sequence[Parameter]) -> Bucket:
+        mesh, optim = self._mesh, self._optim
+        sizes = mesh.layout.sizes
+        return Bucket(
+            parameters,
+            {p.spec.name: p.spec.local(mesh.coordinate, sizes) for p in parameters},
+            PRECISIONS[self._config.train.precision],
+            mesh.device,
+            mesh.group("data"),
+            AdamWOptions(optim.beta1, optim.beta2, optim.eps, optim.weight_decay),
+            replica=parameters[0].replica,
+        )
 
     @property
     def buckets(self) -> list[Bucket]:
         """All buckets, in the order of the units."""
-        return list(self._bucket_of.values())
+        return [bucket for buckets in self._buckets_of.values() for bucket in buckets]
 
     def initialise(self, seed: int) -> None:
         """Set the initial weights."""
@@ -85,23 +109,25 @@ class Optimizer:
 
     def reduce(self, unit: Module) -> None:
         """Start summing the gradients of one unit over the data ranks."""
-        self._bucket_of[id(unit)].reduce()
+        for bucket in self._buckets_of[id(unit)]:
+            bucket.reduce()
 
     def wait(self) -> None:
         """Return when every reduction is done."""
         for bucket in self.buckets:
             bucket.wait()
+        if self._tied is not None:
+            all_reduce(self._tied.parameter.grad, self._tied.ends).wait()
 
     def update(self) -> Update:
         """Clip the summed gradients and update the weights."""
         scale = self.scale.value
-        norms = [torch.linalg.vector_norm(bucket.grads) for bucket in self.buckets]
-        norm = float(torch.linalg.vector_norm(torch.stack(norms))) / scale
+        norm = self._norm() / scale
         lr = learning_rate(self._optim, self.updates, self._steps)
         finite = norm - norm == 0.0
         self.scale.update(finite)
         if not finite:
-            return Update(norm, lr, tuple(self._bad()))
+            return Update(norm, lr, self._bad())
         clip = self._optim.clip
         divisor = scale * (norm / clip if clip and norm > clip else 1.0)
         self.updates += 1
@@ -111,10 +137,12 @@ class Optimizer:
             bucket.gather()
         return Update(norm, lr)
 
-    def tensors(self) -> Iterator[tuple[str, ParamSpec, Box, Tensor]]:
-        """Everything that a checkpoint holds of the weights and of the optimizer."""
+    def tensors(self, *, replicas: bool = True) -> Iterator[tuple[str, ParamSpec, Box, Tensor]]:
+        """Everything that a checkpoint holds of the weights and of the optimizer of this rank;
+        replicas are loaded, not saved."""
         for bucket in self.buckets:
-            yield from bucket.tensors()
+            if replicas or not bucket.replica:
+                yield from bucket.tensors()
 
     def state(self) -> OptimizerState:
         """The numbers that a checkpoint holds beside the tensors."""
@@ -127,8 +155,31 @@ class Optimizer:
         for bucket in self.buckets:
             bucket.gather()
 
-    def _bad(self) -> Iterator[str]:
-        for bucket in self.buckets:
-            for parameter, grad in bucket.pieces(bucket.grads):
-                if not bool(torch.isfinite(grad).all()):
-                    yield parameter.spec.name
+    def _norm(self) -> float:
+        """Norm of the gradients of the whole model, each parameter counted once."""
+        own = [
+            torch.linalg.vector_norm(bucket.grads) for bucket in self.buckets if not bucket.replica
+        ]
+        square = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        if own:
+            square = torch.linalg.vector_norm(torch.stack(own)).double().square()
+        return math.sqrt(all_reduce(square, self._mesh.group("pipeline")).wait())
+
+    def _bad(self) -> tuple[str, ...]:
+        """Names of parameters with gradients that are not finite, on the first stage that has any;
+        every rank of a pipeline gets the same."""
+        bad = [
+            parameter.spec.name
+            for bucket in self.buckets
+            for parameter, grad in bucket.pieces(bucket.grads)
+            if not bool(torch.isfinite(grad).all())
+        ]
+        group = self._mesh.group("pipeline")
+        first = torch.tensor(group.index if bad else group.size, device=self._mesh.device)
+        first = all_reduce(first, group, "min").wait()
+        text = ",".join(bad).encode()[:_NAMES] if int(first) == group.index else b""
+        names = torch.tensor([*text.ljust(_NAMES, b" ")], dtype=torch.int32)
+        if not text:
+            names.zero_()
+        names = all_reduce(names.to(self._mesh.device), group).wait()
+        return tuple(bytes(names.tolist()).decode(errors="replace").strip().split(","))

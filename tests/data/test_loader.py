@@ -1,5 +1,6 @@
 import json
 import logging
+import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -110,6 +111,20 @@ def test_sources_come_by_weight_and_each_in_an_order_of_its_own(paths):
         assert abs(len(ours) - 560 * weight / 3.5) <= 1
         alone = samples_of(take(Loader(config_of([path]), 0, 1), 70))
         assert ours == [token for _, token in alone][: len(ours)]
+
+
+def test_the_order_does_not_depend_on_the_folder(paths, tmp_path):
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    for path in paths:
+        for suffix in (".bin", ".idx"):
+            shutil.copy(f"{path}{suffix}", moved)
+    there = [str(moved / Path(path).name) for path in paths]
+    found, wanted = (
+        [batch.tokens_BS for batch in Loader(config_of(where), 0, 1).next().microbatches]
+        for where in (there, paths)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_the_order_depends_on_the_seed_and_not_on_the_length_of_the_run(paths):

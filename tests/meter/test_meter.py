@@ -10,7 +10,7 @@ from megaframe.config import RunConfig
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
 from megaframe.meter import PARTS, Meter, count_flops
-from megaframe.model import model_specs
+from megaframe.stage import model_specs
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tflops_per_second", "mfu",

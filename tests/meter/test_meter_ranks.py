@@ -19,7 +19,7 @@ from megaframe.layout import Layout
 from megaframe.mesh import Mesh
 from megaframe.meter import Meter
 from megaframe.meter.records import Records
-from megaframe.model import model_specs
+from megaframe.stage import model_specs
 
 torch.set_num_threads(1)
 folder = sys.argv[1]

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from megaframe.config import RunConfig
 from megaframe.meter.flops import count_flops, mean_keys
-from megaframe.model import model_specs
 from megaframe.spec import Normal, ParamSpec
+from megaframe.stage import model_specs
 
 
 def config(model, **train):

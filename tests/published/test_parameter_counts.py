@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from megaframe.config import check, load
-from megaframe.model import model_specs
+from megaframe.config import load
+from megaframe.plan.check import check
 from megaframe.spec import parameter_count
+from megaframe.stage import model_specs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.config import check, load
-from megaframe.config.check import ONLY
+from megaframe.config import load
 from megaframe.errors import UserError
+from megaframe.plan.check import ONLY, check
 
 SOUND = ("model.vocab=100", "data.sources=[{path: x}]")
 

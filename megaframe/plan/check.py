@@ -10,20 +10,24 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megaframe.config.describe import shown
-from megaframe.config.numbers import axis_sizes, nearest_divisors, nearest_multiples
+from megaframe.config.numbers import (
+    TIMES,
+    axis_sizes,
+    either,
+    nearest_divisors,
+    nearest_multiples,
+)
 from megaframe.config.schema import BatchRamp, Model, Optim, RunConfig, Train
 from megaframe.errors import UserError
+from megaframe.schedule import schedule_mistakes
 
 ONLY: Mapping[str, object] = {
     "parallel.tensor": 1,
     "parallel.context": 1,
-    "parallel.pipeline": 1,
-    "parallel.chunks": 1,
     "parallel.data_replicate": 1,
     "parallel.expert": 1,
     "parallel.expert_tensor": 1,
     "parallel.zero": 0,
-    "parallel.schedule": "1f1b",
 }
 """Keys of which this version can do one value only."""
 
@@ -42,6 +46,8 @@ def check(config: RunConfig, world: int, *, data: bool = True) -> None:
         *_model(config.model, config.train.seq),
         *_vocabulary(config),
         *(_batches(config.train, sizes["data"]) if not layout else ()),
+        *_stages(config),
+        *(_schedule(config, sizes["data"]) if not layout else ()),
         *_learning_rate(config.optim, config.train.steps),
         *(_sources(config) if data else ()),
         *_data(config),
@@ -161,6 +167,50 @@ def _ramp(ramp: BatchRamp, top: int) -> Iterator[str]:
             f"{ramp.start} to train.global_batch={top}, {rise}; "
             f"use {nearest_divisors(rise, ramp.increment)}"
         )
+
+
+def _stages(config: RunConfig) -> Iterator[str]:
+    parallel, layers = config.parallel, config.model.layers
+    pipeline, chunks = parallel.pipeline, parallel.chunks
+    stages = pipeline * chunks
+    what = f"parallel.pipeline={pipeline}" + f"{TIMES}parallel.chunks={chunks}" * (chunks > 1)
+    if stages > layers:
+        mend = [f"parallel.pipeline={min(pipeline, layers)}"]
+        if chunks > 1 and pipeline <= layers:
+            mend = [
+                f"parallel.chunks={layers // pipeline}",
+                f"parallel.pipeline={layers // chunks}",
+            ]
+        valid = either(text for text in mend if not text.endswith("=0"))
+        yield f"{what} is {stages} stages for model.layers={layers}; use {valid}"
+    for name, given in (
+        ("parallel.layers_per_stage", parallel.layers_per_stage),
+        ("train.recompute_blocks", config.train.recompute_blocks),
+    ):
+        if isinstance(given, tuple) and len(given) != stages:
+            yield f"{name}={shown(given)} is for {len(given)} stages, but {what} makes {stages}"
+    given = parallel.layers_per_stage
+    if given is not None and sum(given) != layers:
+        yield (
+            f"parallel.layers_per_stage={shown(given)} sums to {sum(given)}, "
+            f"not to model.layers={layers}"
+        )
+
+
+def _schedule(config: RunConfig, data: int) -> Iterator[str]:
+    parallel, train = config.parallel, config.train
+    sizes = {train.global_batch} | ({train.batch_ramp.start} if train.batch_ramp else set())
+    together = train.microbatch * data
+    for size in sorted(sizes):
+        if size % together == 0:
+            yield from schedule_mistakes(
+                parallel.schedule,
+                parallel.pipeline,
+                parallel.chunks,
+                size // together,
+                group=parallel.schedule_group,
+            )
+            return
 
 
 def _learning_rate(optim: Optim, steps: int) -> Iterator[str]:

@@ -1,0 +1,79 @@
+"""Pipeline: what one rank runs of the model, and how: its stages, their optimizer, the schedule.
+
+The schedule decides on which rank a stage lies, so everything else is built from it. A run without
+a pipeline is one of one rank and one stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+from torch import Tensor
+
+from megaframe.config import RunConfig
+from megaframe.engine import Engine, Outcome, Timer
+from megaframe.mesh import Mesh
+from megaframe.microbatch import Microbatch
+from megaframe.optim.optimizer import Optimizer, Tied
+from megaframe.plan.schedules import forward_schedule, step_schedule
+from megaframe.plan.stages import stage_plans
+from megaframe.schedule import Schedule, lower
+from megaframe.stage import Stage, build_stages
+
+_KEPT = 32
+"""Lowered schedules that are kept: a batch ramp passes through a few numbers of microbatches."""
+
+
+class Pipeline:
+    """This rank's stages with their optimizer, and the engine that runs them."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh, time: Timer) -> None:
+        train = config.train
+        full = train.global_batch // (train.microbatch * mesh.layout.data)
+        self.rank_of = step_schedule(config, full).rank_of
+        here = mesh.coordinate["pipeline"]
+        plans = [plan for plan in stage_plans(config) if self.rank_of[plan.number] == here]
+        self.stages = build_stages(config, plans)
+        ends = self.rank_of[0], self.rank_of[-1]
+        twice = config.model.tie_embeddings and ends[0] != ends[1]
+        mesh.connect([*_links(self.rank_of), *([ends] if twice else [])])
+        units = [unit for stage in self.stages.values() for unit in stage.units]
+        tied = _tied(self.stages, mesh, ends) if twice else None
+        self.optimizer = Optimizer(config, mesh, units, tied)
+        self._engine = Engine(self.stages, self.optimizer, mesh, time)
+
+        @lru_cache(_KEPT)
+        def lowered(microbatches: int, train: bool) -> Schedule:
+            if train:
+                return lower(step_schedule(config, microbatches))
+            return lower(forward_schedule(self.rank_of, microbatches))
+
+        self._lowered = lowered
+
+    def train(self, microbatches: Sequence[Microbatch], step: int, scale: float) -> Outcome:
+        """One optimizer step; see `Engine.run`."""
+        schedule = self._lowered(len(microbatches), True)
+        return self._engine.run(schedule, microbatches, step, scale)
+
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """Loss sum without gradients; see `Engine.evaluate`."""
+        return self._engine.evaluate(self._lowered(len(microbatches), False), microbatches)
+
+
+def _links(rank_of: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(from, to) of everything that is sent between stages, in both directions."""
+    for here, there in pairwise(rank_of):
+        if here != there:
+            yield from ((here, there), (there, here))
+
+
+def _tied(stages: Mapping[int, Stage], mesh: Mesh, ends: tuple[int, int]) -> Tied | None:
+    """This rank's copy of the token embedding that the first and the last stage both have."""
+    for stage in stages.values():
+        if stage.embedding is not None:
+            return Tied(stage.embedding.tokens.weight, mesh.link(*ends))
+        if stage.head is not None:
+            return Tied(stage.head.weight, mesh.link(*ends))
+    return None

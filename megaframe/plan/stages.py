@@ -1,0 +1,188 @@
+"""Stages: which blocks each stage of a pipeline runs, and what it has to compute.
+
+Layers are divided by work, not by number: the head over a large vocabulary can outweigh several
+blocks, and may then be a stage without any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from megaframe.config.schema import Model, RunConfig
+from megaframe.schedule.costs import Costs
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Stage `number` of `stages`, and the blocks (layers) that it runs. The first stage also has
+    the embedding, the last one the head. recomputed: how many of its blocks, from the first on,
+    run again in backward."""
+
+    number: int
+    stages: int
+    blocks: range
+    recomputed: int = 0
+
+    @property
+    def first(self) -> bool:
+        """Whether the stage has the embedding."""
+        return self.number == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether the stage has the head."""
+        return self.number == self.stages - 1
+
+    def __str__(self) -> str:
+        parts = ["embedding"] * self.first
+        if self.blocks:
+            parts.append(f"blocks {self.blocks[0]}-{self.blocks[-1]}")
+        return " + ".join(parts + ["head"] * self.last)
+
+
+def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
+    """All stages of the pipeline, by number: as `parallel.layers_per_stage` says, else by work."""
+    stages = config.parallel.pipeline * config.parallel.chunks
+    layers = config.parallel.layers_per_stage
+    if layers is None:
+        layers = divide((block_work(config).forward,) * config.model.layers, _head(config), stages)
+    plans, start = [], 0
+    for number, count in enumerate(layers):
+        blocks = range(start, start + count)
+        again = _per_stage(config.train.recompute_blocks, number)
+        recomputed = count if config.train.recompute == "full" else min(count, again)
+        plans.append(StagePlan(number, stages, blocks, recomputed))
+        start += count
+    assert start == config.model.layers, "every layer is on one stage"
+    return tuple(plans)
+
+
+@cache
+def divide(blocks: tuple[float, ...], head: float, stages: int) -> tuple[int, ...]:
+    """How many blocks, in order, each stage gets, so that the largest work of a stage is as small
+    as it can be, and among such divisions the most even one (least sum of squares).
+
+    blocks: the work of each. head: that of the head, which belongs to the last stage.
+    """
+    ends = [0.0]
+    for work in blocks:
+        ends.append(ends[-1] + work)
+    limit = _least_maximum(ends, head, stages)
+    # squares[n]: the least sum over the stages so far, which hold the first n blocks.
+    squares = [0.0] + [math.inf] * len(blocks)
+    starts: list[list[int]] = []
+    for stage in range(stages):
+        extra = head if stage == stages - 1 else 0.0
+        found = [
+            min(
+                (
+                    (squares[start] + (ends[end] - ends[start] + extra) ** 2, start)
+                    for start in range(end + 1)
+                    if ends[end] - ends[start] + extra <= limit
+                ),
+                default=(math.inf, end),
+            )
+            for end in range(len(ends))
+        ]
+        squares = [value for value, _ in found]
+        starts.append([start for _, start in found])
+    counts, end = [], len(blocks)
+    for start in reversed(starts):
+        counts.append(end - start[end])
+        end = start[end]
+    return tuple(reversed(counts))
+
+
+def stage_costs(config: RunConfig, plans: Sequence[StagePlan]) -> Costs:
+    """Modelled work of F, B and W of every stage, in FLOPs per token; only their ratios matter.
+
+    The head makes its gradients in the forward pass, so all its work is in F.
+    """
+    block = block_work(config)
+    head = _head(config)
+    return Costs(
+        forward=tuple(len(plan.blocks) * block.forward + 3 * head * plan.last for plan in plans),
+        backward=tuple(
+            len(plan.blocks) * block.backward + plan.recomputed * block.forward for plan in plans
+        ),
+        weight=tuple(len(plan.blocks) * block.weight for plan in plans),
+    )
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one block computes: FLOPs per token, or with `model.emulate` seconds per microbatch."""
+
+    forward: float
+    backward: float
+    weight: float
+
+
+def block_work(config: RunConfig) -> Work:
+    """The work of one block; attention counts with the keys that it sees, and has no weights."""
+    emulated = config.model.emulate
+    if emulated is not None:
+        return Work(emulated.forward, emulated.backward, emulated.weight)
+    model = config.model
+    matrices = 2.0 * block_matrices(model)
+    keys = 4.0 * model.heads * model.head_dim * mean_keys(config.train.seq, model.window)
+    return Work(matrices + keys, matrices + 2 * keys, matrices)
+
+
+def block_matrices(model: Model) -> int:
+    """Elements of the matrices of one block."""
+    queries = model.heads * model.head_dim
+    attention = model.hidden * (2 * queries + 2 * model.kv_heads * model.head_dim)
+    return attention + (3 if model.activation == "swiglu" else 2) * model.hidden * model.ffn
+
+
+def mean_keys(seq: int, window: int | None) -> float:
+    """Mean number of keys that a query attends to, causal and with at most `window` of them.
+
+    The area under min(position, window): seq / 2 without a window, and towards `window` when the
+    sequence is much longer. Counting whole keys (a query sees itself in full) gives at most half a
+    key more.
+    """
+    reach = min(window or seq, seq)
+    return reach - reach * reach / (2 * seq)
+
+
+def _head(config: RunConfig) -> float:
+    """Forward FLOPs per token of the head; nothing beside emulated blocks."""
+    if config.model.emulate is not None:
+        return 0.0
+    return 2.0 * config.model.hidden * (config.model.vocab or 0)
+
+
+def _least_maximum(ends: Sequence[float], head: float, stages: int) -> float:
+    """The least possible largest work of a stage, found among all spans of blocks."""
+    spans = {end - start for i, end in enumerate(ends) for start in ends[: i + 1]}
+    candidates = sorted(spans | {span + head for span in spans})
+    low, high = 0, len(candidates) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _fits(ends, head, stages, candidates[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return candidates[low]
+
+
+def _fits(ends: Sequence[float], head: float, stages: int, limit: float) -> bool:
+    """Whether stages of at most `limit` hold everything; the last ones are filled first."""
+    room, end = limit - head, len(ends) - 1
+    for _ in range(stages):
+        if room < 0:
+            return False
+        start = end
+        while start and ends[end] - ends[start - 1] <= room:
+            start -= 1
+        room, end = limit, start
+    return end == 0
+
+
+def _per_stage(value: int | tuple[int, ...], stage: int) -> int:
+    return value if isinstance(value, int) else value[stage]

@@ -1,0 +1,218 @@
+"""Stage: the part of the model that one rank runs for one chunk of the pipeline.
+
+A stage runs its blocks in an explicit loop. Each block's input is a leaf, and backward walks the
+blocks in reverse, calling autograd on one block at a time; so recompute, weight gradients put off
+and the launch of a gradient reduction are plain lines in that loop, and nothing depends on autograd
+hooks. What came of a block is kept as an edge of its graph, not as a tensor: the next block's input
+holds the same numbers, and those of the last one are not needed once they are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megaframe.config import RunConfig
+from megaframe.microbatch import Microbatch
+from megaframe.model import Block, Embedding, EmulatedBlock, Head
+from megaframe.nn.dropout import dropout_key
+from megaframe.nn.frame import Frame, make_frame
+from megaframe.parameter import PRECISIONS, Module, Parameter
+from megaframe.plan.stages import StagePlan
+from megaframe.spec import ParamSpec
+
+Done = Callable[[Module], None]
+"""Is told of each unit whose gradients are complete, in the order in which they are."""
+
+
+@dataclass
+class Flight:
+    """What a stage keeps of one microbatch between its forward and its backward.
+
+    inputs: the leaf that each block, and last the head, started from. outputs: what came of each
+    block, None where it runs again. embedded, normed: outputs of the embedding and of the head's
+    norm; d_normed: the gradient of the loss with respect to the latter. left: what B leaves for W.
+    """
+
+    frame: Frame
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[GradientEdge | None] = field(default_factory=list)
+    embedded: GradientEdge | None = None
+    normed: GradientEdge | None = None
+    d_normed: Tensor | None = None
+    left: list[tuple[Module, list[Callable[[], None]]]] = field(default_factory=list)
+
+
+class Stage:
+    """The blocks of `plan`, with the embedding in front of the first and the head behind the last.
+
+    `units` are the parts whose parameters are reduced, updated and gathered together, in the order
+    of the forward pass. embedding: that of another stage on this rank, for a tied head.
+    """
+
+    def __init__(
+        self, config: RunConfig, plan: StagePlan, embedding: Embedding | None = None
+    ) -> None:
+        self.config, self.plan = config, plan
+        self.precision = PRECISIONS[config.train.precision]
+        self.embedding = Embedding(config) if plan.first else None
+        emulate = config.model.emulate
+        self.blocks: list[Block | EmulatedBlock] = [
+            Block(config.model, layer) if emulate is None else EmulatedBlock(emulate)
+            for layer in plan.blocks
+        ]
+        self.head = Head(config, self.embedding or embedding) if plan.last else None
+        ends = (self.embedding, self.head)
+        first, last = ([unit] if unit is not None else [] for unit in ends)
+        self.units: list[Module] = [*first, *self.blocks, *last]
+        self._flights: dict[int, Flight] = {}
+
+    def parameters(self) -> list[Parameter]:
+        """All parameters, in order, once each though units may share them."""
+        return list({p: None for unit in self.units for p in unit.parameters()})
+
+    def forward(
+        self,
+        number: int,
+        microbatch: Microbatch,
+        step: int,
+        scale: float,
+        x: Tensor | None = None,
+    ) -> Tensor:
+        """Run microbatch `number` and keep what its backward needs.
+
+        x: [B, S, hidden], what came of the stage before; None on the first. Returns the same for
+        the next stage; on the last one the loss sum over valid tokens, fp64 scalar, whose gradients
+        are of scale * (loss sum).
+        """
+        flight = Flight(self._frame(microbatch, dropout_key(self.config.run.seed, step)))
+        self._flights[number] = flight
+        if self.embedding is not None:
+            x = self.embedding(microbatch, flight.frame)
+            flight.embedded = get_gradient_edge(x)
+        assert x is not None
+        for index, block in enumerate(self.blocks):
+            leaf = x.detach().requires_grad_()
+            flight.inputs.append(leaf)
+            if index < self.plan.recomputed:
+                with torch.no_grad():
+                    x = block(leaf, flight.frame)
+                flight.outputs.append(None)
+            else:
+                x = block(leaf, flight.frame)
+                flight.outputs.append(get_gradient_edge(x))
+        if self.head is None:
+            return x.detach()
+        flight.inputs.append(x.detach().requires_grad_())
+        normed = self.head.norm(flight.inputs[-1])
+        flight.normed = get_gradient_edge(normed)
+        result = self.head.loss(normed, microbatch, scale)
+        assert result.d_hidden is not None
+        flight.d_normed = result.d_hidden.view_as(normed)
+        return result.loss
+
+    def backward(
+        self,
+        number: int,
+        gradient: Tensor | None = None,
+        done: Done | None = None,
+        *,
+        split: bool = False,
+    ) -> Tensor | None:
+        """Backward of microbatch `number`; with `split` the weight gradients of matrices wait for
+        `weight_backward`.
+
+        gradient: of this stage's output, None on the last stage. Returns that of its input, None on
+        the first stage. `done` is told of the units that this call completes.
+        """
+        flight = self._flights[number] if split else self._flights.pop(number)
+        frame = flight.frame
+        frame.later.hold = split
+
+        def finish(unit: Module) -> None:
+            if split:
+                flight.left.append((unit, frame.later.take()))
+            elif done is not None:
+                done(unit)
+
+        if self.head is not None:
+            leaf = flight.inputs.pop()
+            assert flight.normed is not None
+            torch.autograd.backward(flight.normed, flight.d_normed)
+            flight.normed = flight.d_normed = None
+            gradient = leaf.grad
+            finish(self.head)
+        for block in reversed(self.blocks):
+            leaf, output = flight.inputs.pop(), flight.outputs.pop()
+            if output is None:
+                output = get_gradient_edge(block(leaf, frame))
+            torch.autograd.backward(output, gradient)
+            del output
+            gradient = leaf.grad
+            finish(block)
+        if self.embedding is None:
+            return gradient
+        assert flight.embedded is not None
+        torch.autograd.backward(flight.embedded, gradient)
+        flight.embedded = None
+        finish(self.embedding)
+        return None
+
+    def weight_backward(self, number: int, done: Done | None = None) -> None:
+        """The weight gradients that the backward of microbatch `number` left."""
+        flight = self._flights.pop(number)
+        for unit, left in flight.left:
+            for work in left:
+                work()
+            left.clear()
+            if done is not None:
+                done(unit)
+
+    @torch.no_grad()
+    def evaluate(self, microbatch: Microbatch, x: Tensor | None = None) -> Tensor:
+        """Without dropout and without gradients: the output for the next stage, or on the last one
+        the loss sum over valid tokens, fp64 scalar."""
+        x = self.hidden(microbatch, x)
+        if self.head is None:
+            return x
+        return self.head.loss(self.head.norm(x), microbatch, None).loss
+
+    @torch.no_grad()
+    def hidden(self, microbatch: Microbatch, x: Tensor | None = None) -> Tensor:
+        """The residual stream [B, S, hidden] after the last block, without dropout."""
+        frame = self._frame(microbatch, None)
+        if self.embedding is not None:
+            x = self.embedding(microbatch, frame)
+        assert x is not None
+        for block in self.blocks:
+            x = block(x, frame)
+        return x
+
+    def _frame(self, microbatch: Microbatch, key: int | None) -> Frame:
+        selective = self.config.train.recompute == "selective"
+        dtype = self.precision.compute
+        return make_frame(self.config.model, microbatch, dtype, key, selective=selective)
+
+
+def build_stages(config: RunConfig, plans: Sequence[StagePlan]) -> Mapping[int, Stage]:
+    """The stages of one rank by number; a head tied to an embedding on the same rank shares it."""
+    stages: dict[int, Stage] = {}
+    for plan in sorted(plans, key=lambda plan: plan.number):
+        first = stages.get(0)
+        stages[plan.number] = Stage(config, plan, None if first is None else first.embedding)
+    return stages
+
+
+def whole_model(config: RunConfig) -> Stage:
+    """The whole model as one stage."""
+    recomputed = config.model.layers if config.train.recompute == "full" else 0
+    return Stage(config, StagePlan(0, 1, range(config.model.layers), recomputed))
+
+
+def model_specs(config: RunConfig) -> list[ParamSpec]:
+    """Specs of all parameters of the whole model, in order; allocates nothing."""
+    return [parameter.spec for parameter in whole_model(config).parameters()]

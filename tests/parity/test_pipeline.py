@@ -1,0 +1,74 @@
+"""Every schedule gives the one-process answer to 1e-10 in fp64: loss, norm, weights, evaluation,
+with chunks, uneven layers, tied embeddings, recompute, uneven masks, accumulation and data ranks.
+"""
+
+import pytest
+from training import MODELS, assert_same, run
+
+CHUNKS = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved": 2,
+    "breadth-first": 2,
+    "zb-h1": 1,
+    "zb-h2": 1,
+    "zb-v": 2,
+    "v-half": 2,
+    "dualpipe-v": 2,
+    "search": 2,
+}
+LAYERS = 9
+
+
+@pytest.fixture(scope="module")
+def expected(pool):
+    """What one process computes of each model."""
+    return {
+        name: pool.run(1, run, {**model, "layers": LAYERS}, {"microbatch": 8})[0]
+        for name, model in MODELS.items()
+    }
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("schedule", CHUNKS)
+@pytest.mark.parametrize("name", MODELS)
+def test_schedules_do_not_change_the_answer(name, schedule, stages, recompute, pool, expected):
+    model = {**MODELS[name], "layers": LAYERS}
+    train = {"microbatch": 1, "recompute": recompute}
+    parallel = {"pipeline": stages, "chunks": CHUNKS[schedule], "schedule": schedule}
+    assert_same(pool.run(stages, run, model, train, parallel), expected[name])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"layers_per_stage": (1, 8)},
+        {"layers_per_stage": (9, 0), "schedule": "zb-h1"},
+        {"layers_per_stage": (0, 4, 5, 0), "chunks": 2, "schedule": "zb-v"},
+        {"chunks": 3, "schedule": "interleaved", "schedule_group": 3},
+        {"chunks": 4, "schedule": "breadth-first"},
+    ],
+)
+def test_uneven_stages_with_data_ranks(name, parallel, pool, expected):
+    """Some blocks of each stage, and not as many on every one, run again in backward."""
+    stages = 2 * parallel.get("chunks", 1)
+    train = {
+        "microbatch": 1,
+        "recompute": "selective",
+        "recompute_blocks": tuple(range(stages)),
+    }
+    model = {**MODELS[name], "layers": LAYERS}
+    found = pool.run(4, run, model, train, {"pipeline": 2, **parallel})
+    assert_same(found, expected[name])
+
+
+def test_a_schedule_from_a_file(pool, expected, tmp_path):
+    """Two microbatches are one step ahead of 1F1B, and one backward of two is split."""
+    (tmp_path / "mine.txt").write_text(
+        "0F0 0F1 0F2 0B0 0F3 0B1 0W1 0B2 0B3 0W3  # first rank\n1F0 1B0 1F1 1F2 1B1 1F3 1B2 1B3\n"
+    )
+    parallel = {"pipeline": 2, "schedule": f"file:{tmp_path}/mine.txt"}
+    model = {**MODELS["gpt2"], "layers": LAYERS}
+    assert_same(pool.run(2, run, model, {"microbatch": 2}, parallel), expected["gpt2"])

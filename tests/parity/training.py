@@ -1,0 +1,104 @@
+"""Three optimizer steps of a tiny GPT under any layout, and what they come to."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from megaframe.comm import all_reduce
+from megaframe.config import RunConfig
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh, world_size
+from megaframe.meter import StepTimer
+from megaframe.microbatch import IGNORE, Microbatch
+from megaframe.pipeline import Pipeline
+
+GLOBAL_BATCH, STEPS = 8, 3
+MODELS = {
+    "gpt2": {"position": "learned", "bias": True, "tie_embeddings": True, "dropout": 0.1},
+    "llama": {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2, "qk_norm": True},
+}
+
+
+@dataclass
+class Result:
+    """losses, norms: by step. evaluation: loss at the end. weights: this rank's, and the optimizer
+    state, by name; of the copies of a tied weight all. traffic: (bytes, calls) over data ranks."""
+
+    losses: list
+    norms: list
+    evaluation: float
+    weights: dict
+    traffic: tuple
+
+
+def run(model, train=None, parallel=None, serial=False):
+    """This rank's part of three steps -> Result."""
+    config = RunConfig(
+        model={"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.2, **model},
+        train={
+            "seq": 10,
+            "global_batch": GLOBAL_BATCH,
+            "precision": "fp64",
+            "steps": 9,
+            **(train or {}),
+        },
+        optim={"lr": 0.01, "clip": 0.5, "warmup": 2},
+        parallel=parallel or {},
+    )
+    layout = Layout.from_parallel(config.parallel, world_size())
+    mesh = Mesh(layout, device="cpu", serial=serial, timeout=60)
+    group, everywhere = mesh.group("data"), mesh.group("pipeline", "data")
+    pipeline = Pipeline(config, mesh, StepTimer().time)
+    pipeline.optimizer.initialise(config.run.seed)
+    losses, norms = [], []
+    for step in range(STEPS):
+        whole = global_batch(config, step)
+        valid = int((whole.labels_BS != IGNORE).sum())
+        mine = share(whole, config.train.microbatch, group.index, group.size)
+        outcome = pipeline.train(mine, step, 1.0 / valid)
+        losses.append(float(all_reduce(outcome.loss / valid, everywhere).wait()))
+        norms.append(outcome.update.grad_norm)
+    traffic = group.traffic.take()
+    evaluation = float(all_reduce(pipeline.evaluate(mine), everywhere).wait()) / valid
+    weights = {name: piece.clone() for name, _, _, piece in pipeline.optimizer.tensors()}
+    mesh.close()
+    return Result(losses, norms, evaluation, weights, traffic)
+
+
+def global_batch(config, step):
+    """Random tokens; the masks are uneven: some samples have hardly any loss."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (GLOBAL_BATCH, config.train.seq)
+    tokens = torch.randint(0, config.model.vocab, shape, generator=generator)
+    labels = torch.randint(0, config.model.vocab, shape, generator=generator)
+    labels[torch.rand(shape, generator=generator) < torch.linspace(0, 0.95, 8)[:, None]] = IGNORE
+    return Microbatch(tokens, labels, torch.arange(8) + step * GLOBAL_BATCH)
+
+
+def share(batch, microbatch, rank, ranks):
+    pieces = range(rank * microbatch, GLOBAL_BATCH, ranks * microbatch)
+    return [
+        Microbatch(
+            *(t[i : i + microbatch] for t in (batch.tokens_BS, batch.labels_BS, batch.samples_B))
+        )
+        for i in pieces
+    ]
+
+
+def assert_same(found, expected, tolerance=1e-10):
+    """All ranks of a world agree with the one-process result, and together hold all of it."""
+    held = set()
+    for rank in found:
+        for values, wanted in (
+            (rank.losses, expected.losses),
+            (rank.norms, expected.norms),
+            (rank.evaluation, expected.evaluation),
+        ):
+            assert values == pytest.approx(wanted, rel=tolerance, abs=0)
+        for name, weights in rank.weights.items():
+            held.add(name)
+            torch.testing.assert_close(
+                weights, expected.weights[name], rtol=tolerance, atol=tolerance
+            )
+    assert held == expected.weights.keys()
