@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megaframe.spec import Constant, ParamSpec, share
 
-AXES = ("tensor", "context", "data", "pipeline")
+AXES = ("tensor", "context", "data")
 
 
 @given(st.integers(0, 1000), st.integers(1, 17))
@@ -34,4 +34,6 @@ def test_owned_pieces_cover_every_element_once(data):
         if spec.owned(coordinate):
             box = spec.local(coordinate, sizes)
             seen += product(*(range(o, o + n) for o, n in zip(box.offset, box.shape, strict=True)))
+        # A pipeline copies nothing: a parameter is on one of its ranks, whichever that is.
+        assert spec.owned({**coordinate, "pipeline": 1}) == spec.owned(coordinate)
     assert len(seen) == len(set(seen)) == prod(shape) == spec.size

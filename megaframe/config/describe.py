@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from megaframe.config.numbers import either
 from megaframe.config.schema import RunConfig, Section
 from megaframe.errors import UserError
 
@@ -169,7 +170,8 @@ def shown(value: Any) -> str:
 
 
 def nearest(name: str) -> str:
-    """The known key that looks most like `name`, as a whole or in its last part."""
+    """The known key that looks most like `name`, as a whole or in its last part; all of them where
+    several do so equally."""
     name = name[:MAX_NAME]
 
     def likeness(known: str) -> float:
@@ -178,7 +180,10 @@ def nearest(name: str) -> str:
         return max(whole, 0.95 * last) + 0.01 * whole
 
     # A section is no help to one who has already named it.
-    return max((known for known in _all_names() if not name.startswith(f"{known}.")), key=likeness)
+    likely = {
+        known: likeness(known) for known in _all_names() if not name.startswith(f"{known}.")
+    }
+    return either(known for known, ratio in likely.items() if ratio == max(likely.values()))
 
 
 def _all_names() -> list[str]:
