@@ -6,9 +6,12 @@ operations come on top.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from megaframe.config.schema import RunConfig
+from megaframe.plan.stages import StagePlan
+from megaframe.schedule import Action, Kind
 
 LOSS_CHUNK = 12_900_000
 """Most logits that exist at once. Fewer make fp32 products slower (docs/log.md)."""
@@ -34,8 +37,14 @@ class Memory:
         return sum(asdict(self).values())
 
 
-def memory(config: RunConfig, parameters: int) -> Memory:
-    """Memory of a rank that holds `parameters` parameters and runs all blocks."""
+def memory(
+    config: RunConfig,
+    parameters: int,
+    plans: Sequence[StagePlan],
+    actions: Sequence[Action],
+) -> Memory:
+    """Memory of a rank that holds `parameters` parameters and runs the stages of `plans`, in the
+    order of its `actions`."""
     width = _WIDTH[config.train.precision]
     master = max(4, width)
     tokens = config.train.microbatch * config.train.seq
@@ -46,24 +55,36 @@ def memory(config: RunConfig, parameters: int) -> Memory:
         values=parameters * width if width != master else 0,
         gradients=parameters * master,
         optimizer=2 * parameters * master,
-        activations=_activations(config),
-        logits=chunk * vocab * width,
+        activations=_activations(config, plans, actions),
+        logits=chunk * vocab * width if any(plan.last for plan in plans) else 0,
     )
 
 
-def _activations(config: RunConfig) -> int:
-    """Bytes that one microbatch keeps between forward and backward, without dropout.
+def _activations(config: RunConfig, plans: Sequence[StagePlan], actions: Sequence[Action]) -> int:
+    """Most bytes kept between forward and backward at any time, without dropout; and, where a block
+    runs again, everything of that one."""
+    size = {plan.number: _stage_bytes(config, plan) for plan in plans}
+    split = {action.stage for action in actions if action.kind is Kind.W}
+    kept = most = 0
+    for action in actions:
+        if action.stage is None:
+            continue
+        if action.kind is Kind.F:
+            kept += size[action.stage]
+        elif action.kind is (Kind.W if action.stage in split else Kind.B):
+            kept -= size[action.stage]
+        most = max(most, kept)
+    return most + (block_bytes(config) if any(plan.recomputed for plan in plans) else 0)
 
-    With recompute, each block's input, and everything of the one block that runs again.
-    """
-    model, width = config.model, _WIDTH[config.train.precision]
+
+def _stage_bytes(config: RunConfig, plan: StagePlan) -> int:
+    """Bytes that a stage keeps of one microbatch: each block's input, all else of the blocks that
+    do not run again, and the head's input with its gradient."""
     tokens = config.train.microbatch * config.train.seq
-    stream = tokens * model.hidden * width
-    if config.train.recompute == "full":
-        kept = model.layers * stream + block_bytes(config)
-    else:
-        kept = model.layers * (stream + block_bytes(config))
-    return kept + 3 * stream  # the head's input, its normalised form and the gradient of that
+    stream = tokens * config.model.hidden * _WIDTH[config.train.precision]
+    whole = len(plan.blocks) - plan.recomputed
+    streams = len(plan.blocks) + 2 * plan.last
+    return streams * stream + whole * block_bytes(config)
 
 
 def block_bytes(config: RunConfig) -> int:

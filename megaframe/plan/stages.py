@@ -48,7 +48,10 @@ def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
     stages = config.parallel.pipeline * config.parallel.chunks
     layers = config.parallel.layers_per_stage
     if layers is None:
-        layers = divide((block_work(config).forward,) * config.model.layers, _head(config), stages)
+        block = block_work(config)
+        again = block.forward if config.train.recompute == "full" else 0.0
+        work = block.forward + block.backward + block.weight + again
+        layers = divide((work,) * config.model.layers, 3 * _head(config), stages)
     plans, start = [], 0
     for number, count in enumerate(layers):
         blocks = range(start, start + count)

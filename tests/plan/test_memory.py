@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megaframe.plan.memory import block_bytes, memory
+from megaframe.plan.stages import stage_plans
 from megaframe.spec import parameter_count
 
 MODELS = [
@@ -52,7 +53,7 @@ def test_state_is_counted_to_the_byte(precision, build):
     built = build({"hidden": 64, "vocab": 64, "bias": True}, train={"precision": precision})
     buckets = built.optimizer.buckets
     count = parameter_count(p.spec for bucket in buckets for p in bucket.parameters)
-    plan = memory(built.config, count)
+    plan = memory(built.config, count, stage_plans(built.config), ())
     assert plan.weights == sum(bucket.weights.nbytes for bucket in buckets)
     assert plan.gradients == sum(bucket.grads.nbytes for bucket in buckets)
     state = [tensor for bucket in buckets for tensor in bucket.optimizer.state.values()]

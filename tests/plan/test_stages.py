@@ -1,0 +1,106 @@
+"""Division of layers into stages against all divisions, and modelled work against counted FLOPs."""
+
+from itertools import combinations_with_replacement
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaframe.config import RunConfig
+from megaframe.meter import count_flops
+from megaframe.plan.memory import block_bytes, memory
+from megaframe.plan.stages import block_matrices, divide, stage_costs, stage_plans
+from megaframe.schedule import generate
+from megaframe.stage import build_stages, model_specs
+
+
+def config_of(layers=6, model=None, train=None, **parallel):
+    shape = {"layers": layers, "hidden": 64, "heads": 4, "vocab": 1000, **(model or {})}
+    train = {"seq": 32, "global_batch": 8, "microbatch": 1, **(train or {})}
+    return RunConfig(model=shape, train=train, parallel=parallel)
+
+
+def all_divisions(layers, stages):
+    for cuts in combinations_with_replacement(range(layers + 1), stages - 1):
+        yield tuple(b - a for a, b in zip((0, *cuts), (*cuts, layers), strict=True))
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=7).map(tuple),
+    st.integers(0, 20),
+    st.integers(1, 4),
+)
+def test_no_division_is_better_balanced(blocks, head, stages):
+    def works(counts):
+        found, start = [], 0
+        for count in counts:
+            found.append(sum(blocks[start : start + count]))
+            start += count
+        found[-1] += head
+        return max(found), sum(work * work for work in found)
+
+    counts = divide(blocks, head, stages)
+    assert sum(counts) == len(blocks) and len(counts) == stages
+    assert works(counts) == min(map(works, all_divisions(len(blocks), stages)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 3))
+def test_every_layer_is_on_one_stage(layers, ranks, chunks):
+    plans = stage_plans(config_of(layers, pipeline=ranks, chunks=chunks))
+    assert [layer for plan in plans for layer in plan.blocks] == list(range(layers))
+    assert [plan.number for plan in plans if plan.first] == [0]
+    assert [plan.number for plan in plans if plan.last] == [ranks * chunks - 1]
+
+
+def test_a_heavy_head_is_a_stage_of_its_own():
+    config = config_of(model={"vocab": 50304, "hidden": 512, "heads": 8}, pipeline=2)
+    assert [len(plan.blocks) for plan in stage_plans(config)] == [6, 0]
+
+
+def test_layers_are_as_given_and_blocks_run_again_as_said():
+    config = config_of(pipeline=2, layers_per_stage=(1, 5), train={"recompute_blocks": (2, 3)})
+    plans = stage_plans(config)
+    assert [list(plan.blocks) for plan in plans] == [[0], [1, 2, 3, 4, 5]]
+    assert [plan.recomputed for plan in plans] == [1, 3]
+    full = stage_plans(config_of(pipeline=2, train={"recompute": "full"}))
+    assert all(plan.recomputed == len(plan.blocks) > 0 for plan in full)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("model", [{}, {"activation": "swiglu", "kv_heads": 2, "window": 7}])
+def test_work_adds_up_to_the_counted_flops(model, recompute):
+    config = config_of(model=model, pipeline=3, train={"recompute": recompute})
+    costs = stage_costs(config, stage_plans(config))
+    flops = count_flops(model_specs(config), config)
+    assert sum(map(sum, costs.per_stage(3))) == pytest.approx(flops.hardware, rel=1e-12)
+    matrices = sum(spec.size for spec in model_specs(config) if spec.role == "matrix")
+    assert block_matrices(config.model) * 6 == matrices
+
+
+def test_stages_hold_the_parameters_of_the_model_once():
+    config = config_of(pipeline=3, model={"tie_embeddings": True, "position": "learned"})
+    held = [
+        p
+        for plan in stage_plans(config)
+        for stage in build_stages(config, [plan]).values()
+        for p in stage.parameters()
+    ]
+    assert [p.spec for p in held if not p.replica] == model_specs(config)
+    assert [p.spec.name for p in held if p.replica] == ["embedding.tokens.weight"]
+
+
+def test_activations_are_those_in_flight():
+    """1F1B keeps p - rank microbatches; blocks that run again keep their input only."""
+    config = config_of(8, pipeline=4, layers_per_stage=(2, 2, 2, 2))
+    stream = 32 * 64 * 2
+    plans = stage_plans(config)
+    for rank, actions in enumerate(generate("1f1b", 4, 1, 8).ranks):
+        plan = memory(config, 0, [plans[rank]], actions)
+        each = 2 * (stream + block_bytes(config)) + 2 * stream * (rank == 3)
+        assert plan.activations == (4 - rank) * each
+        assert (plan.logits > 0) == (rank == 3)
+    again = config_of(8, pipeline=4, train={"recompute": "full"})
+    plan = memory(again, 0, stage_plans(again)[:1], generate("1f1b", 4, 1, 8).ranks[0])
+    assert plan.activations == 4 * 2 * stream + block_bytes(again)
