@@ -123,6 +123,51 @@ def test_resume_under_other_ranks_and_a_longer_run(pool, overrides, tmp_path):
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)
 
 
+PIPELINES = (
+    (1, {}),
+    (2, {"pipeline": 2, "chunks": 2, "schedule": "zb-v"}),
+    (4, {"pipeline": 2, "data": 2, "chunks": 3, "schedule": "interleaved"}),
+    (4, {"pipeline": 4, "schedule": "zb-h1", "layers_per_stage": "[1, 2, 1, 2]"}),
+)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_resume_under_other_pipelines(tied, pool, overrides, tmp_path):
+    """Each part of a run under another layout and schedule; tied weights are saved once."""
+    every = {
+        "model__layers": 6,
+        "model__tie_embeddings": tied,
+        "model__dropout": 0.1,
+        "optim__schedule": "constant",
+        "checkpoint__every": 3,
+        "train__microbatch": 1,
+        "train__eval_every": 3,
+        "train__eval_samples": 6,
+    }
+    pool.run(1, train, overrides(run__dir=tmp_path / "whole", train__steps=12, **every))
+    for part, (ranks, parallel) in enumerate(PIPELINES, 1):
+        keys = {f"parallel__{key}": value for key, value in parallel.items()}
+        resumed = {"train__steps": 3 * part, "checkpoint__resume": "latest"}
+        pool.run(ranks, train, overrides(**every, **resumed, **keys))
+    for line, other in zip(lines(tmp_path / "run"), lines(tmp_path / "whole"), strict=True):
+        assert other.keys() == line.keys()
+        for key in {"loss", "grad_norm", "eval_loss", "tokens"} & line.keys():
+            assert line[key] == pytest.approx(other[key], rel=1e-10)
+
+
+def test_gradients_that_are_not_finite_are_named_on_every_stage(pool, overrides, tmp_path):
+    keys = {
+        "train__precision": "fp16",
+        "optim__loss_scale": 2.0**40,
+        "parallel__pipeline": 2,
+        "train__steps": 2,
+    }
+    pool.run(2, train, overrides(**keys))
+    log = (tmp_path / "run/run.log").read_text()
+    assert "step 1: gradients of blocks.1." in log or "step 1: gradients of embedding" in log
+    assert lines(tmp_path / "run")[0]["skipped"] == 1.0
+
+
 def test_runs_are_bitwise_equal(pool, overrides, tmp_path):
     keys = {"train__precision": "bf16", "run__deterministic": True, "model__dropout": 0.2}
     for name in "ab":

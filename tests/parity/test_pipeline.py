@@ -64,6 +64,15 @@ def test_uneven_stages_with_data_ranks(name, parallel, pool, expected):
     assert_same(found, expected[name])
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+@pytest.mark.parametrize("name", MODELS)
+def test_microbatches_of_different_lengths(name, schedule, pool):
+    model = {**MODELS[name], "layers": 4}
+    arguments = ({"microbatch": 1}, {"pipeline": 2, "chunks": 2, "schedule": schedule})
+    (alone,) = pool.run(1, run, model, arguments[0], None, False, True)
+    assert_same(pool.run(4, run, model, *arguments, False, True), alone)
+
+
 def test_a_schedule_from_a_file(pool, expected, tmp_path):
     """Two microbatches are one step ahead of 1F1B, and one backward of two is split."""
     (tmp_path / "mine.txt").write_text(

@@ -32,8 +32,9 @@ class Result:
     traffic: tuple
 
 
-def run(model, train=None, parallel=None, serial=False):
-    """This rank's part of three steps -> Result."""
+def run(model, train=None, parallel=None, serial=False, ragged=False):
+    """This rank's part of three steps -> Result. ragged: samples, which then are microbatches of
+    their own, have four different lengths."""
     config = RunConfig(
         model={"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.2, **model},
         train={
@@ -54,8 +55,12 @@ def run(model, train=None, parallel=None, serial=False):
     losses, norms = [], []
     for step in range(STEPS):
         whole = global_batch(config, step)
-        valid = int((whole.labels_BS != IGNORE).sum())
-        mine = share(whole, config.train.microbatch, group.index, group.size)
+        every = [
+            share(whole, config.train.microbatch, index, group.size, ragged)
+            for index in range(group.size)
+        ]
+        mine = every[group.index]
+        valid = sum(int((one.labels_BS != IGNORE).sum()) for rank in every for one in rank)
         outcome = pipeline.train(mine, step, 1.0 / valid)
         losses.append(float(all_reduce(outcome.loss / valid, everywhere).wait()))
         norms.append(outcome.update.grad_norm)
@@ -76,14 +81,15 @@ def global_batch(config, step):
     return Microbatch(tokens, labels, torch.arange(8) + step * GLOBAL_BATCH)
 
 
-def share(batch, microbatch, rank, ranks):
-    pieces = range(rank * microbatch, GLOBAL_BATCH, ranks * microbatch)
-    return [
-        Microbatch(
-            *(t[i : i + microbatch] for t in (batch.tokens_BS, batch.labels_BS, batch.samples_B))
-        )
-        for i in pieces
-    ]
+def share(batch, microbatch, rank, ranks, ragged):
+    """The microbatches of one data rank."""
+    found = []
+    for i in range(rank * microbatch, GLOBAL_BATCH, ranks * microbatch):
+        length = batch.tokens_BS.shape[1] - (i % 4 if ragged else 0)
+        rows = slice(i, i + microbatch)
+        tokens, labels = batch.tokens_BS[rows, :length], batch.labels_BS[rows, :length]
+        found.append(Microbatch(tokens, labels, batch.samples_B[rows]))
+    return found
 
 
 def assert_same(found, expected, tolerance=1e-10):
