@@ -41,7 +41,8 @@ class Outcome:
     """One run of one contender: its own measurement, and the seconds from its start to its end.
 
     best_tokens_per_second: of the fastest step, least disturbed by what else the machine does.
-    peak_rss_bytes: of the process that trains. loss: what the comparison says it is.
+    peak_rss_bytes: of the process that trains. loss: what the comparison says it is. overhead:
+    share of the time that is neither forward, backward nor update, where the contender tells.
     """
 
     tokens_per_second: float
@@ -50,6 +51,7 @@ class Outcome:
     loss: float
     versions: Mapping[str, str]
     wall_seconds: float
+    overhead: float | None = None
 
 
 @dataclass(frozen=True)

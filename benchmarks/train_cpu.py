@@ -76,6 +76,10 @@ def main() -> None:
         check_losses(outcomes)
         lines = summarise(chosen, outcomes)
         print(table(lines))
+        for name, runs in outcomes.items():
+            if all(run.overhead is not None for run in runs):
+                share = max(run.overhead or 0.0 for run in runs)
+                print(f"{name}: at most {share:.2%} of a run's steps is neither model nor update")
         results[precision] = (lines, outcomes)
     if given.write:
         config = {**asdict(WORKLOAD), "steps": given.steps, "rounds": given.rounds}

@@ -8,10 +8,9 @@ from dataclasses import asdict
 from megaframe.config import RunConfig, dump
 from megaframe.layout import Layout
 from megaframe.plan.memory import Memory, memory
-from megaframe.plan.schedules import step_schedule
-from megaframe.plan.stages import StagePlan, stage_costs, stage_plans
+from megaframe.plan.schedules import pipeline_summary, step_schedule
+from megaframe.plan.stages import StagePlan, stage_plans
 from megaframe.schedule import Schedule
-from megaframe.schedule.simulate import simulate
 from megaframe.spec import parameter_count
 from megaframe.stage import build_stages, model_specs
 
@@ -30,31 +29,10 @@ def describe(config: RunConfig, layout: Layout) -> str:
         f"parameters  {count:,} in {len(specs)} tensors",
         f"batch       {train.global_batch} samples, {tokens:,} tokens a step, "
         f"{tokens * train.steps:,} in the run",
-        *_pipeline(config, schedule),
+        *pipeline_summary(config, schedule),
         *_memory(config, schedule),
     ]
     return "\n".join(lines)
-
-
-def _pipeline(config: RunConfig, schedule: Schedule) -> Iterator[str]:
-    """What each stage runs, and the bubble that the schedule leaves."""
-    plans = stage_plans(config)
-    if len(plans) == 1:
-        return
-    layers = sum(len(plan.blocks) for plan in plans)
-    costs = stage_costs(config, plans)
-    timeline = simulate(schedule, costs)
-    work = [f + b + w for f, b, w in zip(*costs.per_stage(len(plans)), strict=True)]
-    yield (
-        f"schedule    {config.parallel.schedule}, {schedule.microbatches} microbatches: bubble "
-        f"{float(timeline.bubble):.1%} of the step by modelled work, without communication"
-    )
-    yield f"stages      {len(plans)}, {layers} blocks in all"
-    for plan in plans:
-        again = f", {plan.recomputed} run again" if plan.recomputed else ""
-        share = work[plan.number] / sum(work)
-        rank = schedule.rank_of[plan.number]
-        yield f"  {plan.number:<4} rank {rank:<4} {share:6.1%} of the work  {plan}{again}"
 
 
 def _memory(config: RunConfig, schedule: Schedule) -> Iterator[str]:

@@ -27,18 +27,20 @@ _KEPT = 32
 
 
 class Pipeline:
-    """This rank's stages with their optimizer, and the engine that runs them."""
+    """This rank's stages with their optimizer, and the engine that runs them. `schedule` is that of
+    a full batch."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, time: Timer) -> None:
         train = config.train
         full = train.global_batch // (train.microbatch * mesh.layout.data)
-        self.rank_of = step_schedule(config, full).rank_of
+        self.schedule = step_schedule(config, full)
+        rank_of = self.schedule.rank_of
         here = mesh.coordinate["pipeline"]
-        plans = [plan for plan in stage_plans(config) if self.rank_of[plan.number] == here]
+        plans = [plan for plan in stage_plans(config) if rank_of[plan.number] == here]
         self.stages = build_stages(config, plans)
-        ends = self.rank_of[0], self.rank_of[-1]
+        ends = rank_of[0], rank_of[-1]
         twice = config.model.tie_embeddings and ends[0] != ends[1]
-        mesh.connect([*_links(self.rank_of), *([ends] if twice else [])])
+        mesh.connect([*_links(rank_of), *([ends] if twice else [])])
         units = [unit for stage in self.stages.values() for unit in stage.units]
         tied = _tied(self.stages, mesh, ends) if twice else None
         self.optimizer = Optimizer(config, mesh, units, tied)
@@ -48,7 +50,7 @@ class Pipeline:
         def lowered(microbatches: int, train: bool) -> Schedule:
             if train:
                 return lower(step_schedule(config, microbatches))
-            return lower(forward_schedule(self.rank_of, microbatches))
+            return lower(forward_schedule(rank_of, microbatches))
 
         self._lowered = lowered
 

@@ -23,6 +23,7 @@ from megaframe.meter import Meter, StepTimer
 from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.optim.optimizer import Update
 from megaframe.pipeline import Pipeline
+from megaframe.plan.schedules import pipeline_summary
 from megaframe.run_state import RunState, read_state
 from megaframe.stage import model_specs
 
@@ -58,6 +59,8 @@ class Trainer:
         self._restore_or_initialise()
         barrier(mesh.world)  # all have seen the run folder as it was before any rank writes to it
         self.meter = Meter(config, mesh, model_specs(config), timer, start_step=self.step)
+        for line in pipeline_summary(config, self.pipeline.schedule):
+            self.meter.note(line)
         self.writer = self._make_writer()
         if mesh.rank == 0:
             (self.folder / "config.yaml").write_text(dump(config), encoding="utf-8")

@@ -66,6 +66,7 @@ def overrides_of(precision: str, steps: int, prefix: Path) -> list[str]:
         f"train.microbatch={shape.batch}",
         f"train.precision={precision}",
         "train.recompute=selective",
+        "train.recompute_blocks=3",
         f"optim.lr={shape.learning_rate}",
         "optim.schedule=constant",
         f"optim.beta1={shape.beta1}",
@@ -89,13 +90,16 @@ def main() -> None:
         folder = Path(name)
         write_documents(folder / "tokens", [tokens], shape.vocab)
         metrics = pretrain(folder, overrides_of(arguments.precision, steps, folder / "tokens"))
-    speeds = [line["tokens_per_second"] for line in metrics[WARMUP_STEPS:]]
+    timed = metrics[WARMUP_STEPS:]
+    speeds = [line["tokens_per_second"] for line in timed]
+    math = sum(line["time"]["compute"] + line["time"]["optimizer"] for line in timed)
     emit(
         tokens_per_second=statistics.median(speeds),
         best_tokens_per_second=max(speeds),
         peak_rss_bytes=peak_rss_bytes(resource.RUSAGE_CHILDREN),
         loss=metrics[0]["loss"],
         versions={"torch": version("torch")},
+        overhead=1 - math / sum(line["seconds"] for line in timed),
     )
 
 

@@ -97,13 +97,16 @@ def emit(
     peak_rss_bytes: int,
     loss: float,
     versions: Mapping[str, str],
+    **more: float,
 ) -> None:
-    """Print a measurement as the last line of output, where the harness reads it."""
+    """Print a measurement as the last line of output, where the harness reads it; `more` are fields
+    of its `Outcome` that not every contender knows."""
     line = {
         "tokens_per_second": tokens_per_second,
         "best_tokens_per_second": best_tokens_per_second,
         "peak_rss_bytes": peak_rss_bytes,
         "loss": loss,
         "versions": {"python": platform.python_version(), **versions},
+        **more,
     }
     print(json.dumps(line), flush=True)

@@ -1,10 +1,13 @@
-"""The schedule that a config asks for."""
+"""The schedule that a config asks for, and what it comes to."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from megaframe.config.schema import RunConfig
 from megaframe.plan.stages import stage_costs, stage_plans
 from megaframe.schedule import Action, Kind, Schedule, generate
+from megaframe.schedule.simulate import simulate
 
 
 def step_schedule(config: RunConfig, microbatches: int) -> Schedule:
@@ -43,3 +46,25 @@ def forward_schedule(rank_of: tuple[int, ...], microbatches: int) -> Schedule:
             for rank in ranks
         )
     )
+
+
+def pipeline_summary(config: RunConfig, schedule: Schedule) -> Iterator[str]:
+    """A line for the schedule with the bubble that it leaves, one for the sum of all stages, and one
+    for each; nothing without a pipeline."""
+    plans = stage_plans(config)
+    if len(plans) == 1:
+        return
+    layers = sum(len(plan.blocks) for plan in plans)
+    costs = stage_costs(config, plans)
+    timeline = simulate(schedule, costs)
+    work = [f + b + w for f, b, w in zip(*costs.per_stage(len(plans)), strict=True)]
+    yield (
+        f"schedule    {config.parallel.schedule}, {schedule.microbatches} microbatches: bubble "
+        f"{float(timeline.bubble):.1%} of the step by modelled work, without communication"
+    )
+    yield f"stages      {len(plans)}, {layers} blocks in all"
+    for plan in plans:
+        again = f", {plan.recomputed} run again" if plan.recomputed else ""
+        share = work[plan.number] / sum(work)
+        rank = schedule.rank_of[plan.number]
+        yield f"  {plan.number:<4} rank {rank:<4} {share:6.1%} of the work  {plan}{again}"

@@ -2,8 +2,20 @@
 with chunks, uneven layers, tied embeddings, recompute, uneven masks, accumulation and data ranks.
 """
 
+from itertools import pairwise
+
 import pytest
-from training import MODELS, assert_same, run
+import torch
+from training import MODELS, assert_same, global_batch, run, share
+
+from megaframe.config import RunConfig
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh
+from megaframe.meter import StepTimer
+from megaframe.pipeline import Pipeline
+from megaframe.plan.stages import stage_costs, stage_plans
+from megaframe.schedule import generate
+from megaframe.schedule.walk import live_activations
 
 CHUNKS = {
     "gpipe": 1,
@@ -71,6 +83,65 @@ def test_microbatches_of_different_lengths(name, schedule, pool):
     arguments = ({"microbatch": 1}, {"pipeline": 2, "chunks": 2, "schedule": schedule})
     (alone,) = pool.run(1, run, model, arguments[0], None, False, True)
     assert_same(pool.run(4, run, model, *arguments, False, True), alone)
+
+
+def test_overlap_changes_no_bit(pool):
+    arguments = ({**MODELS["gpt2"], "layers": 4}, {"microbatch": 1}, {"pipeline": 2})
+    serial, overlapped = (pool.run(4, run, *arguments, serial) for serial in (True, False))
+    for one, other in zip(serial, overlapped, strict=True):
+        assert (one.losses, one.norms) == (other.losses, other.norms)
+        assert all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
+
+
+def watched(schedule, chunks):
+    """One step on a rank of two -> most flights at once, flights left, bytes sent."""
+    config = RunConfig(
+        model={"layers": 4, "hidden": 16, "heads": 4, "vocab": 37},
+        train={"seq": 10, "global_batch": 8, "microbatch": 1, "precision": "fp64"},
+        parallel={"pipeline": 2, "chunks": chunks, "schedule": schedule},
+    )
+    mesh = Mesh(Layout.from_parallel(config.parallel, 2), device="cpu", timeout=60)
+    pipeline = Pipeline(config, mesh, StepTimer().time)
+    pipeline.optimizer.initialise(1)
+    stages = pipeline.stages.values()
+    most = 0
+
+    def counting(forward):
+        def counted(*arguments):
+            nonlocal most
+            made = forward(*arguments)
+            most = max(most, sum(len(stage._flights) for stage in stages))
+            return made
+
+        return counted
+
+    for stage in stages:
+        stage.forward = counting(stage.forward)
+    whole = global_batch(config, 0)
+    pipeline.train(share(whole, 1, 0, 1, ragged=False), 0, 1.0)
+    sent = mesh.link(mesh.rank, 1 - mesh.rank).traffic.bytes
+    left = sum(len(stage._flights) for stage in stages)
+    mesh.close()
+    return most, left, sent
+
+
+@pytest.mark.parametrize("schedule", CHUNKS)
+def test_activations_and_bytes_are_the_closed_forms(schedule, pool):
+    """As many microbatches in flight as the checker counts, none left behind, and 2 b s h elements
+    over each boundary between ranks for every microbatch."""
+    chunks = CHUNKS[schedule]
+    found = pool.run(2, watched, schedule, chunks)
+    costs = None
+    if schedule == "search":
+        config = {"model": {"layers": 4, "hidden": 16, "heads": 4, "vocab": 37}}
+        config |= {"train": {"seq": 10}, "parallel": {"pipeline": 2, "chunks": 2}}
+        config = RunConfig(**config)
+        costs = stage_costs(config, stage_plans(config))
+    made = generate(schedule, 2, chunks, 8, costs=costs, placement="vee")
+    assert [most for most, _, _ in found] == [n * chunks for n in live_activations(made)]
+    assert [left for _, left, _ in found] == [0, 0]
+    crossings = sum(a != b for a, b in pairwise(made.rank_of))
+    assert sum(sent for _, _, sent in found) == 2 * 1 * 10 * 16 * 8 * crossings * 8
 
 
 def test_a_schedule_from_a_file(pool, expected, tmp_path):
