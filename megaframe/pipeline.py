@@ -28,13 +28,13 @@ _KEPT = 32
 
 class Pipeline:
     """This rank's stages with their optimizer, and the engine that runs them. `schedule` is that of
-    a full batch."""
+    a full batch; every one of the run has its `rank_of`."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, time: Timer) -> None:
         train = config.train
         full = train.global_batch // (train.microbatch * mesh.layout.data)
         self.schedule = step_schedule(config, full)
-        rank_of = self.schedule.rank_of
+        self.rank_of = rank_of = self.schedule.rank_of
         here = mesh.coordinate["pipeline"]
         plans = [plan for plan in stage_plans(config) if rank_of[plan.number] == here]
         self.stages = build_stages(config, plans)

@@ -49,7 +49,7 @@ def forward_schedule(rank_of: tuple[int, ...], microbatches: int) -> Schedule:
 
 
 def pipeline_summary(config: RunConfig, schedule: Schedule) -> Iterator[str]:
-    """A line for the schedule with the bubble that it leaves, one for the sum of all stages, and one
+    """A line for the schedule with its bubble, one for the sum of all stages, and one
     for each; nothing without a pipeline."""
     plans = stage_plans(config)
     if len(plans) == 1:
