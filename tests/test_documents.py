@@ -1,4 +1,4 @@
-"""Every command of the README is run, in order, in a copy of the tracked files."""
+"""Every command of the README and of the guides is run, in order, in a copy of the tracked files."""
 
 import os
 import re
@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_HERE = {"make test": "is what runs this test"}
+GUIDES = (ROOT / "docs/pipeline.md",)
 SHORTER = {"make demo": 'make demo OVERRIDES="train.steps=20 train.eval_every=10"'}
 
 
@@ -38,24 +39,32 @@ def clone(tmp_path_factory):
     return folder
 
 
-def test_the_commands_of_the_readme_work(clone):
-    found = commands((ROOT / "README.md").read_text())
-    assert len(found) > 8 and set(NOT_HERE) | set(SHORTER) <= set(found)
+def run_all(found, clone):
+    """Run commands one after the other; the last message if one fails."""
     environment = {**os.environ, "PYTHONPATH": str(clone)}
     for command in found:
         if command in NOT_HERE:
             continue
         result = subprocess.run(
-            SHORTER.get(command, command),
-            shell=True,
+            ["bash", "-c", SHORTER.get(command, command)],
             cwd=clone,
             env=environment,
             capture_output=True,
             text=True,
         )
         assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+
+
+def test_the_commands_of_the_readme_and_then_of_the_guides_work(clone):
+    found = commands((ROOT / "README.md").read_text())
+    assert len(found) > 8 and set(NOT_HERE) | set(SHORTER) <= set(found)
+    run_all(found, clone)
     assert (clone / "runs/demo/metrics.jsonl").read_text().count("\n") == 20
     assert (clone / "runs/demo/checkpoints/latest").exists()
+    for guide in GUIDES:
+        run_all(commands(guide.read_text()), clone)
+    drawn, shown = (root / "docs/images/zb-v.svg" for root in (clone, ROOT))
+    assert drawn.read_text() == shown.read_text(), "the picture in the guide is another"
 
 
 def test_links_of_the_documents_lead_somewhere():
