@@ -7,9 +7,10 @@ torchrun --nproc-per-node N pretrain_gpt.py --config configs/demo.yaml [section.
 from __future__ import annotations
 
 import argparse
+import os
 
 from megaframe.config import explain, listing, load
-from megaframe.errors import reported
+from megaframe.errors import LostRanks, reported
 from megaframe.layout import Layout
 from megaframe.plan.check import check
 
@@ -21,6 +22,8 @@ def main() -> None:
         with reported():
             print(explain(arguments.explain))
         return
+    # Ranks that are lost are named below; torch's warnings would add pages of C++ stack to it.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from megaframe.describe import describe
     from megaframe.mesh import Mesh, global_rank, world_size
     from megaframe.trainer import Trainer, resolve
@@ -37,7 +40,11 @@ def main() -> None:
             layout, device=config.run.device, timeout=parallel.timeout, serial=parallel.serial
         )
         try:
-            Trainer(config, mesh).run()
+            trainer = Trainer(config, mesh)
+            mesh.name_stages(trainer.pipeline.schedule.rank_of)
+            trainer.run()
+        except LostRanks as lost:
+            mesh.leave(lost)
         finally:
             mesh.close()
 

@@ -1,14 +1,15 @@
-"""The one error type for mistakes that a user can mend.
+"""The errors whose text is all that whoever runs a command is to see: no traceback.
 
-Whoever runs a command sees its text and nothing else (no traceback), with exit status 2. The text
-names what is wrong, both numbers, the config key and the nearest valid values.
+A `UserError` is a mistake that a user can mend; its text names what is wrong, both numbers, the
+config key and the nearest valid values. `LostRanks` is the fault of another process. They end with
+different exit statuses, so that a launcher can tell what may work when it is tried again.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -16,14 +17,25 @@ class UserError(Exception):
     """A mistake in a config, a file or a command line; its text is the whole message."""
 
 
+class LostRanks(RuntimeError):
+    """Communication failed or timed out; one of `ranks` may be dead or stuck."""
+
+    def __init__(self, text: str, ranks: Iterable[int]) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)
+
+
 EXIT_USER_ERROR = 2
+"""The command cannot work as it was given."""
+EXIT_LOST_RANKS = 3
+"""Another rank is gone or stuck; the same command may work once its cause is mended."""
 EXIT_INTERRUPTED = 130
 _PATIENCE = 2.0
 
 
 @contextmanager
 def reported(rank: int = 0) -> Iterator[None]:
-    """Turn a `UserError` into its message on standard error and exit status 2.
+    """Turn an error of this module into its message on standard error and its exit status.
 
     A mistake that every rank of a launch finds would be told by each of them; those after the first
     wait a moment, in which the launcher ends them all, and say which rank they are.
@@ -36,6 +48,9 @@ def reported(rank: int = 0) -> Iterator[None]:
         who = f"rank {rank}: " if rank else ""
         print(f"error: {who}{error}", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_USER_ERROR) from None
+    except LostRanks as error:
+        print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(EXIT_LOST_RANKS) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_INTERRUPTED) from None

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from megaframe.comm import Group
-from megaframe.errors import UserError
+from megaframe.comm.watch import Watch
+from megaframe.errors import LostRanks, UserError
 from megaframe.layout import Layout
 
 AXIS_SETS: tuple[tuple[str, ...], ...] = (
@@ -43,7 +46,7 @@ def global_rank() -> int:
 class Mesh:
     """This rank's place in the layout, its process groups, its store and its device.
 
-    Raises `UserError` when `device` is not there.
+    Raises `UserError` when `device` is not there, `LostRanks` when not all ranks come.
     """
 
     def __init__(
@@ -60,13 +63,17 @@ class Mesh:
         self.device = _device(device)
         if self.device.type == "cpu":
             _keep_freed_memory()
-        self.store = self._rendezvous(timeout)
         self.coordinate = layout.coordinate(self.rank)
         self._timeout = timeout
+        self.store: dist.Store = dist.HashStore()
+        self._watch: Watch | None = None
         self._links: dict[tuple[int, int], Group] = {}
-        self._groups = {
-            frozenset(axes): self._make_group(axes, serial, timeout) for axes in axis_sets
-        }
+        with self._gathering():
+            if layout.world > 1:
+                self.store = self._rendezvous()
+            self._groups = {frozenset(axes): self._make_group(axes, serial) for axes in axis_sets}
+        if layout.world > 1:
+            self._watch = Watch(self.store, layout, self.rank, timeout)
 
     def group(self, *axes: str) -> Group:
         """The group of ranks over `axes`."""
@@ -81,7 +88,8 @@ class Mesh:
         for source, target in sorted(set(links) - self._links.keys()):
             for column in columns:
                 ranks = sorted((column[source], column[target]))
-                handle = dist.new_group(ranks, timeout=timedelta(seconds=self._timeout))
+                with self._gathering():
+                    handle = dist.new_group(ranks, timeout=timedelta(seconds=self._timeout))
                 if self.rank in ranks:
                     index = ranks.index(self.rank)
                     self._links[source, target] = Group(("pipeline",), tuple(ranks), index, handle)
@@ -95,27 +103,52 @@ class Mesh:
         """All ranks."""
         return self.group("pipeline", "data", "context", "tensor")
 
+    def name_stages(self, rank_of: Sequence[int]) -> None:
+        """Tell the pipeline coordinate of each stage, by number, for messages about lost ranks."""
+        if self._watch is not None:
+            self._watch.rank_of = tuple(rank_of)
+
+    def leave(self, lost: LostRanks) -> NoReturn:
+        """Say which rank is at fault and end this process; see `Watch.leave`."""
+        if self._watch is None:
+            raise lost
+        self._watch.leave(lost)
+
     def close(self) -> None:
         """End all process groups."""
+        if self._watch is not None:
+            self._watch.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _rendezvous(self, timeout: float) -> dist.Store:
-        if self.layout.world == 1:
-            return dist.HashStore()
-        limit = timedelta(seconds=timeout)
+    def _rendezvous(self) -> dist.Store:
+        limit = timedelta(seconds=self._timeout)
         store, rank, world = next(dist.rendezvous("env://", timeout=limit))
         store.set_timeout(limit)
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
         return dist.PrefixStore("megaframe", store)
 
-    def _make_group(self, axes: tuple[str, ...], serial: bool, timeout: float) -> Group:
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        """Turn what torch raises when ranks do not come to make a group into `LostRanks`."""
+        try:
+            yield
+        except RuntimeError as error:
+            others = set(range(self.layout.world)) - {self.rank}
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise LostRanks(
+                f"the {self.layout.world} ranks did not all meet at {where} within "
+                f"parallel.timeout={self._timeout:g} s: {str(error).splitlines()[0]}",
+                others,
+            ) from error
+
+    def _make_group(self, axes: tuple[str, ...], serial: bool) -> Group:
         mine: Group | None = None
         for ranks in self.layout.groups(*axes):
             handle = None
             if len(ranks) > 1:
-                handle = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout))
+                handle = dist.new_group(list(ranks), timeout=timedelta(seconds=self._timeout))
             if self.rank in ranks:
                 mine = Group(axes, ranks, ranks.index(self.rank), handle, serial)
         assert mine is not None, "the groups of an axis set cover the world"

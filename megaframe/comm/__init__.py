@@ -6,16 +6,22 @@ one rank communicates nothing, so no caller needs a special case for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
+from megaframe.errors import LostRanks
+
 T = TypeVar("T")
 Reduction = Literal["sum", "max", "min"]
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+_NOISE = re.compile(r"^\[\S+:\d+\] |\. This is typically caused by.*", re.DOTALL)
+"""What gloo puts around its reason: a place in its source, and advice."""
 
 
 @dataclass
@@ -56,14 +62,6 @@ class Group:
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
-
-
-class LostRanks(RuntimeError):
-    """Communication failed or timed out; one of `ranks` may be dead or stuck."""
-
-    def __init__(self, text: str, ranks: Iterable[int]) -> None:
-        super().__init__(text)
-        self.ranks = tuple(ranks)
 
 
 class Pending(Generic[T]):
@@ -141,9 +139,10 @@ def _started(
 def _lost(group: Group | None, error: RuntimeError) -> LostRanks:
     assert group is not None, "work belongs to a group"
     others = [rank for rank in group.ranks if rank != group.ranks[group.index]]
+    reason = _NOISE.sub("", str(error).strip())
     names = ", ".join(map(str, others[:8])) + (" ..." if len(others) > 8 else "")
     return LostRanks(
         f"rank {group.ranks[group.index]} lost contact over {' x '.join(group.axes)} "
-        f"with rank{'s' * (len(others) > 1)} {names}: {error}",
+        f"with rank{'s' * (len(others) > 1)} {names}: {reason}",
         others,
     )

@@ -1,0 +1,219 @@
+"""Watch: finds out which rank is at fault when ranks lose each other, and lets no rank stay behind.
+
+The first to notice a dead rank are its neighbours; then theirs notice that those have left. So no
+rank blames whom it lost: all write down whom they lost, and at fault is who was lost by somebody,
+lost nobody and does not answer. The answers come from a thread that each rank has beside its work,
+which also ends ranks that would notice nothing before their timeout, and one that is stuck itself.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import NoReturn, TypeVar
+
+from torch.distributed import Store
+
+from megaframe.errors import EXIT_LOST_RANKS, LostRanks
+from megaframe.layout import Layout
+
+T = TypeVar("T")
+
+_LOOK, _PAUSE = 1.0, 0.1
+"""Seconds between two looks at the store: in peace, and once somebody is lost."""
+_PATIENCE = 2.5
+"""Seconds for others to report and to answer, more than two looks; once more if all who are
+suspected answer, for they may report yet."""
+_FAREWELL = 5.0
+"""Seconds that the rank with the store waits at most for the others to leave before it."""
+_NAMED = 8
+"""Ranks that a message names at most."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who is at fault and what to say about it; the same on every rank that the store reaches."""
+
+    ranks: tuple[int, ...]
+    text: str
+
+
+def at_fault(lost: Mapping[int, Collection[int]], answered: Collection[int]) -> tuple[int, ...]:
+    """The ranks to blame, ascending: lost by somebody and lost nobody; those of them that do not
+    answer, if there are any. Empty when all who were lost lost others, as in a cut network.
+
+    lost: whom each rank that reported lost. answered: ranks whose watch is alive.
+    """
+    suspected = {rank for ranks in lost.values() for rank in ranks} - lost.keys()
+    return tuple(sorted(suspected - set(answered) or suspected))
+
+
+class Watch:
+    """One rank's part in it.
+
+    timeout: seconds that a rank may go on when the store is gone.
+    rank_of: pipeline coordinate of each stage, by number; may be set, for what messages say.
+    """
+
+    def __init__(self, store: Store, layout: Layout, rank: int, timeout: float) -> None:
+        # A connection of its own, since others may wait in the given one (not in torch's stubs).
+        self._store: Store = store.clone()  # type: ignore[attr-defined]
+        self._layout, self._rank, self._timeout = layout, rank, timeout
+        self.rank_of: tuple[int, ...] = ()
+        self._reachable = True
+        self._stop = threading.Event()
+        self._leaving = threading.Lock()
+        self._thread = threading.Thread(target=self._look, name="megaframe-watch", daemon=True)
+        self._thread.start()
+
+    def leave(self, lost: LostRanks) -> NoReturn:
+        """Say which rank is at fault and end this process with status `EXIT_LOST_RANKS`."""
+        self._leaving.acquire()  # for good: the other thread may be ending the process already
+        self._end(self._judged(lost), lost)
+
+    def close(self) -> None:
+        """End the thread, in time: a store that does not answer may keep it for longer."""
+        self._stop.set()
+        self._thread.join(timeout=_PATIENCE)
+
+    def _look(self) -> None:
+        """Answer when somebody is lost, and leave when it is known who is at fault."""
+        answered = False
+        try:
+            while not self._stop.wait(_PAUSE if answered else _LOOK):
+                if not answered and self._store.check(["lost"]):
+                    self._append("answered", f"{self._rank} ")
+                    answered = True
+                verdict = self._verdict() if answered else None
+                if verdict is not None and self._leaving.acquire(blocking=False):
+                    self._end(verdict)
+        except RuntimeError:
+            # The store is gone, and so is the run; mostly the work notices that soon by itself.
+            if not self._stop.wait(self._timeout) and self._leaving.acquire(blocking=False):
+                self._end(self._alone())
+
+    def _judged(self, lost: LostRanks) -> Verdict:
+        """The verdict of all, or what can be said without a store that answers."""
+        if _within(_PATIENCE, lambda: self._report(lost)):
+            verdict = _within(3 * _PATIENCE, lambda: self._judge(lost))
+            if verdict is not None:
+                return verdict
+        return self._alone()
+
+    def _alone(self) -> Verdict:
+        """What to say without a store that answers: it is rank 0's, if not the launcher's."""
+        self._reachable = False
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return Verdict((), "the launcher that holds the store is gone or stuck")
+        return Verdict((0,), f"{self._name(0)} is gone or stuck, and the store that it holds")
+
+    def _report(self, lost: LostRanks) -> bool:
+        self._append("lost", json.dumps([self._rank, lost.ranks]) + "\n")
+        return self._store.check(["lost"])
+
+    def _judge(self, lost: LostRanks) -> Verdict:
+        """Wait for others to report and to answer, and judge unless somebody has."""
+        ranks: tuple[int, ...] = ()
+        for _ in range(2):
+            deadline = time.monotonic() + _PATIENCE
+            while time.monotonic() < deadline:
+                verdict = self._verdict()
+                if verdict is not None:
+                    return verdict
+                time.sleep(_PAUSE)
+            reports = dict(json.loads(line) for line in self._read("lost").splitlines())
+            answered = self._ranks("answered")
+            ranks = at_fault(reports, answered)
+            if not answered.issuperset(ranks):
+                break
+        text = self._accusation(ranks, bool(ranks) and answered.issuperset(ranks))
+        mine = json.dumps({"ranks": ranks, "text": f"{text}; {lost}"})
+        return _decoded(self._store.compare_set("verdict", "", mine).decode())
+
+    def _accusation(self, ranks: tuple[int, ...], answering: bool) -> str:
+        if not ranks:
+            return "no rank is gone, but ranks lost each other: look at the network between them"
+        names = "; ".join(map(self._name, ranks[:_NAMED])) + " ..." * (len(ranks) > _NAMED)
+        verb = "are" if len(ranks) > 1 else "is"
+        if answering:
+            return f"{names} {verb} alive, but stuck or too slow for parallel.timeout"
+        return f"{names} {verb} gone or stuck"
+
+    def _name(self, rank: int) -> str:
+        """A rank, where it is and what it ran: `rank 2 (pipeline 1, data 0: stages 1, 3)`."""
+        where = self._layout.coordinate(rank)
+        text = ", ".join(
+            f"{axis} {where[axis]}"
+            for axis in reversed(tuple(where))
+            if axis in ("pipeline", "data") or self._layout.sizes[axis] > 1
+        )
+        stages = [n for n, owner in enumerate(self.rank_of) if owner == where["pipeline"]]
+        if stages:
+            text += f": stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+        return f"rank {rank} ({text})"
+
+    def _end(self, verdict: Verdict, lost: LostRanks | None = None) -> NoReturn:
+        """Print, and leave at once: to destroy process groups, or to end threads that wait in them
+        or in the store, can take as long as their timeout when the other end is gone."""
+        text = verdict.text
+        if lost is not None and str(lost) not in text:
+            text += f"; {lost}"
+        print(f"error: rank {self._rank}: {text}", file=sys.stderr, flush=True)
+        if lost is None and self._rank in verdict.ranks:
+            faulthandler.dump_traceback()  # where it is stuck
+        sys.stdout.flush()
+        if self._reachable:
+            _within(_FAREWELL, lambda: self._take_leave(verdict.ranks))
+        os._exit(EXIT_LOST_RANKS)
+
+    def _take_leave(self, lost: Collection[int]) -> None:
+        """Rank 0, which may hold the store, leaves after all but the silent."""
+        self._append("left", f"{self._rank} ")
+        silent = set(lost) - self._ranks("answered")
+        staying = set(range(self._layout.world)) - silent
+        while self._rank == 0 and staying - self._ranks("left"):
+            time.sleep(_PAUSE)
+
+    def _append(self, key: str, text: str) -> None:
+        self._store.append(key, text)  # type: ignore[attr-defined]  # not in torch's stubs
+
+    def _read(self, key: str) -> str:
+        # `get` alone would wait for a key that nobody has written yet.
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _ranks(self, key: str) -> set[int]:
+        return {int(rank) for rank in self._read(key).split()}
+
+    def _verdict(self) -> Verdict | None:
+        text = self._read("verdict")
+        return _decoded(text) if text else None
+
+
+def _decoded(text: str) -> Verdict:
+    known = json.loads(text)
+    return Verdict(tuple(known["ranks"]), known["text"])
+
+
+def _within(seconds: float, ask: Callable[[], T]) -> T | None:
+    """What the store answers to `ask`, None when it fails or takes longer; for the store of a
+    process that is stopped would keep the caller for ever."""
+    box: SimpleQueue[T | None] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            box.put(ask())
+        except RuntimeError:
+            box.put(None)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return box.get(timeout=seconds)
+    except Empty:
+        return None
