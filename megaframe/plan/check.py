@@ -183,34 +183,48 @@ def _stages(config: RunConfig) -> Iterator[str]:
             ]
         valid = either(text for text in mend if not text.endswith("=0"))
         yield f"{what} is {stages} stages for model.layers={layers}; use {valid}"
-    for name, given in (
-        ("parallel.layers_per_stage", parallel.layers_per_stage),
-        ("train.recompute_blocks", config.train.recompute_blocks),
-    ):
-        if isinstance(given, tuple) and len(given) != stages:
-            yield f"{name}={shown(given)} is for {len(given)} stages, but {what} makes {stages}"
+        return
     given = parallel.layers_per_stage
-    if given is not None and sum(given) != layers:
+    if given is not None and (len(given) != stages or sum(given) != layers):
+        wrong = f"has {len(given)} stages, but {what} makes {stages}"
+        if len(given) == stages:
+            wrong = f"sums to {sum(given)}, not to model.layers={layers}"
+        even = tuple((layers + number) // stages for number in reversed(range(stages)))
         yield (
-            f"parallel.layers_per_stage={shown(given)} sums to {sum(given)}, "
-            f"not to model.layers={layers}"
+            f"parallel.layers_per_stage={shown(given)} {wrong}; use such as {shown(even)}, "
+            "or leave it out to divide by work"
+        )
+    blocks = config.train.recompute_blocks
+    if isinstance(blocks, tuple) and len(blocks) != stages:
+        fitting = (blocks + (blocks[-1:] or (0,)) * stages)[:stages]
+        yield (
+            f"train.recompute_blocks={shown(blocks)} has {len(blocks)} stages, but {what} makes "
+            f"{stages}; use such as {shown(fitting)}, or one number for all"
         )
 
 
 def _schedule(config: RunConfig, data: int) -> Iterator[str]:
     parallel, train = config.parallel, config.train
+    if parallel.schedule_memory is not None and parallel.schedule != "search":
+        yield (
+            f"parallel.schedule_memory={parallel.schedule_memory:g} means nothing to "
+            f"parallel.schedule={parallel.schedule}; leave it out, or use parallel.schedule=search"
+        )
     sizes = {train.global_batch} | ({train.batch_ramp.start} if train.batch_ramp else set())
     together = train.microbatch * data
+    found: dict[str, None] = {}  # in order; most mistakes are those of every batch size
     for size in sorted(sizes):
         if size % together == 0:
-            yield from schedule_mistakes(
-                parallel.schedule,
-                parallel.pipeline,
-                parallel.chunks,
-                size // together,
-                group=parallel.schedule_group,
+            found |= dict.fromkeys(
+                schedule_mistakes(
+                    parallel.schedule,
+                    parallel.pipeline,
+                    parallel.chunks,
+                    size // together,
+                    group=parallel.schedule_group,
+                )
             )
-            return
+    yield from found
 
 
 def _learning_rate(optim: Optim, steps: int) -> Iterator[str]:

@@ -75,11 +75,14 @@ def group_mistakes(name: str, ranks: int, group: int | None) -> Iterator[str]:
     if group is None:
         return
     if name != "interleaved":
-        yield f"a group of {group} microbatches means nothing to {name}; only to interleaved"
+        yield (
+            f"parallel.schedule_group={group}: a group of {group} microbatches means nothing to "
+            f"{name}; leave it out, or use parallel.schedule=interleaved"
+        )
     elif group < ranks:
         yield (
-            f"a group of {group} microbatches would stop interleaved on "
-            f"parallel.pipeline={ranks}; use {ranks} or more"
+            f"parallel.schedule_group={group}: a group of {group} microbatches would stop "
+            f"interleaved on parallel.pipeline={ranks}; use {ranks} or more"
         )
 
 
