@@ -40,9 +40,7 @@ def main() -> None:
             layout, device=config.run.device, timeout=parallel.timeout, serial=parallel.serial
         )
         try:
-            trainer = Trainer(config, mesh)
-            mesh.name_stages(trainer.pipeline.schedule.rank_of)
-            trainer.run()
+            Trainer(config, mesh).run()
         except LostRanks as lost:
             mesh.leave(lost)
         finally:

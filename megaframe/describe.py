@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+from megaframe.comm import ALONE
 from megaframe.config import RunConfig, dump
 from megaframe.layout import Layout
 from megaframe.plan.memory import Memory, memory
@@ -53,7 +54,7 @@ def _memory(config: RunConfig, schedule: Schedule) -> Iterator[str]:
 def _of_rank(
     config: RunConfig, plans: Sequence[StagePlan], schedule: Schedule, rank: int
 ) -> Memory:
-    stages = build_stages(config, plans)
+    stages = build_stages(config, plans, ALONE)
     held = {p: p.spec.size for stage in stages.values() for p in stage.parameters()}
     return memory(config, sum(held.values()), plans, schedule.ranks[rank])
 

@@ -19,6 +19,7 @@ from megaframe.comm import Pending, receive, send
 from megaframe.mesh import Mesh
 from megaframe.meter import Part
 from megaframe.microbatch import Microbatch
+from megaframe.nn.frame import rows_of
 from megaframe.optim.optimizer import Optimizer, Update
 from megaframe.schedule import Action, Kind, Schedule
 from megaframe.stage import Done, Stage
@@ -170,7 +171,8 @@ class _Passes:
 
     def _receive(self, kind: Kind, stage: int, microbatch: int, other: int) -> None:
         here = self._engine.stages[stage]
-        shape = (*self._microbatches[microbatch].tokens_BS.shape, here.config.model.hidden)
+        rows = rows_of(self._microbatches[microbatch].tokens_BS.numel(), here.tensor.size)
+        shape = (rows, here.config.model.hidden)
         into = torch.empty(shape, dtype=here.precision.compute, device=self._engine.mesh.device)
         link = self._engine.mesh.link(self._rank_of[other], self._engine.rank)
         self._arriving[kind, stage, microbatch] = receive(into, link)

@@ -23,8 +23,10 @@ from megaframe.layout import Layout
 
 AXIS_SETS: tuple[tuple[str, ...], ...] = (
     ("data",),
+    ("tensor",),
+    ("data", "tensor"),
     ("pipeline",),
-    ("pipeline", "data"),
+    ("pipeline", "tensor"),
     ("pipeline", "data", "context", "tensor"),
 )
 """The axis sets over which some part of megaframe communicates. The last is the world."""
@@ -64,14 +66,16 @@ class Mesh:
         if self.device.type == "cpu":
             _keep_freed_memory()
         self.coordinate = layout.coordinate(self.rank)
-        self._timeout = timeout
+        self._timeout, self._serial = timeout, serial
         self.store: dist.Store = dist.HashStore()
         self._watch: Watch | None = None
         self._links: dict[tuple[int, int], Group] = {}
         with self._gathering():
             if layout.world > 1:
                 self.store = self._rendezvous()
-            self._groups = {frozenset(axes): self._make_group(axes, serial) for axes in axis_sets}
+        self._groups = {
+            frozenset(axes): self._make_group(axes, layout.groups(*axes)) for axes in axis_sets
+        }
         if layout.world > 1:
             self._watch = Watch(self.store, layout, self.rank, timeout)
 
@@ -79,20 +83,30 @@ class Mesh:
         """The group of ranks over `axes`."""
         return self._groups[frozenset(axes)]
 
+    def share(self, copies: int) -> None:
+        """Make the group over ("data", "tensor_copies"): so many neighbours on the tensor axis, and
+        their data ranks. All ranks of the world call it."""
+        alike = [
+            tuple(r for r in ranks if self.layout.coordinate(r)["tensor"] // copies == part)
+            for ranks in self.layout.groups("data", "tensor")
+            for part in range(self.layout.tensor // copies)
+        ]
+        axes = ("data", "tensor_copies")
+        self._groups[frozenset(axes)] = self._make_group(axes, alike)
+
     def connect(self, links: Iterable[tuple[int, int]]) -> None:
         """Make a group for each (from, to) pair of pipeline coordinates, one link per direction.
 
         All ranks of the world call it with the same links: like any group, each is made by all.
         """
         columns = self.layout.groups("pipeline")
+        here = self.coordinate["pipeline"]
         for source, target in sorted(set(links) - self._links.keys()):
-            for column in columns:
-                ranks = sorted((column[source], column[target]))
-                with self._gathering():
-                    handle = dist.new_group(ranks, timeout=timedelta(seconds=self._timeout))
-                if self.rank in ranks:
-                    index = ranks.index(self.rank)
-                    self._links[source, target] = Group(("pipeline",), tuple(ranks), index, handle)
+            low, high = sorted((source, target))
+            pairs = [(column[low], column[high]) for column in columns]
+            made = self._make_group(("pipeline",), pairs)
+            if here in (source, target):
+                self._links[source, target] = made
 
     def link(self, source: int, target: int) -> Group:
         """The group for what pipeline coordinate `source` sends to `target`; one end is here."""
@@ -143,15 +157,17 @@ class Mesh:
                 others,
             ) from error
 
-    def _make_group(self, axes: tuple[str, ...], serial: bool) -> Group:
-        mine: Group | None = None
-        for ranks in self.layout.groups(*axes):
+    def _make_group(self, axes: tuple[str, ...], members: Sequence[tuple[int, ...]]) -> Group:
+        """Make a process group of each of `members`, which all ranks give alike. Returns the one
+        with this rank, or this rank alone where there is none."""
+        mine = Group(axes, (self.rank,), 0, None)
+        for ranks in members:
             handle = None
             if len(ranks) > 1:
-                handle = dist.new_group(list(ranks), timeout=timedelta(seconds=self._timeout))
+                with self._gathering():
+                    handle = dist.new_group(ranks, timeout=timedelta(seconds=self._timeout))
             if self.rank in ranks:
-                mine = Group(axes, ranks, ranks.index(self.rank), handle, serial)
-        assert mine is not None, "the groups of an axis set cover the world"
+                mine = Group(axes, ranks, ranks.index(self.rank), handle, self._serial)
         return mine
 
 

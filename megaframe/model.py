@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megaframe.config import Emulate, Model, RunConfig
-from megaframe.microbatch import Microbatch
+from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.nn.attention import Attention
 from megaframe.nn.embedding import Table
 from megaframe.nn.frame import Frame, Later, positions_of
@@ -39,10 +39,12 @@ class Embedding(Module):
             )
 
     def __call__(self, microbatch: Microbatch, frame: Frame) -> Tensor:
-        """[B, S] token ids to [B, S, hidden]."""
-        x = self.tokens(microbatch.tokens_BS)
+        """[B, S] token ids to this rank's rows [rows, hidden]."""
+        tokens_BS = microbatch.tokens_BS
+        x = self.tokens(tokens_BS.flatten(), frame)
         if self.position == "learned":
-            x = x + self.positions(positions_of(microbatch))
+            positions = positions_of(microbatch).expand_as(tokens_BS)
+            x = x + self.positions(positions.flatten(), frame)
         return x if frame.dropout is None else frame.dropout(x, "embedding")
 
 
@@ -58,7 +60,7 @@ class Block(Module):
         self.mlp = MLP(f"{self.name}.mlp", model, output_std)
 
     def __call__(self, x: Tensor, frame: Frame) -> Tensor:
-        """[B, S, hidden] to the same shape."""
+        """[rows, hidden] to the same shape."""
         branch = self.attention(x, self.attention_norm, frame)
         if frame.dropout is not None:
             branch = frame.dropout(branch, f"{self.name}.attention")
@@ -122,10 +124,12 @@ class Head(Module):
             config.train.label_smoothing, config.train.z_loss, model.logit_softcap
         )
 
-    def loss(self, y: Tensor, microbatch: Microbatch, scale: float | None) -> HeadResult:
-        """Loss sum of normalised hidden states y [B, S, hidden]; see `head_loss`."""
-        flat = y.detach().reshape(-1, y.shape[-1])
-        return head_loss(flat, microbatch.labels_BS.reshape(-1), self.weight, self.options, scale)
+    def loss(
+        self, y: Tensor, microbatch: Microbatch, scale: float | None, frame: Frame
+    ) -> HeadResult:
+        """Loss sum of normalised hidden states y [rows, hidden]; see `head_loss`."""
+        labels = frame.fill(microbatch.labels_BS.flatten(), IGNORE)
+        return head_loss(y.detach(), labels, self.weight, self.options, scale, frame.tensor)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits in fp32 of hidden states [..., hidden]; for sampling, not for training."""

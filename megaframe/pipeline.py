@@ -20,6 +20,7 @@ from megaframe.optim.optimizer import Optimizer, Tied
 from megaframe.plan.schedules import forward_schedule, step_schedule
 from megaframe.plan.stages import stage_plans
 from megaframe.schedule import Schedule, lower
+from megaframe.spec import copies_of
 from megaframe.stage import Stage, build_stages
 
 _KEPT = 32
@@ -37,9 +38,13 @@ class Pipeline:
         self.rank_of = rank_of = self.schedule.rank_of
         here = mesh.coordinate["pipeline"]
         plans = [plan for plan in stage_plans(config) if rank_of[plan.number] == here]
-        self.stages = build_stages(config, plans)
+        self.stages = build_stages(config, plans, mesh.group("tensor"))
         ends = rank_of[0], rank_of[-1]
         twice = config.model.tie_embeddings and ends[0] != ends[1]
+        copies = copies_of(config.model.kv_heads, mesh.layout.tensor)
+        if copies > 1:
+            mesh.share(copies)
+        mesh.name_stages(rank_of)
         mesh.connect([*_links(rank_of), *([ends] if twice else [])])
         units = [unit for stage in self.stages.values() for unit in stage.units]
         tied = _tied(self.stages, mesh, ends) if twice else None

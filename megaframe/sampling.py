@@ -72,7 +72,7 @@ def sample(
     for _ in range(tokens):
         window = torch.tensor([ids[-context:]])
         microbatch = Microbatch(window, window, torch.zeros(1, dtype=torch.int64))
-        logits = head.logits(stage.hidden(microbatch)[0, -1])
+        logits = head.logits(stage.hidden(microbatch)[-1])
         if temperature == 0:
             choice = int(logits.argmax())
         else:

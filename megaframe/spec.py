@@ -74,18 +74,38 @@ class ParamSpec:
         return math.prod(self.shape)
 
     def local(self, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> Box:
-        """The piece held at `coordinate` of axes with `sizes`; remainders go to the first ranks."""
+        """The piece held at `coordinate` of axes with `sizes`; remainders go to the first ranks.
+        Where there are fewer things than ranks, neighbours hold the same one."""
         offset, shape = [0] * len(self.shape), list(self.shape)
         for dim, axis in self.axes.items():
-            offset[dim], shape[dim] = share(self.shape[dim], coordinate[axis], sizes[axis])
+            copies = copies_of(self.shape[dim], sizes[axis])
+            index, parts = coordinate[axis] // copies, sizes[axis] // copies
+            offset[dim], shape[dim] = share(self.shape[dim], index, parts)
         return Box(tuple(offset), tuple(shape))
 
-    def owned(self, coordinate: Mapping[str, int]) -> bool:
+    def summed_over(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """The axes over whose ranks gradients are summed, because each has only a part of it: all
+        whose ranks hold the same piece. What the tensor axis does not split works on some of the
+        rows, and what neighbours share on some of the heads."""
+        for dim, axis in self.axes.items():
+            if axis == "tensor":
+                shared = copies_of(self.shape[dim], sizes["tensor"]) > 1
+                return ("data", "tensor_copies") if shared else ("data",)
+        return ("data", "tensor") if sizes["tensor"] > 1 else ("data",)
+
+    def owned(self, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> bool:
         """Whether the rank at `coordinate` speaks for its piece: of all the ranks that hold the
-        same piece, the one at 0 of every axis that does not split it. A pipeline does not copy:
-        each parameter is on one of its ranks."""
-        split = {*self.axes.values(), "pipeline"}
-        return all(index == 0 for axis, index in coordinate.items() if axis not in split)
+        same piece, the first. A pipeline does not copy: each parameter is on one of its ranks."""
+        copies = {axis: sizes[axis] for axis in coordinate if axis != "pipeline"}
+        for dim, axis in self.axes.items():
+            copies[axis] = copies_of(self.shape[dim], sizes[axis])
+        return all(coordinate[axis] % number == 0 for axis, number in copies.items())
+
+
+def copies_of(total: int, parts: int) -> int:
+    """How many neighbouring ranks hold the same thing when `total` things are dealt to `parts`
+    ranks: 1, but where there are fewer things than ranks."""
+    return parts // total if 0 < total < parts else 1
 
 
 def share(total: int, index: int, parts: int) -> tuple[int, int]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megaframe.comm import ALONE, Group
 from megaframe.config import RunConfig
 from megaframe.microbatch import Microbatch
 from megaframe.model import Block, Embedding, EmulatedBlock, Head
@@ -51,13 +52,18 @@ class Stage:
     """The blocks of `plan`, with the embedding in front of the first and the head behind the last.
 
     `units` are the parts whose parameters are reduced, updated and gathered together, in the order
-    of the forward pass. embedding: that of another stage on this rank, for a tied head.
+    of the forward pass. tensor: the ranks that split its matrices. embedding: that of another stage
+    on this rank, for a tied head.
     """
 
     def __init__(
-        self, config: RunConfig, plan: StagePlan, embedding: Embedding | None = None
+        self,
+        config: RunConfig,
+        plan: StagePlan,
+        tensor: Group,
+        embedding: Embedding | None = None,
     ) -> None:
-        self.config, self.plan = config, plan
+        self.config, self.plan, self.tensor = config, plan, tensor
         self.precision = PRECISIONS[config.train.precision]
         self.embedding = Embedding(config) if plan.first else None
         emulate = config.model.emulate
@@ -85,7 +91,7 @@ class Stage:
     ) -> Tensor:
         """Run microbatch `number` and keep what its backward needs.
 
-        x: [B, S, hidden], what came of the stage before; None on the first. Returns the same for
+        x: [rows, hidden], what came of the stage before; None on the first. Returns the same for
         the next stage; on the last one the loss sum over valid tokens, fp64 scalar, whose gradients
         are of scale * (loss sum).
         """
@@ -110,9 +116,9 @@ class Stage:
         flight.inputs.append(x.detach().requires_grad_())
         normed = self.head.norm(flight.inputs[-1])
         flight.normed = get_gradient_edge(normed)
-        result = self.head.loss(normed, microbatch, scale)
+        result = self.head.loss(normed, microbatch, scale, flight.frame)
         assert result.d_hidden is not None
-        flight.d_normed = result.d_hidden.view_as(normed)
+        flight.d_normed = result.d_hidden
         return result.loss
 
     def backward(
@@ -179,11 +185,12 @@ class Stage:
         x = self.hidden(microbatch, x)
         if self.head is None:
             return x
-        return self.head.loss(self.head.norm(x), microbatch, None).loss
+        frame = self._frame(microbatch, None)
+        return self.head.loss(self.head.norm(x), microbatch, None, frame).loss
 
     @torch.no_grad()
     def hidden(self, microbatch: Microbatch, x: Tensor | None = None) -> Tensor:
-        """The residual stream [B, S, hidden] after the last block, without dropout."""
+        """The residual stream [rows, hidden] after the last block, without dropout."""
         frame = self._frame(microbatch, None)
         if self.embedding is not None:
             x = self.embedding(microbatch, frame)
@@ -194,23 +201,32 @@ class Stage:
 
     def _frame(self, microbatch: Microbatch, key: int | None) -> Frame:
         selective = self.config.train.recompute == "selective"
-        dtype = self.precision.compute
-        return make_frame(self.config.model, microbatch, dtype, key, selective=selective)
+        return make_frame(
+            self.config.model,
+            microbatch,
+            self.precision.compute,
+            key,
+            tensor=self.tensor,
+            selective=selective,
+        )
 
 
-def build_stages(config: RunConfig, plans: Sequence[StagePlan]) -> Mapping[int, Stage]:
+def build_stages(
+    config: RunConfig, plans: Sequence[StagePlan], tensor: Group
+) -> Mapping[int, Stage]:
     """The stages of one rank by number; a head tied to an embedding on the same rank shares it."""
     stages: dict[int, Stage] = {}
     for plan in sorted(plans, key=lambda plan: plan.number):
         first = stages.get(0)
-        stages[plan.number] = Stage(config, plan, None if first is None else first.embedding)
+        embedding = None if first is None else first.embedding
+        stages[plan.number] = Stage(config, plan, tensor, embedding)
     return stages
 
 
 def whole_model(config: RunConfig) -> Stage:
-    """The whole model as one stage."""
+    """The whole model as one stage on one rank."""
     recomputed = config.model.layers if config.train.recompute == "full" else 0
-    return Stage(config, StagePlan(0, 1, range(config.model.layers), recomputed))
+    return Stage(config, StagePlan(0, 1, range(config.model.layers), recomputed), ALONE)
 
 
 def model_specs(config: RunConfig) -> list[ParamSpec]:

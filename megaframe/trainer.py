@@ -140,8 +140,7 @@ class Trainer:
 
     def _global_loss(self) -> float:
         """Loss of the last step over all ranks."""
-        group = self.mesh.group("pipeline", "data")
-        return float(all_reduce(self._loss.clone(), group).wait())
+        return float(all_reduce(self._loss.clone(), self.mesh.world).wait())
 
     def _evaluate(self) -> None:
         """Record loss, perplexity and bits per byte on the validation split."""
@@ -151,13 +150,13 @@ class Trainer:
             for microbatch in self.loader.evaluation(self.config.train.eval_samples)
         ]
         totals[0] = self.pipeline.evaluate(microbatches)
-        if self.mesh.coordinate["pipeline"] == 0:
+        if self.mesh.coordinate["pipeline"] == self.mesh.coordinate["tensor"] == 0:
             for microbatch in microbatches:
                 valid = microbatch.labels_BS != IGNORE
                 totals[1] += valid.sum()
                 if self._token_bytes is not None:
                     totals[2] += self._token_bytes[microbatch.labels_BS[valid]].sum()
-        totals = all_reduce(totals, self.mesh.group("pipeline", "data")).wait()
+        totals = all_reduce(totals, self.mesh.world).wait()
         nats, tokens, size = totals.tolist()
         self.meter.record("eval_loss", nats / tokens, "last")
         self.meter.record("eval_perplexity", math.exp(min(nats / tokens, 700.0)), "last")
@@ -173,6 +172,7 @@ class Trainer:
             world=self.mesh.layout.world,
             store=self.mesh.store,
             keep=self.config.checkpoint.keep,
+            timeout=self.config.parallel.timeout,
         )
 
     def _save(self, writer: Writer) -> None:
@@ -190,7 +190,7 @@ class Trainer:
         return [
             Slice(name, spec.shape, box.offset, tensor)
             for name, spec, box, tensor in self.optimizer.tensors(replicas=not owned_only)
-            if not owned_only or spec.owned(self.mesh.coordinate)
+            if not owned_only or spec.owned(self.mesh.coordinate, self.mesh.layout.sizes)
         ]
 
     def _restore_or_initialise(self) -> None:

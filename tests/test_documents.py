@@ -1,4 +1,4 @@
-"""Every command of the README and of the guides is run, in order, in a copy of the tracked files."""
+"""Every command of the README and of the guides is run, in order, in a copy of what git tracks."""
 
 import os
 import re

@@ -81,7 +81,7 @@ def test_logits_give_the_loss(build, make_microbatch):
     built = build({"logit_softcap": 3.0})
     microbatch = make_microbatch(built.config)
     logits = built.stage.head.logits(built.stage.hidden(microbatch)).double()
-    labels = microbatch.labels_BS
+    labels = microbatch.labels_BS.flatten()
     valid = labels != IGNORE
     loss = torch.nn.functional.cross_entropy(logits[valid], labels[valid], reduction="sum")
     torch.testing.assert_close(built.stage.evaluate(microbatch), loss, rtol=1e-6, atol=0)

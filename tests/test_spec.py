@@ -31,9 +31,10 @@ def test_owned_pieces_cover_every_element_once(data):
     seen = []
     for index in product(*(range(sizes[axis]) for axis in AXES)):
         coordinate = dict(zip(AXES, index, strict=True))
-        if spec.owned(coordinate):
+        if spec.owned(coordinate, sizes):
             box = spec.local(coordinate, sizes)
             seen += product(*(range(o, o + n) for o, n in zip(box.offset, box.shape, strict=True)))
         # A pipeline copies nothing: a parameter is on one of its ranks, whichever that is.
-        assert spec.owned({**coordinate, "pipeline": 1}) == spec.owned(coordinate)
+        elsewhere = {**coordinate, "pipeline": 1}
+        assert spec.owned(elsewhere, sizes) == spec.owned(coordinate, sizes)
     assert len(seen) == len(set(seen)) == prod(shape) == spec.size

@@ -64,6 +64,10 @@ class Group:
         return len(self.ranks)
 
 
+ALONE = Group((), (0,), 0, None)
+"""A group of one rank, for what runs without a mesh."""
+
+
 class Pending(Generic[T]):
     """A result still in flight. Forgetting to wait is a type error, not a race.
 
@@ -95,11 +99,42 @@ def all_reduce(tensor: Tensor, group: Group, how: Reduction = "sum") -> Pending[
     if group.handle is None:
         return Pending(tensor)
     group.traffic.count(2 * tensor.nbytes * (group.size - 1) // group.size)
-    pending = _started(
-        tensor,
-        group,
-        lambda: dist.all_reduce(tensor, _OPERATIONS[how], group.handle, async_op=True),
+    operation = _OPERATIONS[how]
+    return _collective(
+        tensor, group, lambda: dist.all_reduce(tensor, operation, group.handle, async_op=True)
     )
+
+
+def all_gather(tensor: Tensor, group: Group) -> Pending[Tensor]:
+    """The tensors [R, ...] of all ranks of the group, one after the other: [size * R, ...]."""
+    if group.handle is None:
+        return Pending(tensor)
+    tensor = tensor.contiguous()
+    out = tensor.new_empty((group.size * tensor.shape[0], *tensor.shape[1:]))
+    group.traffic.count(tensor.nbytes * (group.size - 1))
+    return _collective(
+        out, group, lambda: dist.all_gather_into_tensor(out, tensor, group.handle, async_op=True)
+    )
+
+
+def reduce_scatter(tensor: Tensor, group: Group) -> Pending[Tensor]:
+    """This rank's part [R, ...] of the sum of the tensors [size * R, ...] of all ranks."""
+    if group.handle is None:
+        return Pending(tensor)
+    tensor = tensor.contiguous()
+    out = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:]))
+    group.traffic.count(out.nbytes * (group.size - 1))
+    return _collective(
+        out,
+        group,
+        lambda: dist.reduce_scatter_tensor(out, tensor, group=group.handle, async_op=True),
+    )
+
+
+def _collective(
+    out: Tensor, group: Group, start: Callable[[], dist.Work | None]
+) -> Pending[Tensor]:
+    pending = _started(out, group, start)
     if group.serial:
         pending.wait()
     return pending

@@ -180,9 +180,7 @@ def nearest(name: str) -> str:
         return max(whole, 0.95 * last) + 0.01 * whole
 
     # A section is no help to one who has already named it.
-    likely = {
-        known: likeness(known) for known in _all_names() if not name.startswith(f"{known}.")
-    }
+    likely = {known: likeness(known) for known in _all_names() if not name.startswith(f"{known}.")}
     return either(known for known, ratio in likely.items() if ratio == max(likely.values()))
 
 

@@ -46,13 +46,18 @@ class Attention(Module):
             bias=model.bias,
         )
 
-    def __call__(self, x_BSH: Tensor, norm: Elementwise, frame: Frame) -> Tensor:
-        """[B, S, hidden], normalised by `norm`, to the same shape."""
-        batch, length = x_BSH.shape[:2]
-        qkv = self.qkv(x_BSH, norm, frame).view(
-            batch, length, self.groups, self.per_group + 2, self.width
+    def __call__(self, x: Tensor, norm: Elementwise, frame: Frame) -> Tensor:
+        """[rows, hidden], normalised by `norm`, to the same shape. On a tensor axis each rank has
+        some of the groups, and all tokens."""
+        batch, length = frame.batch, frame.length
+        qkv = self.qkv(x, norm, frame)[: frame.tokens].view(
+            batch, length, -1, self.per_group + 2, self.width
         )
         query, key_BSG1D, value_BSG1D = qkv.split((self.per_group, 1, 1), dim=3)
+        if self.groups < frame.tensor.size:
+            # Neighbours share a group; each attends with some of its query heads.
+            sharing = frame.tensor.size // self.groups
+            query = query.chunk(sharing, 3)[frame.tensor.index % sharing]
         query_BSND = query.reshape(batch, length, -1, self.width)
         key_BSGD, value_BSGD = key_BSG1D.squeeze(3), value_BSG1D.squeeze(3)
         if self.query_norm is not None and self.key_norm is not None:
@@ -67,6 +72,7 @@ class Attention(Module):
             value_BSGD.transpose(1, 2),
             attn_mask=frame.mask,
             is_causal=frame.mask is None,
-            enable_gqa=self.per_group > 1,
+            enable_gqa=query_BSND.shape[2] > key_BSGD.shape[2],
         )
-        return self.output.plain(out_BNSD.transpose(1, 2).reshape(batch, length, -1), frame)
+        out = out_BNSD.transpose(1, 2).reshape(frame.tokens, -1)
+        return self.output.plain(frame.fill(out), frame)

@@ -21,22 +21,20 @@ def dropout_key(seed: int, step: int) -> int:
 
 
 class Dropout:
-    """The masks of one microbatch. samples_B: number of each sample; tokens_BS gives the sizes."""
+    """The masks of one microbatch. token_T: the number of each row's token in the whole run."""
 
-    def __init__(self, rate: float, key: int, samples_B: Tensor, tokens_BS: Tensor) -> None:
+    def __init__(self, rate: float, key: int, token_T: Tensor) -> None:
         self.rate, self.key = rate, key
-        length = tokens_BS.shape[1]
-        order = torch.arange(length, device=tokens_BS.device)
-        self._token_BS1 = (samples_B[:, None] * length + order)[..., None]
+        self._token_T1 = token_T[:, None]
 
-    def __call__(self, x: Tensor, place: str) -> Tensor:
-        """x [B, S, C] with elements set to 0 with probability `rate`, the others scaled up.
-        `place` names where in the model this is."""
-        channel = torch.arange(x.shape[-1], device=x.device)
-        token = _mix(self._token_BS1 ^ _hash(f"{self.key}/{place}"))
+    def __call__(self, x_TC: Tensor, place: str) -> Tensor:
+        """x with elements set to 0 with probability `rate`, the others scaled up. `place` names
+        where in the model this is."""
+        channel = torch.arange(x_TC.shape[-1], device=x_TC.device)
+        token = _mix(self._token_T1 ^ _hash(f"{self.key}/{place}"))
         bits = _mix(token + channel) & ((1 << _BITS) - 1)
         keep = bits >= int(self.rate * (1 << _BITS))
-        return x * (keep.to(x.dtype) / (1.0 - self.rate))
+        return x_TC * (keep.to(x_TC.dtype) / (1.0 - self.rate))
 
 
 def _hash(text: str) -> int:

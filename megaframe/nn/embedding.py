@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaframe.comm import Group, all_gather, reduce_scatter
+from megaframe.nn.frame import Frame
 from megaframe.parameter import Module, Parameter
 from megaframe.spec import Normal, ParamSpec
 
@@ -21,11 +23,18 @@ class Table(Module):
             f"{name}.weight", (rows, width), Normal(std), role="embedding", decay=True, axes=axes
         )
         self.weight = Parameter(spec)
+        self.split = split
 
-    def __call__(self, index: Tensor) -> Tensor:
-        """index [...] int64 to [..., width]."""
+    def __call__(self, index_T: Tensor, frame: Frame) -> Tensor:
+        """Row numbers of all tokens, int64 [tokens], to this rank's rows [rows, width].
+
+        Where the table is split, each rank looks up what it has for all tokens, and the sum is
+        scattered; a table that every rank has is asked for this rank's rows only.
+        """
         anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
-        return _Lookup.apply(anchor, index, self.weight)
+        if self.split and frame.tensor.size > 1:
+            return _SplitLookup.apply(anchor, frame.fill(index_T), self.weight, frame.tensor)
+        return _Lookup.apply(anchor, frame.mine(index_T), self.weight)
 
 
 class _Lookup(torch.autograd.Function):
@@ -42,3 +51,24 @@ class _Lookup(torch.autograd.Function):
         (index,) = ctx.saved_tensors
         ctx.weight.add_rows(index.reshape(-1), gradients[0].reshape(-1, gradients[0].shape[-1]))
         return None, None, None
+
+
+class _SplitLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, index: Tensor, weight: Parameter, tensor: Group
+    ) -> Tensor:
+        here = index - weight.box.offset[0]
+        outside = (here < 0) | (here >= weight.value.shape[0])
+        here = here.masked_fill(outside, 0)
+        ctx.save_for_backward(here, outside)
+        ctx.weight, ctx.tensor = weight, tensor
+        part = F.embedding(here, weight.value).masked_fill_(outside[:, None], 0)
+        return reduce_scatter(part, tensor).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None, None]:
+        here, outside = ctx.saved_tensors
+        rows = all_gather(gradients[0], ctx.tensor).wait()
+        ctx.weight.add_rows(here[~outside], rows[~outside])
+        return None, None, None, None

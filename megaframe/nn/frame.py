@@ -7,11 +7,13 @@ the block, so they are made once and handed to every block.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from megaframe.comm import Group
 from megaframe.config import Model
 from megaframe.microbatch import Microbatch
 from megaframe.nn.dropout import Dropout
@@ -41,17 +43,50 @@ class Later:
 
 @dataclass(frozen=True)
 class Frame:
-    """rotary: turns queries and keys, None without rotary positions.
-    mask: bool [S, S] or [B, 1, S, S], true where a query (row) may see a key; None for causal.
-    dropout: the masks of this step's tokens, None when nothing is dropped.
-    selective: norms and activations are not kept but computed again in backward.
-    later: where the backward of this microbatch puts its weight gradients."""
+    """The residual stream is [rows, hidden]: the tokens of all samples one after the other, dealt
+    to the tensor ranks in equal parts, the last ones filled up with rows that nothing reads.
 
+    batch, length: samples and tokens of a sample, B and S. tensor: the ranks that split matrices
+    and rows. rotary: turns queries and keys, None without rotary positions. mask: bool [S, S] or
+    [B, 1, S, S], true where a query (row) may see a key; None for causal. dropout: the masks of
+    this step's rows, None when nothing is dropped. selective: norms and activations are not kept
+    but computed again in backward. later: where the backward of this microbatch puts its weight
+    gradients."""
+
+    batch: int
+    length: int
+    tensor: Group
     rotary: Rotary | None
     mask: Tensor | None
     dropout: Dropout | None
     selective: bool
     later: Later = field(default_factory=Later)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the microbatch."""
+        return self.batch * self.length
+
+    @property
+    def filled(self) -> int:
+        """Rows of all tensor ranks together."""
+        return rows_of(self.tokens, self.tensor.size) * self.tensor.size
+
+    def fill(self, x_T: Tensor, value: float = 0) -> Tensor:
+        """[tokens, ...] to [filled, ...]."""
+        missing = self.filled - self.tokens
+        if not missing:
+            return x_T
+        return F.pad(x_T, (0, 0) * (x_T.dim() - 1) + (0, missing), value=value)
+
+    def mine(self, x_T: Tensor) -> Tensor:
+        """This rank's rows of something that each token has, [tokens, ...] to [rows, ...]."""
+        return self.fill(x_T).chunk(self.tensor.size)[self.tensor.index]
+
+
+def rows_of(tokens: int, ranks: int) -> int:
+    """Rows that each of `ranks` tensor ranks holds of so many tokens."""
+    return -(-tokens // ranks)
 
 
 def make_frame(
@@ -60,17 +95,22 @@ def make_frame(
     dtype: torch.dtype,
     dropout_key: int | None,
     *,
+    tensor: Group,
     selective: bool,
 ) -> Frame:
     """The frame of `microbatch`. `dropout_key` is a function of seed and step; None in evaluation
     and when nothing is dropped."""
+    batch, length = microbatch.tokens_BS.shape
     rotary = None
     if model.position == "rotary":
         rotary = Rotary(model, positions_of(microbatch), dtype)
-    dropout = None
-    if dropout_key is not None and model.dropout > 0:
-        dropout = Dropout(model.dropout, dropout_key, microbatch.samples_B, microbatch.tokens_BS)
-    return Frame(rotary, _mask(model.window, microbatch), dropout, selective)
+    mask = _mask(model.window, microbatch)
+    frame = Frame(batch, length, tensor, rotary, mask, None, selective)
+    if dropout_key is None or model.dropout == 0:
+        return frame
+    order = torch.arange(length, device=microbatch.tokens_BS.device)
+    token_T = (microbatch.samples_B[:, None] * length + order).flatten()
+    return replace(frame, dropout=Dropout(model.dropout, dropout_key, frame.mine(token_T)))
 
 
 def positions_of(microbatch: Microbatch) -> Tensor:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megaframe.comm import Group, all_gather, all_reduce, reduce_scatter
 from megaframe.microbatch import IGNORE
 from megaframe.parameter import Parameter
 from megaframe.plan.memory import LOSS_CHUNK
@@ -35,8 +36,9 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class HeadResult:
-    """loss: fp64 scalar, the sum over valid tokens. d_hidden: its gradient times the given scale,
-    [tokens, H] in the type of the hidden state; None without a gradient."""
+    """loss: fp64 scalar, the sum over valid tokens; on a tensor axis all of it on the first rank.
+    d_hidden: its gradient times the given scale, [rows, H] in the type of the hidden state; None
+    without a gradient."""
 
     loss: Tensor
     d_hidden: Tensor | None
@@ -48,17 +50,21 @@ def head_loss(
     weight: Parameter,
     options: LossOptions,
     scale: float | None,
+    tensor: Group,
 ) -> HeadResult:
     """Sum of the losses of all tokens whose label is not IGNORE.
 
-    With a `scale`, also scale * d(loss sum)/d(hidden), and scale * d(loss sum)/d(weight) is added
-    to the weight's gradient. Without one, nothing but the loss.
+    hidden: this rank's rows. labels: of the rows of all tensor ranks. With a `scale`, also
+    scale * d(loss sum)/d(hidden), and scale * d(loss sum)/d(weight) is added to the weight's
+    gradient. Without one, nothing but the loss.
     """
+    hidden_TH = all_gather(hidden_TH, tensor).wait()
     tokens, vocab = hidden_TH.shape[0], weight.value.shape[0]
     rows = min(tokens, max(1, LOSS_CHUNK // vocab))
     buffer = hidden_TH.new_empty(rows, vocab)
     loss = torch.zeros((), dtype=torch.float64, device=hidden_TH.device)
     d_hidden = None if scale is None else torch.empty_like(hidden_TH)
+    part = _Part(weight.box.offset[0], weight.spec.shape[0], tensor)
     for start in range(0, tokens, rows):
         piece = slice(start, min(start + rows, tokens))
         chunk_TH, chunk_labels = hidden_TH[piece], labels_T[piece]
@@ -66,16 +72,29 @@ def head_loss(
         logits_TV = buffer[: len(chunk_labels)]
         product_into(logits_TV, chunk_TH, weight.value.t(), add=False)
         targets = chunk_labels.clamp_min(0)
-        losses = _losses(logits_TV, targets, options, scale is not None)
+        losses = _losses(logits_TV, targets, part, options, scale is not None)
         loss += torch.where(valid, losses, 0.0).sum(dtype=torch.float64)
         if scale is not None and d_hidden is not None:
             product_into(d_hidden[piece], logits_TV, weight.value, scale=scale, add=False)
             d_hidden[piece].mul_(valid[:, None])
             weight.add_product(logits_TV, chunk_TH * valid[:, None], scale)
-    return HeadResult(loss, d_hidden)
+    if d_hidden is not None:
+        d_hidden = reduce_scatter(d_hidden, tensor).wait()
+    return HeadResult(loss if tensor.index == 0 else torch.zeros_like(loss), d_hidden)
 
 
-def _losses(logits_TV: Tensor, targets_T: Tensor, options: LossOptions, gradient: bool) -> Tensor:
+@dataclass(frozen=True)
+class _Part:
+    """Where a rank's logits lie in the vocabulary: from `start` on, of `vocab` in all."""
+
+    start: int
+    vocab: int
+    tensor: Group
+
+
+def _losses(
+    logits_TV: Tensor, targets_T: Tensor, part: _Part, options: LossOptions, gradient: bool
+) -> Tensor:
     """Loss of each token in at least fp32; with `gradient`, the logits become d(loss)/d(logits)."""
     slope = None
     if options.softcap is not None:
@@ -85,22 +104,39 @@ def _losses(logits_TV: Tensor, targets_T: Tensor, options: LossOptions, gradient
         logits_TV.mul_(options.softcap)
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     smooth = options.label_smoothing
-    at_target = torch.arange(len(targets_T), device=targets_T.device), targets_T
+    here_T = targets_T - part.start
+    inside_T = (here_T >= 0) & (here_T < logits_TV.shape[1])
+    here_T = here_T.masked_fill(~inside_T, 0)
+    at_target = torch.arange(len(targets_T), device=targets_T.device), here_T
     top_T = logits_TV.amax(-1).to(wide)
-    target_T = logits_TV[at_target].to(wide) * (1.0 - smooth)
+    target_T = logits_TV[at_target].to(wide) * inside_T * (1.0 - smooth)
     if smooth:
-        target_T += smooth * logits_TV.mean(-1, dtype=wide)
+        target_T += smooth / part.vocab * logits_TV.sum(-1, dtype=wide)
     torch.softmax(logits_TV, -1, out=logits_TV)
     # The largest probability is exp(0) / sum, so its logarithm gives the sum with one cheap pass.
-    partition_T = top_T - logits_TV.amax(-1).to(wide).log()
+    own_T = top_T - logits_TV.amax(-1).to(wide).log()
+    partition_T, target_T = _over_the_vocabulary(own_T, target_T, part.tensor)
     losses = partition_T - target_T + options.z_loss * partition_T.square()
     if gradient:
-        if options.z_loss:
-            logits_TV.mul_((1.0 + 2.0 * options.z_loss * partition_T)[:, None])
+        if part.tensor.size > 1 or options.z_loss:
+            share_T = (own_T - partition_T).exp()
+            logits_TV.mul_((share_T * (1.0 + 2.0 * options.z_loss * partition_T))[:, None])
         if smooth:
-            logits_TV.sub_(smooth / logits_TV.shape[1])
+            logits_TV.sub_(smooth / part.vocab)
         # Indexed assignment: scatter_ copies the whole chunk on a CPU in low precision.
-        logits_TV[at_target] += smooth - 1.0
+        logits_TV[at_target] += inside_T.to(logits_TV.dtype) * (smooth - 1.0)
         if slope is not None:
             logits_TV.mul_(slope)
     return losses
+
+
+def _over_the_vocabulary(
+    partition_T: Tensor, target_T: Tensor, tensor: Group
+) -> tuple[Tensor, Tensor]:
+    """Log-partition and target logit of the whole vocabulary from those of its parts, in two
+    collectives."""
+    if tensor.size == 1:
+        return partition_T, target_T
+    top_T = all_reduce(partition_T.clone(), tensor, "max").wait()
+    sums = all_reduce(torch.stack(((partition_T - top_T).exp(), target_T)), tensor).wait()
+    return top_T + sums[0].log(), sums[1]

@@ -24,7 +24,8 @@ _ALIGNMENT = 64
 class Bucket:
     """Three flat buffers: `values` (what the model computes with), `weights` (the same numbers in
     master precision; the same tensor where the types agree) and `grads` (sums, master precision).
-    replica: the parameters are those of another stage, which speaks for them.
+    group: the ranks whose gradients are summed. counted: in the norm, on this rank. replica: the
+    parameters are those of another stage, which speaks for them.
     """
 
     def __init__(
@@ -33,14 +34,15 @@ class Bucket:
         boxes: Mapping[str, Box],
         precision: Precision,
         device: torch.device,
-        data: Group,
+        group: Group,
         options: AdamWOptions,
         *,
+        counted: bool = True,
         replica: bool = False,
     ) -> None:
-        self.replica = replica
+        self.counted, self.replica = counted, replica
         self.parameters = sorted(parameters, key=lambda parameter: not parameter.spec.decay)
-        self._data = data
+        self._group = group
         self._pending: Pending[Tensor] | None = None
         step = _ALIGNMENT // precision.compute.itemsize
         starts, end, decayed = [], 0, 0
@@ -72,10 +74,10 @@ class Bucket:
             yield parameter, flat[self._spans[parameter.spec.name]].view(parameter.box.shape)
 
     def reduce(self) -> None:
-        """Start summing the gradients over the data ranks."""
+        """Start summing the gradients over the ranks that have the same parameters."""
         for parameter in self.parameters:
             parameter.finish()
-        self._pending = all_reduce(self.grads, self._data)
+        self._pending = all_reduce(self.grads, self._group)
 
     def wait(self) -> None:
         """Return when the gradients are summed."""

@@ -76,19 +76,23 @@ class Optimizer:
         for unit in units:
             mine = [p for p in unit.parameters() if id(p) not in taken]
             taken.update(map(id, mine))
-            kinds = ([p for p in mine if p.replica is replica] for replica in (False, True))
-            self._buckets_of[id(unit)] = [self._bucket(kind) for kind in kinds if kind]
+            alike: dict[object, list[Parameter]] = {}
+            for p in mine:
+                alike.setdefault((p.replica, p.spec.summed_over(mesh.layout.sizes)), []).append(p)
+            self._buckets_of[id(unit)] = [self._bucket(kind) for kind in alike.values()]
 
     def _bucket(self, parameters: Sequence[Parameter]) -> Bucket:
         mesh, optim = self._mesh, self._optim
         sizes = mesh.layout.sizes
+        place = {**mesh.coordinate, "data": 0}  # data ranks all take the same norm
         return Bucket(
             parameters,
             {p.spec.name: p.spec.local(mesh.coordinate, sizes) for p in parameters},
             PRECISIONS[self._config.train.precision],
             mesh.device,
-            mesh.group("data"),
+            mesh.group(*parameters[0].spec.summed_over(sizes)),
             AdamWOptions(optim.beta1, optim.beta2, optim.eps, optim.weight_decay),
+            counted=not parameters[0].replica and parameters[0].spec.owned(place, sizes),
             replica=parameters[0].replica,
         )
 
@@ -108,7 +112,7 @@ class Optimizer:
             bucket.start_step()
 
     def reduce(self, unit: Module) -> None:
-        """Start summing the gradients of one unit over the data ranks."""
+        """Start summing the gradients of one unit over the ranks that have its parameters."""
         for bucket in self._buckets_of[id(unit)]:
             bucket.reduce()
 
@@ -157,24 +161,22 @@ class Optimizer:
 
     def _norm(self) -> float:
         """Norm of the gradients of the whole model, each parameter counted once."""
-        own = [
-            torch.linalg.vector_norm(bucket.grads) for bucket in self.buckets if not bucket.replica
-        ]
+        own = [torch.linalg.vector_norm(bucket.grads) for bucket in self.buckets if bucket.counted]
         square = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         if own:
             square = torch.linalg.vector_norm(torch.stack(own)).double().square()
-        return math.sqrt(all_reduce(square, self._mesh.group("pipeline")).wait())
+        return math.sqrt(all_reduce(square, self._mesh.group("pipeline", "tensor")).wait())
 
     def _bad(self) -> tuple[str, ...]:
-        """Names of parameters with gradients that are not finite, on the first stage that has any;
-        every rank of a pipeline gets the same."""
+        """Names of parameters with gradients that are not finite, on the first rank that has any;
+        every rank that holds a part of the model gets the same."""
         bad = [
             parameter.spec.name
             for bucket in self.buckets
             for parameter, grad in bucket.pieces(bucket.grads)
             if not bool(torch.isfinite(grad).all())
         ]
-        group = self._mesh.group("pipeline")
+        group = self._mesh.group("pipeline", "tensor")
         first = torch.tensor(group.index if bad else group.size, device=self._mesh.device)
         first = all_reduce(first, group, "min").wait()
         text = ",".join(bad).encode()[:_NAMES] if int(first) == group.index else b""

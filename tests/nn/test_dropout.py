@@ -8,9 +8,10 @@ CHANNELS, LENGTH = 64, 50
 
 
 def dropped(samples, place="blocks.0.mlp", step=0, rate=0.3, seed=1):
-    tokens = torch.zeros(len(samples), LENGTH, dtype=torch.int64)
-    dropout = Dropout(rate, dropout_key(seed, step), torch.tensor(samples), tokens)
-    return dropout(torch.ones(len(samples), LENGTH, CHANNELS, dtype=torch.float64), place)
+    tokens = torch.tensor(samples)[:, None] * LENGTH + torch.arange(LENGTH)
+    dropout = Dropout(rate, dropout_key(seed, step), tokens.flatten())
+    rows = dropout(torch.ones(tokens.numel(), CHANNELS, dtype=torch.float64), place)
+    return rows.view(*tokens.shape, CHANNELS)
 
 
 def test_rate_and_scale():

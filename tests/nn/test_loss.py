@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megaframe.comm import ALONE
 from megaframe.microbatch import IGNORE
 from megaframe.nn import loss as loss_module
 from megaframe.nn.loss import LossOptions, head_loss
@@ -37,7 +38,7 @@ def expected(hidden, labels, weight, scale):
 def test_chunks_change_nothing(rows, monkeypatch):
     monkeypatch.setattr(loss_module, "LOSS_CHUNK", rows * VOCAB)
     hidden, labels, weight = head(torch.float64, torch.float64)
-    result = head_loss(hidden, labels, weight, LossOptions(), 0.25)
+    result = head_loss(hidden, labels, weight, LossOptions(), 0.25, ALONE)
     loss, d_hidden, d_weight = expected(hidden, labels, weight, 0.25)
     torch.testing.assert_close(result.loss, loss, rtol=1e-13, atol=0)
     torch.testing.assert_close(result.d_hidden, d_hidden, rtol=1e-12, atol=1e-14)
@@ -47,7 +48,7 @@ def test_chunks_change_nothing(rows, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_as_good_as_its_type(dtype):
     hidden, labels, weight = head(dtype, torch.float32)
-    result = head_loss(hidden, labels, weight, LossOptions(), 1.0)
+    result = head_loss(hidden, labels, weight, LossOptions(), 1.0, ALONE)
     loss, d_hidden, d_weight = expected(hidden, labels, weight, 1.0)
     eps = torch.finfo(dtype).eps
     # Each logit is rounded once (relative to its own size), and so is each probability.
@@ -62,7 +63,7 @@ def test_low_precision_is_as_good_as_its_type(dtype):
 
 def test_huge_logits_stay_finite():
     hidden, labels, weight = head(torch.float32, torch.float32)
-    result = head_loss(hidden * 1e4, labels, weight, LossOptions(), 1.0)
+    result = head_loss(hidden * 1e4, labels, weight, LossOptions(), 1.0, ALONE)
     loss, _, _ = expected(hidden * 1e4, labels, weight, 1.0)
     assert torch.isfinite(result.d_hidden).all()
     torch.testing.assert_close(result.loss, loss, rtol=1e-6, atol=0)
@@ -70,6 +71,6 @@ def test_huge_logits_stay_finite():
 
 def test_nothing_valid_is_no_loss():
     hidden, labels, weight = head(torch.float64, torch.float64)
-    result = head_loss(hidden, torch.full_like(labels, IGNORE), weight, LossOptions(), 1.0)
+    result = head_loss(hidden, torch.full_like(labels, IGNORE), weight, LossOptions(), 1.0, ALONE)
     assert result.loss == 0
     assert not result.d_hidden.any() and not weight.grad.any()

@@ -22,8 +22,8 @@ MODELS = {
 
 @dataclass
 class Result:
-    """losses, norms: by step. evaluation: loss at the end. weights: this rank's, and the optimizer
-    state, by name; of the copies of a tied weight all. traffic: (bytes, calls) over data ranks."""
+    """losses, norms: by step. evaluation: loss at the end. weights: this rank's pieces with their
+    boxes, and those of the optimizer state, by name. traffic: (bytes, calls) over data ranks."""
 
     losses: list
     norms: list
@@ -49,7 +49,7 @@ def run(model, train=None, parallel=None, serial=False, ragged=False):
     )
     layout = Layout.from_parallel(config.parallel, world_size())
     mesh = Mesh(layout, device="cpu", serial=serial, timeout=60)
-    group, everywhere = mesh.group("data"), mesh.group("pipeline", "data")
+    group, everywhere = mesh.group("data"), mesh.world
     pipeline = Pipeline(config, mesh, StepTimer().time)
     pipeline.optimizer.initialise(config.run.seed)
     losses, norms = [], []
@@ -66,7 +66,7 @@ def run(model, train=None, parallel=None, serial=False, ragged=False):
         norms.append(outcome.update.grad_norm)
     traffic = group.traffic.take()
     evaluation = float(all_reduce(pipeline.evaluate(mine), everywhere).wait()) / valid
-    weights = {name: piece.clone() for name, _, _, piece in pipeline.optimizer.tensors()}
+    weights = {name: (box, piece.clone()) for name, _, box, piece in pipeline.optimizer.tensors()}
     mesh.close()
     return Result(losses, norms, evaluation, weights, traffic)
 
@@ -94,7 +94,7 @@ def share(batch, microbatch, rank, ranks, ragged):
 
 def assert_same(found, expected, tolerance=1e-10):
     """All ranks of a world agree with the one-process result, and together hold all of it."""
-    held = set()
+    held = {}
     for rank in found:
         for values, wanted in (
             (rank.losses, expected.losses),
@@ -102,9 +102,10 @@ def assert_same(found, expected, tolerance=1e-10):
             (rank.evaluation, expected.evaluation),
         ):
             assert values == pytest.approx(wanted, rel=tolerance, abs=0)
-        for name, weights in rank.weights.items():
-            held.add(name)
-            torch.testing.assert_close(
-                weights, expected.weights[name], rtol=tolerance, atol=tolerance
-            )
-    assert held == expected.weights.keys()
+        for name, (box, weights) in rank.weights.items():
+            piece = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+            held.setdefault(name, torch.zeros_like(expected.weights[name][1]))[piece] = weights
+    assert held.keys() == expected.weights.keys()
+    for name, weights in held.items():
+        wanted = expected.weights[name][1]
+        torch.testing.assert_close(weights, wanted, rtol=tolerance, atol=tolerance)

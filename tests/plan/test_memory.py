@@ -24,7 +24,7 @@ def test_a_block_keeps_what_the_plan_says(model, recompute, precision, build, ma
     built = build({"layers": 1, "hidden": 64, **model}, train=train)
     stage = built.stage
     frame = stage._frame(make_microbatch(built.config), None)
-    leaf = torch.randn(3, 32, 64).to(stage.precision.compute).requires_grad_()
+    leaf = torch.randn(3 * 32, 64).to(stage.precision.compute).requires_grad_()
     known = [bucket.values for bucket in built.optimizer.buckets] + [leaf]
     if frame.rotary is not None:
         known += [frame.rotary.cos, frame.rotary.sin]

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaframe.comm import ALONE
 from megaframe.config import RunConfig
 from megaframe.meter import count_flops
 from megaframe.plan.memory import block_bytes, memory
@@ -84,7 +85,7 @@ def test_stages_hold_the_parameters_of_the_model_once():
     held = [
         p
         for plan in stage_plans(config)
-        for stage in build_stages(config, [plan]).values()
+        for stage in build_stages(config, [plan], ALONE).values()
         for p in stage.parameters()
     ]
     assert [p.spec for p in held if not p.replica] == model_specs(config)
