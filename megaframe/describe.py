@@ -31,16 +31,16 @@ def describe(config: RunConfig, layout: Layout) -> str:
         f"batch       {train.global_batch} samples, {tokens:,} tokens a step, "
         f"{tokens * train.steps:,} in the run",
         *pipeline_summary(config, schedule),
-        *_memory(config, schedule),
+        *_memory(config, layout, schedule),
     ]
     return "\n".join(lines)
 
 
-def _memory(config: RunConfig, schedule: Schedule) -> Iterator[str]:
-    """A column for each pipeline rank."""
+def _memory(config: RunConfig, layout: Layout, schedule: Schedule) -> Iterator[str]:
+    """A column for each pipeline rank, the first of its tensor and data ranks."""
     plans = stage_plans(config)
     columns = [
-        _of_rank(config, [plans[stage] for stage in schedule.stages(rank)], schedule, rank)
+        _of_rank(config, layout, [plans[stage] for stage in schedule.stages(rank)], schedule, rank)
         for rank in range(len(schedule.ranks))
     ]
     yield "memory per rank, without interpreter and temporaries"
@@ -52,11 +52,17 @@ def _memory(config: RunConfig, schedule: Schedule) -> Iterator[str]:
 
 
 def _of_rank(
-    config: RunConfig, plans: Sequence[StagePlan], schedule: Schedule, rank: int
+    config: RunConfig,
+    layout: Layout,
+    plans: Sequence[StagePlan],
+    schedule: Schedule,
+    rank: int,
 ) -> Memory:
     stages = build_stages(config, plans, ALONE)
-    held = {p: p.spec.size for stage in stages.values() for p in stage.parameters()}
-    return memory(config, sum(held.values()), plans, schedule.ranks[rank])
+    parameters = {p: None for stage in stages.values() for p in stage.parameters()}
+    sizes, place = layout.sizes, layout.coordinate(0)
+    held = sum(parameter.spec.local(place, sizes).size for parameter in parameters)
+    return memory(config, held, plans, schedule.ranks[rank])
 
 
 def _gib(size: int) -> str:

@@ -123,16 +123,18 @@ def test_resume_under_other_ranks_and_a_longer_run(pool, overrides, tmp_path):
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)
 
 
-PIPELINES = (
+LAYOUTS = (
     (1, {}),
     (2, {"pipeline": 2, "chunks": 2, "schedule": "zb-v"}),
     (4, {"pipeline": 2, "data": 2, "chunks": 3, "schedule": "interleaved"}),
     (4, {"pipeline": 4, "schedule": "zb-h1", "layers_per_stage": "[1, 2, 1, 2]"}),
+    (4, {"tensor": 2, "pipeline": 2, "schedule": "1f1b"}),
+    (4, {"tensor": 2, "data": 2}),
 )
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_resume_under_other_pipelines(tied, pool, overrides, tmp_path):
+def test_resume_under_other_layouts(tied, pool, overrides, tmp_path):
     """Each part of a run under another layout and schedule; tied weights are saved once."""
     every = {
         "model__layers": 6,
@@ -144,8 +146,10 @@ def test_resume_under_other_pipelines(tied, pool, overrides, tmp_path):
         "train__eval_every": 3,
         "train__eval_samples": 6,
     }
-    pool.run(1, train, overrides(run__dir=tmp_path / "whole", train__steps=12, **every))
-    for part, (ranks, parallel) in enumerate(PIPELINES, 1):
+    pool.run(
+        1, train, overrides(run__dir=tmp_path / "whole", train__steps=3 * len(LAYOUTS), **every)
+    )
+    for part, (ranks, parallel) in enumerate(LAYOUTS, 1):
         keys = {f"parallel__{key}": value for key, value in parallel.items()}
         resumed = {"train__steps": 3 * part, "checkpoint__resume": "latest"}
         pool.run(ranks, train, overrides(**every, **resumed, **keys))

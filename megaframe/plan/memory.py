@@ -48,14 +48,16 @@ def memory(
     width = _WIDTH[config.train.precision]
     master = max(4, width)
     tokens = config.train.microbatch * config.train.seq
-    vocab = config.model.vocab or 0
+    tensor = config.parallel.tensor
+    vocab = -(-(config.model.vocab or 0) // tensor)
     chunk = min(tokens, max(1, LOSS_CHUNK // max(1, vocab)))
     return Memory(
         weights=parameters * master,
         values=parameters * width if width != master else 0,
         gradients=parameters * master,
         optimizer=2 * parameters * master,
-        activations=_activations(config, plans, actions),
+        # Rows, heads and widths are all dealt to the tensor ranks.
+        activations=_activations(config, plans, actions) // tensor,
         logits=chunk * vocab * width if any(plan.last for plan in plans) else 0,
     )
 

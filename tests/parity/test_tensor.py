@@ -3,7 +3,17 @@ pipelines and data ranks: odd vocabulary, uneven groups and rows, tied and untie
 """
 
 import pytest
+import torch
+from kept import kept_by_block
 from training import MODELS, assert_same, run
+
+from megaframe.config import RunConfig
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh
+from megaframe.meter import StepTimer
+from megaframe.microbatch import Microbatch
+from megaframe.pipeline import Pipeline
+from megaframe.plan.memory import block_bytes
 
 SHAPES = {
     **MODELS,
@@ -35,3 +45,52 @@ def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool
     model = {**SHAPES[name], "layers": 4}
     train = {"microbatch": 1, "recompute": recompute, **TRAIN.get(name, {})}
     assert_same(pool.run(ranks, run, model, train, parallel), expected[name])
+
+
+def one_block(model, recompute, tensor):
+    """One step of one block -> bytes that it keeps, its plan, bytes moved over the tensor axis."""
+    config = RunConfig(
+        model={"layers": 1, "hidden": 64, "heads": 4, "vocab": 64, **model},
+        train={"seq": 16, "global_batch": 2, "microbatch": 2, "recompute": recompute},
+        parallel={"tensor": tensor},
+    )
+    mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=60)
+    pipeline = Pipeline(config, mesh, StepTimer().time)
+    pipeline.optimizer.initialise(1)
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    microbatch = Microbatch(tokens, tokens, torch.arange(2))
+    kept = kept_by_block(pipeline.stages[0], microbatch, pipeline.optimizer.buckets)
+    group = mesh.group("tensor")
+    group.traffic.take()
+    pipeline.train([microbatch], 0, 1.0)
+    moved, _ = group.traffic.take()
+    mesh.close()
+    return kept, block_bytes(config) // tensor, moved
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("model", [{}, {"norm": "rmsnorm", "activation": "swiglu"}])
+def test_activations_and_bytes_are_the_closed_forms(model, recompute, tensor, pool):
+    """What a block keeps is divided by the ranks. Per layer, forward moves (t-1)/t b s h elements
+    4 times; backward as often, and twice more to gather inputs again instead of keeping them. The
+    embedding and the head move as much twice each, and the loss 3 numbers a token in fp32."""
+    for kept, planned, moved in pool.run(tensor, one_block, model, recompute, tensor):
+        assert kept == planned
+        stream = 2 * 16 * 64 * 2
+        losses = 2 * (1 + 2) * 2 * 16 * 4
+        assert (
+            moved
+            == (10 + 2 + 2) * stream * (tensor - 1) // tensor + losses * (tensor - 1) // tensor
+        )
+
+
+def test_overlap_changes_no_bit(pool):
+    arguments = (MODELS["llama"], {"microbatch": 1}, {"tensor": 2, "data": 2})
+    serial, overlapped = (pool.run(4, run, *arguments, serial) for serial in (True, False))
+    for one, other in zip(serial, overlapped, strict=True):
+        assert (one.losses, one.norms) == (other.losses, other.norms)
+        for (_, piece), (_, wanted) in zip(
+            one.weights.values(), other.weights.values(), strict=True
+        ):
+            assert torch.equal(piece, wanted)

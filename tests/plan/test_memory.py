@@ -1,7 +1,7 @@
 """The memory plan against what is really kept, counted in storages."""
 
 import pytest
-import torch
+from kept import kept_by_block
 
 from megaframe.plan.memory import block_bytes, memory
 from megaframe.plan.stages import stage_plans
@@ -22,29 +22,8 @@ MODELS = [
 def test_a_block_keeps_what_the_plan_says(model, recompute, precision, build, make_microbatch):
     train = {"precision": precision, "seq": 32, "recompute": recompute}
     built = build({"layers": 1, "hidden": 64, **model}, train=train)
-    stage = built.stage
-    frame = stage._frame(make_microbatch(built.config), None)
-    leaf = torch.randn(3 * 32, 64).to(stage.precision.compute).requires_grad_()
-    known = [bucket.values for bucket in built.optimizer.buckets] + [leaf]
-    if frame.rotary is not None:
-        known += [frame.rotary.cos, frame.rotary.sin]
-    known = {tensor.untyped_storage().data_ptr() for tensor in known}
-    kept = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known and tensor.numel():
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = stage.blocks[0](leaf, frame)
-    kept.pop(output.untyped_storage().data_ptr(), None)
-    found = sum(size for size, _ in kept.values())
-    if frame.rotary is not None:
-        found -= sum(
-            size for size, tensor in kept.values() if tensor.shape == frame.rotary.sin.shape
-        )
+    microbatch = make_microbatch(built.config)
+    found = kept_by_block(built.stage, microbatch, built.optimizer.buckets)
     assert found == block_bytes(built.config)
 
 

@@ -1,0 +1,29 @@
+"""How many bytes autograd really keeps of one block, counted in storages."""
+
+import torch
+
+
+def kept_by_block(stage, microbatch, buckets):
+    """Bytes that the first block keeps beside its input, its weights and the rotary tables."""
+    frame = stage._frame(microbatch, None)
+    rows = frame.filled // frame.tensor.size
+    leaf = torch.randn(rows, stage.config.model.hidden).to(stage.precision.compute)
+    leaf.requires_grad_()
+    known = [bucket.values for bucket in buckets] + [leaf]
+    tables = ()
+    if frame.rotary is not None:
+        tables = (frame.rotary.cos, frame.rotary.sin)
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*known, *tables)}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known and tensor.numel():
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = stage.blocks[0](leaf, frame)
+    kept.pop(output.untyped_storage().data_ptr(), None)
+    turned = {table.shape for table in tables}  # backward turns the other way: a negated table
+    return sum(size for size, tensor in kept.values() if tensor.shape not in turned)
