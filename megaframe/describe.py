@@ -9,6 +9,7 @@ from megaframe.comm import ALONE
 from megaframe.config import RunConfig, dump
 from megaframe.layout import Layout
 from megaframe.plan.memory import Memory, memory
+from megaframe.plan.nodes import crossing
 from megaframe.plan.schedules import pipeline_summary, step_schedule
 from megaframe.plan.stages import StagePlan, stage_plans
 from megaframe.schedule import Schedule
@@ -24,6 +25,7 @@ def describe(config: RunConfig, layout: Layout) -> str:
     tokens = train.global_batch * train.seq
     microbatches = train.global_batch // (train.microbatch * layout.data)
     schedule = step_schedule(config, microbatches)
+    warning = crossing(config, layout, config.parallel.node_size or layout.world)
     lines = [
         dump(config),
         f"layout      {layout}",
@@ -32,6 +34,7 @@ def describe(config: RunConfig, layout: Layout) -> str:
         f"{tokens * train.steps:,} in the run",
         *pipeline_summary(config, schedule),
         *_memory(config, layout, schedule),
+        *([f"warning: {warning}"] if warning else []),
     ]
     return "\n".join(lines)
 

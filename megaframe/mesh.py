@@ -40,6 +40,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def ranks_on_this_node() -> int:
+    """Ranks that the launcher has started on this machine; all of them without a launcher."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
 def global_rank() -> int:
     """This process's rank as told by the launcher, 0 without one."""
     return int(os.environ.get("RANK", "0"))

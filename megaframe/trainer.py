@@ -18,11 +18,12 @@ from megaframe.config import RunConfig, dump
 from megaframe.data.loader import Loader
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.errors import UserError
-from megaframe.mesh import Mesh
+from megaframe.mesh import Mesh, ranks_on_this_node
 from megaframe.meter import Meter, StepTimer
 from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.optim.optimizer import Update
 from megaframe.pipeline import Pipeline
+from megaframe.plan.nodes import crossing
 from megaframe.plan.schedules import pipeline_summary
 from megaframe.run_state import RunState, read_state
 from megaframe.stage import model_specs
@@ -61,6 +62,9 @@ class Trainer:
         self.meter = Meter(config, mesh, model_specs(config), timer, start_step=self.step)
         for line in pipeline_summary(config, self.pipeline.schedule):
             self.meter.note(line)
+        node = config.parallel.node_size or ranks_on_this_node()
+        if warning := crossing(config, mesh.layout, node):
+            self.meter.note(f"warning: {warning}")
         self.writer = self._make_writer()
         if mesh.rank == 0:
             (self.folder / "config.yaml").write_text(dump(config), encoding="utf-8")

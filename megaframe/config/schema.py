@@ -132,6 +132,9 @@ class Parallel(Section):
     """Ranks that split each expert's matrices."""
     zero: Annotated[int, Field(ge=0, le=3)] = 0
     """What data ranks shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights."""
+    node_size: Positive | None = None
+    """Ranks that share a node; tensor ranks on several nodes are warned of. Default: as many as the
+    launcher starts on this one."""
     schedule: str = "1f1b"
     """Order of forward and backward passes: gpipe, 1f1b, interleaved, breadth-first, zb-h1, zb-h2,
     zb-v, v-half, dualpipe-v, search (the best order found for the work of the stages), or

@@ -1,0 +1,34 @@
+"""Tensor ranks on several nodes are warned of, with what they move."""
+
+import pytest
+
+from megaframe.config import RunConfig
+from megaframe.layout import Layout
+from megaframe.plan.nodes import crossing, tensor_bytes
+
+
+def config_of(tensor):
+    return RunConfig(
+        model={"layers": 8, "hidden": 64, "heads": 8, "vocab": 100},
+        train={"seq": 32, "global_batch": 8, "microbatch": 2},
+        parallel={"tensor": tensor, "pipeline": 2, "schedule": "1f1b"},
+    )
+
+
+def test_bytes_are_the_closed_form():
+    """10 a layer and 4 for the ends, (t-1)/t b s h elements of bf16, half of them on each stage."""
+    layout = Layout(tensor=4, pipeline=2, data=2)
+    stream, microbatches = 2 * 32 * 64 * 2, 2
+    assert tensor_bytes(config_of(4), layout) == (84 / 2) * stream * microbatches * 3 / 4
+
+
+@pytest.mark.parametrize(
+    ("tensor", "node", "fits"), [(4, 4, None), (4, 8, None), (2, 16, None), (8, 4, 4), (4, 6, 2)]
+)
+def test_only_groups_that_cross_are_warned_of(tensor, node, fits):
+    layout = Layout(tensor=tensor, pipeline=2)
+    text = crossing(config_of(tensor), layout, node)
+    assert (text is None) == (fits is None or node >= layout.world)
+    if text:
+        assert f"parallel.tensor={tensor} crosses" in text
+        assert f"parallel.node_size={node}" in text and f"parallel.tensor={fits} would" in text
