@@ -1,0 +1,176 @@
+"""Worlds of ranks that play a pipeline with emulated blocks, for `pipeline_emulated.py`.
+
+Ranks are forked from a server that has imported torch and run nothing, so that 32 of them start in
+a second. They time themselves with one clock, which Linux shares between processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import wraps
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from megaframe.config import Emulate, RunConfig
+
+if TYPE_CHECKING:
+    from megaframe.mesh import Mesh
+    from megaframe.pipeline import Pipeline
+
+LIMIT = 120.0
+"""Seconds after which a world that has not answered is given up."""
+TRIPS, REST = 100, 0.01
+"""Tensors that are sent to see how long it takes, and seconds between them."""
+TIMER_SLACK = 29
+"""PR_SET_TIMERSLACK of prctl(2): Linux lets a process oversleep by 50 microseconds otherwise."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What one rank saw of its steps, in seconds.
+
+    starts, ends: of each step. firsts, lasts: start of its first pass and end of its last one.
+    busy: processor time of the thread that runs the engine.
+    """
+
+    starts: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    firsts: list[float] = field(default_factory=list)
+    lasts: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
+
+
+def in_world(task: Callable[..., Any], config: RunConfig, *given: Any) -> list[Any]:
+    """task(mesh, pipeline, config, *given) on every rank of a fresh pipeline, by rank. Ends the
+    program when a rank fails."""
+    ranks = config.parallel.pipeline
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "megaframe.pipeline", "megaframe.meter"])
+    with closing(socket.socket()) as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    ends: list[Connection] = []
+    for rank in range(ranks):
+        mine, theirs = context.Pipe()
+        given_all = (theirs, rank, port, task, config, *given)
+        context.Process(target=_play, args=given_all, daemon=True).start()
+        theirs.close()
+        ends.append(mine)
+    results = []
+    for rank, end in enumerate(ends):
+        if not end.poll(LIMIT):
+            sys.exit(f"rank {rank} of {ranks} gave no answer in {LIMIT:.0f} s")
+        try:
+            results.append(end.recv())
+        except EOFError:
+            sys.exit(f"rank {rank} of {ranks} failed; its message is above")
+    return results
+
+
+def _play(
+    end: Connection, rank: int, port: int, task: Callable[..., Any], config: RunConfig, *given: Any
+) -> None:
+    """The life of one rank: meet the others, do the task, send its result."""
+    import torch
+
+    from megaframe.comm import barrier
+    from megaframe.layout import Layout
+    from megaframe.mesh import Mesh
+    from megaframe.meter import StepTimer
+    from megaframe.pipeline import Pipeline
+
+    torch.set_num_threads(1)
+    ctypes.CDLL(None).prctl(TIMER_SLACK, 1)
+    world = config.parallel.pipeline
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    mesh = Mesh(Layout.from_parallel(config.parallel, world), device="cpu", timeout=LIMIT)
+    pipeline = Pipeline(config, mesh, StepTimer().time)
+    pipeline.optimizer.initialise(config.run.seed)
+    result = task(mesh, pipeline, config, *given)
+    barrier(mesh.world)  # nobody takes the connections of the others away
+    mesh.close()
+    end.send(result)
+
+
+def run_steps(mesh: Mesh, pipeline: Pipeline, config: RunConfig, steps: int) -> Steps:
+    """This rank's part of a few steps, after one that is not counted and in which blocks do not
+    wait."""
+    import torch
+
+    from megaframe.comm import barrier
+    from megaframe.microbatch import Microbatch
+
+    passes: list[tuple[float, float]] = []
+    blocks = [block for stage in pipeline.stages.values() for block in stage.blocks]
+    for block in blocks:
+        block.times = Emulate()
+    for stage in pipeline.stages.values():
+        for name in ("forward", "backward", "weight_backward"):
+            setattr(stage, name, _timed(getattr(stage, name), passes))
+    tokens = torch.zeros((1, config.train.seq), dtype=torch.int64)
+    microbatches = [
+        Microbatch(tokens, tokens, torch.tensor([number]))
+        for number in range(config.train.global_batch)
+    ]
+    pipeline.train(microbatches, 0, 1.0)
+    for block in blocks:
+        block.times = config.model.emulate
+    seen = Steps()
+    for step in range(1, 1 + steps):
+        passes.clear()
+        barrier(mesh.world)
+        start, busy = time.perf_counter(), time.thread_time()
+        pipeline.train(microbatches, step, 1.0)
+        seen.ends.append(time.perf_counter())
+        seen.busy.append(time.thread_time() - busy)
+        seen.starts.append(start)
+        seen.firsts.append(passes[0][0])
+        seen.lasts.append(passes[-1][1])
+    return seen
+
+
+def _timed(function: Callable[..., Any], into: list[tuple[float, float]]) -> Callable[..., Any]:
+    """`function`, which also notes when it started and ended."""
+
+    @wraps(function)
+    def timed(*given: Any, **named: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*given, **named)
+        into.append((start, time.perf_counter()))
+        return result
+
+    return timed
+
+
+def transfer_seconds(mesh: Mesh, pipeline: Pipeline, config: RunConfig) -> float:
+    """Median seconds from before rank 0 sends an activation until rank 1 has it, on ranks that have
+    rested as blocks do; 0 on the others."""
+    import torch
+
+    from megaframe.comm import receive, send
+
+    if mesh.rank > 1:
+        return 0.0
+    link = mesh.link(0, 1)
+    seconds = []
+    for _ in range(TRIPS):
+        tensor = torch.zeros(1, dtype=torch.float64)
+        if mesh.rank == 0:
+            time.sleep(REST)
+            tensor[0] = time.perf_counter()
+            send(tensor, link).wait()
+        else:
+            sent = receive(tensor, link).wait()
+            seconds.append(time.perf_counter() - sent.item())
+    return statistics.median(seconds) if seconds else 0.0
