@@ -1,0 +1,106 @@
+"""Speed and memory of one GPT trained on the ranks of a pipeline, beside the peers' pipelines.
+
+Every rank is a process with one thread. Contenders train the workload of
+`peers/pipeline_workload.py`; peak memory is that of the largest rank. The peers divide the layers
+evenly, as they do by themselves; ours divides the work. Torch's schedules with two stages per rank
+need a layer for each, so they run on two ranks only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from harness import Contender, Outcome, alternate, common_arguments, summarise, table, write
+
+PEERS = Path(__file__).resolve().parent / "peers"
+sys.path.insert(0, str(PEERS))
+
+from pipeline_workload import MICROBATCHES  # noqa: E402
+from workload import WORKLOAD  # noqa: E402
+
+CASES = ("2x50304", "2x2048", "4x50304", "4x2048")
+"""Stages and vocabulary. A large vocabulary makes the head half of the work, so that the division
+of the work decides; with a small one the schedule does."""
+SCHEDULES: Mapping[str, tuple[str, int]] = {
+    "torch GPipe": ("GPipe", 1),
+    "torch 1F1B": ("1F1B", 1),
+    "torch Interleaved": ("Interleaved1F1B", 2),
+    "torch InterleavedZB": ("InterleavedZeroBubble", 2),
+    "torch ZBV": ("ZBVZeroBubble", 2),
+    "torch DualPipeV": ("DualPipeV", 2),
+}
+"""torch.distributed.pipelining by its name here: its schedule and stages per rank."""
+OURS = ("--schedule", "search")
+"""The best of ours for memory and speed together; its order for the work of each stage, one stage
+per rank, norms and activations computed again."""
+FIRST_LOSS_TOLERANCE = 0.4
+"""A head of its own and weights with a std of 0.02 put the first loss 0.1 over ln(vocab)."""
+
+
+def contenders(given: argparse.Namespace, stages: int, vocab: int) -> list[Contender]:
+    """Ours and the peers, as commands."""
+
+    def contender(
+        name: str, script: str, python: Path | str, *more: str, ours: bool = False
+    ) -> Contender:
+        size = ("--stages", str(stages), "--vocab", str(vocab), "--steps", str(given.steps))
+        return Contender(name, (str(python), str(PEERS / script), *size, *more), ours)
+
+    chosen = [contender("megaframe", "pipeline_ours.py", sys.executable, *OURS, ours=True)]
+    for name, (schedule, chunks) in SCHEDULES.items():
+        if stages * chunks <= WORKLOAD.layers:
+            more = ("--schedule", schedule)
+            chosen.append(contender(name, "pipeline_torch.py", sys.executable, *more))
+    if given.megatron_python:
+        python = given.megatron_python.absolute()  # not resolved: a venv's python is a link
+        chosen.append(contender("megatron-core", "pipeline_megatron_core.py", python))
+    else:
+        print("megatron-core is left out: --megatron-python PATH gives an interpreter that has it")
+    return chosen
+
+
+def check_losses(outcomes: Mapping[str, Sequence[Outcome]], vocab: int) -> None:
+    """End the program if a contender's first loss is not that of fresh weights."""
+    expected = math.log(vocab)
+    for name, runs in outcomes.items():
+        for run in runs:
+            if abs(run.loss - expected) > FIRST_LOSS_TOLERANCE:
+                sys.exit(f"{name}: first loss {run.loss:.3f}, expected about {expected:.3f}")
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = common_arguments(__doc__)
+    parser.set_defaults(threads=1)
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each run")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--megatron-python", type=Path, help="an interpreter with megatron-core")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
+    results = {}
+    for case in given.cases:
+        stages, vocab = map(int, case.split("x"))
+        print(f"\n{stages} stages, vocabulary {vocab}")
+        chosen = contenders(given, stages, vocab)
+        outcomes = alternate(chosen, given.rounds, given.threads)
+        check_losses(outcomes, vocab)
+        lines = summarise(chosen, outcomes)
+        print(table(lines))
+        results[case] = (lines, outcomes)
+    if given.write:
+        config = {**asdict(WORKLOAD), "microbatches": MICROBATCHES, "ours": OURS}
+        config |= {"steps": given.steps, "rounds": given.rounds}
+        config.pop("vocab")  # each case has its own
+        write(given.write, config, given.threads, results)
+
+
+if __name__ == "__main__":
+    main()
