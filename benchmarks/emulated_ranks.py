@@ -110,9 +110,13 @@ def run_steps(mesh: Mesh, pipeline: Pipeline, config: RunConfig, steps: int) -> 
 
     from megaframe.comm import barrier
     from megaframe.microbatch import Microbatch
+    from megaframe.model import EmulatedBlock
 
+    times = config.model.emulate
+    assert times is not None, "a benchmark of blocks that wait"
     passes: list[tuple[float, float]] = []
-    blocks = [block for stage in pipeline.stages.values() for block in stage.blocks]
+    units = [block for stage in pipeline.stages.values() for block in stage.blocks]
+    blocks = [block for block in units if isinstance(block, EmulatedBlock)]
     for block in blocks:
         block.times = Emulate()
     for stage in pipeline.stages.values():
@@ -125,7 +129,7 @@ def run_steps(mesh: Mesh, pipeline: Pipeline, config: RunConfig, steps: int) -> 
     ]
     pipeline.train(microbatches, 0, 1.0)
     for block in blocks:
-        block.times = config.model.emulate
+        block.times = times
     seen = Steps()
     for step in range(1, 1 + steps):
         passes.clear()

@@ -49,6 +49,7 @@ OVERHEAD = (
     ("interleaved", 4, 4, 32),
 )
 """Schedule, ranks, chunks and microbatches of the steps whose blocks take no time at all."""
+OVERHEAD_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -173,17 +174,17 @@ def row(line: Line) -> str:
     )
 
 
-def overheads(steps: int) -> Iterator[dict[str, Any]]:
+def overheads() -> Iterator[dict[str, Any]]:
     """Microseconds of processor time per action, when blocks take no time, of the thread that runs
-    the engine: on the ranks that do nothing else, and on the two with embedding and head, which
-    are real."""
+    the engine, in its least disturbed step: on the ranks that do nothing else, and on the two with
+    embedding and head, which are real."""
     for name, ranks, chunks, microbatches in OVERHEAD:
         config = config_of(name, ranks, chunks, microbatches, 0.0)
         schedule = step_schedule(config, microbatches)
         actions = [len(rank) for rank in lower(schedule).ranks]
         each = [
-            1e6 * statistics.median(rank.busy) / count
-            for rank, count in zip(play(config, schedule, steps), actions, strict=True)
+            1e6 * min(rank.busy) / count
+            for rank, count in zip(play(config, schedule, OVERHEAD_STEPS), actions, strict=True)
         ]
         ends = {schedule.rank_of[0], schedule.rank_of[-1]}
         inner = statistics.mean(one for rank, one in enumerate(each) if rank not in ends)
@@ -228,7 +229,7 @@ def main() -> None:
     for name in given.schedules:
         lines.append(measure(name, given, comm))
         print(row(lines[-1]), flush=True)
-    found = list(overheads(given.steps))
+    found = list(overheads())
     if given.write:
         settings = ("ranks", "microbatches", "milliseconds", "steps")
         document = {
