@@ -64,9 +64,7 @@ def _no_sharing(config: RunConfig, ranks: int) -> str:
     if nested:
         fits = [d for d in fits if parallel.context % d == 0 and d < parallel.context]
     near = [d for d in fits if d < ranks][-1:] + [d for d in fits if d > ranks][:1]
-    mend = f"use {either(near)}, or parallel.context_kind=ring" if near else "use kind ring"
-    if not near:
-        mend = "use parallel.context_kind=ring"
+    mend = "use " + (f"{either(near)}, or " if near else "") + "parallel.context_kind=ring"
     return (
         f"{what} can neither divide nor evenly share model.kv_heads={model.kv_heads} with "
         f"model.heads={model.heads}{of_a_rank}; {mend}"
