@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def attend(
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=_additive(mask, query.dtype)
         )
-    elif _flash(query, mask):
+    elif _flash(query, key, value, mask, causal):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, causal
         )
@@ -95,7 +96,7 @@ def attend_backward(
             causal,
             attn_mask=_additive(mask, query.dtype),
         )
-    elif _flash(query, mask):
+    elif _flash(query, key, value, mask, causal):
         gradients = _flash_backward(d_out, query, key, value, out, lse_BNQ, causal)
     else:
         bias = _additive(_or_causal(mask, query, causal), None)
@@ -134,9 +135,11 @@ def _or_causal(mask: Tensor | None, query: Tensor, causal: bool) -> Tensor | Non
     return torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
 
 
-def _flash(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether torch's fused attention for GPUs takes it: half precision and no mask."""
-    return mask is None and query.dtype in (torch.bfloat16, torch.float16) and query.shape[3] <= 256
+def _flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> bool:
+    """Whether torch's fused attention takes it on this GPU; unlike torch's front, the operator
+    itself fills up no head to a multiple of 8 elements."""
+    asked = SDPAParams(query, key, value, mask, 0.0, causal, True)
+    return query.shape[3] % 8 == 0 and can_use_flash_attention(asked)
 
 
 def _flash_backward(

@@ -3,15 +3,18 @@ with tensor, pipeline and data ranks. Ten tokens divide into no number of pieces
 ranks the last pieces hold nothing but filling.
 """
 
+import json
+
 import pytest
 import torch
 from training import MODELS, assert_same, global_batch, run, share
 
-from megaframe.config import RunConfig
+from megaframe.config import RunConfig, load
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
+from megaframe.mesh import Mesh, world_size
 from megaframe.meter import StepTimer
 from megaframe.pipeline import Pipeline
+from megaframe.trainer import Trainer
 
 SHAPES = {
     **MODELS,
@@ -76,6 +79,48 @@ def test_overlap_changes_no_bit(pool):
             assert all(
                 torch.equal(one.weights[name][1], other.weights[name][1]) for name in one.weights
             )
+
+
+def train(overrides):
+    """A whole run on this rank, from config to records."""
+    config = load(None, overrides)
+    layout = Layout.from_parallel(config.parallel, world_size())
+    mesh = Mesh(layout, device="cpu", timeout=60)
+    Trainer(config, mesh).run()
+    mesh.close()
+
+
+def test_a_run_is_the_same_and_goes_on_under_other_layouts(pool, overrides, tmp_path):
+    """Losses, evaluation (whose last sample is of one rank only) and checkpoints of a run through
+    the trainer, with documents, moved from nested ranks to a ring with data ranks."""
+    nested = {"parallel__context": 4, "parallel__context_kind": "nested"}
+    nested["parallel__context_heads"] = 2
+    ring = {"parallel__context": 2, "checkpoint__resume": "latest"}
+    found = {}
+    for name, parts in {"one": [(1, {})], "many": [(4, nested), (4, ring)]}.items():
+        folder = tmp_path / name
+        for steps, (ranks, parallel) in zip((8, 12)[-len(parts) :], parts, strict=True):
+            keys = overrides(
+                run__dir=folder,
+                train__seq=18,
+                train__steps=steps,
+                train__eval_every=4,
+                train__eval_samples=13,
+                optim__schedule="constant",
+                checkpoint__every=8,
+                data__mask_eod=True,
+                data__reset_attention=True,
+                data__reset_positions=True,
+                **parallel,
+            )
+            pool.run(ranks, train, keys)
+        records = (folder / "metrics.jsonl").read_text().splitlines()
+        found[name] = [json.loads(line) for line in records]
+    assert len(found["one"]) == 12
+    for one, many in zip(found["one"], found["many"], strict=True):
+        assert one.keys() == many.keys()
+        for key in one.keys() & {"loss", "grad_norm", "eval_loss", "tokens"}:
+            assert many[key] == pytest.approx(one[key], rel=1e-10, abs=0)
 
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, SEQ, BATCH = 3, 16, 4, 2, 16, 8
