@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megaframe.comm import Group
+from megaframe.comm import Group, Ring
 from megaframe.comm.watch import Watch
 from megaframe.errors import LostRanks, UserError
 from megaframe.layout import Layout
@@ -25,11 +25,14 @@ AXIS_SETS: tuple[tuple[str, ...], ...] = (
     ("data",),
     ("tensor",),
     ("data", "tensor"),
+    ("data", "context"),
+    ("data", "context", "tensor"),
     ("pipeline",),
     ("pipeline", "tensor"),
     ("pipeline", "data", "context", "tensor"),
 )
-"""The axis sets over which some part of megaframe communicates. The last is the world."""
+"""The axis sets over which some part of megaframe communicates. The last is the world. Without
+context ranks a set with that axis is the one without it."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt (malloc.h)."""
@@ -78,26 +81,49 @@ class Mesh:
         with self._gathering():
             if layout.world > 1:
                 self.store = self._rendezvous()
-        self._groups = {
-            frozenset(axes): self._make_group(axes, layout.groups(*axes)) for axes in axis_sets
-        }
+        self._groups: dict[frozenset[str], Group] = {}
+        for axes in axis_sets:
+            if self._key(axes) not in self._groups:
+                self._groups[self._key(axes)] = self._make_group(axes, layout.groups(*axes))
         if layout.world > 1:
             self._watch = Watch(self.store, layout, self.rank, timeout)
 
     def group(self, *axes: str) -> Group:
         """The group of ranks over `axes`."""
-        return self._groups[frozenset(axes)]
+        return self._groups[self._key(axes)]
+
+    def _key(self, axes: Iterable[str]) -> frozenset[str]:
+        return frozenset(axes) - (set() if self.layout.context > 1 else {"context"})
 
     def share(self, copies: int) -> None:
-        """Make the group over ("data", "tensor_copies"): so many neighbours on the tensor axis, and
-        their data ranks. All ranks of the world call it."""
+        """Make the group over ("data", "context", "tensor_copies"): so many neighbours on the
+        tensor axis, and their data and context ranks. All ranks of the world call it."""
         alike = [
             tuple(r for r in ranks if self.layout.coordinate(r)["tensor"] // copies == part)
-            for ranks in self.layout.groups("data", "tensor")
+            for ranks in self.layout.groups("data", "context", "tensor")
             for part in range(self.layout.tensor // copies)
         ]
-        axes = ("data", "tensor_copies")
-        self._groups[frozenset(axes)] = self._make_group(axes, alike)
+        axes = ("data", "context", "tensor_copies")
+        self._groups[self._key(axes)] = self._make_group(axes, alike)
+
+    def divide_context(self, neighbours: int) -> tuple[Group, Ring]:
+        """Make groups of so many neighbours on the context axis, and rings of the ranks with the
+        same place among their neighbours, a link for each step of a ring. All ranks of the world
+        call it."""
+        rows = self.layout.groups("context")
+        group = self._make_group(
+            ("context",),
+            [row[i : i + neighbours] for row in rows for i in range(0, len(row), neighbours)],
+        )
+        size, here = self.layout.context // neighbours, self.coordinate["context"] // neighbours
+        if size == 1:
+            return group, Ring()
+        rings = [row[i::neighbours] for row in rows for i in range(neighbours)]
+        steps = [
+            self._make_group(("context",), [_ascending(r[i], r[(i + 1) % size]) for r in rings])
+            for i in range(size)
+        ]
+        return group, Ring(here, size, steps[here], steps[here - 1])
 
     def connect(self, links: Iterable[tuple[int, int]]) -> None:
         """Make a group for each (from, to) pair of pipeline coordinates, one link per direction.
@@ -174,6 +200,11 @@ class Mesh:
             if self.rank in ranks:
                 mine = Group(axes, ranks, ranks.index(self.rank), handle, self._serial)
         return mine
+
+
+def _ascending(one: int, other: int) -> tuple[int, int]:
+    """Two ranks in the order in which torch numbers those of a group."""
+    return min(one, other), max(one, other)
 
 
 def _device(wanted: str) -> torch.device:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE = -1
@@ -22,7 +24,10 @@ class Microbatch:
     samples_B:    int64, number of each sample in the training order; with the position in the
                   sample it numbers tokens globally, which is what dropout masks are keyed by.
     positions_BS: int64 or None for 0..S-1; restarts at documents with `data.reset_positions`.
+                  [1, S] where all samples count alike.
     documents_BS: int64 or None; attention stays among equal numbers (`data.reset_attention`).
+    whole:        None, or where this is one context rank's part: tokens of a whole sample. Then
+                  `documents_BS` still has all of them, for attention sees the others' keys.
     """
 
     tokens_BS: Tensor
@@ -30,3 +35,35 @@ class Microbatch:
     samples_B: Tensor
     positions_BS: Tensor | None = None
     documents_BS: Tensor | None = None
+    whole: int | None = None
+
+
+def zigzag(x: Tensor, index: int, parts: int, filling: int) -> Tensor:
+    """Part `index` of the last dim of x: of 2 * parts equal pieces, those numbered `index` and
+    2 * parts - 1 - index. What does not divide is filled up at its end; one part is all of x.
+
+    Under a causal mask a token is as much work as tokens are before it; so all parts are as much.
+    """
+    if parts == 1:
+        return x
+    piece = -(-x.shape[-1] // (2 * parts))
+    pieces = F.pad(x, (0, 2 * parts * piece - x.shape[-1]), value=filling).split(piece, -1)
+    return torch.cat((pieces[index], pieces[-1 - index]), -1)
+
+
+def part_of(microbatch: Microbatch, index: int, parts: int) -> Microbatch:
+    """The microbatch as context rank `index` of `parts` sees it, divided in zigzag. Filling stands
+    behind all tokens of a sample, where no other token sees it, and has no loss."""
+    if parts == 1:
+        return microbatch
+    tokens, positions = microbatch.tokens_BS, microbatch.positions_BS
+    if positions is None:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    return Microbatch(
+        zigzag(tokens, index, parts, 0),
+        zigzag(microbatch.labels_BS, index, parts, IGNORE),
+        microbatch.samples_B,
+        zigzag(positions, index, parts, 0),
+        microbatch.documents_BS,
+        tokens.shape[1],
+    )

@@ -15,8 +15,10 @@ from torch import Tensor
 from megaframe.config import RunConfig
 from megaframe.engine import Engine, Outcome, Timer
 from megaframe.mesh import Mesh
-from megaframe.microbatch import Microbatch
+from megaframe.microbatch import Microbatch, part_of
+from megaframe.nn.context import Context
 from megaframe.optim.optimizer import Optimizer, Tied
+from megaframe.plan.context import exchanging_ranks
 from megaframe.plan.schedules import forward_schedule, step_schedule
 from megaframe.plan.stages import stage_plans
 from megaframe.schedule import Schedule, lower
@@ -38,7 +40,8 @@ class Pipeline:
         self.rank_of = rank_of = self.schedule.rank_of
         here = mesh.coordinate["pipeline"]
         plans = [plan for plan in stage_plans(config) if rank_of[plan.number] == here]
-        self.stages = build_stages(config, plans, mesh.group("tensor"))
+        self.context = Context(*mesh.divide_context(exchanging_ranks(config.parallel)))
+        self.stages = build_stages(config, plans, mesh.group("tensor"), self.context)
         ends = rank_of[0], rank_of[-1]
         twice = config.model.tie_embeddings and ends[0] != ends[1]
         copies = copies_of(config.model.kv_heads, mesh.layout.tensor)
@@ -60,13 +63,18 @@ class Pipeline:
         self._lowered = lowered
 
     def train(self, microbatches: Sequence[Microbatch], step: int, scale: float) -> Outcome:
-        """One optimizer step; see `Engine.run`."""
+        """One optimizer step; see `Engine.run`. The microbatches are of whole samples."""
         schedule = self._lowered(len(microbatches), True)
-        return self._engine.run(schedule, microbatches, step, scale)
+        return self._engine.run(schedule, self._parts(microbatches), step, scale)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Loss sum without gradients; see `Engine.evaluate`."""
-        return self._engine.evaluate(self._lowered(len(microbatches), False), microbatches)
+        schedule = self._lowered(len(microbatches), False)
+        return self._engine.evaluate(schedule, self._parts(microbatches))
+
+    def _parts(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+        """What this context rank has of them."""
+        return [part_of(one, self.context.index, self.context.size) for one in microbatches]
 
 
 def _links(rank_of: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -85,13 +85,14 @@ class ParamSpec:
 
     def summed_over(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
         """The axes over whose ranks gradients are summed, because each has only a part of it: all
-        whose ranks hold the same piece. What the tensor axis does not split works on some of the
-        rows, and what neighbours share on some of the heads."""
+        whose ranks hold the same piece. Data and context ranks have some of the tokens; what the
+        tensor axis does not split works on some of the rows, and what neighbours share on some of
+        the heads."""
         for dim, axis in self.axes.items():
             if axis == "tensor":
                 shared = copies_of(self.shape[dim], sizes["tensor"]) > 1
-                return ("data", "tensor_copies") if shared else ("data",)
-        return ("data", "tensor") if sizes["tensor"] > 1 else ("data",)
+                return ("data", "context", "tensor_copies") if shared else ("data", "context")
+        return ("data", "context", "tensor") if sizes["tensor"] > 1 else ("data", "context")
 
     def owned(self, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> bool:
         """Whether the rank at `coordinate` speaks for its piece: of all the ranks that hold the

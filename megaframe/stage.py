@@ -20,6 +20,7 @@ from megaframe.comm import ALONE, Group
 from megaframe.config import RunConfig
 from megaframe.microbatch import Microbatch
 from megaframe.model import Block, Embedding, EmulatedBlock, Head
+from megaframe.nn.context import Context
 from megaframe.nn.dropout import dropout_key
 from megaframe.nn.frame import Frame, make_frame
 from megaframe.parameter import PRECISIONS, Module, Parameter
@@ -28,6 +29,9 @@ from megaframe.spec import ParamSpec
 
 Done = Callable[[Module], None]
 """Is told of each unit whose gradients are complete, in the order in which they are."""
+
+_WHOLE = Context()
+"""Of a rank that has whole samples."""
 
 
 @dataclass
@@ -53,7 +57,7 @@ class Stage:
 
     `units` are the parts whose parameters are reduced, updated and gathered together, in the order
     of the forward pass. tensor: the ranks that split its matrices. embedding: that of another stage
-    on this rank, for a tied head.
+    on this rank, for a tied head. context: the ranks that divide samples.
     """
 
     def __init__(
@@ -62,8 +66,9 @@ class Stage:
         plan: StagePlan,
         tensor: Group,
         embedding: Embedding | None = None,
+        context: Context = _WHOLE,
     ) -> None:
-        self.config, self.plan, self.tensor = config, plan, tensor
+        self.config, self.plan, self.tensor, self.context = config, plan, tensor, context
         self.precision = PRECISIONS[config.train.precision]
         self.embedding = Embedding(config) if plan.first else None
         emulate = config.model.emulate
@@ -207,19 +212,20 @@ class Stage:
             self.precision.compute,
             key,
             tensor=self.tensor,
+            context=self.context,
             selective=selective,
         )
 
 
 def build_stages(
-    config: RunConfig, plans: Sequence[StagePlan], tensor: Group
+    config: RunConfig, plans: Sequence[StagePlan], tensor: Group, context: Context = _WHOLE
 ) -> Mapping[int, Stage]:
     """The stages of one rank by number; a head tied to an embedding on the same rank shares it."""
     stages: dict[int, Stage] = {}
     for plan in sorted(plans, key=lambda plan: plan.number):
         first = stages.get(0)
         embedding = None if first is None else first.embedding
-        stages[plan.number] = Stage(config, plan, tensor, embedding)
+        stages[plan.number] = Stage(config, plan, tensor, embedding, context)
     return stages
 
 

@@ -154,7 +154,8 @@ class Trainer:
             for microbatch in self.loader.evaluation(self.config.train.eval_samples)
         ]
         totals[0] = self.pipeline.evaluate(microbatches)
-        if self.mesh.coordinate["pipeline"] == self.mesh.coordinate["tensor"] == 0:
+        place = self.mesh.coordinate
+        if place["pipeline"] == place["context"] == place["tensor"] == 0:
             for microbatch in microbatches:
                 valid = microbatch.labels_BS != IGNORE
                 totals[1] += valid.sum()
@@ -261,7 +262,7 @@ def _check_same_model(saved: dict[str, dict[str, Any]], config: RunConfig, path:
 def _move(microbatch: Microbatch, device: torch.device) -> Microbatch:
     if device.type == "cpu":
         return microbatch
-    moved = {
+    moved: dict[str, Any] = {
         name: value.to(device, non_blocking=True)
         for name, value in vars(microbatch).items()
         if isinstance(value, Tensor)

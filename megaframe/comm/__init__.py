@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -68,16 +69,35 @@ ALONE = Group((), (0,), 0, None)
 """A group of one rank, for what runs without a mesh."""
 
 
+@dataclass(frozen=True)
+class Ring:
+    """Ranks in a circle: which of how many this is, and links to the next one and from the one
+    before."""
+
+    index: int = 0
+    size: int = 1
+    next: Group = ALONE
+    before: Group = ALONE
+
+
 class Pending(Generic[T]):
     """A result still in flight. Forgetting to wait is a type error, not a race.
 
-    work: what torch started for it in `group`, None when there is nothing to wait for.
+    work: what torch started for it in `group`, None when there is nothing to wait for. too: what
+    `wait()` also waits for.
     """
 
-    def __init__(self, value: T, work: dist.Work | None = None, group: Group | None = None) -> None:
+    def __init__(
+        self,
+        value: T,
+        work: dist.Work | None = None,
+        group: Group | None = None,
+        too: Pending[Tensor] | None = None,
+    ) -> None:
         self._value = value
         self._work = work
         self._group = group
+        self._too = too
 
     def wait(self) -> T:
         """The result, once it is there. Raises `LostRanks` when it does not come."""
@@ -87,11 +107,15 @@ class Pending(Generic[T]):
             except RuntimeError as error:
                 raise _lost(self._group, error) from error
             self._work = None
+        if self._too is not None:
+            self._too.wait()
+            self._too = None
         return self._value
 
     def arrived(self) -> bool:
         """Whether `wait()` would return at once."""
-        return self._work is None or self._work.is_completed()
+        here = self._work is None or self._work.is_completed()
+        return here and (self._too is None or self._too.arrived())
 
 
 def all_reduce(tensor: Tensor, group: Group, how: Reduction = "sum") -> Pending[Tensor]:
@@ -131,6 +155,18 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Pending[Tensor]:
     )
 
 
+def all_to_all(tensor: Tensor, group: Group) -> Pending[Tensor]:
+    """[size, ...]: part i goes to rank i of the group, and part i of the result came from it."""
+    if group.handle is None:
+        return Pending(tensor)
+    tensor = tensor.contiguous()
+    out = torch.empty_like(tensor)
+    group.traffic.count(tensor.nbytes // group.size * (group.size - 1))
+    return _collective(
+        out, group, lambda: dist.all_to_all_single(out, tensor, group=group.handle, async_op=True)
+    )
+
+
 def _collective(
     out: Tensor, group: Group, start: Callable[[], dist.Work | None]
 ) -> Pending[Tensor]:
@@ -147,10 +183,22 @@ def send(tensor: Tensor, link: Group) -> Pending[Tensor]:
     return _started(tensor, link, lambda: dist.isend(tensor, group=link.handle, group_dst=other))
 
 
-def receive(into: Tensor, link: Group) -> Pending[Tensor]:
-    """Receive from the other rank of a link, in the order in which it sends."""
+def receive(into: Tensor, link: Group, too: Pending[Tensor] | None = None) -> Pending[Tensor]:
+    """Receive from the other rank of a link, in the order in which it sends; with `too`, what
+    must be done as well before it is there."""
     other = 1 - link.index
-    return _started(into, link, lambda: dist.irecv(into, group=link.handle, group_src=other))
+    return _started(into, link, lambda: dist.irecv(into, group=link.handle, group_src=other), too)
+
+
+def pass_on(tensor: Tensor, ring: Ring) -> Pending[Tensor]:
+    """Send to the next rank of a ring of at least two, and receive the like from the one before. A
+    serial ring has finished both before this returns."""
+    tensor = tensor.contiguous()
+    leaving = send(tensor, ring.next)
+    coming = receive(torch.empty_like(tensor), ring.before, leaving)
+    if ring.next.serial:
+        coming.wait()
+    return coming
 
 
 def barrier(group: Group) -> None:
@@ -163,10 +211,13 @@ def barrier(group: Group) -> None:
 
 
 def _started(
-    tensor: Tensor, group: Group, start: Callable[[], dist.Work | None]
+    tensor: Tensor,
+    group: Group,
+    start: Callable[[], dist.Work | None],
+    too: Pending[Tensor] | None = None,
 ) -> Pending[Tensor]:
     try:
-        return Pending(tensor, start(), group)
+        return Pending(tensor, start(), group, too)
     except RuntimeError as error:  # a connection that is known to be gone fails at once
         raise _lost(group, error) from error
 

@@ -117,7 +117,13 @@ class Parallel(Section):
     tensor: Positive = 1
     """Ranks that split each matrix (and, outside the matrices, the sequence)."""
     context: Positive = 1
-    """Ranks that split the sequence inside attention."""
+    """Ranks that divide each sample."""
+    context_kind: Literal["ring", "all_to_all", "nested"] = "ring"
+    """How attention sees tokens of other context ranks: `ring` passes keys and values round,
+    `all_to_all` exchanges heads for tokens, `nested` does this among neighbours and the former
+    between them."""
+    context_heads: Positive | None = None
+    """nested: neighbours that exchange heads for tokens; divides `context`."""
     pipeline: Positive = 1
     """Ranks that split the layers into stages."""
     chunks: Positive = 1

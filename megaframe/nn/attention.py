@@ -13,6 +13,7 @@ from megaframe.config import Model
 from megaframe.nn.frame import Frame
 from megaframe.nn.linear import Elementwise, Linear
 from megaframe.nn.norm import Norm
+from megaframe.nn.ring import ring_attention
 from megaframe.parameter import Module
 
 
@@ -66,13 +67,25 @@ class Attention(Module):
             query_BSND, key_BSGD = frame.rotary(query_BSND), frame.rotary(key_BSGD)
             # A copy, because a view would keep the unrotated queries and keys alive beside it.
             value_BSGD = value_BSGD.contiguous()
-        out_BNSD = F.scaled_dot_product_attention(
-            query_BSND.transpose(1, 2),
-            key_BSGD.transpose(1, 2),
-            value_BSGD.transpose(1, 2),
-            attn_mask=frame.mask,
-            is_causal=frame.mask is None,
-            enable_gqa=query_BSND.shape[2] > key_BSGD.shape[2],
-        )
-        out = out_BNSD.transpose(1, 2).reshape(frame.tokens, -1)
+        shared = frame.context.share_heads(query_BSND, key_BSGD, value_BSGD)
+        if frame.circle is not None:
+            out_BSND = ring_attention(*shared, frame.circle)
+        else:
+            out_BSND = _attention(*shared, frame.mask)
+        out = frame.context.return_heads(out_BSND).reshape(frame.tokens, -1)
         return self.output.plain(frame.fill(out), frame)
+
+
+def _attention(
+    query_BSND: Tensor, key_BSGD: Tensor, value_BSGD: Tensor, mask: Tensor | None
+) -> Tensor:
+    """Attention among tokens that are all here, [B, S, N, D]."""
+    out_BNSD = F.scaled_dot_product_attention(
+        query_BSND.transpose(1, 2),
+        key_BSGD.transpose(1, 2),
+        value_BSGD.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=query_BSND.shape[2] > key_BSGD.shape[2],
+    )
+    return out_BNSD.transpose(1, 2)

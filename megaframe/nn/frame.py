@@ -16,8 +16,11 @@ from torch import Tensor
 from megaframe.comm import Group
 from megaframe.config import Model
 from megaframe.microbatch import Microbatch
+from megaframe.nn.context import Context
 from megaframe.nn.dropout import Dropout
+from megaframe.nn.ring import Circle
 from megaframe.nn.rotary import Rotary
+from megaframe.nn.tiles import Sight
 
 
 class Later:
@@ -46,18 +49,21 @@ class Frame:
     """The residual stream is [rows, hidden]: the tokens of all samples one after the other, dealt
     to the tensor ranks in equal parts, the last ones filled up with rows that nothing reads.
 
-    batch, length: samples and tokens of a sample, B and S. tensor: the ranks that split matrices
-    and rows. rotary: turns queries and keys, None without rotary positions. mask: bool [S, S] or
-    [B, 1, S, S], true where a query (row) may see a key; None for causal. dropout: the masks of
-    this step's rows, None when nothing is dropped. selective: norms and activations are not kept
-    but computed again in backward. later: where the backward of this microbatch puts its weight
-    gradients."""
+    batch, length: samples and tokens of a sample that this context rank has, B and S. tensor: the
+    ranks that split matrices and rows. context: those that divide samples. rotary: turns queries
+    and keys, None without rotary positions. mask: bool, over whole samples [W, W] or
+    [B, 1, W, W], true where a query (row) may see a key; None for causal. circle: what takes the
+    place of the mask where keys go round a ring. dropout: the masks of this step's rows, None when
+    nothing is dropped. selective: norms and activations are not kept but computed again in
+    backward. later: where the backward of this microbatch puts its weight gradients."""
 
     batch: int
     length: int
     tensor: Group
+    context: Context
     rotary: Rotary | None
     mask: Tensor | None
+    circle: Circle | None
     dropout: Dropout | None
     selective: bool
     later: Later = field(default_factory=Later)
@@ -96,6 +102,7 @@ def make_frame(
     dropout_key: int | None,
     *,
     tensor: Group,
+    context: Context,
     selective: bool,
 ) -> Frame:
     """The frame of `microbatch`. `dropout_key` is a function of seed and step; None in evaluation
@@ -104,12 +111,18 @@ def make_frame(
     rotary = None
     if model.position == "rotary":
         rotary = Rotary(model, positions_of(microbatch), dtype)
-    mask = _mask(model.window, microbatch)
-    frame = Frame(batch, length, tensor, rotary, mask, None, selective)
+    sight = _sight(model.window, microbatch, length * context.size)
+    mask, circle = None, None
+    if context.ring.size > 1:
+        circle = Circle(context.ring, length * context.heads.size, sight)
+    elif sight.narrow:
+        everything = torch.arange(length * context.size, device=microbatch.tokens_BS.device)
+        mask = sight.mask(everything, everything)
+    frame = Frame(batch, length, tensor, context, rotary, mask, circle, None, selective)
     if dropout_key is None or model.dropout == 0:
         return frame
-    order = torch.arange(length, device=microbatch.tokens_BS.device)
-    token_T = (microbatch.samples_B[:, None] * length + order).flatten()
+    places = context.places(length, microbatch.tokens_BS.device)
+    token_T = (microbatch.samples_B[:, None] * (microbatch.whole or length) + places).flatten()
     return replace(frame, dropout=Dropout(model.dropout, dropout_key, frame.mine(token_T)))
 
 
@@ -121,15 +134,11 @@ def positions_of(microbatch: Microbatch) -> Tensor:
     return torch.arange(tokens.shape[1], device=tokens.device)
 
 
-def _mask(window: int | None, microbatch: Microbatch) -> Tensor | None:
-    tokens, documents = microbatch.tokens_BS, microbatch.documents_BS
-    length = tokens.shape[1]
-    window = min(window or length, length)
-    if documents is None and window == length:
-        return None
-    order = torch.arange(length, device=tokens.device)
-    distance = order[:, None] - order[None, :]
-    mask = (distance >= 0) & (distance < window)
+def _sight(window: int | None, microbatch: Microbatch, whole: int) -> Sight:
+    """What is seen of samples of `whole` tokens, the filling among them a document of its own."""
+    if window is not None and window >= whole:
+        window = None
+    documents = microbatch.documents_BS
     if documents is not None:
-        mask = (mask & (documents[:, :, None] == documents[:, None, :]))[:, None]
-    return mask
+        documents = F.pad(documents, (0, whole - documents.shape[1]), value=-1)
+    return Sight(window, documents)

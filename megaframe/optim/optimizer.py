@@ -84,7 +84,7 @@ class Optimizer:
     def _bucket(self, parameters: Sequence[Parameter]) -> Bucket:
         mesh, optim = self._mesh, self._optim
         sizes = mesh.layout.sizes
-        place = {**mesh.coordinate, "data": 0}  # data ranks all take the same norm
+        place = {**mesh.coordinate, "data": 0, "context": 0}  # these ranks all take the same norm
         return Bucket(
             parameters,
             {p.spec.name: p.spec.local(mesh.coordinate, sizes) for p in parameters},

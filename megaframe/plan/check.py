@@ -20,10 +20,10 @@ from megaframe.config.numbers import (
 )
 from megaframe.config.schema import BatchRamp, Model, Optim, RunConfig, Train
 from megaframe.errors import UserError
+from megaframe.plan.context import context_mistakes
 from megaframe.schedule import schedule_mistakes
 
 ONLY: Mapping[str, object] = {
-    "parallel.context": 1,
     "parallel.data_replicate": 1,
     "parallel.expert": 1,
     "parallel.expert_tensor": 1,
@@ -45,6 +45,7 @@ def check(config: RunConfig, world: int, *, data: bool = True) -> None:
         *layout,
         *_model(config.model, config.train.seq),
         *_tensor(config.model, config.parallel.tensor),
+        *context_mistakes(config),
         *_vocabulary(config),
         *(_batches(config.train, sizes["data"]) if not layout else ()),
         *_stages(config),

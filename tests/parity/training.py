@@ -1,6 +1,6 @@
 """Three optimizer steps of a tiny GPT under any layout, and what they come to."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -32,9 +32,9 @@ class Result:
     traffic: tuple
 
 
-def run(model, train=None, parallel=None, serial=False, ragged=False):
+def run(model, train=None, parallel=None, serial=False, ragged=False, packed=False):
     """This rank's part of three steps -> Result. ragged: samples, which then are microbatches of
-    their own, have four different lengths."""
+    their own, have four different lengths. packed: samples are several documents each."""
     config = RunConfig(
         model={"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.2, **model},
         train={
@@ -55,6 +55,8 @@ def run(model, train=None, parallel=None, serial=False, ragged=False):
     losses, norms = [], []
     for step in range(STEPS):
         whole = global_batch(config, step)
+        if packed:
+            whole = with_documents(whole, step)
         every = [
             share(whole, config.train.microbatch, index, group.size, ragged)
             for index in range(group.size)
@@ -81,14 +83,28 @@ def global_batch(config, step):
     return Microbatch(tokens, labels, torch.arange(8) + step * GLOBAL_BATCH)
 
 
+def with_documents(batch, step):
+    """The batch cut into documents at random places, in which positions start again."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    shape = batch.tokens_BS.shape
+    starts = torch.rand(shape, generator=generator) < 0.25
+    order = torch.arange(shape[1]).expand(shape)
+    first = torch.where(starts, order, 0).cummax(1).values
+    return replace(batch, positions_BS=order - first, documents_BS=starts.cumsum(1))
+
+
 def share(batch, microbatch, rank, ranks, ragged):
     """The microbatches of one data rank."""
     found = []
     for i in range(rank * microbatch, GLOBAL_BATCH, ranks * microbatch):
         length = batch.tokens_BS.shape[1] - (i % 4 if ragged else 0)
         rows = slice(i, i + microbatch)
+        positions, documents = (
+            None if of_all is None else of_all[rows, :length]
+            for of_all in (batch.positions_BS, batch.documents_BS)
+        )
         tokens, labels = batch.tokens_BS[rows, :length], batch.labels_BS[rows, :length]
-        found.append(Microbatch(tokens, labels, batch.samples_B[rows]))
+        found.append(Microbatch(tokens, labels, batch.samples_B[rows], positions, documents))
     return found
 
 

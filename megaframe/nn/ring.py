@@ -1,0 +1,172 @@
+"""Ring attention: ranks that divide a sequence pass keys and values round (Liu et al. 2023).
+
+Each rank keeps its queries. While it works on the keys and values of one rank, those of the next
+are already on their way to it. Backward sends them round once more, and with them their gradients,
+to which each rank adds before they come home; nothing is kept but what a rank had to begin with,
+the output, and one log-sum-exp a query. Which tiles there are follows from the division in zigzag
+(`microbatch.zigzag`): rank r of R has pieces r and 2R - 1 - r of 2R, so under a causal mask all
+ranks compute equally much, and all but a rank's own tile are rectangles that need no mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megaframe.comm import Pending, Ring, pass_on
+from megaframe.nn.tiles import Sight, attend, attend_backward, merge
+
+_HALVES = {(0,): (0, 1), (1,): (1, 2), (0, 1): (0, 2)}
+"""First and last end of the pieces of a rank that follow one another, in pieces."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries of this rank against keys of another: the places of both among the rank's tokens.
+    kind: whether all is seen, or what comes before, or what a mask says."""
+
+    queries: slice
+    keys: slice
+    kind: Literal["all", "causal", "masked"]
+
+
+class Circle:
+    """What this rank computes of samples that a ring divides. length: tokens of a sample that each
+    rank has, two pieces."""
+
+    def __init__(self, ring: Ring, length: int, sight: Sight) -> None:
+        self.ring, self.sight = ring, sight
+        self.piece = length // 2
+        self._spans = None if sight.documents_BS is None else self._find_spans(sight.documents_BS)
+        self._window = sight.window or length * ring.size
+        self._tiles = [self._find_tiles(there) for there in range(ring.size)]
+
+    def tiles(self, there: int) -> Sequence[Tile]:
+        """What there is to compute with the keys of ring rank `there`; nothing that nobody sees."""
+        return self._tiles[there]
+
+    def mask(self, tile: Tile, there: int, device: torch.device) -> Tensor | None:
+        """The mask of a tile, made anew each time: kept ones would be quadratic in the length."""
+        if tile.kind != "masked":
+            return None
+        queries = self._places(self.ring.index, device)[tile.queries]
+        return self.sight.mask(queries, self._places(there, device)[tile.keys])
+
+    def _places(self, rank: int, device: torch.device) -> Tensor:
+        """Where in the sample the tokens of a ring rank are."""
+        within = torch.arange(self.piece, device=device)
+        return torch.cat([number * self.piece + within for number in self._pieces(rank)])
+
+    def _pieces(self, rank: int) -> tuple[int, int]:
+        return rank, 2 * self.ring.size - 1 - rank
+
+    def _find_tiles(self, there: int) -> list[Tile]:
+        here = self.ring.index
+        if here == there and not self.sight.narrow:
+            return [Tile(self._slice((0, 1)), self._slice((0, 1)), "causal")]
+        seen = [
+            [self._seen(query, key) for key in self._pieces(there)] for query in self._pieces(here)
+        ]
+        keys = [tuple(k for k in (0, 1) if row[k] != "nothing") for row in seen]
+        rows: list[tuple[int, ...]] = [(0, 1)] if keys[0] == keys[1] else [(0,), (1,)]
+        return [
+            Tile(
+                self._slice(row),
+                self._slice(keys[row[0]]),
+                "all" if all(seen[q][k] == "all" for q in row for k in keys[q]) else "masked",
+            )
+            for row in rows
+            if keys[row[0]]
+        ]
+
+    def _slice(self, pieces: tuple[int, ...]) -> slice:
+        start, stop = _HALVES[pieces]
+        return slice(start * self.piece, stop * self.piece)
+
+    def _seen(self, query: int, key: int) -> Literal["all", "some", "nothing"]:
+        """How much of a piece of keys a piece of queries sees, by their numbers in the sample."""
+        apart, most = (query - key) * self.piece, self.piece - 1
+        if apart < 0 or apart - most >= self._window:
+            return "nothing"
+        everything = apart > 0 and apart + most < self._window
+        if self._spans is not None:
+            pairs = [(sample[query], sample[key]) for sample in self._spans]
+            if all(q[1] < k[0] or k[1] < q[0] for q, k in pairs):
+                return "nothing"
+            everything &= all(q == k and k[0] == k[1] for q, k in pairs)
+        return "all" if everything else "some"
+
+    def _find_spans(self, documents_BS: Tensor) -> list[list[list[int]]]:
+        """Least and greatest document number of each piece of each sample."""
+        pieces = documents_BS.unflatten(1, (-1, self.piece))
+        return torch.stack((pieces.amin(-1), pieces.amax(-1)), -1).tolist()
+
+
+def ring_attention(
+    query_BSND: Tensor, key_BSGD: Tensor, value_BSGD: Tensor, circle: Circle
+) -> Tensor:
+    """Attention of this rank's queries to the keys of all ranks of the ring, [B, S, N, D]."""
+    return _RingAttention.apply(query_BSND, torch.stack((key_BSGD, value_BSGD)), circle)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, kv: Tensor, circle: Circle) -> Tensor:
+        batch, length, heads, _ = query.shape
+        wide = torch.promote_types(query.dtype, torch.float32)
+        out = torch.zeros_like(query, dtype=wide, memory_format=torch.contiguous_format)
+        lse = out.new_full((batch, heads, length), -math.inf)
+        for there, visiting in _around(kv, circle.ring):
+            for tile in circle.tiles(there):
+                mask, rows = circle.mask(tile, there, query.device), tile.queries
+                part = attend(
+                    query[:, rows], visiting[:, :, tile.keys], mask, causal=tile.kind == "causal"
+                )
+                merge(out[:, rows], lse[:, :, rows], *part)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, kv, out, lse)
+        ctx.circle = circle
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        query, kv, out, lse = ctx.saved_tensors
+        circle, d_out = ctx.circle, gradients[0]
+        d_query = torch.zeros_like(out, dtype=lse.dtype)
+        coming: Pending[Tensor] | None = None
+        for there, visiting in _around(kv, circle.ring):
+            d_kv = torch.zeros_like(kv, dtype=lse.dtype)
+            for tile in circle.tiles(there):
+                rows, keys = tile.queries, tile.keys
+                d_rows, d_key, d_value = attend_backward(
+                    d_out[:, rows],
+                    query[:, rows],
+                    visiting[:, :, keys],
+                    out[:, rows],
+                    lse[:, :, rows],
+                    circle.mask(tile, there, query.device),
+                    causal=tile.kind == "causal",
+                )
+                d_query[:, rows] += d_rows
+                d_kv[0, :, keys] += d_key
+                d_kv[1, :, keys] += d_value
+            if coming is not None:
+                d_kv += coming.wait()
+            coming = pass_on(d_kv, circle.ring)
+        assert coming is not None
+        return d_query.to(query.dtype), coming.wait().to(kv.dtype), None
+
+
+def _around(kv: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:
+    """Each rank of the ring with its keys and values: this one, then those before it one by one.
+    Its own come first, with which every query sees itself, so that no sum of exponentials is 0."""
+    for step in range(ring.size):
+        coming = pass_on(kv, ring) if step + 1 < ring.size else None
+        yield (ring.index - step) % ring.size, kv
+        if coming is not None:
+            kv = coming.wait()

@@ -1,0 +1,210 @@
+"""Attention a tile at a time: some queries against some keys, and results that can be put together.
+
+Every function also gives, or takes, the logarithm of the sum of the exponentials of each query's
+scores, with which the outputs of two tiles are merged exactly (Milakov and Gimelshein 2018; the
+algebra of FlashAttention, Dao et al. 2022). Which implementation computes a tile is decided here
+and nowhere else. Shape legend: B samples, Q queries, K keys, N query heads, G key/value heads,
+D width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Which keys of its sample a query sees: itself and what is before it, at most `window` tokens
+    in all, and of documents_BS, where given, only those with its own number."""
+
+    window: int | None
+    documents_BS: Tensor | None
+
+    @property
+    def narrow(self) -> bool:
+        """Whether a query may not see everything before it."""
+        return self.window is not None or self.documents_BS is not None
+
+    def mask(self, queries_Q: Tensor, keys_K: Tensor) -> Tensor:
+        """Places in the sample to bool [Q, K] or, with documents, [B, 1, Q, K]."""
+        distance = queries_Q[:, None] - keys_K[None, :]
+        mask = distance >= 0
+        if self.window is not None:
+            mask &= distance < self.window
+        if self.documents_BS is None:
+            return mask
+        alike = self.documents_BS[:, queries_Q, None] == self.documents_BS[:, None, keys_K]
+        return (mask & alike)[:, None]
+
+
+def attend(
+    query_BQND: Tensor, kv: Tensor, mask: Tensor | None, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Output [B, Q, N, D] and log-sum-exp [B, N, Q], in at least fp32 and -inf where a query sees
+    no key.
+
+    kv: keys and values, [2, B, K, G, D]. mask: as of `Sight.mask`, None when all is seen.
+    causal: of as many queries as keys, each sees itself and what is before.
+    """
+    query, key, value = _heads_first(query_BQND, kv)
+    if query.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, attn_mask=_additive(mask, query.dtype)
+        )
+    elif _flash(query, key, value, mask, causal):
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal
+        )
+    else:
+        out, lse = _plain(query, key, value, _additive(_or_causal(mask, query, causal), None))
+    if mask is not None:
+        lse = lse.masked_fill(~mask.any(-1), -math.inf)
+    return out.transpose(1, 2), lse
+
+
+def attend_backward(
+    d_out: Tensor,
+    query_BQND: Tensor,
+    kv: Tensor,
+    out_BQND: Tensor,
+    lse_BNQ: Tensor,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a tile adds to the gradients of queries [B, Q, N, D], keys and values [B, K, G, D].
+
+    out, lse: of all tiles together, so that exp(score - lse) is the share of a key among all that
+    the query sees, in whichever tile.
+    """
+    query, key, value = _heads_first(query_BQND, kv)
+    d_out, out = d_out.transpose(1, 2), out_BQND.transpose(1, 2)
+    if query.device.type == "cpu":
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            d_out,
+            query,
+            key,
+            value,
+            out,
+            lse_BNQ,
+            0.0,
+            causal,
+            attn_mask=_additive(mask, query.dtype),
+        )
+    elif _flash(query, key, value, mask, causal):
+        gradients = _flash_backward(d_out, query, key, value, out, lse_BNQ, causal)
+    else:
+        bias = _additive(_or_causal(mask, query, causal), None)
+        gradients = _plain_backward(d_out, query, key, value, out, lse_BNQ, bias)
+    d_query, d_key, d_value = (gradient.transpose(1, 2) for gradient in gradients)
+    return d_query, d_key, d_value
+
+
+def merge(out_BQND: Tensor, lse_BNQ: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:
+    """Take one more tile of keys into `out` and `lse`, in place; out 0 and lse -inf is none yet.
+
+    out = (e^lse out + e^lse' out') / (e^lse + e^lse'), so the tile's weight is a sigmoid.
+    """
+    weight_BQN1 = torch.sigmoid(tile_lse - lse_BNQ).transpose(1, 2)[..., None]
+    out_BQND.lerp_(tile_out.to(out_BQND.dtype), weight_BQN1.to(out_BQND.dtype))
+    torch.logaddexp(lse_BNQ, tile_lse, out=lse_BNQ)
+
+
+def _heads_first(query_BQND: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return query_BQND.transpose(1, 2), kv[0].transpose(1, 2), kv[1].transpose(1, 2)
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """0 where a mask is true and -inf elsewhere, with the batch and head dims that torch asks for;
+    without a type that of `torch.get_default_dtype()`."""
+    if mask is None:
+        return None
+    mask = mask if mask.dim() == 4 else mask[None, None]
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+
+
+def _or_causal(mask: Tensor | None, query: Tensor, causal: bool) -> Tensor | None:
+    if not causal:
+        return mask
+    length = query.shape[2]
+    return torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> bool:
+    """Whether torch's fused attention takes it on this GPU; unlike torch's front, the operator
+    itself fills up no head to a multiple of 8 elements."""
+    asked = SDPAParams(query, key, value, mask, 0.0, causal, True)
+    return query.shape[3] % 8 == 0 and can_use_flash_attention(asked)
+
+
+def _flash_backward(
+    d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, ...]:
+    nothing = torch.empty(0, dtype=torch.int64, device=query.device)  # no dropout, no random state
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        d_out,
+        query,
+        key,
+        value,
+        out,
+        lse.contiguous(),
+        None,
+        None,
+        query.shape[2],
+        key.shape[2],
+        0.0,
+        causal,
+        nothing,
+        nothing,
+    )
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T / sqrt(D) + bias) v in matrix products; heads first."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = _scores(query, key, bias, wide)
+    lse = scores.logsumexp(-1)
+    shares = (scores - lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp()
+    out = _grouped(shares.to(query.dtype), key.shape[1]) @ value[:, :, None]
+    return out.flatten(1, 2), lse
+
+
+def _plain_backward(
+    d_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """With shares p and dp = d_out v^T: dv = p^T d_out, ds = p (dp - sum(d_out out)) / sqrt(D),
+    dq = ds k, dk = ds^T q; keys and values sum over the query heads that share them."""
+    wide, groups = lse.dtype, key.shape[1]
+    shares = (_scores(query, key, bias, wide) - lse[..., None]).exp()
+    d_shares = (_grouped(d_out, groups) @ value[:, :, None].mT).flatten(1, 2).to(wide)
+    mean = (d_out.to(wide) * out.to(wide)).sum(-1, keepdim=True)
+    d_scores = shares * (d_shares - mean) / math.sqrt(query.shape[3])
+    d_scores_grouped = _grouped(d_scores.to(query.dtype), groups)
+    shares_grouped = _grouped(shares.to(query.dtype), groups)
+    d_query = (d_scores_grouped @ key[:, :, None]).flatten(1, 2)
+    d_key = (d_scores_grouped.mT @ _grouped(query, groups)).sum(2)
+    d_value = (shares_grouped.mT @ _grouped(d_out, groups)).sum(2)
+    return d_query, d_key, d_value
+
+
+def _scores(query: Tensor, key: Tensor, bias: Tensor | None, wide: torch.dtype) -> Tensor:
+    """[B, N, Q, K], scaled and with the bias."""
+    product = _grouped(query, key.shape[1]) @ key[:, :, None].mT
+    scores = product.flatten(1, 2).to(wide) / math.sqrt(query.shape[3])
+    return scores if bias is None else scores + bias.to(wide)
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """[B, N, ...] to [B, G, N / G, ...]."""
+    return x.unflatten(1, (groups, -1))

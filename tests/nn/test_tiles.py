@@ -1,0 +1,162 @@
+"""Tiles of attention put together are the whole of it, forward and backward, in either way of
+computing one; and the tiles of a ring cover what is seen, once, and nothing that a mask could skip.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaframe.comm import Ring
+from megaframe.microbatch import zigzag
+from megaframe.nn import tiles
+from megaframe.nn.ring import Circle
+from megaframe.nn.tiles import Sight, attend, attend_backward, merge
+
+BATCH, HEADS, GROUPS, WIDTH = 2, 4, 2, 6
+
+
+def plain_attend(query, kv, mask, *, causal):
+    bias = tiles._additive(tiles._or_causal(mask, query.transpose(1, 2), causal), None)
+    out, lse = tiles._plain(*tiles._heads_first(query, kv), bias)
+    return out.transpose(1, 2), lse
+
+
+def plain_backward(d_out, query, kv, out, lse, mask, *, causal):
+    bias = tiles._additive(tiles._or_causal(mask, query.transpose(1, 2), causal), None)
+    heads_first = tiles._heads_first(query, kv)
+    made = tiles._plain_backward(
+        d_out.transpose(1, 2), *heads_first, out.transpose(1, 2), lse, bias
+    )
+    return [gradient.transpose(1, 2) for gradient in made]
+
+
+WAYS = {"fused": (attend, attend_backward), "plain": (plain_attend, plain_backward)}
+
+
+def samples(length, documents, generator):
+    query = torch.randn(BATCH, length, HEADS, WIDTH, dtype=torch.float64, generator=generator)
+    kv = torch.randn(2, BATCH, length, GROUPS, WIDTH, dtype=torch.float64, generator=generator)
+    numbers = None
+    if documents:
+        numbers = (torch.rand(BATCH, length, generator=generator) < 0.3).cumsum(1)
+    return query, kv, numbers
+
+
+@pytest.mark.parametrize("way", WAYS)
+@settings(deadline=None, max_examples=25)
+@given(
+    ranks=st.integers(2, 4),
+    piece=st.integers(1, 4),
+    window=st.none() | st.integers(1, 9),
+    documents=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_tiles_of_a_ring_make_up_the_whole(way, ranks, piece, window, documents, seed):
+    forward, backward = WAYS[way]
+    generator = torch.Generator().manual_seed(seed)
+    length = 2 * piece * ranks
+    query, kv, numbers = samples(length, documents, generator)
+    d_out = torch.randn(query.shape, dtype=torch.float64, generator=generator)
+    sight, places = Sight(window, numbers), torch.arange(length)
+    wanted = whole(query, kv, sight.mask(places, places), d_out)
+    found = [torch.zeros_like(tensor) for tensor in (query, query, kv)]
+    parts = [zigzag(places, index, ranks, 0) for index in range(ranks)]
+    for here, mine in enumerate(parts):
+        circle = Circle(Ring(here, ranks), 2 * piece, sight)
+        out = torch.zeros_like(query[:, mine])
+        lse = torch.full((BATCH, HEADS, len(mine)), -math.inf, dtype=torch.float64)
+        order = [(here - step) % ranks for step in range(ranks)]
+        every = [(there, tile) for there in order for tile in circle.tiles(there)]
+        for there, tile in every:
+            rows, keys = tile.queries, parts[there][tile.keys]
+            mask, causal = circle.mask(tile, there, query.device), tile.kind == "causal"
+            part = forward(query[:, mine[rows]], kv[:, :, keys], mask, causal=causal)
+            merge(out[:, rows], lse[:, :, rows], *part)
+        found[0][:, mine] = out
+        for there, tile in every:
+            rows, keys = tile.queries, parts[there][tile.keys]
+            mask, causal = circle.mask(tile, there, query.device), tile.kind == "causal"
+            d_query, d_key, d_value = backward(
+                d_out[:, mine[rows]],
+                query[:, mine[rows]],
+                kv[:, :, keys],
+                out[:, rows],
+                lse[:, :, rows],
+                mask,
+                causal=causal,
+            )
+            found[1][:, mine[rows]] += d_query
+            found[2][0, :, keys] += d_key
+            found[2][1, :, keys] += d_value
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+def whole(query, kv, mask, d_out):
+    """Output and gradients of plain attention."""
+    query, kv = query.clone().requires_grad_(), kv.clone().requires_grad_()
+    heads_first = (x.transpose(1, 2) for x in (query, kv[0], kv[1]))
+    out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True)
+    out.transpose(1, 2).backward(d_out)
+    return out.detach().transpose(1, 2), query.grad, kv.grad
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_ranks_compute_equally_much_and_need_no_mask(ranks):
+    """Under a causal mask a rank has its own triangle and else rectangles of half its square."""
+    length = 12
+    for here in range(ranks):
+        circle = Circle(Ring(here, ranks), length, Sight(None, None))
+        for there in range(ranks):
+            (tile,) = circle.tiles(there)
+            queries, keys = (len(range(*s.indices(length))) for s in (tile.queries, tile.keys))
+            assert tile.kind == ("causal" if here == there else "all")
+            assert queries * keys == length**2 // (1 if here == there else 2)
+
+
+def test_what_nobody_sees_is_not_computed():
+    """A window of one piece reaches one piece back; documents as long as a piece are alone."""
+    ranks, piece = 4, 3
+    numbers = torch.arange(2 * ranks).repeat_interleave(piece).expand(BATCH, -1)
+    for here in range(ranks):
+        near = Circle(Ring(here, ranks), 2 * piece, Sight(piece, None))
+        alone = Circle(Ring(here, ranks), 2 * piece, Sight(None, numbers))
+        for there in range(ranks):
+            assert bool(near.tiles(there)) == (abs(here - there) <= 1)
+            assert len(alone.tiles(there)) == 2 * (here == there)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_query_that_sees_nothing_of_a_tile_changes_nothing(way):
+    generator = torch.Generator().manual_seed(0)
+    query, kv, _ = samples(3, False, generator)
+    mask = torch.tensor([[True, True, False], [False] * 3, [True] * 3])
+    out, lse = WAYS[way][0](query, kv, mask, causal=False)
+    assert (lse == -math.inf).tolist() == [[[False, True, False]] * HEADS] * BATCH
+    before = torch.randn(out.shape, dtype=torch.float64), torch.randn(lse.shape).double()
+    after = tuple(x.clone() for x in before)
+    merge(*after, out, lse)
+    assert torch.equal(after[0][:, 1], before[0][:, 1])
+    assert torch.equal(after[1][..., 1], before[1][..., 1])
+    assert not torch.equal(after[0][:, 0], before[0][:, 0])
+
+
+@given(st.integers(1, 40), st.integers(1, 6))
+def test_zigzag_deals_every_token_once_and_equally(length, parts):
+    dealt = [zigzag(torch.arange(length), index, parts, -1) for index in range(parts)]
+    assert len({len(part) for part in dealt}) == 1
+    found = torch.cat(dealt)
+    assert found[found >= 0].sort().values.tolist() == list(range(length))
+    assert len(found) - length < 2 * parts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_is_merged_in_fp32(dtype):
+    generator = torch.Generator().manual_seed(0)
+    query, kv, _ = samples(8, False, generator)
+    out, lse = attend(query.to(dtype), kv.to(dtype), None, causal=True)
+    assert out.dtype == dtype and lse.dtype == torch.float32

@@ -1,0 +1,167 @@
+"""Context parallel ranks give the one-process answer to 1e-10 in fp64, in every kind, alone and
+with tensor, pipeline and data ranks. Ten tokens divide into no number of pieces here: with four
+ranks the last pieces hold nothing but filling.
+"""
+
+import json
+
+import pytest
+import torch
+from training import MODELS, assert_same, global_batch, run, share
+
+from megaframe.config import RunConfig, load
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh, world_size
+from megaframe.meter import StepTimer
+from megaframe.pipeline import Pipeline
+from megaframe.trainer import Trainer
+
+SHAPES = {
+    **MODELS,
+    "window": {"window": 4, "qkv_bias": True, "kv_heads": 4, "head_dim": 6},
+    "packed": {"position": "learned", "kv_heads": 1, "dropout": 0.2},
+    "packed-window": {"window": 3, "kv_heads": 2, "logit_softcap": 3.0},
+}
+RING, ALL_TO_ALL = {"context_kind": "ring"}, {"context_kind": "all_to_all"}
+NESTED = {"context_kind": "nested", "context_heads": 2}
+LAYOUTS = [
+    (2, {"context": 2, **RING}, "none"),
+    (4, {"context": 4, **RING}, "full"),
+    (2, {"context": 2, **ALL_TO_ALL}, "full"),
+    (4, {"context": 4, **ALL_TO_ALL}, "selective"),
+    (4, {"context": 4, **NESTED}, "none"),
+    (4, {"context": 2, **RING, "tensor": 2}, "none"),
+    (4, {"context": 2, **ALL_TO_ALL, "tensor": 2}, "full"),
+    (4, {"context": 2, **RING, "data": 2}, "selective"),
+    (4, {"context": 2, **RING, "pipeline": 2, "chunks": 2, "schedule": "zb-v"}, "none"),
+]
+
+
+def outcome(ranks, name, train, parallel, pool, *, layers=2, serial=False):
+    model, packed = {**SHAPES[name], "layers": layers}, name.startswith("packed")
+    return pool.run(ranks, run, model, train, parallel, serial, False, packed)
+
+
+@pytest.fixture(scope="module")
+def expected(pool):
+    """What one process computes of each model with two layers for each stage."""
+    return {
+        (name, stages): outcome(1, name, {"microbatch": 8}, {}, pool, layers=2 * stages)[0]
+        for name in SHAPES
+        for stages in (1, 2)
+    }
+
+
+@pytest.mark.parametrize(("ranks", "parallel", "recompute"), LAYOUTS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
+    train = {"microbatch": 1 if "pipeline" in parallel else 4, "recompute": recompute}
+    stages = parallel.get("pipeline", 1)
+    found = outcome(ranks, name, train, parallel, pool, layers=2 * stages)
+    assert_same(found, expected[name, stages])
+
+
+@pytest.mark.parametrize("parallel", [{**RING, "context": 4}, {**ALL_TO_ALL, "context": 2}])
+def test_samples_of_different_lengths(parallel, pool):
+    model, train = MODELS["llama"], {"microbatch": 1}
+    (alone,) = pool.run(1, run, model, train, None, False, True)
+    assert_same(pool.run(4, run, model, train, parallel, False, True), alone)
+
+
+def test_overlap_changes_no_bit(pool):
+    for parallel in ({"context": 4, **RING}, {"context": 4, **NESTED}):
+        serial, overlapped = (
+            outcome(4, "packed-window", {"microbatch": 4}, parallel, pool, serial=serial)
+            for serial in (True, False)
+        )
+        for one, other in zip(serial, overlapped, strict=True):
+            assert (one.losses, one.norms) == (other.losses, other.norms)
+            assert all(
+                torch.equal(one.weights[name][1], other.weights[name][1]) for name in one.weights
+            )
+
+
+def train(overrides):
+    """A whole run on this rank, from config to records."""
+    config = load(None, overrides)
+    layout = Layout.from_parallel(config.parallel, world_size())
+    mesh = Mesh(layout, device="cpu", timeout=60)
+    Trainer(config, mesh).run()
+    mesh.close()
+
+
+def test_a_run_is_the_same_and_goes_on_under_other_layouts(pool, overrides, tmp_path):
+    """Losses, evaluation (whose last sample is of one rank only) and checkpoints of a run through
+    the trainer, with documents, moved from nested ranks to a ring with data ranks."""
+    nested = {"parallel__context": 4, "parallel__context_kind": "nested"}
+    nested["parallel__context_heads"] = 2
+    ring = {"parallel__context": 2, "checkpoint__resume": "latest"}
+    found = {}
+    for name, parts in {"one": [(1, {})], "many": [(4, nested), (4, ring)]}.items():
+        folder = tmp_path / name
+        for steps, (ranks, parallel) in zip((8, 12)[-len(parts) :], parts, strict=True):
+            keys = overrides(
+                run__dir=folder,
+                train__seq=18,
+                train__steps=steps,
+                train__eval_every=4,
+                train__eval_samples=13,
+                optim__schedule="constant",
+                checkpoint__every=8,
+                data__mask_eod=True,
+                data__reset_attention=True,
+                data__reset_positions=True,
+                **parallel,
+            )
+            pool.run(ranks, train, keys)
+        records = (folder / "metrics.jsonl").read_text().splitlines()
+        found[name] = [json.loads(line) for line in records]
+    assert len(found["one"]) == 12
+    for one, many in zip(found["one"], found["many"], strict=True):
+        assert one.keys() == many.keys()
+        for key in one.keys() & {"loss", "grad_norm", "eval_loss", "tokens"}:
+            assert many[key] == pytest.approx(one[key], rel=1e-10, abs=0)
+
+
+LAYERS, HIDDEN, HEADS, KV_HEADS, SEQ, BATCH = 3, 16, 4, 2, 16, 8
+
+
+def moved(parallel):
+    """One step -> bytes and calls that this rank gave to its ring and to its exchange of heads."""
+    config = RunConfig(
+        model={
+            "layers": LAYERS,
+            "hidden": HIDDEN,
+            "heads": HEADS,
+            "kv_heads": KV_HEADS,
+            "vocab": 37,
+        },
+        train={"seq": SEQ, "global_batch": BATCH, "microbatch": 2, "precision": "fp64"},
+        parallel=parallel,
+    )
+    mesh = Mesh(Layout.from_parallel(config.parallel, 4), device="cpu", timeout=60)
+    pipeline = Pipeline(config, mesh, StepTimer().time)
+    pipeline.optimizer.initialise(1)
+    pipeline.train(share(global_batch(config, 0), 2, 0, 1, ragged=False), 0, 1.0)
+    context = pipeline.context
+    found = context.ring.next.traffic.take(), context.heads.traffic.take()
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "ring", "heads"), [(RING, 4, 1), (ALL_TO_ALL, 1, 4), (NESTED, 2, 2)]
+)
+def test_bytes_are_the_closed_form(kind, ring, heads, pool):
+    """A ring of R passes keys and values R - 1 times forward, again backward, and their gradients
+    R times. Ranks exchange all but their own share of queries, keys, values and output, twice;
+    keys and values of fewer heads than ranks are as many as ranks."""
+    tokens, microbatches, width = 2 * SEQ // 4, BATCH // 2, 8 * HIDDEN // HEADS
+    group_heads = max(KV_HEADS, heads)
+    around = 2 * tokens * heads * (group_heads // heads) * width
+    passes = 2 * (ring - 1) + ring if ring > 1 else 0
+    across = 2 * tokens * (2 * HEADS + 2 * group_heads) * width * (heads - 1) // heads
+    times = LAYERS * microbatches
+    for of_ring, of_heads in pool.run(4, moved, {"context": 4, **kind}):
+        assert of_ring == (times * passes * around, times * passes)
+        assert of_heads == (times * across * (heads > 1), times * 4 * (heads > 1))
