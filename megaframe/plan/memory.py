@@ -56,8 +56,8 @@ def memory(
         values=parameters * width if width != master else 0,
         gradients=parameters * master,
         optimizer=2 * parameters * master,
-        # Rows, heads and widths are all dealt to the tensor ranks.
-        activations=_activations(config, plans, actions) // tensor,
+        # Tokens are dealt to the context ranks; rows, heads and widths to the tensor ranks.
+        activations=_activations(config, plans, actions) // (tensor * config.parallel.context),
         logits=chunk * vocab * width if any(plan.last for plan in plans) else 0,
     )
 

@@ -41,7 +41,8 @@ def tensor_bytes(config: RunConfig, layout: Layout) -> float:
     Where layers run again in backward, 4 more for each of them are not counted.
     """
     model, train = config.model, config.train
-    stream = train.microbatch * train.seq * model.hidden * _WIDTH[train.precision]
+    tokens = train.microbatch * train.seq / layout.context
+    stream = tokens * model.hidden * _WIDTH[train.precision]
     microbatches = train.global_batch // (train.microbatch * layout.data)
     times = 10 * model.layers / layout.pipeline + 4 / layout.pipeline
     return times * stream * microbatches * (layout.tensor - 1) / layout.tensor

@@ -21,12 +21,17 @@ SHAPES = {
     "window": {"window": 4, "qkv_bias": True, "kv_heads": 4, "ffn": 30},
 }
 TRAIN = {"smooth": {"label_smoothing": 0.1, "z_loss": 0.01}}
+INTERLEAVED = {"tensor": 2, "pipeline": 2, "chunks": 2, "schedule": "interleaved"}
+ZB_V = {**INTERLEAVED, "schedule": "zb-v"}
 LAYOUTS = [
-    (2, {"tensor": 2}),
-    (4, {"tensor": 4}),
-    (4, {"tensor": 2, "data": 2}),
-    (4, {"tensor": 2, "pipeline": 2, "chunks": 2, "schedule": "interleaved"}),
-    (4, {"tensor": 2, "pipeline": 2, "chunks": 2, "schedule": "zb-v"}),
+    (2, {"tensor": 2}, "none"),
+    (2, {"tensor": 2}, "selective"),
+    (2, {"tensor": 2}, "full"),
+    (4, {"tensor": 4}, "selective"),
+    (4, {"tensor": 2, "data": 2}, "none"),
+    (4, INTERLEAVED, "full"),
+    (4, ZB_V, "none"),
+    (4, ZB_V, "selective"),
 ]
 
 
@@ -38,8 +43,7 @@ def expected(pool):
     }
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize(("ranks", "parallel"), LAYOUTS)
+@pytest.mark.parametrize(("ranks", "parallel", "recompute"), LAYOUTS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
     model = {**SHAPES[name], "layers": 4}
