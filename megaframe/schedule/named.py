@@ -9,6 +9,7 @@ action in which it does nothing: the measure of the papers, in which ranks need 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 
 from megaframe.schedule.actions import Action, Kind
 from megaframe.schedule.orders import alternate, even_turns, keep, passes, split, stage_of
@@ -27,11 +28,17 @@ def named(
     return Schedule(tuple(map(tuple, lists)))
 
 
-def live_at_least(name: str, ranks: int, microbatches: int) -> int:
+def live_at_least(name: str, ranks: int, chunks: int, microbatches: int) -> Fraction:
     """A bound from below on the live activations of a named schedule, known without making it."""
-    if name in ("gpipe", "breadth-first"):
-        return microbatches
-    return min(microbatches, 2 * ranks - 1) if name == "zb-h2" else 1
+    bounds = {
+        "gpipe": Fraction(microbatches),
+        "breadth-first": Fraction(microbatches),
+        "zb-h2": Fraction(2 * ranks - 1),
+        "interleaved": Fraction(
+            2 * ranks - 1 + (chunks - 1) * max(even_turns(microbatches, ranks)), chunks
+        ),
+    }
+    return min(bounds.get(name, Fraction(1)), Fraction(microbatches))
 
 
 def gpipe(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:

@@ -94,7 +94,7 @@ def named_candidates(
 ) -> Iterator[Program]:
     """The named schedules of this size, without those that surely break the limit."""
     for name in GENERATORS:
-        fits = live_at_least(name, ranks, microbatches) <= limit
+        fits = live_at_least(name, ranks, chunks, microbatches) <= limit
         if fits and not any(name_mistakes(name, ranks, chunks, microbatches)):
             yield flatten(named(name, ranks, chunks, microbatches))
 

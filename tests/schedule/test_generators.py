@@ -142,7 +142,7 @@ def test_every_schedule_passes_the_checker(name, ranks, chunks, more):
     schedule = generate(name, ranks, chunks, microbatches)
     check(schedule)
     peak = max(simulate(schedule, Costs()).peak_activations)
-    assert live_at_least(name, ranks, microbatches) <= peak
+    assert live_at_least(name, ranks, chunks, microbatches) <= peak
     assert schedule.microbatches == microbatches
     assert [len(schedule.stages(rank)) for rank in range(ranks)] == [chunks] * ranks
 
