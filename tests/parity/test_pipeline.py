@@ -41,8 +41,7 @@ def expected(pool):
     }
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize(("stages", "recompute"), [(2, "none"), (4, "full")])
 @pytest.mark.parametrize("schedule", CHUNKS)
 @pytest.mark.parametrize("name", MODELS)
 def test_schedules_do_not_change_the_answer(name, schedule, stages, recompute, pool, expected):
