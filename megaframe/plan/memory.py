@@ -16,7 +16,8 @@ from megaframe.schedule import Action, Kind
 LOSS_CHUNK = 12_900_000
 """Most logits that exist at once. Fewer make fp32 products slower (docs/log.md)."""
 
-_WIDTH = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+WIDTH = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+"""Bytes of a value or an activation, by `train.precision`."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def memory(
 ) -> Memory:
     """Memory of a rank that holds `parameters` parameters and runs the stages of `plans`, in the
     order of its `actions`."""
-    width = _WIDTH[config.train.precision]
+    width = WIDTH[config.train.precision]
     master = max(4, width)
     tokens = config.train.microbatch * config.train.seq
     tensor = config.parallel.tensor
@@ -83,7 +84,7 @@ def _stage_bytes(config: RunConfig, plan: StagePlan) -> int:
     """Bytes that a stage keeps of one microbatch: each block's input, all else of the blocks that
     do not run again, and the head's input with its gradient."""
     tokens = config.train.microbatch * config.train.seq
-    stream = tokens * config.model.hidden * _WIDTH[config.train.precision]
+    stream = tokens * config.model.hidden * WIDTH[config.train.precision]
     whole = len(plan.blocks) - plan.recomputed
     streams = len(plan.blocks) + 2 * plan.last
     return streams * stream + whole * block_bytes(config)
@@ -97,7 +98,7 @@ def block_bytes(config: RunConfig) -> int:
     norms' outputs with their statistics, and the MLP after its activation. Statistics are in at
     least fp32, but for those of layernorm on a CPU.
     """
-    model, width = config.model, _WIDTH[config.train.precision]
+    model, width = config.model, WIDTH[config.train.precision]
     tokens = config.train.microbatch * config.train.seq
     queries = model.heads * model.head_dim
     qkv = queries + 2 * model.kv_heads * model.head_dim

@@ -6,12 +6,12 @@ from math import gcd
 
 from megaframe.config.schema import RunConfig
 from megaframe.layout import Layout
+from megaframe.plan.memory import WIDTH
 
 BETWEEN_NODES = 50e9
 """Bytes a second of one rank to another node: a 400 Gb/s adapter per rank."""
 WITHIN_NODE = 450e9
 """Bytes a second of one rank to its neighbours: NVLink 4, one direction."""
-_WIDTH = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 
 
 def crossing(config: RunConfig, layout: Layout, node_size: int) -> str | None:
@@ -42,7 +42,7 @@ def tensor_bytes(config: RunConfig, layout: Layout) -> float:
     """
     model, train = config.model, config.train
     tokens = train.microbatch * train.seq / layout.context
-    stream = tokens * model.hidden * _WIDTH[train.precision]
+    stream = tokens * model.hidden * WIDTH[train.precision]
     microbatches = train.global_batch // (train.microbatch * layout.data)
     times = 10 * model.layers / layout.pipeline + 4 / layout.pipeline
     return times * stream * microbatches * (layout.tensor - 1) / layout.tensor
