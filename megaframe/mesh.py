@@ -132,7 +132,7 @@ class Mesh:
         """
         columns = self.layout.groups("pipeline")
         here = self.coordinate["pipeline"]
-        for source, target in sorted(set(links) - self._links.keys()):
+        for source, target in sorted(set(links)):
             low, high = sorted((source, target))
             pairs = [(column[low], column[high]) for column in columns]
             made = self._make_group(("pipeline",), pairs)

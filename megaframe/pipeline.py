@@ -56,9 +56,10 @@ class Pipeline:
 
         @lru_cache(_KEPT)
         def lowered(microbatches: int, train: bool) -> Schedule:
-            if train:
-                return lower(step_schedule(config, microbatches))
-            return lower(forward_schedule(rank_of, microbatches))
+            if not train:
+                return lower(forward_schedule(rank_of, microbatches))
+            known = microbatches == self.schedule.microbatches
+            return lower(self.schedule if known else step_schedule(config, microbatches))
 
         self._lowered = lowered
 
