@@ -7,10 +7,11 @@ so and waited for by its consumer; what is sent is kept until it has left.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from megaframe.meter import Part
 from megaframe.microbatch import Microbatch
 from megaframe.nn.frame import rows_of
 from megaframe.optim.optimizer import Optimizer, Update
+from megaframe.parameter import Module
 from megaframe.schedule import Action, Kind, Schedule
 from megaframe.stage import Done, Stage
 
@@ -55,17 +57,27 @@ class Engine:
         self.optimizer.start_step()
         passes = _Passes(self, schedule, microbatches, step, scale)
         update: Update | None = None
-        for action in schedule.ranks[self.rank]:
+        for action, following in self._with_following(schedule.ranks[self.rank]):
             if action.kind is Kind.UPDATE:
                 with self.time("communication"):
                     self.optimizer.wait()
                 with self.time("optimizer"):
                     update = self.optimizer.update()
             else:
-                passes.do(action)
+                passes.do(action, following)
         passes.finish()
         assert update is not None, "a lowered schedule ends with the update"
         return Outcome(passes.loss, update)
+
+    def _with_following(self, actions: Sequence[Action]) -> list[tuple[Action, Module | None]]:
+        """Each action with the unit whose values the next pass after it needs first."""
+        found: list[tuple[Action, Module | None]] = []
+        following: Module | None = None
+        for action in reversed(actions):
+            found.append((action, following))
+            if action.stage is not None and action.kind in (Kind.F, Kind.B):
+                following = self.stages[action.stage].first(backward=action.kind is Kind.B)
+        return found[::-1]
 
     def evaluate(self, schedule: Schedule, microbatches: Sequence[Microbatch]) -> Tensor:
         """Execute the forward passes without gradients. Returns the loss sum as `Outcome` does."""
@@ -96,10 +108,11 @@ class _Passes:
         self._leaving: dict[tuple[Kind, int, int], Tensor] = {}
         self._sent: deque[Pending[Tensor]] = deque()
         self._reducing: set[int] = set()
+        self._forwards: Counter[int] = Counter()
         self.loss = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
 
-    def do(self, action: Action) -> None:
-        """Run one action."""
+    def do(self, action: Action, following: Module | None = None) -> None:
+        """Run one action. following: the unit whose values are needed first after it."""
         kind, stage, number = action.kind, action.stage, action.microbatch
         assert stage is not None
         if kind is Kind.REDUCE:
@@ -107,11 +120,12 @@ class _Passes:
             return
         assert number is not None
         if kind is Kind.F:
-            self._forward(stage, number)
+            self._forward(stage, number, following)
         elif kind is Kind.B:
-            self._backward(stage, number)
+            self._backward(stage, number, following)
         elif kind is Kind.W:
             self._engine.stages[stage].weight_backward(number, self._done(stage))
+            self._completed(stage)
         elif kind is Kind.SEND_F:
             self._send(Kind.F, stage, number, stage + 1)
         elif kind is Kind.SEND_B:
@@ -126,30 +140,40 @@ class _Passes:
         while self._sent:
             self._sent.popleft().wait()
 
-    def _forward(self, number: int, microbatch: int) -> None:
+    def _forward(self, number: int, microbatch: int, following: Module | None) -> None:
         stage = self._engine.stages[number]
         x = None if stage.plan.first else self._take(Kind.F, number, microbatch)
         data = self._microbatches[microbatch]
         if self._scale is None:
             y = stage.evaluate(data, x)
         else:
-            y = stage.forward(microbatch, data, self._step, self._scale, x)
+            self._forwards[number] += 1
+            last = self._forwards[number] == len(self._microbatches)
+            done = partial(self._engine.optimizer.reduce, last=last)
+            y = stage.forward(microbatch, data, self._step, self._scale, x, done, following)
         if stage.plan.last:
             self.loss += y
         else:
             self._pass_on(Kind.F, number, microbatch, y, number + 1)
 
-    def _backward(self, number: int, microbatch: int) -> None:
+    def _backward(self, number: int, microbatch: int, following: Module | None) -> None:
         stage = self._engine.stages[number]
         gradient = None if stage.plan.last else self._take(Kind.B, number, microbatch)
         split = (number, microbatch) in self._split
         done = None if split else self._done(number)
-        gradient = stage.backward(microbatch, gradient, done, split=split)
+        gradient = stage.backward(microbatch, gradient, done, following, split=split)
         if gradient is not None:
             self._pass_on(Kind.B, number, microbatch, gradient, number - 1)
+        if not split:
+            self._completed(number)
 
-    def _done(self, stage: int) -> Done | None:
-        return self._engine.optimizer.reduce if stage in self._reducing else None
+    def _done(self, stage: int) -> Done:
+        return partial(self._engine.optimizer.reduce, last=stage in self._reducing)
+
+    def _completed(self, stage: int) -> None:
+        """A microbatch has left the stage for good."""
+        if stage in self._reducing:
+            self._engine.optimizer.reduce_vectors(stage)
 
     def _pass_on(self, kind: Kind, stage: int, microbatch: int, made: Tensor, other: int) -> None:
         """Keep what `stage` made for its SEND, or hand it over on the same rank."""

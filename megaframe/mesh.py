@@ -24,15 +24,13 @@ from megaframe.layout import Layout
 AXIS_SETS: tuple[tuple[str, ...], ...] = (
     ("data",),
     ("tensor",),
-    ("data", "tensor"),
-    ("data", "context"),
-    ("data", "context", "tensor"),
-    ("pipeline",),
-    ("pipeline", "tensor"),
+    ("data_shard", "context"),
+    ("data_shard", "context", "tensor"),
+    ("data_replicate",),
+    ("pipeline", "data_shard", "context", "tensor"),
     ("pipeline", "data", "context", "tensor"),
 )
-"""The axis sets over which some part of megaframe communicates. The last is the world. Without
-context ranks a set with that axis is the one without it."""
+"""The axis sets over which some part of megaframe communicates. The last is the world."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt (malloc.h)."""
@@ -82,9 +80,11 @@ class Mesh:
             if layout.world > 1:
                 self.store = self._rendezvous()
         self._groups: dict[frozenset[str], Group] = {}
+        self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for axes in axis_sets:
             if self._key(axes) not in self._groups:
-                self._groups[self._key(axes)] = self._make_group(axes, layout.groups(*axes))
+                made = self._make_group(axes, layout.groups(*axes), shared=True)
+                self._groups[self._key(axes)] = made
         if layout.world > 1:
             self._watch = Watch(self.store, layout, self.rank, timeout)
 
@@ -93,18 +93,24 @@ class Mesh:
         return self._groups[self._key(axes)]
 
     def _key(self, axes: Iterable[str]) -> frozenset[str]:
-        return frozenset(axes) - (set() if self.layout.context > 1 else {"context"})
+        """Axes of one rank, and two names for the same ranks, make no other group."""
+        names = {"data" if self._whole(axis) else axis for axis in axes}
+        return frozenset(names) - (set() if self.layout.context > 1 else {"context"})
+
+    def _whole(self, axis: str) -> bool:
+        return axis == "data_shard" and self.layout.data_replicate == 1
 
     def share(self, copies: int) -> None:
-        """Make the group over ("data", "context", "tensor_copies"): so many neighbours on the
-        tensor axis, and their data and context ranks. All ranks of the world call it."""
+        """Make the group over ("data_shard", "context", "tensor_copies"): so many neighbours on the
+        tensor axis, and the ranks that hold a copy of the model with them. All ranks of the world
+        call it."""
         alike = [
             tuple(r for r in ranks if self.layout.coordinate(r)["tensor"] // copies == part)
-            for ranks in self.layout.groups("data", "context", "tensor")
+            for ranks in self.layout.groups("data_shard", "context", "tensor")
             for part in range(self.layout.tensor // copies)
         ]
-        axes = ("data", "context", "tensor_copies")
-        self._groups[self._key(axes)] = self._make_group(axes, alike)
+        axes = ("data_shard", "context", "tensor_copies")
+        self._groups[self._key(axes)] = self._make_group(axes, alike, shared=True)
 
     def divide_context(self, neighbours: int) -> tuple[Group, Ring]:
         """Make groups of so many neighbours on the context axis, and rings of the ranks with the
@@ -188,15 +194,20 @@ class Mesh:
                 others,
             ) from error
 
-    def _make_group(self, axes: tuple[str, ...], members: Sequence[tuple[int, ...]]) -> Group:
+    def _make_group(
+        self, axes: tuple[str, ...], members: Sequence[tuple[int, ...]], *, shared: bool = False
+    ) -> Group:
         """Make a process group of each of `members`, which all ranks give alike. Returns the one
-        with this rank, or this rank alone where there is none."""
+        with this rank, or this rank alone where there is none. shared: one that was made before
+        for the same ranks will do."""
         mine = Group(axes, (self.rank,), 0, None)
         for ranks in members:
-            handle = None
-            if len(ranks) > 1:
+            handle = self._handles.get(ranks) if shared else None
+            if len(ranks) > 1 and handle is None:
                 with self._gathering():
                     handle = dist.new_group(ranks, timeout=timedelta(seconds=self._timeout))
+                if shared:
+                    self._handles[ranks] = handle
             if self.rank in ranks:
                 mine = Group(axes, ranks, ranks.index(self.rank), handle, self._serial)
         return mine

@@ -7,7 +7,7 @@ either could live. Matrices add their gradient straight into `grad`; all else go
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,16 +35,21 @@ PRECISIONS = {
 }
 
 
+_AWAY = torch.empty(0)
+"""In the place of a value or a gradient that is not here."""
+
+
 class Parameter:
     """The local piece of one logical tensor.
 
-    value: in compute precision. grad: the sum of gradients, in master precision.
+    value: in compute precision. grad: the sum of gradients, in master precision. A bucket lends
+    both: they may be away when nothing needs them.
     `fresh` says that nothing was added to `grad` yet, so that its old content is overwritten
     instead of first being set to zero. replica: another rank's stage has the same parameter, counts
-    and saves it; their gradients are summed.
+    and saves it; their gradients are summed. frozen: it is not trained, and has no `grad`.
     """
 
-    __slots__ = ("box", "fresh", "grad", "replica", "spec", "value")
+    __slots__ = ("_open", "box", "fresh", "frozen", "grad", "replica", "spec", "value")
 
     box: Box
     value: Tensor
@@ -54,41 +59,65 @@ class Parameter:
         self.spec = spec
         self.replica = replica
         self.fresh = True
+        self.frozen = False
+        self.value = self.grad = _AWAY
 
-    def bind(self, box: Box, value: Tensor, grad: Tensor) -> None:
-        """Give the parameter its storage."""
-        self.box, self.value, self.grad = box, value, grad
+    def bind(self, box: Box, open_grad: Callable[[], object] | None) -> None:
+        """Say which piece of the tensor this is. open_grad: is called before the first addition to
+        `grad`, which then is there; without it the parameter is frozen."""
+        self.box, self._open, self.frozen = box, open_grad, open_grad is None
+
+    def let_go_of_value(self) -> None:
+        """Nothing may compute with the parameter until its value is back."""
+        self.value = _AWAY
+
+    def let_go_of_grad(self) -> None:
+        """The sum so far is elsewhere; the next addition starts a new one."""
+        self.grad, self.fresh = _AWAY, True
 
     def use(self) -> Tensor:
         """`value` for ordinary autograd; what flows back is added to `grad`."""
-        if not torch.is_grad_enabled():
+        if self.frozen or not torch.is_grad_enabled():
             return self.value
         return _Use.apply(self.value.detach().requires_grad_(), self)
 
     def add(self, gradient: Tensor) -> None:
         """grad += gradient."""
-        if self.fresh:
+        if self.frozen:
+            return
+        if self._begin():
             self.grad.copy_(gradient)
         else:
             self.grad.add_(gradient)
-        self.fresh = False
 
     def add_product(self, left_TO: Tensor, right_TI: Tensor, scale: float = 1.0) -> None:
         """grad += scale * left^T right, the gradient of a matrix [O, I] over T tokens."""
+        if self.frozen:
+            return
+        add = not self._begin()
         grad_OI = self.grad.view(left_TO.shape[-1], right_TI.shape[-1])
-        product_into(grad_OI, left_TO.t(), right_TI, scale=scale, add=not self.fresh)
-        self.fresh = False
+        product_into(grad_OI, left_TO.t(), right_TI, scale=scale, add=add)
 
     def add_rows(self, index_T: Tensor, gradient_TI: Tensor) -> None:
         """grad[index] += gradient, row by row: the gradient of a look-up."""
+        if self.frozen:
+            return
         self.finish()
         self.grad.index_add_(0, index_T, gradient_TI.to(self.grad.dtype))
 
     def finish(self) -> None:
         """Make `grad` a valid sum even if nothing was added."""
-        if self.fresh:
+        if self._begin():
             self.grad.zero_()
-            self.fresh = False
+
+    def _begin(self) -> bool:
+        """Before an addition: whether it is the first, which overwrites."""
+        if not self.fresh:
+            return False
+        if self._open is not None:
+            self._open()
+        self.fresh = False
+        return True
 
 
 class _Use(torch.autograd.Function):

@@ -49,9 +49,11 @@ class Pipeline:
             mesh.share(copies)
         mesh.name_stages(rank_of)
         mesh.connect([*_links(rank_of), *([ends] if twice else [])])
-        units = [unit for stage in self.stages.values() for unit in stage.units]
         tied = _tied(self.stages, mesh, ends) if twice else None
+        units = {number: stage.units for number, stage in self.stages.items()}
         self.optimizer = Optimizer(config, mesh, units, tied)
+        for stage in self.stages.values():
+            stage.keeper = self.optimizer
         self._engine = Engine(self.stages, self.optimizer, mesh, time)
 
         @lru_cache(_KEPT)

@@ -44,7 +44,8 @@ def _allocate(stage: Stage) -> list[Slice]:
         spec = parameter.spec
         value = torch.empty(spec.shape, dtype=stage.precision.compute)
         box = Box((0,) * len(spec.shape), spec.shape)
-        parameter.bind(box, value, value.new_empty(0))
+        parameter.bind(box, None)
+        parameter.value = value
         slices.append(Slice(spec.name, spec.shape, box.offset, value))
     return slices
 

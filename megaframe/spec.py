@@ -8,7 +8,7 @@ from it; no code looks at names or hangs attributes on tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -94,13 +94,29 @@ class ParamSpec:
                 return ("data", "context", "tensor_copies") if shared else ("data", "context")
         return ("data", "context", "tensor") if sizes["tensor"] > 1 else ("data", "context")
 
-    def owned(self, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> bool:
-        """Whether the rank at `coordinate` speaks for its piece: of all the ranks that hold the
-        same piece, the first. A pipeline does not copy: each parameter is on one of its ranks."""
-        copies = {axis: sizes[axis] for axis in coordinate if axis != "pipeline"}
-        for dim, axis in self.axes.items():
-            copies[axis] = copies_of(self.shape[dim], sizes[axis])
-        return all(coordinate[axis] % number == 0 for axis, number in copies.items())
+
+def runs(box: Box, start: int, stop: int) -> Iterator[Box]:
+    """Elements `start` to `stop` of a box, in row-major order, as boxes one after the other: at
+    most two for each dim but the last, and one more."""
+    if start >= stop:
+        return
+    row = math.prod(box.shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # inside of one row
+        yield from _row_runs(box, last, start - last * row, stop - last * row)
+        return
+    if start < first * row:
+        yield from _row_runs(box, first - 1, start - (first - 1) * row, row)
+    if first < last:
+        yield Box((box.offset[0] + first, *box.offset[1:]), (last - first, *box.shape[1:]))
+    if last * row < stop:
+        yield from _row_runs(box, last, 0, stop - last * row)
+
+
+def _row_runs(box: Box, row: int, start: int, stop: int) -> Iterator[Box]:
+    """The same of one row of a box of at least two dims."""
+    for inner in runs(Box(box.offset[1:], box.shape[1:]), start, stop):
+        yield Box((box.offset[0] + row, *inner.offset), (1, *inner.shape))
 
 
 def copies_of(total: int, parts: int) -> int:

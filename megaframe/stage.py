@@ -9,8 +9,10 @@ holds the same numbers, and those of the last one are not needed once they are s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +30,30 @@ from megaframe.plan.stages import StagePlan
 from megaframe.spec import ParamSpec
 
 Done = Callable[[Module], None]
-"""Is told of each unit whose gradients are complete, in the order in which they are."""
+"""Is told of each unit to whose gradients a microbatch adds no more, in the order in which it is
+so; of a head as soon as its loss is made, which leaves but the norm's."""
+
+
+class Keeper(Protocol):
+    """Who keeps the values of units. They are here between `take` and `leave`; `fetch` starts
+    bringing them, ahead of `take`."""
+
+    def fetch(self, unit: Module) -> None: ...
+
+    def take(self, unit: Module) -> None: ...
+
+    def leave(self, unit: Module) -> None: ...
+
+
+class Here:
+    """Keeps nothing, because every value is always here."""
+
+    def fetch(self, unit: Module) -> None: ...
+
+    def take(self, unit: Module) -> None: ...
+
+    def leave(self, unit: Module) -> None: ...
+
 
 _WHOLE = Context()
 """Of a rank that has whole samples."""
@@ -80,7 +105,15 @@ class Stage:
         ends = (self.embedding, self.head)
         first, last = ([unit] if unit is not None else [] for unit in ends)
         self.units: list[Module] = [*first, *self.blocks, *last]
+        self.keeper: Keeper = Here()
+        """Of the values of all units."""
         self._flights: dict[int, Flight] = {}
+
+    def first(self, *, backward: bool) -> Module | None:
+        """The unit whose values a pass needs first, None where it needs none."""
+        if not backward:
+            return self.units[0] if self.units else None
+        return self.blocks[-1] if self.blocks else None
 
     def parameters(self) -> list[Parameter]:
         """All parameters, in order, once each though units may share them."""
@@ -93,37 +126,42 @@ class Stage:
         step: int,
         scale: float,
         x: Tensor | None = None,
+        done: Done | None = None,
+        following: Module | None = None,
     ) -> Tensor:
         """Run microbatch `number` and keep what its backward needs.
 
         x: [rows, hidden], what came of the stage before; None on the first. Returns the same for
         the next stage; on the last one the loss sum over valid tokens, fp64 scalar, whose gradients
-        are of scale * (loss sum).
+        are of scale * (loss sum). `done` is told of the head. following: the unit whose values are
+        needed next, after this pass.
         """
         flight = Flight(self._frame(microbatch, dropout_key(self.config.run.seed, step)))
         self._flights[number] = flight
+        values = self._values(self.units, following)
         if self.embedding is not None:
-            x = self.embedding(microbatch, flight.frame)
+            with values(self.embedding):
+                x = self.embedding(microbatch, flight.frame)
             flight.embedded = get_gradient_edge(x)
         assert x is not None
         for index, block in enumerate(self.blocks):
             leaf = x.detach().requires_grad_()
             flight.inputs.append(leaf)
-            if index < self.plan.recomputed:
-                with torch.no_grad():
-                    x = block(leaf, flight.frame)
-                flight.outputs.append(None)
-            else:
+            again = index < self.plan.recomputed
+            with values(block), torch.set_grad_enabled(not again):
                 x = block(leaf, flight.frame)
-                flight.outputs.append(get_gradient_edge(x))
+            flight.outputs.append(None if again else get_gradient_edge(x))
         if self.head is None:
             return x.detach()
         flight.inputs.append(x.detach().requires_grad_())
-        normed = self.head.norm(flight.inputs[-1])
+        with values(self.head):
+            normed = self.head.norm(flight.inputs[-1])
+            result = self.head.loss(normed, microbatch, scale, flight.frame)
         flight.normed = get_gradient_edge(normed)
-        result = self.head.loss(normed, microbatch, scale, flight.frame)
         assert result.d_hidden is not None
         flight.d_normed = result.d_hidden
+        if done is not None:
+            done(self.head)
         return result.loss
 
     def backward(
@@ -131,6 +169,7 @@ class Stage:
         number: int,
         gradient: Tensor | None = None,
         done: Done | None = None,
+        following: Module | None = None,
         *,
         split: bool = False,
     ) -> Tensor | None:
@@ -138,7 +177,8 @@ class Stage:
         `weight_backward`.
 
         gradient: of this stage's output, None on the last stage. Returns that of its input, None on
-        the first stage. `done` is told of the units that this call completes.
+        the first stage. `done` is told of the units that this call completes; `following` as in
+        `forward`.
         """
         flight = self._flights[number] if split else self._flights.pop(number)
         frame = flight.frame
@@ -156,12 +196,13 @@ class Stage:
             torch.autograd.backward(flight.normed, flight.d_normed)
             flight.normed = flight.d_normed = None
             gradient = leaf.grad
-            finish(self.head)
+        values = self._values(self.blocks[::-1], following)
         for block in reversed(self.blocks):
             leaf, output = flight.inputs.pop(), flight.outputs.pop()
-            if output is None:
-                output = get_gradient_edge(block(leaf, frame))
-            torch.autograd.backward(output, gradient)
+            with values(block):
+                if output is None:
+                    output = get_gradient_edge(block(leaf, frame))
+                torch.autograd.backward(output, gradient)
             del output
             gradient = leaf.grad
             finish(block)
@@ -191,18 +232,39 @@ class Stage:
         if self.head is None:
             return x
         frame = self._frame(microbatch, None)
-        return self.head.loss(self.head.norm(x), microbatch, None, frame).loss
+        with self._values([self.head])(self.head):
+            return self.head.loss(self.head.norm(x), microbatch, None, frame).loss
 
     @torch.no_grad()
     def hidden(self, microbatch: Microbatch, x: Tensor | None = None) -> Tensor:
         """The residual stream [rows, hidden] after the last block, without dropout."""
         frame = self._frame(microbatch, None)
+        values = self._values(self.units)
         if self.embedding is not None:
-            x = self.embedding(microbatch, frame)
+            with values(self.embedding):
+                x = self.embedding(microbatch, frame)
         assert x is not None
         for block in self.blocks:
-            x = block(x, frame)
+            with values(block):
+                x = block(x, frame)
         return x
+
+    def _values(
+        self, units: Sequence[Module], following: Module | None = None
+    ) -> Callable[[Module], AbstractContextManager[None]]:
+        """For a pass over `units`: a context in which the values of one are here, and those of the
+        next one on their way; `following` is that of the last."""
+        coming = dict(zip(units, [*units[1:], following], strict=True))
+
+        @contextmanager
+        def here(unit: Module) -> Iterator[None]:
+            self.keeper.take(unit)
+            if after := coming[unit]:
+                self.keeper.fetch(after)
+            yield
+            self.keeper.leave(unit)
+
+        return here
 
     def _frame(self, microbatch: Microbatch, key: int | None) -> Frame:
         selective = self.config.train.recompute == "selective"

@@ -194,8 +194,7 @@ class Trainer:
         """This rank's pieces of everything in a checkpoint."""
         return [
             Slice(name, spec.shape, box.offset, tensor)
-            for name, spec, box, tensor in self.optimizer.tensors(replicas=not owned_only)
-            if not owned_only or spec.owned(self.mesh.coordinate, self.mesh.layout.sizes)
+            for name, spec, box, tensor in self.optimizer.tensors(owned=owned_only)
         ]
 
     def _restore_or_initialise(self) -> None:

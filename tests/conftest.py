@@ -32,7 +32,7 @@ def build():
         shape = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.3}
         config = RunConfig(model={**shape, **(model or {})}, **sections)
         stage = whole_model(config)
-        optimizer = Optimizer(config, Mesh(Layout(), device="cpu"), stage.units)
+        optimizer = Optimizer(config, Mesh(Layout(), device="cpu"), {0: stage.units})
         optimizer.initialise(config.run.seed)
         return SimpleNamespace(config=config, stage=stage, optimizer=optimizer)
 

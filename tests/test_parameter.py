@@ -12,8 +12,9 @@ def make(shape, dtype, master):
     spec = ParamSpec("a.weight", shape, Constant(0), role="matrix")
     parameter = Parameter(spec)
     box = Box((0,) * len(shape), shape)
-    stale = torch.full(shape, torch.nan, dtype=master)  # what an earlier step may have left
-    parameter.bind(box, torch.zeros(shape, dtype=dtype), stale)
+    parameter.bind(box, lambda: None)
+    parameter.value = torch.zeros(shape, dtype=dtype)
+    parameter.grad = torch.full(shape, torch.nan, dtype=master)  # what an earlier step may leave
     return parameter
 
 

@@ -1,108 +1,265 @@
 """Bucket: a flat span of parameters that are reduced, updated and gathered together.
 
-Parameters with weight decay come first, so that each group of the optimizer is one contiguous span.
-Every parameter starts on a 64-byte boundary; the padding stays zero and changes no norm.
+It has three buffers: `weights` (in master precision), `grads` (sums, in master precision) and
+`values` (what the model computes with). Of each, the ranks that have the same parameters hold
+either all or an equal part, their own; the ZeRO stage is which of them stay whole. An update starts
+and ends with this rank's part: its sum of gradients, its weights.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megaframe.comm import Group, Pending, all_reduce
+from megaframe.comm.flat import all_gather_, part, reduce_scatter_
 from megaframe.init import fill
-from megaframe.optim.adamw import AdamW, AdamWOptions
+from megaframe.optim.adamw import AdamW
+from megaframe.optim.buffers import Buffers
 from megaframe.parameter import Parameter, Precision
-from megaframe.spec import Box, ParamSpec
+from megaframe.spec import Box, ParamSpec, runs
 
 _ALIGNMENT = 64
+"""Bytes on which each parameter starts."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The ranks that have the same parameters, and what they divide among them.
+
+    shard: those that hold one copy together. replicas: those with the same part of other copies.
+    stage: 0 divides nothing, 1 the weights in master precision and the optimizer's state, 2 also
+    gradients, 3 also values.
+    """
+
+    shard: Group
+    replicas: Group
+    stage: int
 
 
 class Bucket:
-    """Three flat buffers: `values` (what the model computes with), `weights` (the same numbers in
-    master precision; the same tensor where the types agree) and `grads` (sums, master precision).
-    group: the ranks whose gradients are summed. counted: in the norm, on this rank. replica: the
-    parameters are those of another stage, which speaks for them.
-    """
+    """Parameters with everything that an update needs. rule: makes the optimizer of this rank's
+    weights, None where nothing is trained. replica: the parameters are those of another stage,
+    which speaks for them."""
 
     def __init__(
         self,
         parameters: Sequence[Parameter],
         boxes: Mapping[str, Box],
         precision: Precision,
-        device: torch.device,
-        group: Group,
-        options: AdamWOptions,
+        sharing: Sharing,
+        buffers: Buffers,
+        rule: Callable[[Tensor], AdamW] | None,
         *,
-        counted: bool = True,
         replica: bool = False,
     ) -> None:
-        self.counted, self.replica = counted, replica
-        self.parameters = sorted(parameters, key=lambda parameter: not parameter.spec.decay)
-        self._group = group
+        self.parameters, self.sharing, self.replica = tuple(parameters), sharing, replica
+        self._precision, self._buffers = precision, buffers
+        self._starts, self.length = _positions(
+            [boxes[p.spec.name].size for p in parameters],
+            _ALIGNMENT // precision.compute.itemsize,
+            sharing.shard.size,
+        )
+        share = self.length // sharing.shard.size
+        self.own = slice(sharing.shard.index * share, (sharing.shard.index + 1) * share)
+        self.kept = self.own if sharing.stage else slice(0, self.length)
+        self._values: Tensor | None = None
+        self._grads: Tensor | None = None
+        if sharing.stage < 3:
+            self._values = buffers.take(self.length, precision.compute)
+        if precision.compute == precision.master and self._values is not None:
+            self.weights = self._values[self.kept]
+        else:
+            self.weights = buffers.take(self.kept.stop - self.kept.start, precision.master)
+        place = None if rule is None else self._whole_grads
+        for parameter in parameters:
+            parameter.bind(boxes[parameter.spec.name], place)
+        if self._values is not None:
+            self._show(self._values)
+        self.optimizer = None if rule is None else rule(self.weights)
+        self.sums = self.weights[:0]
+        """This rank's sum of gradients, of what it updates."""
+        if rule is not None and sharing.stage < 2:
+            self.sums = self._whole_grads()[self.kept]
+        elif rule is not None:
+            self.sums = buffers.take(share, precision.master)
+        self._summed = False
+        self._reduction: Iterator[Pending[Tensor]] | None = None
         self._pending: Pending[Tensor] | None = None
-        step = _ALIGNMENT // precision.compute.itemsize
-        starts, end, decayed = [], 0, 0
-        for parameter in self.parameters:
-            starts.append(end)
-            end += step * math.ceil(boxes[parameter.spec.name].size / step)
-            if parameter.spec.decay:
-                decayed = end
-        self.weights = torch.zeros(end, dtype=precision.master, device=device)
-        self.grads = torch.zeros_like(self.weights)
-        self.values = self.weights.to(precision.compute)
-        self.optimizer = AdamW(self.weights, decayed, options)
-        self._spans = {}
-        for parameter, start in zip(self.parameters, starts, strict=True):
-            box = boxes[parameter.spec.name]
-            span = slice(start, start + box.size)
-            self._spans[parameter.spec.name] = span
-            parameter.bind(box, self.values[span].view(box.shape), self.grads[span].view(box.shape))
+        self._arriving: Pending[Tensor] | None = None
+
+    @property
+    def own_sums(self) -> Tensor:
+        """This rank's part of the sums: all ranks' parts together have each element once."""
+        return self.sums if self.sharing.stage else part(self.sums, self.sharing.shard)
 
     def initialise(self, seed: int) -> None:
         """Set the initial weights."""
-        for parameter, weights in self.pieces(self.weights):
-            fill(weights, parameter.spec, parameter.box, seed)
+        for parameter, box, weights in self.pieces(self.weights, self.kept):
+            fill(weights, parameter.spec, box, seed)
         self.gather()
 
-    def pieces(self, flat: Tensor) -> Iterator[tuple[Parameter, Tensor]]:
-        """Each parameter with its view, in its own shape, into one of the flat buffers."""
-        for parameter in self.parameters:
-            yield parameter, flat[self._spans[parameter.spec.name]].view(parameter.box.shape)
+    def pieces(self, flat: Tensor, span: slice) -> Iterator[tuple[Parameter, Box, Tensor]]:
+        """What `flat`, which holds `span` of the bucket, has of each parameter, in boxes."""
+        for parameter, start in zip(self.parameters, self._starts, strict=True):
+            low = max(span.start, start)
+            high = min(span.stop, start + parameter.box.size)
+            for box in runs(parameter.box, low - start, high - start):
+                at = low - span.start
+                yield parameter, box, flat[at : at + box.size].view(box.shape)
+                low += box.size
 
-    def reduce(self) -> None:
-        """Start summing the gradients over the ranks that have the same parameters."""
-        for parameter in self.parameters:
-            parameter.finish()
-        self._pending = all_reduce(self.grads, self._group)
+    def tensors(self, *, owned: bool) -> Iterator[tuple[str, ParamSpec, Box, Tensor]]:
+        """What a checkpoint has of this bucket, as key, spec, box and piece: all that this rank
+        keeps, or, `owned`, its part, which no other rank of its copy speaks for."""
+        if self.replica and owned:
+            return
+        span = self.own if owned else self.kept
+        state = {} if self.optimizer is None else self.optimizer.state
+        for prefix, kept in (("", self.weights), *state.items()):
+            flat = kept[span.start - self.kept.start : span.stop - self.kept.start]
+            for parameter, box, piece in self.pieces(flat, span):
+                name = parameter.spec.name
+                key = f"optimizer.{prefix}/{name}" if prefix else name
+                yield key, parameter.spec, box, piece
 
-    def wait(self) -> None:
-        """Return when the gradients are summed."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
-
-    def update(self, number: int, lr: float, divisor: Tensor) -> None:
-        """Optimizer update `number` with gradients divided by `divisor`."""
-        self.optimizer.update(self.weights, self.grads, number=number, lr=lr, divisor=divisor)
-
-    def gather(self) -> None:
-        """Bring the updated weights to where the model computes."""
-        if self.values is not self.weights:
-            self.values.copy_(self.weights)
+    # Gradients.
 
     def start_step(self) -> None:
         """Forget the gradients."""
+        self._summed = False
         for parameter in self.parameters:
             parameter.fresh = True
 
-    def tensors(self) -> Iterator[tuple[str, ParamSpec, Box, Tensor]]:
-        """Everything that a checkpoint holds of this bucket: key, spec, box and the piece."""
-        for prefix, flat in (("", self.weights), *self.optimizer.state.items()):
-            for parameter, piece in self.pieces(flat):
-                name = parameter.spec.name
-                key = f"optimizer.{prefix}/{name}" if prefix else name
-                yield key, parameter.spec, parameter.box, piece
+    def reduce(self, *, last: bool) -> None:
+        """Start summing what has been added to the gradients over the ranks; with `last` the step
+        adds no more, and replicas are summed as well."""
+        self.wait()
+        for parameter in self.parameters:
+            parameter.finish()
+        self._reduction = self._reduce(last)
+        self.advance()
+
+    def advance(self) -> bool:
+        """Wait for the transfer under way, and start the next one; whether there was one. All ranks
+        call it at the same points of a step, so that all start transfers in the same order."""
+        if self._pending is not None:
+            self._pending.wait()
+        if self._reduction is None:
+            return False
+        self._pending = next(self._reduction, None)
+        if self._pending is None:
+            self._reduction = None
+        return self._pending is not None
+
+    def wait(self) -> None:
+        """Return when every transfer of gradients is done."""
+        while self.advance():
+            pass
+
+    def _reduce(self, last: bool) -> Iterator[Pending[Tensor]]:
+        shard, replicas, stage = self.sharing.shard, self.sharing.replicas, self.sharing.stage
+        grads = self._whole_grads()
+        if stage == 0 and replicas.size == 1:
+            yield all_reduce(grads, shard)
+            return
+        if stage >= 2:  # what is added from now on is of the next reduction
+            self._grads = None
+            for parameter in self.parameters:
+                parameter.let_go_of_grad()
+        yield reduce_scatter_(grads, shard)
+        if stage >= 2:
+            self._keep(grads)
+        if last and replicas.size > 1:
+            yield all_reduce(self.own_sums, replicas)
+        if stage == 0:
+            yield all_gather_(grads, shard)
+
+    def _whole_grads(self) -> Tensor:
+        """Gradients of the whole bucket; parameters add to them from the first call on."""
+        if self._grads is None:
+            self._grads = grads = self._buffers.take(self.length, self._precision.master)
+            end = 0
+            for parameter, start in zip(self.parameters, self._starts, strict=True):
+                grads[end:start].zero_()  # padding is summed, and must change no norm
+                end = start + parameter.box.size
+                parameter.grad = grads[start:end].view(parameter.box.shape)
+            grads[end:].zero_()
+        return self._grads
+
+    def _keep(self, grads: Tensor) -> None:
+        """Add this rank's part to its sums, and let the buffer go."""
+        own = part(grads, self.sharing.shard)
+        if self._summed:
+            self.sums.add_(own)
+        else:
+            self.sums.copy_(own)
+        self._summed = True
+        self._buffers.give(grads)
+
+    # Weights.
+
+    def update(self, number: int, lr: float, divisor: Tensor, skip: Tensor) -> None:
+        """Optimizer update `number` with gradients divided by `divisor`; none where `skip` is 1."""
+        if self.optimizer is not None:
+            if self._arriving is not None:  # this rank's weights are still being sent
+                self.take()
+            self.optimizer.update(
+                self.weights, self.sums, number=number, lr=lr, divisor=divisor, skip=skip
+            )
+
+    def gather(self) -> None:
+        """Start bringing updated weights to where the model computes; with stage 3, forget the
+        values, which `fetch` brings anew."""
+        self.drop()
+        if self._values is not None:
+            self._bring(self._values)
+
+    def fetch(self) -> None:
+        """Start bringing the values, where they are not here."""
+        if self._values is None:
+            self._values = self._buffers.take(self.length, self._precision.compute)
+            self._show(self._values)
+            self._bring(self._values)
+
+    def take(self) -> None:
+        """Return when the values are here."""
+        self.fetch()
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
+
+    def drop(self) -> None:
+        """With stage 3, let the values go until they are fetched again."""
+        if self.sharing.stage < 3 or self._values is None:
+            return
+        self.take()
+        self._buffers.give(self._values)
+        self._values = None
+        for parameter in self.parameters:
+            parameter.let_go_of_value()
+
+    def _show(self, values: Tensor) -> None:
+        for parameter, start in zip(self.parameters, self._starts, strict=True):
+            box = parameter.box
+            parameter.value = values[start : start + box.size].view(box.shape)
+
+    def _bring(self, values: Tensor) -> None:
+        mine = values[self.kept]
+        if mine.data_ptr() != self.weights.data_ptr():
+            mine.copy_(self.weights)
+        if self.sharing.stage:
+            self._arriving = all_gather_(values, self.sharing.shard)
+
+
+def _positions(sizes: Sequence[int], step: int, parts: int) -> tuple[list[int], int]:
+    """Where things of these sizes start when each starts at a multiple of `step`, and the length of
+    all, a multiple of `parts * step`."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += step * math.ceil(size / step)
+    return starts, parts * step * math.ceil(end / (parts * step))

@@ -24,10 +24,8 @@ from megaframe.plan.context import context_mistakes
 from megaframe.schedule import schedule_mistakes
 
 ONLY: Mapping[str, object] = {
-    "parallel.data_replicate": 1,
     "parallel.expert": 1,
     "parallel.expert_tensor": 1,
-    "parallel.zero": 0,
 }
 """Keys of which this version can do one value only."""
 

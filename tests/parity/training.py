@@ -22,14 +22,19 @@ MODELS = {
 
 @dataclass
 class Result:
-    """losses, norms: by step. evaluation: loss at the end. weights: this rank's pieces with their
-    boxes, and those of the optimizer state, by name. traffic: (bytes, calls) over data ranks."""
+    """losses, norms: by step. evaluation: loss at the end. weights: this rank's pieces, each with
+    its box, and those of the optimizer state, by name. traffic: (bytes, calls) over data ranks."""
 
     losses: list
     norms: list
     evaluation: float
     weights: dict
     traffic: tuple
+
+    def whole(self, name):
+        """A tensor that this rank has alone."""
+        ((_, weights),) = self.weights[name]
+        return weights
 
 
 def run(model, train=None, parallel=None, serial=False, ragged=False, packed=False):
@@ -68,7 +73,9 @@ def run(model, train=None, parallel=None, serial=False, ragged=False, packed=Fal
         norms.append(outcome.update.grad_norm)
     traffic = group.traffic.take()
     evaluation = float(all_reduce(pipeline.evaluate(mine), everywhere).wait()) / valid
-    weights = {name: (box, piece.clone()) for name, _, box, piece in pipeline.optimizer.tensors()}
+    weights = {}
+    for name, _, box, piece in pipeline.optimizer.tensors():
+        weights.setdefault(name, []).append((box, piece.clone()))
     mesh.close()
     return Result(losses, norms, evaluation, weights, traffic)
 
@@ -118,10 +125,11 @@ def assert_same(found, expected, tolerance=1e-10):
             (rank.evaluation, expected.evaluation),
         ):
             assert values == pytest.approx(wanted, rel=tolerance, abs=0)
-        for name, (box, weights) in rank.weights.items():
-            piece = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
-            held.setdefault(name, torch.zeros_like(expected.weights[name][1]))[piece] = weights
+        for name, pieces in rank.weights.items():
+            whole = held.setdefault(name, torch.full_like(expected.whole(name), torch.nan))
+            for box, weights in pieces:
+                whole[box.slices] = weights
     assert held.keys() == expected.weights.keys()
     for name, weights in held.items():
-        wanted = expected.weights[name][1]
+        wanted = expected.whole(name)
         torch.testing.assert_close(weights, wanted, rtol=tolerance, atol=tolerance)
