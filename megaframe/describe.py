@@ -8,7 +8,8 @@ from dataclasses import asdict
 from megaframe.comm import ALONE
 from megaframe.config import RunConfig, dump
 from megaframe.layout import Layout
-from megaframe.plan.memory import Memory, memory
+from megaframe.parameter import Module
+from megaframe.plan.memory import Held, Memory, memory
 from megaframe.plan.nodes import crossing
 from megaframe.plan.schedules import pipeline_summary, step_schedule
 from megaframe.plan.stages import StagePlan, stage_plans
@@ -62,10 +63,25 @@ def _of_rank(
     rank: int,
 ) -> Memory:
     stages = build_stages(config, plans, ALONE)
-    parameters = {p: None for stage in stages.values() for p in stage.parameters()}
-    sizes, place = layout.sizes, layout.coordinate(0)
-    held = sum(parameter.spec.local(place, sizes).size for parameter in parameters)
-    return memory(config, held, plans, schedule.ranks[rank])
+    held = held_by([unit for stage in stages.values() for unit in stage.units], layout)
+    ranks = layout.data_shard * layout.context
+    return memory(config, held, ranks, plans, schedule.ranks[rank])
+
+
+def held_by(units: Sequence[Module], layout: Layout) -> Held:
+    """The parameters that the first tensor rank has of these units."""
+    size = {
+        parameter: (parameter.spec.local(layout.coordinate(0), layout.sizes).size, unit)
+        for unit in reversed(units)
+        for parameter in unit.parameters()
+    }
+    vectors = sum(n for p, (n, _) in size.items() if p.spec.role in ("gain", "bias"))
+    tables = [n for p, (n, _) in size.items() if p.spec.role in ("embedding", "head")]
+    blocks: dict[Module, int] = {}
+    for parameter, (count, unit) in size.items():
+        if parameter.spec.role == "matrix":
+            blocks[unit] = blocks.get(unit, 0) + count
+    return Held(vectors, tuple(blocks.values()), tuple(tables))
 
 
 def _gib(size: int) -> str:

@@ -9,7 +9,7 @@ def kept_by_block(stage, microbatch, buckets):
     rows = frame.filled // frame.tensor.size
     leaf = torch.randn(rows, stage.config.model.hidden).to(stage.precision.compute)
     leaf.requires_grad_()
-    known = [bucket.values for bucket in buckets] + [leaf]
+    known = [bucket.parameters[0].value for bucket in buckets] + [leaf]
     tables = ()
     if frame.rotary is not None:
         tables = (frame.rotary.cos, frame.rotary.sin)

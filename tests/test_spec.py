@@ -1,12 +1,13 @@
-"""What follows from a spec: slices that tile the tensor, and one owner for each element."""
+"""What follows from a spec: slices that tile the tensor, and runs of elements as boxes."""
 
 from itertools import product
 from math import prod
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.spec import Constant, ParamSpec, share
+from megaframe.spec import Box, Constant, ParamSpec, runs, share
 
 AXES = ("tensor", "context", "data")
 
@@ -23,18 +24,31 @@ def test_shares_tile_in_order_and_differ_by_at_most_one(total, parts):
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_owned_pieces_cover_every_element_once(data):
+def test_local_pieces_cover_every_element(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
     split = data.draw(st.lists(st.sampled_from(AXES), max_size=len(shape), unique=True))
     sizes = {axis: data.draw(st.integers(1, 3)) for axis in AXES}
     spec = ParamSpec("a", shape, Constant(0), role="matrix", axes=dict(enumerate(split)))
-    seen = []
+    seen = set()
     for index in product(*(range(sizes[axis]) for axis in AXES)):
-        coordinate = dict(zip(AXES, index, strict=True))
-        if spec.owned(coordinate, sizes):
-            box = spec.local(coordinate, sizes)
-            seen += product(*(range(o, o + n) for o, n in zip(box.offset, box.shape, strict=True)))
-        # A pipeline copies nothing: a parameter is on one of its ranks, whichever that is.
-        elsewhere = {**coordinate, "pipeline": 1}
-        assert spec.owned(elsewhere, sizes) == spec.owned(coordinate, sizes)
-    assert len(seen) == len(set(seen)) == prod(shape) == spec.size
+        box = spec.local(dict(zip(AXES, index, strict=True)), sizes)
+        seen.update(product(*(range(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))))
+    assert len(seen) == prod(shape) == spec.size
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+def test_a_run_of_elements_is_few_boxes_in_order(shape, data):
+    size = prod(shape)
+    start = data.draw(st.integers(0, size))
+    stop = data.draw(st.integers(start, size))
+    offset = tuple(data.draw(st.integers(0, 3)) for _ in shape)
+    whole = np.arange(size).reshape(shape)
+    boxes = list(runs(Box(offset, tuple(shape)), start, stop))
+    found = [
+        whole[tuple(slice(o - base, o - base + n) for o, base, n in zip(*place, strict=True))]
+        for place in ((box.offset, offset, box.shape) for box in boxes)
+    ]
+    assert [int(i) for piece in found for i in piece.ravel()] == list(range(start, stop))
+    assert all(piece.shape == box.shape for piece, box in zip(found, boxes, strict=True))
+    assert len(boxes) <= 2 * len(shape) - 1

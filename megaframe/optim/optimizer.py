@@ -24,7 +24,7 @@ from megaframe.optim.adamw import AdamW, AdamWOptions
 from megaframe.optim.bucket import Bucket, Sharing
 from megaframe.optim.buffers import Buffers
 from megaframe.optim.rates import learning_rate
-from megaframe.optim.resident import Residents
+from megaframe.optim.resident import TABLES, Residents
 from megaframe.optim.scale import LossScale
 from megaframe.parameter import PRECISIONS, Module, Parameter
 from megaframe.spec import Box, ParamSpec
@@ -65,8 +65,8 @@ class Tied:
 class Optimizer:
     """Buckets for the units of this rank's stages, given by number.
 
-    The matrices of a unit are a bucket, a parameter that two units or two ranks share is one of its
-    own, and the gains and biases of a stage are one.
+    The matrices of a unit are a bucket, as are each table (which two units or two ranks may share)
+    and the gains and biases of a stage.
     """
 
     def __init__(
@@ -97,16 +97,15 @@ class Optimizer:
 
     def _lay_out(self, stages: Mapping[int, Sequence[Module]]) -> None:
         bucket_of: dict[Parameter, Bucket] = {}
-        users = [p for units in stages.values() for unit in units for p in unit.parameters()]
         for number, units in stages.items():
             vectors: list[Parameter] = []
             for unit in units:
                 mine = [p for p in unit.parameters() if p.spec.role not in _VECTORS]
                 vectors += [p for p in unit.parameters() if p.spec.role in _VECTORS]
                 new = [p for p in mine if p not in bucket_of]
-                alone = [p for p in new if self._is_tied(p) or users.count(p) > 1]
-                rest = [p for p in new if p not in alone]
-                made = [self._bucket([p]) for p in alone] + self._buckets_of(rest)
+                tables = [p for p in new if p.spec.role in TABLES]
+                rest = [p for p in new if p.spec.role not in TABLES]
+                made = [self._bucket([p]) for p in tables] + self._buckets_of(rest)
                 bucket_of |= {p: bucket for bucket in made for p in bucket.parameters}
                 self._owned[id(unit)] = [b for b in made if b.optimizer is not None]
             made = self._buckets_of(vectors)
@@ -115,9 +114,6 @@ class Optimizer:
             for unit in units:
                 self._used[id(unit)] = list({bucket_of[p]: None for p in unit.parameters()})
         self.buckets = list(dict.fromkeys(bucket_of.values()))
-
-    def _is_tied(self, parameter: Parameter) -> bool:
-        return self._tied is not None and self._tied.parameter is parameter
 
     def _buckets_of(self, parameters: Sequence[Parameter]) -> list[Bucket]:
         """One bucket for those that are alike."""

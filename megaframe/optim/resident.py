@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from megaframe.optim.bucket import Bucket
 
+TABLES = ("embedding", "head")
+"""Roles of what is used at one end of the model only."""
 _ROOM = 2
 """Blocks: the one that computes, and the next one on its way."""
 
@@ -50,7 +52,7 @@ class Residents:
 
 
 def _at_the_ends(unit: Sequence[Bucket]) -> bool:
-    return any(b.parameters[0].spec.role in ("embedding", "head") for b in unit)
+    return any(b.parameters[0].spec.role in TABLES for b in unit)
 
 
 def _drop(unit: Sequence[Bucket]) -> None:

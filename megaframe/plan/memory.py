@@ -22,8 +22,8 @@ WIDTH = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank. values: the low-precision copy that the model computes with.
-    activations: what the backward of the microbatches in flight needs. logits: the chunk."""
+    """Bytes on one rank. weights: in master precision. values: what the model computes with beside
+    them. activations: what the backward of the microbatches in flight needs. logits: the chunk."""
 
     weights: int
     values: int
@@ -38,25 +38,55 @@ class Memory:
         return sum(asdict(self).values())
 
 
+@dataclass(frozen=True)
+class Held:
+    """Parameters of one rank, undivided by ZeRO. vectors: all gains and biases. blocks: the
+    matrices of each block. tables: each embedding table, and the head."""
+
+    vectors: int
+    blocks: tuple[int, ...]
+    tables: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.vectors + sum(self.blocks) + sum(self.tables)
+
+    @property
+    def lent(self) -> int:
+        """The buffers that hold whole gradients, or values, where ZeRO divides them: two blocks,
+        and one for each size of table."""
+        return sum(sorted(self.blocks)[-2:]) + sum(set(self.tables))
+
+
 def memory(
     config: RunConfig,
-    parameters: int,
+    held: Held,
+    ranks: int,
     plans: Sequence[StagePlan],
     actions: Sequence[Action],
 ) -> Memory:
-    """Memory of a rank that holds `parameters` parameters and runs the stages of `plans`, in the
-    order of its `actions`."""
+    """Memory of a rank that has the parameters `held`, of which `ranks` ranks share one copy, and
+    runs the stages of `plans`, in the order of its `actions`."""
     width = WIDTH[config.train.precision]
     master = max(4, width)
+    stage = config.parallel.zero
+    own = -(-held.total // ranks) if stage else held.total
+    values = held.vectors + held.lent if stage == 3 else held.total
+    if width == master:  # then the own weights are among the values, but for what is only lent
+        values -= -(-held.vectors // ranks) if stage == 3 else own
+    gradients = held.total
+    if stage >= 2:
+        gradients = held.vectors + held.lent + (held.total - held.vectors) // ranks
     tokens = config.train.microbatch * config.train.seq
     tensor = config.parallel.tensor
     vocab = -(-(config.model.vocab or 0) // tensor)
     chunk = min(tokens, max(1, LOSS_CHUNK // max(1, vocab)))
     return Memory(
-        weights=parameters * master,
-        values=parameters * width if width != master else 0,
-        gradients=parameters * master,
-        optimizer=2 * parameters * master,
+        weights=own * master,
+        values=values * width,
+        gradients=gradients * master,
+        optimizer=2 * own * master,
         # Tokens are dealt to the context ranks; rows, heads and widths to the tensor ranks.
         activations=_activations(config, plans, actions) // (tensor * config.parallel.context),
         logits=chunk * vocab * width if any(plan.last for plan in plans) else 0,

@@ -18,7 +18,8 @@ def head(dtype, master):
     generator = torch.Generator().manual_seed(0)
     weight = Parameter(ParamSpec("head.weight", (VOCAB, HIDDEN), Constant(0), role="head"))
     value = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
-    weight.bind(Box((0, 0), (VOCAB, HIDDEN)), value, torch.full(value.shape, 7.0, dtype=master))
+    weight.bind(Box((0, 0), (VOCAB, HIDDEN)), lambda: None)
+    weight.value, weight.grad = value, torch.full(value.shape, 7.0, dtype=master)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
     labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
     labels[::5] = IGNORE

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megaframe.comm import ALONE
 from megaframe.config import RunConfig
 from megaframe.meter import count_flops
-from megaframe.plan.memory import block_bytes, memory
+from megaframe.plan.memory import Held, block_bytes, memory
 from megaframe.plan.stages import block_matrices, divide, stage_costs, stage_plans
 from megaframe.schedule import generate
 from megaframe.stage import build_stages, model_specs
@@ -92,16 +92,19 @@ def test_stages_hold_the_parameters_of_the_model_once():
     assert [p.spec.name for p in held if p.replica] == ["embedding.tokens.weight"]
 
 
+NOTHING = Held(0, (), ())
+
+
 def test_activations_are_those_in_flight():
     """1F1B keeps p - rank microbatches; blocks that run again keep their input only."""
     config = config_of(8, pipeline=4, layers_per_stage=(2, 2, 2, 2))
     stream = 32 * 64 * 2
     plans = stage_plans(config)
     for rank, actions in enumerate(generate("1f1b", 4, 1, 8).ranks):
-        plan = memory(config, 0, [plans[rank]], actions)
+        plan = memory(config, NOTHING, 1, [plans[rank]], actions)
         each = 2 * (stream + block_bytes(config)) + 2 * stream * (rank == 3)
         assert plan.activations == (4 - rank) * each
         assert (plan.logits > 0) == (rank == 3)
     again = config_of(8, pipeline=4, train={"recompute": "full"})
-    plan = memory(again, 0, stage_plans(again)[:1], generate("1f1b", 4, 1, 8).ranks[0])
+    plan = memory(again, NOTHING, 1, stage_plans(again)[:1], generate("1f1b", 4, 1, 8).ranks[0])
     assert plan.activations == 4 * 2 * stream + block_bytes(again)
