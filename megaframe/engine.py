@@ -21,6 +21,7 @@ from megaframe.mesh import Mesh
 from megaframe.meter import Part
 from megaframe.microbatch import Microbatch
 from megaframe.nn.frame import rows_of
+from megaframe.optim.health import Sign, sign
 from megaframe.optim.optimizer import Optimizer, Update
 from megaframe.parameter import Module
 from megaframe.schedule import Action, Kind, Schedule
@@ -33,10 +34,11 @@ _FORWARD_ONLY = (Kind.F, Kind.SEND_F, Kind.RECV_F)
 @dataclass(frozen=True)
 class Outcome:
     """What one step gave. loss: sum over this rank's valid tokens, fp64 scalar; zero where the
-    rank has no head."""
+    rank has no head. signs: of every pass of this rank."""
 
     loss: Tensor
     update: Update
+    signs: Sequence[Sign]
 
 
 class Engine:
@@ -67,7 +69,7 @@ class Engine:
                 passes.do(action, following)
         passes.finish()
         assert update is not None, "a lowered schedule ends with the update"
-        return Outcome(passes.loss, update)
+        return Outcome(passes.loss, update, passes.signs)
 
     def _with_following(self, actions: Sequence[Action]) -> list[tuple[Action, Module | None]]:
         """Each action with the unit whose values the next pass after it needs first."""
@@ -109,6 +111,7 @@ class _Passes:
         self._sent: deque[Pending[Tensor]] = deque()
         self._reducing: set[int] = set()
         self._forwards: Counter[int] = Counter()
+        self.signs: list[Sign] = []
         self.loss = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
 
     def do(self, action: Action, following: Module | None = None) -> None:
@@ -151,6 +154,7 @@ class _Passes:
             last = self._forwards[number] == len(self._microbatches)
             done = partial(self._engine.optimizer.reduce, last=last)
             y = stage.forward(microbatch, data, self._step, self._scale, x, done, following)
+            self.signs.append(sign(False, number, microbatch, y))
         if stage.plan.last:
             self.loss += y
         else:
@@ -162,7 +166,8 @@ class _Passes:
         split = (number, microbatch) in self._split
         done = None if split else self._done(number)
         gradient = stage.backward(microbatch, gradient, done, following, split=split)
-        if gradient is not None:
+        self.signs.append(sign(True, number, microbatch, gradient))
+        if not stage.plan.first:
             self._pass_on(Kind.B, number, microbatch, gradient, number - 1)
         if not split:
             self._completed(number)

@@ -172,13 +172,13 @@ class Stage:
         following: Module | None = None,
         *,
         split: bool = False,
-    ) -> Tensor | None:
+    ) -> Tensor:
         """Backward of microbatch `number`; with `split` the weight gradients of matrices wait for
         `weight_backward`.
 
-        gradient: of this stage's output, None on the last stage. Returns that of its input, None on
-        the first stage. `done` is told of the units that this call completes; `following` as in
-        `forward`.
+        gradient: of this stage's output, None on the last stage. Returns that of its input, on the
+        first stage of what came of the embedding. `done` is told of the units that this call
+        completes; `following` as in `forward`.
         """
         flight = self._flights[number] if split else self._flights.pop(number)
         frame = flight.frame
@@ -206,13 +206,14 @@ class Stage:
             del output
             gradient = leaf.grad
             finish(block)
+        assert gradient is not None
         if self.embedding is None:
             return gradient
         assert flight.embedded is not None
         torch.autograd.backward(flight.embedded, gradient)
         flight.embedded = None
         finish(self.embedding)
-        return None
+        return gradient
 
     def weight_backward(self, number: int, done: Done | None = None) -> None:
         """The weight gradients that the backward of microbatch `number` left."""

@@ -17,11 +17,12 @@ from megaframe.comm import all_reduce, barrier
 from megaframe.config import RunConfig, dump
 from megaframe.data.loader import Loader
 from megaframe.data.tokenizer import load_tokenizer
+from megaframe.engine import Outcome
 from megaframe.errors import UserError
 from megaframe.mesh import Mesh, ranks_on_this_node
 from megaframe.meter import Meter, StepTimer
 from megaframe.microbatch import IGNORE, Microbatch
-from megaframe.optim.optimizer import Update
+from megaframe.optim.health import first_sick
 from megaframe.pipeline import Pipeline
 from megaframe.plan.nodes import crossing
 from megaframe.plan.schedules import pipeline_summary
@@ -49,7 +50,7 @@ class Trainer:
         self.folder = Path(config.run.dir)
         self.step = self._skipped = 0
         self._loss = torch.zeros((), dtype=torch.float64)
-        self._grad_norm = math.nan
+        self._last: Outcome | None = None
         self._loss_before: float | None = None
         timer = StepTimer()
         self.pipeline = Pipeline(config, mesh, timer.time)
@@ -83,6 +84,8 @@ class Trainer:
                     self.meter.settle()
                     with self.meter.time("checkpoint"):
                         self._save(self.writer)
+            if self._last is not None:
+                self._judge(self._last, self.step)
             if self.writer is not None:
                 self.writer.wait()
             barrier(self.mesh.world)
@@ -103,36 +106,48 @@ class Trainer:
         with meter.time("communication"):
             valid = self._valid_tokens(microbatches)
         with meter.time("compute"):
-            scale = self.optimizer.scale.value / valid
+            scale = self.optimizer.loss_scale / valid
             outcome = self.pipeline.train(microbatches, self.step, scale)
         self.step += 1
         self._loss = outcome.loss / valid
-        self._grad_norm = outcome.update.grad_norm
+        update = outcome.update
         meter.record("loss", self._loss, "sum")
-        meter.record("grad_norm", self._grad_norm, "last")
-        meter.record("lr", outcome.update.lr, "last")
+        meter.record("grad_norm", update.grad_norm, "last")
+        meter.record("skipped", (~torch.isfinite(update.grad_norm)).double(), "last")
+        meter.record("lr", update.lr, "last")
         meter.record("tokens", batch.samples * self.config.train.seq, "last")
         if self.config.train.precision == "fp16":
-            meter.record("loss_scale", self.optimizer.scale.value, "last")
-        self._judge(outcome.update)
+            meter.record("loss_scale", self.optimizer.loss_scale, "last")
+        before, self._last = self._last, outcome
+        if before is not None:
+            self._judge(before, self.step - 1)
+        self._compare_with_before()
 
     def _valid_tokens(self, microbatches: Iterable[Microbatch]) -> int:
         """Tokens with a loss in the global batch, the one normaliser of the step; at least 1."""
         counts = torch.stack([(m.labels_BS != IGNORE).sum() for m in microbatches])
         return max(1, int(all_reduce(counts.sum(), self.mesh.group("data")).wait()))
 
-    def _judge(self, update: Update) -> None:
-        """Report a step that updated nothing, and a loss that jumped after a load."""
-        self._skipped = self._skipped + 1 if update.bad else 0
-        self.meter.record("skipped", float(bool(update.bad)), "last")
-        if update.bad:
-            where = ", ".join(update.bad[:3]) + (" ..." if len(update.bad) > 3 else "")
-            text = f"step {self.step}: gradients of {where} are not finite; nothing was updated"
-            self.meter.note(text)
-            if self._skipped == _MAX_SKIPPED:
-                self.meter.flush(self.step)
-                self.meter.close()
-                raise NotFinite(f"{text}, as in the {_MAX_SKIPPED - 1} steps before")
+    def _judge(self, outcome: Outcome, step: int) -> None:
+        """Report a step that updated nothing. It is done while the next one runs, for which nothing
+        has to wait."""
+        if outcome.update.finite():
+            self._skipped = 0
+            return
+        self._skipped += 1
+        names = self.optimizer.sick(outcome.update)
+        what = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+        stages = len(self.pipeline.rank_of)
+        where = first_sick(outcome.signs, stages, self.mesh.world, self.mesh.device)
+        text = f"step {step}: gradients of {what} are not finite ({where}); nothing was updated"
+        self.meter.note(text)
+        if self._skipped == _MAX_SKIPPED:
+            self.meter.flush(self.step)
+            self.meter.close()
+            raise NotFinite(f"{text}, as in the {_MAX_SKIPPED - 1} steps before")
+
+    def _compare_with_before(self) -> None:
+        """Report a loss that jumped after a load."""
         if self._loss_before is not None:
             before, self._loss_before = self._loss_before, None
             now = self._global_loss()
@@ -186,7 +201,7 @@ class Trainer:
             data=self.loader.state,
             optimizer=self.optimizer.state(),
             loss=self._global_loss(),
-            grad_norm=self._grad_norm,
+            grad_norm=float(self._last.update.grad_norm) if self._last else math.nan,
         )
         writer.save(self.step, self._slices(owned_only=True), state.model_dump(mode="json"))
 

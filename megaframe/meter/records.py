@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megaframe.comm import Group, Pending, all_reduce
+from megaframe.comm.landing import land
 
 How = Literal["last", "sum", "mean", "max", "min"]
 Value = float | Tensor
@@ -80,7 +81,7 @@ class Reduction:
         infinite = torch.nan_to_num(
             _vector(largest, device), nan=math.inf, posinf=math.inf, neginf=-math.inf
         )
-        self._landed = _land(
+        self._landed = land(
             [
                 Pending(_vector(values["last"], device)),
                 all_reduce(_vector([*values["sum"], *values["mean"], *counts], device), group),
@@ -138,28 +139,3 @@ def _vector(values: Sequence[Value], device: torch.device) -> Tensor:
         if isinstance(value, Tensor):
             vector[position].copy_(value, non_blocking=True)
     return vector
-
-
-def _land(pending: list[Pending[Tensor]], device: torch.device) -> Callable[[], list[Tensor]]:
-    """Bring vectors to the host as soon as they are there; calling the result waits for that.
-
-    On a GPU the copies run on a stream of their own: waiting for one made on the compute stream
-    would also wait for the next step, which is queued behind it.
-    """
-    if device.type != "cuda":
-        return lambda: [one.wait() for one in pending]
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    host = []
-    with torch.cuda.stream(stream):
-        for vector in (one.wait() for one in pending):
-            vector.record_stream(stream)
-            landing = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
-            host.append(landing.copy_(vector, non_blocking=True))
-        event = stream.record_event()
-
-    def landed() -> list[Tensor]:
-        event.synchronize()
-        return host
-
-    return landed

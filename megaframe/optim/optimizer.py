@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from megaframe.comm import Group, all_reduce
+from megaframe.comm import Group, Pending, all_reduce
+from megaframe.comm.landing import land
 from megaframe.config import RunConfig
 from megaframe.mesh import Mesh
 from megaframe.optim.adamw import AdamW, AdamWOptions
@@ -30,19 +31,24 @@ from megaframe.parameter import PRECISIONS, Module, Parameter
 from megaframe.spec import Box, ParamSpec
 
 _NAMES = 512
-"""Bytes of the names of bad parameters that ranks tell each other."""
+"""Bytes of the names of sick parameters that ranks tell each other."""
 _VECTORS = ("gain", "bias")
 """Roles of what is so small that all ranks keep it whole at any ZeRO stage."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """What became of one optimizer step. grad_norm: before clipping. bad: names of parameters with
-    gradients that are not finite; if there are any, nothing was updated."""
+    """What became of one optimizer step. grad_norm: before clipping, fp64 scalar on the device; one
+    that is not finite means that nothing was updated. landed: that norm, and the norm of each piece
+    of gradient that this rank sums, on the host when it is called."""
 
-    grad_norm: float
+    grad_norm: Tensor
     lr: float
-    bad: tuple[str, ...] = ()
+    landed: Callable[[], list[Tensor]]
+
+    def finite(self) -> bool:
+        """Whether weights were updated; waits for the step."""
+        return bool(torch.isfinite(self.landed()[0]))
 
 
 @dataclass(frozen=True)
@@ -78,8 +84,9 @@ class Optimizer:
     ) -> None:
         self._config, self._mesh, self._tied = config, mesh, tied
         self._optim, self._steps = config.optim, config.train.steps
-        self.scale = LossScale(config)
-        self.updates = 0
+        self._scale = LossScale(config)
+        self._updates = 0
+        self._last: Update | None = None
         self.buffers = Buffers(mesh.device)
         self._residents = Residents()
         self._in_flight: deque[Bucket] = deque()
@@ -200,24 +207,37 @@ class Optimizer:
     # Weights.
 
     def update(self) -> Update:
-        """Clip the summed gradients and update the weights."""
-        scale = self.scale.value
-        norm = self._norm() / scale
-        lr = learning_rate(self._optim, self.updates, self._steps)
-        finite = norm - norm == 0.0
-        self.scale.update(finite)
-        if not finite:
-            return Update(norm, lr, self._bad())
-        clip = self._optim.clip
-        divisor = scale * (norm / clip if clip and norm > clip else 1.0)
-        self.updates += 1
+        """Clip the summed gradients and update the weights. What became of it is told to the host,
+        which must not be made to wait for it, a step later."""
+        self._hear()
+        lr = learning_rate(self._optim, self._updates, self._steps)
+        pieces = self._piece_norms()
+        norm = self._norm(pieces) / self._scale.value
+        divisor = torch.full_like(norm, self._scale.value)
+        if self._optim.clip:
+            divisor *= (norm / self._optim.clip).clamp_min(1.0)
+        skip = (~torch.isfinite(norm)).float()
+        divisor = divisor.to(PRECISIONS[self._config.train.precision].master)
         self._residents.clear()
         for bucket in self.buckets:
-            tensor = torch.full((), divisor, dtype=bucket.sums.dtype, device=bucket.sums.device)
-            skip = torch.zeros((), device=bucket.sums.device)
-            bucket.update(self.updates, lr, tensor, skip)
+            bucket.update(self._updates + 1, lr, divisor, skip)
             bucket.gather()
-        return Update(norm, lr)
+        self._last = Update(norm, lr, land([Pending(norm), Pending(pieces)], self._mesh.device))
+        return self._last
+
+    def _hear(self) -> None:
+        """Learn what became of the last update."""
+        if self._last is not None:
+            finite, self._last = self._last.finite(), None
+            self._updates += finite
+            self._scale.update(finite)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of the next step is to be multiplied with."""
+        if self._scale.dynamic:
+            self._hear()
+        return self._scale.value
 
     def tensors(self, *, owned: bool = False) -> Iterator[tuple[str, ParamSpec, Box, Tensor]]:
         """Everything that a checkpoint holds of the weights and of the optimizer: what this rank
@@ -229,44 +249,55 @@ class Optimizer:
 
     def state(self) -> OptimizerState:
         """The numbers that a checkpoint holds beside the tensors."""
-        return OptimizerState(self.updates, self.scale.value, self.scale.good)
+        self._hear()
+        return OptimizerState(self._updates, self._scale.value, self._scale.good)
 
     def load_state(self, state: OptimizerState) -> None:
         """Continue from `state`; the tensors were loaded into the buckets before."""
-        self.updates = state.updates
-        self.scale.value, self.scale.good = state.loss_scale, state.good_steps
+        self._last, self._updates = None, state.updates
+        self._scale.value, self._scale.good = state.loss_scale, state.good_steps
         self._residents.clear()
         for bucket in self.buckets:
             bucket.gather()
 
-    def _norm(self) -> float:
-        """Norm of the gradients of the whole model, each element counted once."""
-        own = [torch.linalg.vector_norm(bucket.own_sums) for bucket in self._counted()]
-        square = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        if own:
-            square = torch.linalg.vector_norm(torch.stack(own)).double().square()
-        return math.sqrt(all_reduce(square, self._one_copy()).wait())
+    def _piece_norms(self) -> Tensor:
+        """Norm of each piece of gradient that this rank sums, fp64 [pieces]. All ranks that hold
+        one copy of the model together have each element of the gradient once."""
+        pieces = [piece for _, piece in self._own_pieces]
+        if not pieces:
+            return torch.zeros(0, dtype=torch.float64, device=self._mesh.device)
+        return torch.stack(torch._foreach_norm(pieces)).double()
 
-    def _counted(self) -> list[Bucket]:
-        return [b for b in self.buckets if b.optimizer is not None and not b.replica]
+    @cached_property
+    def _own_pieces(self) -> list[tuple[str, Tensor]]:
+        return [
+            (parameter.spec.name, piece)
+            for bucket in self.buckets
+            if bucket.optimizer is not None and not bucket.replica
+            for parameter, _, piece in bucket.pieces(bucket.own_sums, bucket.own)
+        ]
+
+    def _norm(self, pieces: Tensor) -> Tensor:
+        """Norm of the gradients of the whole model, from the norms of this rank's pieces."""
+        return all_reduce(pieces.square().sum(), self._one_copy()).wait().sqrt()
 
     def _one_copy(self) -> Group:
         """The ranks that hold one copy of the model together."""
         return self._mesh.group("pipeline", "data_shard", "context", "tensor")
 
-    def _bad(self) -> tuple[str, ...]:
-        """Names of parameters with gradients that are not finite, on the first rank that has any;
-        every rank that holds a part of the model gets the same."""
-        bad = [
-            parameter.spec.name
-            for bucket in self._counted()
-            for parameter, _, grad in bucket.pieces(bucket.own_sums, bucket.own)
-            if not bool(torch.isfinite(grad).all())
-        ]
+    def sick(self, update: Update) -> tuple[str, ...]:
+        """Names of parameters whose gradients of an update were not finite, on the first rank that
+        has any. All ranks call it, and get the same."""
+        norms = update.landed()[1].tolist()
+        found = {
+            name: None
+            for (name, _), norm in zip(self._own_pieces, norms, strict=True)
+            if not math.isfinite(norm)
+        }
         group = self._one_copy()
-        first = torch.tensor(group.index if bad else group.size, device=self._mesh.device)
+        first = torch.tensor(group.index if found else group.size, device=self._mesh.device)
         first = all_reduce(first, group, "min").wait()
-        text = ",".join(dict.fromkeys(bad)).encode()[:_NAMES] if int(first) == group.index else b""
+        text = ",".join(found).encode()[:_NAMES] if int(first) == group.index else b""
         names = torch.tensor([*text.ljust(_NAMES, b" ")], dtype=torch.int32)
         if not text:
             names.zero_()

@@ -12,14 +12,14 @@ class LossScale:
     unless the precision is fp16."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._dynamic = config.train.precision == "fp16"
+        self.dynamic = config.train.precision == "fp16"
         self._window = config.optim.loss_scale_window
-        self.value = config.optim.loss_scale if self._dynamic else 1.0
+        self.value = config.optim.loss_scale if self.dynamic else 1.0
         self.good = 0
 
     def update(self, finite: bool) -> None:
         """Learn from one step."""
-        if not self._dynamic:
+        if not self.dynamic:
             return
         self.good = self.good + 1 if finite else 0
         if not finite:

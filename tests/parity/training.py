@@ -70,7 +70,7 @@ def run(model, train=None, parallel=None, serial=False, ragged=False, packed=Fal
         valid = sum(int((one.labels_BS != IGNORE).sum()) for rank in every for one in rank)
         outcome = pipeline.train(mine, step, 1.0 / valid)
         losses.append(float(all_reduce(outcome.loss / valid, everywhere).wait()))
-        norms.append(outcome.update.grad_norm)
+        norms.append(float(outcome.update.grad_norm))
     traffic = group.traffic.take()
     evaluation = float(all_reduce(pipeline.evaluate(mine), everywhere).wait()) / valid
     weights = {}

@@ -323,7 +323,13 @@ def test_all_mistakes_come_at_once():
         "parallel.data=2",
         world=4,
     )
-    starts = ["parallel.expert=2", "parallel.data=2", "model.heads=7", "optim.warmup", "data.sources"]
+    starts = [
+        "parallel.expert=2",
+        "parallel.data=2",
+        "model.heads=7",
+        "optim.warmup",
+        "data.sources",
+    ]
     assert len(lines) == len(starts)
     for start, line in zip(starts, lines, strict=True):
         assert line.startswith(start)

@@ -1,0 +1,104 @@
+"""Numbers that are not finite: no weight is touched, and parameter, pass and rank are named."""
+
+import pytest
+import torch
+from training import global_batch, share
+
+from megaframe.config import RunConfig
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh, world_size
+from megaframe.meter import StepTimer
+from megaframe.optim.health import first_sick
+from megaframe.pipeline import Pipeline
+
+
+def built(parallel, precision, microbatch=2, **optim):
+    config = RunConfig(
+        model={"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.2},
+        train={"seq": 10, "global_batch": 8, "microbatch": microbatch, "precision": precision},
+        optim={"lr": 0.01, **optim},
+        parallel=parallel,
+    )
+    mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
+    pipeline = Pipeline(config, mesh, StepTimer().time)
+    pipeline.optimizer.initialise(1)
+    data = mesh.group("data")
+    return mesh, pipeline, share(global_batch(config, 0), microbatch, data.index, data.size, False)
+
+
+def state(pipeline):
+    return [tensor.clone() for _, _, _, tensor in pipeline.optimizer.tensors()]
+
+
+def damaged(parallel, rank):
+    """One step in which the last block of a rank computes with a weight that is no number."""
+    mesh, pipeline, microbatches = built(parallel, "fp64")
+    before = state(pipeline)
+    if mesh.rank == rank:
+        last = pipeline.stages[max(pipeline.stages)]
+        last.keeper.take(last.blocks[-1])
+        value = last.blocks[-1].mlp.down.weight.value
+        kept, value[0, 0] = value[0, 0].clone(), torch.nan
+    outcome = pipeline.train(microbatches, 0, 1.0)
+    finite = outcome.update.finite()
+    names = pipeline.optimizer.sick(outcome.update)
+    where = first_sick(outcome.signs, len(pipeline.rank_of), mesh.world, mesh.device)
+    if mesh.rank == rank and parallel.get("zero", 0) < 3:
+        value[0, 0] = kept
+    same = all(torch.equal(*pair) for pair in zip(before, state(pipeline), strict=True))
+    mesh.close()
+    return finite, names, where, same
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "rank", "where"),
+    [
+        (1, {}, 0, "microbatch 0, stage 0, on rank 0"),
+        (2, {}, 1, "microbatch 0, stage 0, on rank 1"),
+        (2, {"zero": 2}, 1, "microbatch 0, stage 0, on rank 1"),
+        (2, {"pipeline": 2}, 0, "microbatch 0, stage 0, on rank 0"),
+        (4, {"pipeline": 2, "zero": 1}, 3, "microbatch 0, stage 1, on rank 3"),
+    ],
+)
+def test_the_first_pass_that_is_sick_is_named_on_every_rank(ranks, parallel, rank, where, pool):
+    found = pool.run(ranks, damaged, parallel, rank)
+    assert len(set(map(str, found))) == 1
+    finite, names, place, same = found[0]
+    assert not finite and same
+    assert place == f"first in the forward pass of {where}"
+    assert names
+
+
+def overflowing(zero):
+    """fp16 with a scale that overflows at first -> scales, updates, all that the rank keeps."""
+    mesh, pipeline, microbatches = built({"zero": zero}, "fp16", 4, loss_scale=2.0**26)
+    scales = []
+    for step in range(16):
+        scale = pipeline.optimizer.loss_scale
+        scales.append(scale)
+        outcome = pipeline.train(microbatches, step, scale / 40)
+    place = first_sick([], 1, mesh.world, mesh.device)
+    updates = pipeline.optimizer.state().updates
+    kept = {}
+    for name, _, box, piece in pipeline.optimizer.tensors():
+        kept.setdefault(name, []).append((box, piece.clone()))
+    norm = float(outcome.update.grad_norm)
+    mesh.close()
+    return scales, updates, norm, kept, place
+
+
+def test_forced_overflows_skip_updates_alike_at_every_zero_stage(pool):
+    """To the last bit: with one microbatch on each of two ranks, all sums have the same order."""
+    runs = [pool.run(2, overflowing, zero) for zero in range(4)]
+    scales, updates, norm, kept, place = runs[0][0]
+    assert scales[1] < scales[0] and scales[-1] == scales[-2]
+    assert 0 < updates == 16 - len(set(scales)) + 1
+    assert place == "every pass was finite, so a sum of gradients was too large"
+    whole = {name: piece for name, [(_, piece)] in kept.items()}
+    for ranks in runs:
+        for rank in ranks:
+            assert rank[:2] == (scales, updates)
+            assert rank[2] == pytest.approx(norm, rel=1e-6)
+            for name, pieces in rank[3].items():
+                for box, piece in pieces:
+                    assert torch.equal(piece, whole[name][box.slices])
