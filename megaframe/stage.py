@@ -86,6 +86,11 @@ class Stage:
         """All parameters, in order, once each though units may share them."""
         return list({p: None for unit in self.units for p in unit.parameters()})
 
+    @property
+    def live(self) -> int:
+        """Microbatches whose activations it holds."""
+        return len(self._flights)
+
     def forward(
         self,
         number: int,
@@ -100,7 +105,9 @@ class Stage:
         the next stage; on the last one the loss sum over valid tokens, fp64 scalar, whose gradients
         are of scale * (loss sum).
         """
-        flight = Flight(self._frame(microbatch, dropout_key(self.config.run.seed, step)))
+        dropped = self.config.model.dropout > 0
+        key = dropout_key(self.config.run.seed, step) if dropped else None
+        flight = Flight(self._frame(microbatch, key))
         self._flights[number] = flight
         if self.embedding is not None:
             x = self.embedding(microbatch, flight.frame)
