@@ -73,7 +73,7 @@ class Block(Module):
 
 _WAKING = 2e-4
 """Seconds before its end at which a wait stops sleeping: a processor that has slept wakes up late,
-by not always the same."""
+and by varying times."""
 
 
 class EmulatedBlock(Module):
