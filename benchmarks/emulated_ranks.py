@@ -13,20 +13,21 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import wraps
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megaframe.config import Emulate, RunConfig
 
 if TYPE_CHECKING:
     from megaframe.mesh import Mesh
     from megaframe.pipeline import Pipeline
+    from megaframe.stage import Stage
 
-LIMIT = 120.0
+LIMIT = 600.0
 """Seconds after which a world that has not answered is given up."""
 TRIPS, REST = 100, 0.01
 """Tensors that are sent to see how long it takes, and seconds between them."""
@@ -39,7 +40,8 @@ class Steps:
     """What one rank saw of its steps, in seconds.
 
     starts, ends: of each step. firsts, lasts: start of its first pass and end of its last one.
-    busy: processor time of the thread that runs the engine.
+    busy: processor time of the thread that runs the engine. live: the most activations that it held
+    at once, one for each microbatch of a stage.
     """
 
     starts: list[float] = field(default_factory=list)
@@ -47,6 +49,15 @@ class Steps:
     firsts: list[float] = field(default_factory=list)
     lasts: list[float] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)
+    live: list[int] = field(default_factory=list)
+
+
+class Pass(NamedTuple):
+    """When a pass of a stage ran, and the activations that its rank held after it."""
+
+    start: float
+    end: float
+    live: int
 
 
 def in_world(task: Callable[..., Any], config: RunConfig, *given: Any) -> list[Any]:
@@ -114,14 +125,15 @@ def run_steps(mesh: Mesh, pipeline: Pipeline, config: RunConfig, steps: int) -> 
 
     times = config.model.emulate
     assert times is not None, "a benchmark of blocks that wait"
-    passes: list[tuple[float, float]] = []
+    passes: list[Pass] = []
     units = [block for stage in pipeline.stages.values() for block in stage.blocks]
     blocks = [block for block in units if isinstance(block, EmulatedBlock)]
     for block in blocks:
         block.times = Emulate()
-    for stage in pipeline.stages.values():
+    stages = tuple(pipeline.stages.values())
+    for stage in stages:
         for name in ("forward", "backward", "weight_backward"):
-            setattr(stage, name, _timed(getattr(stage, name), passes))
+            setattr(stage, name, _noted(getattr(stage, name), stages, passes))
     tokens = torch.zeros((1, config.train.seq), dtype=torch.int64)
     microbatches = [
         Microbatch(tokens, tokens, torch.tensor([number]))
@@ -139,22 +151,26 @@ def run_steps(mesh: Mesh, pipeline: Pipeline, config: RunConfig, steps: int) -> 
         seen.ends.append(time.perf_counter())
         seen.busy.append(time.thread_time() - busy)
         seen.starts.append(start)
-        seen.firsts.append(passes[0][0])
-        seen.lasts.append(passes[-1][1])
+        seen.firsts.append(passes[0].start)
+        seen.lasts.append(passes[-1].end)
+        seen.live.append(max(one.live for one in passes))
     return seen
 
 
-def _timed(function: Callable[..., Any], into: list[tuple[float, float]]) -> Callable[..., Any]:
-    """`function`, which also notes when it started and ended."""
+def _noted(
+    function: Callable[..., Any], stages: Sequence[Stage], into: list[Pass]
+) -> Callable[..., Any]:
+    """`function`, which also notes the pass that it is."""
 
     @wraps(function)
-    def timed(*given: Any, **named: Any) -> Any:
+    def noted(*given: Any, **named: Any) -> Any:
         start = time.perf_counter()
         result = function(*given, **named)
-        into.append((start, time.perf_counter()))
+        end = time.perf_counter()
+        into.append(Pass(start, end, sum(stage.live for stage in stages)))
         return result
 
-    return timed
+    return noted
 
 
 def transfer_seconds(mesh: Mesh, pipeline: Pipeline, config: RunConfig) -> float:

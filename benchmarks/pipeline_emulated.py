@@ -12,7 +12,7 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -24,23 +24,25 @@ from harness import commit, machine
 from megaframe.config import RunConfig
 from megaframe.plan.schedules import step_schedule
 from megaframe.plan.stages import stage_costs, stage_plans
-from megaframe.schedule import Schedule, lower
+from megaframe.schedule import Schedule, generate, lower
+from megaframe.schedule.costs import Costs
 from megaframe.schedule.simulate import Timeline, simulate
 
-CHUNKS: Mapping[str, tuple[int, ...]] = {
-    "gpipe": (1,),
-    "1f1b": (1,),
-    "interleaved": (4,),
-    "breadth-first": (4,),
-    "zb-h1": (1,),
-    "zb-h2": (1,),
-    "zb-v": (2,),
-    "v-half": (2,),
-    "dualpipe-v": (2,),
-    "search": (1, 2, 4),
-}
-"""Chunks per rank of a schedule; where there is a choice, the one with the shortest simulated step,
-in which each transfer takes its time."""
+RUNS = (
+    ("gpipe", 1, 2),
+    ("1f1b", 1, 2),
+    ("interleaved", 4, 2),
+    ("breadth-first", 4, 2),
+    ("zb-h1", 1, 2),
+    ("zb-h2", 1, 2),
+    ("zb-v", 2, 2),
+    ("v-half", 2, 2),
+    ("dualpipe-v", 2, 2),
+    ("search", 4, 2),
+    ("search", 8, 2),
+    ("search", 4, 4),
+)
+"""Schedule, chunks per rank and microbatches per rank of the steps."""
 
 OVERHEAD = (
     ("1f1b", 4, 1, 128),
@@ -58,8 +60,10 @@ class Line:
 
     bubble: part of the step in which the emulated work of a rank does not run, mean over ranks; a
     step goes from the first start to the last end, update included. in_spans: the same of a rank's
-    own time from its first to its last pass, the largest of all ranks. peak_activations: the
-    largest of all ranks, in units of a rank's share of the layers.
+    own time from its first to its last pass, the largest of all ranks. live: the most activations
+    that the engine of a rank held, in units of the rank's share of the layers; the limit is what
+    1F1B holds of as many microbatches on its first rank, and within it a schedule is
+    memory-neutral.
     """
 
     schedule: str
@@ -73,12 +77,14 @@ class Line:
     predicted_bubble: float
     in_spans: float
     predicted_in_spans: float
-    peak_activations: float
+    live: float
+    live_limit: float
+    memory_neutral: bool
 
 
 def config_of(name: str, ranks: int, chunks: int, microbatches: int, seconds: float) -> RunConfig:
-    """A tiny model with a block per stage; F, B, W of a rank's whole share take `seconds` each."""
-    times = dict.fromkeys(("forward", "backward", "weight"), seconds / chunks)
+    """A tiny model with a block per stage, whose F, B and W take `seconds` each."""
+    times = dict.fromkeys(("forward", "backward", "weight"), seconds)
     return RunConfig.model_validate(
         {
             "model": {
@@ -116,18 +122,19 @@ def play(config: RunConfig, schedule: Schedule, steps: int) -> list[Steps]:
         return in_world(run_steps, config.model_copy(update={"parallel": parallel}), steps)
 
 
-def measure(name: str, given: argparse.Namespace, comm: float) -> Line:
-    """One schedule, with the best of its numbers of chunks."""
-    configs = [
-        config_of(name, given.ranks, chunks, given.microbatches, given.milliseconds / 1e3)
-        for chunks in CHUNKS[name]
-    ]
-    runs = [(config, *simulated(config, comm)) for config in configs]
-    config, schedule, expected = min(runs, key=lambda run: run[2].time)
+def measure(
+    name: str, chunks: int, microbatches: int, given: argparse.Namespace, comm: float
+) -> Line:
+    """One schedule, measured and simulated."""
+    config = config_of(name, given.ranks, chunks, microbatches, given.milliseconds / 1e3)
+    schedule, expected = simulated(config, comm)
     seen = play(config, schedule, given.steps)
     times = [max(ends) - min(starts) for starts, ends in zip(*_across(seen), strict=True)]
     step, predicted = statistics.median(times), float(expected.time)
     work = [float(value) for value in expected.work]
+    live = max(max(rank.live) for rank in seen) / chunks
+    usual = generate("1f1b", given.ranks, 1, microbatches)
+    limit = float(max(simulate(usual, Costs()).peak_activations))
     spans = [
         statistics.median(
             1 - mine / (last - first) for first, last in zip(rank.firsts, rank.lasts, strict=True)
@@ -136,8 +143,8 @@ def measure(name: str, given: argparse.Namespace, comm: float) -> Line:
     ]
     return Line(
         schedule=name,
-        chunks=config.parallel.chunks,
-        microbatches=given.microbatches,
+        chunks=chunks,
+        microbatches=microbatches,
         measured=step,
         fastest=min(times),
         predicted=predicted,
@@ -149,7 +156,9 @@ def measure(name: str, given: argparse.Namespace, comm: float) -> Line:
             float(bubble / span)
             for bubble, span in zip(expected.bubbles, expected.spans, strict=True)
         ),
-        peak_activations=float(max(expected.peak_activations)),
+        live=live,
+        live_limit=limit,
+        memory_neutral=live <= limit,
     )
 
 
@@ -160,17 +169,18 @@ def _across(seen: Sequence[Steps]) -> tuple[list[tuple[float, ...]], list[tuple[
 
 
 HEAD = (
-    f"{'':<14}{'chunks':>7}{'step s':>9}{'simulated':>11}{'deviation':>11}"
-    f"{'bubble':>9}{'simulated':>11}{'in spans':>10}{'simulated':>11}{'live':>7}"
+    f"{'':<14}{'chunks':>7}{'batch':>6}{'step s':>9}{'simulated':>10}{'deviation':>10}"
+    f"{'bubble':>8}{'simulated':>10}{'in spans':>10}{'simulated':>10}{'live':>7}{'1f1b':>6}"
 )
 
 
 def row(line: Line) -> str:
     """A line as aligned text under `HEAD`."""
     return (
-        f"{line.schedule:<14}{line.chunks:>7}{line.measured:>9.3f}{line.predicted:>11.3f}"
-        f"{line.deviation:>+11.2%}{line.bubble:>9.1%}{line.predicted_bubble:>11.1%}"
-        f"{line.in_spans:>10.1%}{line.predicted_in_spans:>11.1%}{line.peak_activations:>7.2f}"
+        f"{line.schedule:<14}{line.chunks:>7}{line.microbatches:>6}{line.measured:>9.3f}"
+        f"{line.predicted:>10.3f}{line.deviation:>+10.2%}{line.bubble:>8.2%}"
+        f"{line.predicted_bubble:>10.2%}{line.in_spans:>10.2%}{line.predicted_in_spans:>10.2%}"
+        f"{line.live:>7.2f}{'<=' if line.memory_neutral else '>':>3}{line.live_limit:>3.0f}"
     )
 
 
@@ -209,29 +219,28 @@ def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--microbatches", type=int, help="default: two per rank")
-    parser.add_argument("--milliseconds", type=float, default=200.0, help="of a rank's F, B, and W")
+    parser.add_argument("--milliseconds", type=float, default=150.0, help="of a stage's F, B and W")
     parser.add_argument("--steps", type=int, default=2, help="timed steps, after one that is not")
-    parser.add_argument("--schedules", nargs="+", choices=tuple(CHUNKS), default=tuple(CHUNKS))
+    names = tuple(dict.fromkeys(name for name, _, _ in RUNS))
+    parser.add_argument("--schedules", nargs="+", choices=names, default=names)
     parser.add_argument("--write", type=Path, help="write all measurements as JSON to this file")
-    given = parser.parse_args()
-    given.microbatches = given.microbatches or 2 * given.ranks
-    return given
+    return parser.parse_args()
 
 
 def main() -> None:
     given = arguments()
-    idle = config_of("1f1b", given.ranks, 1, given.microbatches, 0.0)
+    idle = config_of("1f1b", given.ranks, 1, given.ranks, 0.0)
     comm = max(in_world(transfer_seconds, idle))
-    print(f"{given.ranks} ranks, {given.microbatches} microbatches, transfer {comm * 1e6:.0f} us")
+    print(f"{given.ranks} ranks, passes of {given.milliseconds:g} ms, transfer {comm * 1e6:.0f} us")
     print(HEAD)
     lines = []
-    for name in given.schedules:
-        lines.append(measure(name, given, comm))
-        print(row(lines[-1]), flush=True)
+    for name, chunks, each in RUNS:
+        if name in given.schedules:
+            lines.append(measure(name, chunks, each * given.ranks, given, comm))
+            print(row(lines[-1]), flush=True)
     found = list(overheads())
     if given.write:
-        settings = ("ranks", "microbatches", "milliseconds", "steps")
+        settings = ("ranks", "milliseconds", "steps")
         document = {
             "commit": commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

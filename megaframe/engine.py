@@ -192,11 +192,11 @@ class _Passes:
             return self._arriving.pop((kind, stage, microbatch)).wait()
 
     def _send(self, kind: Kind, stage: int, microbatch: int, other: int) -> None:
-        while self._sent and self._sent[0].arrived():
-            self._sent.popleft()
         made = self._leaving.pop((kind, stage, microbatch)).contiguous()
         link = self._engine.mesh.link(self._engine.rank, self._rank_of[other])
         self._sent.append(send(made, link))
+        while self._sent and self._sent[0].arrived():
+            self._sent.popleft()
 
     def _receive(self, kind: Kind, stage: int, microbatch: int, other: int) -> None:
         here = self._engine.stages[stage]

@@ -71,6 +71,11 @@ class Block(Module):
         return x + branch
 
 
+_WAKING = 2e-4
+"""Seconds before its end at which a wait stops sleeping: a processor that has slept wakes up late,
+and by varying times."""
+
+
 class EmulatedBlock(Module):
     """A block without weights that waits for as long as a real one would compute."""
 
@@ -79,21 +84,35 @@ class EmulatedBlock(Module):
 
     def __call__(self, x: Tensor, frame: Frame) -> Tensor:
         """The same tensor, later."""
-        return _Wait.apply(x, self.times, frame.later)
+        return _Wait.apply(x, time.perf_counter(), self.times, frame.later)
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, times: Emulate, later: Later) -> Tensor:
+    def forward(ctx: Any, x: Tensor, start: float, times: Emulate, later: Later) -> Tensor:
         ctx.times, ctx.later = times, later
-        time.sleep(times.forward)
-        return x.clone()
+        y = x.clone()
+        _wait_until(start + times.forward)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.times.backward)
-        ctx.later.do(partial(time.sleep, ctx.times.weight))
-        return gradients[0], None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        _wait(ctx.times.backward)
+        ctx.later.do(partial(_wait, ctx.times.weight))
+        return gradients[0], None, None, None
+
+
+def _wait(seconds: float) -> None:
+    _wait_until(time.perf_counter() + seconds)
+
+
+def _wait_until(end: float) -> None:
+    """Return when `time.perf_counter` is at `end`; a processor that sleeps till then is late."""
+    rest = end - time.perf_counter() - _WAKING
+    if rest > 0:
+        time.sleep(rest)
+    while time.perf_counter() < end:
+        pass
 
 
 class Head(Module):

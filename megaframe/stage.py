@@ -119,6 +119,11 @@ class Stage:
         """All parameters, in order, once each though units may share them."""
         return list({p: None for unit in self.units for p in unit.parameters()})
 
+    @property
+    def live(self) -> int:
+        """Microbatches whose activations it holds."""
+        return len(self._flights)
+
     def forward(
         self,
         number: int,
@@ -136,7 +141,9 @@ class Stage:
         are of scale * (loss sum). `done` is told of the head. following: the unit whose values are
         needed next, after this pass.
         """
-        flight = Flight(self._frame(microbatch, dropout_key(self.config.run.seed, step)))
+        dropped = self.config.model.dropout > 0
+        key = dropout_key(self.config.run.seed, step) if dropped else None
+        flight = Flight(self._frame(microbatch, key))
         self._flights[number] = flight
         values = self._values(self.units, following)
         if self.embedding is not None:
