@@ -27,10 +27,11 @@ def available(group: Group, node_size: int) -> bool:
     GPUs are alike."""
     if group.handle is None or dist.get_backend(group.handle) != "nccl":
         return False
+    import torch.distributed._symmetric_memory  # defines the operators
+
     here, ranks = torch.cuda.current_device(), range(torch.cuda.device_count())
     return (
         len({rank // node_size for rank in group.ranks}) == 1
-        and hasattr(torch.ops.symm_mem, "fused_all_gather_matmul")
         and torch.cuda.get_device_capability() >= CAPABILITY
         and all(torch.cuda.can_device_access_peer(here, other) for other in ranks if other != here)
     )
