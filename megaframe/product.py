@@ -24,6 +24,9 @@ def product(left_MK: Tensor, right_KN: Tensor, bias_N: Tensor | None = None) -> 
     """left [M, K] times right [K, N] plus a bias, [M, N]."""
     if _by_onednn(left_MK):
         transposed = right_KN.t()
+        if not (transposed.is_contiguous() or right_KN.is_contiguous()):
+            # Of some columns only, oneDNN (3.x) has no fast routine: a thousand times slower.
+            transposed = right_KN.contiguous().t()
         return torch.ops.mkldnn._linear_pointwise(left_MK, transposed, bias_N, "none", [], "")
     if bias_N is None:
         return left_MK @ right_KN

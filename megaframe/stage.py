@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megaframe.comm import ALONE, Group
+from megaframe.comm import ALONE, Group, symmetric
 from megaframe.config import RunConfig
+from megaframe.mesh import ranks_on_this_node
 from megaframe.microbatch import Microbatch
 from megaframe.model import Block, Embedding, EmulatedBlock, Head
 from megaframe.nn.context import Context
@@ -95,6 +96,9 @@ class Stage:
     ) -> None:
         self.config, self.plan, self.tensor, self.context = config, plan, tensor, context
         self.precision = PRECISIONS[config.train.precision]
+        wanted = config.parallel.symmetric_memory == "auto"
+        node_size = config.parallel.node_size or ranks_on_this_node()
+        self._symmetric = wanted and symmetric.available(tensor, node_size)
         self.embedding = Embedding(config) if plan.first else None
         emulate = config.model.emulate
         self.blocks: list[Block | EmulatedBlock] = [
@@ -275,7 +279,6 @@ class Stage:
         return here
 
     def _frame(self, microbatch: Microbatch, key: int | None) -> Frame:
-        selective = self.config.train.recompute == "selective"
         return make_frame(
             self.config.model,
             microbatch,
@@ -283,7 +286,9 @@ class Stage:
             key,
             tensor=self.tensor,
             context=self.context,
-            selective=selective,
+            selective=self.config.train.recompute == "selective",
+            chunks=self.config.parallel.tensor_chunks,
+            symmetric=self._symmetric,
         )
 
 

@@ -58,3 +58,17 @@ def test_fp32_on_a_cpu_keeps_fp32_precision():
     left, right = operands(64, 4096, 64, torch.float32, transposed=False)
     error = (product(left, right).double() - left.double() @ right.double()).abs().max()
     assert error < torch.finfo(torch.float32).eps * 4096
+
+
+def test_onednn_has_a_fast_routine_for_every_piece(capfd, monkeypatch):
+    """oneDNN names the routine of each product; its reference is a thousand times slower."""
+    monkeypatch.setattr(module, "PIECE_BYTES", 4096)
+    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+        for rows, columns in ((16, 200), (200, 16)):
+            left, right = operands(rows, 64, columns, torch.float32, transposed=False)
+            for stored in (left, left.t().contiguous().t()):
+                product_into(torch.zeros(rows, columns), stored, right, add=True)
+    lines = [line for line in capfd.readouterr().out.splitlines() if ",exec," in line]
+    products = [line for line in lines if ",matmul," in line or ",inner_product," in line]
+    assert len(products) > 8 or not module._ONEDNN
+    assert not [line for line in products if ",ref" in line]

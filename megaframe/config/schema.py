@@ -116,6 +116,12 @@ class Model(Section):
 class Parallel(Section):
     tensor: Positive = 1
     """Ranks that split each matrix (and, outside the matrices, the sequence)."""
+    tensor_chunks: Positive = 1
+    """Parts in which rows travel between tensor ranks: the product of one part is made while the
+    next is gathered, or the one before summed."""
+    symmetric_memory: Literal["auto", "off"] = "off"
+    """`auto` leaves transfers beside forward products to PyTorch's fused operators on NVIDIA GPUs
+    of one node that have them, in place of `tensor_chunks`. Not yet run on such a machine."""
     context: Positive = 1
     """Ranks that divide each sample."""
     context_kind: Literal["ring", "all_to_all", "nested"] = "ring"

@@ -55,7 +55,9 @@ class Frame:
     [B, 1, W, W], true where a query (row) may see a key; None for causal. circle: what takes the
     place of the mask where keys go round a ring. dropout: the masks of this step's rows, None when
     nothing is dropped. selective: norms and activations are not kept but computed again in
-    backward. later: where the backward of this microbatch puts its weight gradients."""
+    backward. chunks: parts in which rows travel between tensor ranks; symmetric: they do so within
+    the products of forward (`comm/symmetric.py`). later: where the backward of this microbatch puts
+    its weight gradients."""
 
     batch: int
     length: int
@@ -66,6 +68,8 @@ class Frame:
     circle: Circle | None
     dropout: Dropout | None
     selective: bool
+    chunks: int
+    symmetric: bool
     later: Later = field(default_factory=Later)
 
     @property
@@ -104,6 +108,8 @@ def make_frame(
     tensor: Group,
     context: Context,
     selective: bool,
+    chunks: int,
+    symmetric: bool,
 ) -> Frame:
     """The frame of `microbatch`. `dropout_key` is a function of seed and step; None in evaluation
     and when nothing is dropped."""
@@ -118,7 +124,19 @@ def make_frame(
     elif sight.narrow:
         everything = torch.arange(length * context.size, device=microbatch.tokens_BS.device)
         mask = sight.mask(everything, everything)
-    frame = Frame(batch, length, tensor, context, rotary, mask, circle, None, selective)
+    frame = Frame(
+        batch,
+        length,
+        tensor,
+        context,
+        rotary,
+        mask,
+        circle,
+        None,
+        selective,
+        chunks,
+        symmetric,
+    )
     if dropout_key is None or model.dropout == 0:
         return frame
     places = context.places(length, microbatch.tokens_BS.device)

@@ -7,14 +7,15 @@ Shape legend: T rows, I inputs, O outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megaframe.comm import all_gather, reduce_scatter
+from megaframe.comm import Pending, all_gather, reduce_scatter, symmetric
 from megaframe.nn.frame import Frame
+from megaframe.nn.parts import Whole, arrived, gather, split
 from megaframe.parameter import Module, Parameter
 from megaframe.product import product
 from megaframe.spec import Constant, Normal, ParamSpec
@@ -90,7 +91,8 @@ class Linear(Module):
 class _Linear(torch.autograd.Function):
     """With a tensor axis, a column linear holds some outputs: it gathers the rows of all ranks
     first. A row linear holds some inputs, so that its product is a part of a sum: it is summed and
-    scattered, rows to their ranks, and the bias added once, after that.
+    scattered, rows to their ranks, and the bias added once, after that. In parts, the product of
+    one is made while another travels.
     """
 
     @staticmethod
@@ -99,25 +101,36 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.linear, ctx.frame, ctx.before = linear, frame, before
-        source, bias = x if before is None else before(x), linear.flat_bias()
-        if linear.column:
-            source = all_gather(source, frame.tensor).wait()
-        elif frame.tensor.size > 1:
-            part = product(source, linear.matrix().t())
-            y = reduce_scatter(part, frame.tensor).wait()
-            return y if bias is None else y.add_(bias)
-        return product(source, linear.matrix().t(), bias)
+        group, weight, bias = frame.tensor, linear.matrix().t(), linear.flat_bias()
+        if linear.column or group.size == 1:
+            x = x if before is None else before(x)
+            if not frame.symmetric:
+                y_TO = Whole(frame)
+                for part in gather(x, frame):
+                    y_TO.add(product(part, weight, bias))
+                return y_TO.rows
+            y = symmetric.gather_product(x, weight, group)
+        elif frame.symmetric:
+            y = symmetric.product_scatter(x if before is None else before(x), weight, group)
+        else:
+            y = arrived(_scatter_product(x, weight, frame, before))
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None]:
         (x,) = ctx.saved_tensors
+        linear, frame, dy = ctx.linear, ctx.frame, gradients[0]
+        coming = None if linear.column else gather(dy, frame)
         source = x
         if ctx.before is not None:
             x = x.detach().requires_grad_()
             with torch.enable_grad():
                 source = ctx.before(x)
-        grow = _column_backward if ctx.linear.column else _row_backward
-        dx: Tensor | None = grow(ctx.linear, ctx.frame, gradients[0], source.detach())
+        dx: Tensor | None
+        if coming is None:
+            dx = _column_backward(linear, frame, dy, source.detach())
+        else:
+            dx = _row_backward(linear, frame, dy, coming, source.detach())
         if ctx.before is not None:
             source.backward(dx)
             dx = x.grad
@@ -129,7 +142,7 @@ def _column_backward(linear: Linear, frame: Frame, dy: Tensor, x: Tensor) -> Ten
     and that is scattered while the weight's gradient is made."""
     group, later = frame.tensor, frame.later
     gathered = None if later.hold else all_gather(x, group)
-    scattered = reduce_scatter(product(dy, linear.matrix()), group)
+    scattered = _scatter_product(dy, linear.matrix(), frame)
 
     def weight() -> None:
         rows = (gathered or all_gather(x, group)).wait()
@@ -137,15 +150,32 @@ def _column_backward(linear: Linear, frame: Frame, dy: Tensor, x: Tensor) -> Ten
         linear.add_bias_gradient(dy)
 
     later.do(weight)
-    return scattered.wait()
+    return arrived(scattered)
 
 
-def _row_backward(linear: Linear, frame: Frame, dy: Tensor, x: Tensor) -> Tensor:
-    rows = all_gather(dy, frame.tensor).wait()
+def _row_backward(
+    linear: Linear, frame: Frame, dy: Tensor, coming: Iterator[Tensor], x: Tensor
+) -> Tensor:
+    """`coming` is `dy` of all ranks, whose first part was on its way while `x` was made."""
+    dy_TO, dx = Whole(frame), Whole(frame)
+    for part in coming:
+        dx.add(product(part, linear.matrix()))
+        dy_TO.add(part)
 
     def weight() -> None:
-        linear.weight.add_product(rows, x)
+        linear.weight.add_product(dy_TO.rows, x)
         linear.add_bias_gradient(dy)
 
     frame.later.do(weight)
-    return product(rows, linear.matrix())
+    return dx.rows
+
+
+def _scatter_product(
+    x_TI: Tensor, right_IO: Tensor, frame: Frame, before: Elementwise | None = None
+) -> list[Pending[Tensor]]:
+    """before(x) times `right`, each part summed over the ranks and scattered as soon as it is made:
+    the parts of this rank's rows."""
+    return [
+        reduce_scatter(product(part if before is None else before(part), right_IO), frame.tensor)
+        for part in split(x_TI, frame)
+    ]

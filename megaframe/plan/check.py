@@ -13,7 +13,6 @@ from megaframe.config.describe import shown
 from megaframe.config.numbers import (
     TIMES,
     axis_sizes,
-    divisors,
     either,
     nearest_divisors,
     nearest_multiples,
@@ -21,6 +20,7 @@ from megaframe.config.numbers import (
 from megaframe.config.schema import BatchRamp, Model, Optim, RunConfig, Train
 from megaframe.errors import UserError
 from megaframe.plan.context import context_mistakes
+from megaframe.plan.tensor import tensor_mistakes
 from megaframe.schedule import schedule_mistakes
 
 ONLY: Mapping[str, object] = {
@@ -42,7 +42,7 @@ def check(config: RunConfig, world: int, *, data: bool = True) -> None:
         *_not_in_this_version(config),
         *layout,
         *_model(config.model, config.train.seq),
-        *_tensor(config.model, config.parallel.tensor),
+        *tensor_mistakes(config),
         *context_mistakes(config),
         *_vocabulary(config),
         *(_batches(config.train, sizes["data"]) if not layout else ()),
@@ -113,20 +113,6 @@ def _rotary(model: Model) -> Iterator[str]:
             f"model.rotary_scaling.low_frequency={scaling.low_frequency:g} must be less than "
             f"model.rotary_scaling.high_frequency={scaling.high_frequency:g}"
         )
-
-
-def _tensor(model: Model, tensor: int) -> Iterator[str]:
-    groups, heads = model.kv_heads, model.heads
-    if groups % tensor and (tensor % groups or heads % tensor):
-        fits = [t for t in divisors(heads) if groups % t == 0 or t % groups == 0]
-        near = [t for t in fits if t < tensor][-1:] + [t for t in fits if t > tensor][:1]
-        yield (
-            f"parallel.tensor={tensor} can neither divide model.kv_heads={groups} nor share them "
-            f"evenly among model.heads={heads}; use {either(near)}"
-        )
-    for name, size in (("model.ffn", model.ffn), ("model.vocab", model.vocab or tensor)):
-        if size < tensor:
-            yield f"{name}={size} is less than parallel.tensor={tensor}; use {size} or fewer ranks"
 
 
 def _vocabulary(config: RunConfig) -> Iterator[str]:

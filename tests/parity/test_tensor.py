@@ -2,11 +2,15 @@
 pipelines and data ranks: odd vocabulary, uneven groups and rows, tied and untied, every norm.
 """
 
+from collections import Counter
+
 import pytest
 import torch
 from kept import kept_by_block
+from torch.distributed import _symmetric_memory
 from training import MODELS, assert_same, run
 
+from megaframe.comm import ALONE, symmetric
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
@@ -33,6 +37,13 @@ LAYOUTS = [
     (4, ZB_V, "none"),
     (4, ZB_V, "selective"),
 ]
+CHUNKED = [
+    ("smooth", 2, {"tensor": 2, "tensor_chunks": 2}, {"recompute": "selective"}),
+    ("window", 2, {"tensor": 2, "tensor_chunks": 3}, {}),
+    ("llama", 4, {"tensor": 4, "tensor_chunks": 3}, {"recompute": "selective", "microbatch": 2}),
+    ("gpt2", 4, {**ZB_V, "tensor_chunks": 2}, {"recompute": "selective"}),
+]
+"""Each rank has 5 rows: no number of parts divides them."""
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +62,62 @@ def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool
     assert_same(pool.run(ranks, run, model, train, parallel), expected[name])
 
 
-def one_block(model, recompute, tensor):
+@pytest.mark.parametrize(("name", "ranks", "parallel", "train"), CHUNKED)
+def test_parts_of_rows_do_not_change_the_answer(name, ranks, parallel, train, pool, expected):
+    model = {**SHAPES[name], "layers": 4}
+    train = {"microbatch": 1, **train, **TRAIN.get(name, {})}
+    assert_same(pool.run(ranks, run, model, train, parallel), expected[name])
+
+
+def run_fused(model, train, parallel):
+    """`run`, with torch's references of its fused operators in the place of GPUs -> its result, and
+    how often each operator was called."""
+    calls, library = Counter(), torch.library.Library("symm_mem", "IMPL")
+    references = {
+        "fused_all_gather_matmul": _symmetric_memory._fused_all_gather_matmul_fallback,
+        "fused_matmul_reduce_scatter": _symmetric_memory._fused_matmul_reduce_scatter_fallback,
+    }
+    for name, reference in references.items():
+
+        def counted(*given, name=name, reference=reference, **named):
+            calls[name] += 1
+            return reference(*given, **named)
+
+        library.impl(name, counted, "CPU")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmetric, "available", lambda group, node_size: group.size > 1)
+        result = run(model, train, parallel)
+    library._destroy()
+    return result, [calls[name] for name in references]
+
+
+def test_fused_operators_mean_by_their_operands_what_is_handed_to_them(pool, expected):
+    parallel = {"tensor": 2, "symmetric_memory": "auto"}
+    model, train = {**SHAPES["smooth"], "layers": 4}, {"microbatch": 1, **TRAIN["smooth"]}
+    results, calls = zip(*pool.run(2, run_fused, model, train, parallel), strict=True)
+    assert_same(results, expected["smooth"])
+    # Two of each a block, in four passes over eight microbatches, one of them the evaluation's.
+    assert calls == ([2 * 4 * 4 * 8] * 2,) * 2
+
+
+def test_nothing_is_fused_without_gpus(pool):
+    assert pool.run(2, fused, 2) == [False, False]
+    assert not symmetric.available(ALONE, 1)
+
+
+def fused(tensor):
+    mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=60)
+    found = symmetric.available(mesh.group("tensor"), tensor)
+    mesh.close()
+    return found
+
+
+def one_block(model, recompute, tensor, chunks):
     """One step of one block -> bytes that it keeps, its plan, bytes moved over the tensor axis."""
     config = RunConfig(
         model={"layers": 1, "hidden": 64, "heads": 4, "vocab": 64, **model},
         train={"seq": 16, "global_batch": 2, "microbatch": 2, "recompute": recompute},
-        parallel={"tensor": tensor},
+        parallel={"tensor": tensor, "tensor_chunks": chunks},
     )
     mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=60)
     pipeline = Pipeline(config, mesh, StepTimer().time)
@@ -72,14 +133,15 @@ def one_block(model, recompute, tensor):
     return kept, block_bytes(config) // tensor, moved
 
 
-@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize(("tensor", "chunks"), [(2, 1), (4, 3)])
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("model", [{}, {"norm": "rmsnorm", "activation": "swiglu"}])
-def test_activations_and_bytes_are_the_closed_forms(model, recompute, tensor, pool):
+def test_activations_and_bytes_are_the_closed_forms(model, recompute, tensor, chunks, pool):
     """What a block keeps is divided by the ranks. Per layer, forward moves (t-1)/t b s h elements
     4 times; backward as often, and twice more to gather inputs again instead of keeping them. The
-    embedding and the head move as much twice each, and the loss 3 numbers a token in fp32."""
-    for kept, planned, moved in pool.run(tensor, one_block, model, recompute, tensor):
+    embedding and the head move as much twice each, and the loss 3 numbers a token in fp32. In how
+    many parts changes nothing."""
+    for kept, planned, moved in pool.run(tensor, one_block, model, recompute, tensor, chunks):
         assert kept == planned
         stream = 2 * 16 * 64 * 2
         losses = 2 * (1 + 2) * 2 * 16 * 4
@@ -89,8 +151,9 @@ def test_activations_and_bytes_are_the_closed_forms(model, recompute, tensor, po
         )
 
 
-def test_overlap_changes_no_bit(pool):
-    arguments = (MODELS["llama"], {"microbatch": 1}, {"tensor": 2, "data": 2})
+def test_overlap_changes_no_bit(pool, expected):
+    model, train = {**MODELS["llama"], "layers": 4}, {"microbatch": 1, "recompute": "selective"}
+    arguments = (model, train, {"tensor": 2, "data": 2, "tensor_chunks": 3})
     serial, overlapped = (pool.run(4, run, *arguments, serial) for serial in (True, False))
     for one, other in zip(serial, overlapped, strict=True):
         assert (one.losses, one.norms) == (other.losses, other.norms)
@@ -98,3 +161,4 @@ def test_overlap_changes_no_bit(pool):
             one.weights.values(), other.weights.values(), strict=True
         ):
             assert torch.equal(piece, wanted)
+    assert_same(overlapped, expected["llama"])

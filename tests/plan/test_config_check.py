@@ -237,10 +237,11 @@ def test_a_schedule_file_that_cannot_run_is_refused_and_mended(text, message, tm
     assert pipeline_refusals(keys) == []
 
 
-# Context ranks that are refused, why, and what of the advice is tried: each must then pass.
+# Context and tensor ranks that are refused, why, and what of the advice is tried: each must then
+# pass.
 EXCHANGE = {"parallel.context_kind": "all_to_all"}
 NESTED = {"parallel.context_kind": "nested"}
-CONTEXTS = [
+RANKS = [
     (
         {**EXCHANGE, "parallel.context": 5},
         "parallel.context=5 of parallel.context_kind=all_to_all can neither divide nor evenly "
@@ -281,11 +282,29 @@ CONTEXTS = [
         "use parallel.context_kind=nested",
         [{"parallel.context_heads": "null"}, NESTED],
     ),
+    (
+        {"parallel.tensor": 8},
+        "parallel.tensor=8 can neither divide model.kv_heads=12 nor share them evenly among "
+        "model.heads=12; use 6 or 12",
+        [{"parallel.tensor": 6}, {"parallel.tensor": 12}],
+    ),
+    (
+        {"parallel.tensor": 4, "parallel.tensor_chunks": 257},
+        "parallel.tensor_chunks=257 is more than the 256 rows of a microbatch (train.microbatch=1 "
+        "× train.seq=1024) that each rank has; use 256 or fewer",
+        [{"parallel.tensor_chunks": 256}],
+    ),
+    (
+        {"parallel.tensor_chunks": 2},
+        "parallel.tensor_chunks=2 means nothing to parallel.tensor=1, where no rows travel; "
+        "leave it out",
+        [{"parallel.tensor_chunks": 1}, {"parallel.tensor": 2}],
+    ),
 ]
 
 
-@pytest.mark.parametrize(("keys", "message", "mends"), CONTEXTS)
-def test_context_ranks_that_cannot_be_are_refused_and_the_advice_works(keys, message, mends):
+@pytest.mark.parametrize(("keys", "message", "mends"), RANKS)
+def test_ranks_that_cannot_be_are_refused_and_the_advice_works(keys, message, mends):
     def found(keys):
         ranks = keys.get("parallel.context", 1) * keys.get("parallel.tensor", 1)
         return refusals(*(f"{name}={value}" for name, value in keys.items()), world=ranks)

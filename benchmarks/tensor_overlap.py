@@ -1,0 +1,236 @@
+"""How much of the communication of tensor parallel linears is exposed, on a link that takes time.
+
+Two hosts with one rank each are joined by a shaped link (`shaped.py`). A column and a row linear
+run forward and backward by turns in the same processes: with every transfer finished before
+anything else is done (`parallel.serial`), overlapped, overlapped in several parts
+(`parallel.tensor_chunks`), and without a transfer at all, over torch's fake process group. Exposed
+is what a way takes longer than the last; its ratio is to that of the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness import ROOT, Spread, commit, machine
+from shaped import Host, hosts
+
+if TYPE_CHECKING:
+    from megaframe.nn.frame import Frame
+    from megaframe.nn.linear import Linear
+
+RANKS, PORT = 2, 29500
+ALONE, SERIAL = "compute alone", "serial"
+CHUNKS = {"overlapped": 1, "2 parts": 2, "4 parts": 4}
+WAYS = (ALONE, SERIAL, *CHUNKS)
+PASSES = ("column forward", "row forward", "column backward", "row backward")
+SUMS = {"forward": PASSES[:2], "backward": PASSES[2:]}
+LIMIT = 600.0
+"""Seconds after which ranks that have not answered are given up."""
+
+Seconds = dict[str, dict[str, list[float]]]
+"""By way and pass, one number a round."""
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """One way beside compute alone, in seconds; `ratio` of what is exposed to that of serial, of
+    the medians and within rounds."""
+
+    seconds: Spread
+    exposed: float
+    ratio: float
+    ratio_in_rounds: Spread
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rates", nargs="+", default=["400mbit", "800mbit", "1600mbit"])
+    parser.add_argument("--rows", type=int, default=2048, help="of both ranks together")
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--ffn", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--write", type=Path, help="write all measurements as JSON to this file")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank is not None:
+        print(json.dumps(measure(given)))
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that hosts are removed
+    results = {}
+    for rate in given.rates:
+        with hosts(RANKS, rate) as both:
+            results[rate] = in_world(both, given)
+        show(rate, results[rate])
+    if given.write:
+        document = {
+            "commit": commit(),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "machine": machine(),
+            "config": {"ranks": RANKS, "precision": "fp32", "threads of a rank": 1}
+            | {name: getattr(given, name) for name in ("rows", "hidden", "ffn", "rounds")},
+            "summary": {rate: summary(seconds) for rate, seconds in results.items()},
+            "seconds": results,
+        }
+        given.write.parent.mkdir(parents=True, exist_ok=True)
+        given.write.write_text(json.dumps(document, indent=2) + "\n")
+        print(f"wrote {given.write}")
+
+
+def in_world(both: Sequence[Host], given: argparse.Namespace) -> Seconds:
+    """What the ranks measure, one on each host: in each round, the slower one's time."""
+    shape = [f"--{name}={getattr(given, name)}" for name in ("rows", "hidden", "ffn", "rounds")]
+    ranks = []
+    for rank, host in enumerate(both):
+        place = {"RANK": rank, "WORLD_SIZE": len(both), "MASTER_ADDR": both[0].address}
+        place |= {"MASTER_PORT": PORT, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
+        place |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning"}
+        command = (*host.command, sys.executable, __file__, f"--rank={rank}", *shape)
+        environment = os.environ | {name: str(value) for name, value in place.items()}
+        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    answers = [rank.communicate(timeout=LIMIT)[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        sys.exit("a rank failed; its message is above")
+    one, other = (json.loads(answer) for answer in answers)
+    return {
+        way: {name: [*map(max, one[way][name], other[way][name])] for name in PASSES}
+        for way in WAYS
+    }
+
+
+def measure(given: argparse.Namespace) -> Seconds:
+    """One rank: both linears, each way once a round, after a round that is not counted."""
+    import torch
+    import torch.distributed as dist
+    import torch.testing._internal.distributed.fake_pg  # registers the backend
+
+    from megaframe.comm import barrier
+    from megaframe.layout import Layout
+    from megaframe.mesh import Mesh
+    from megaframe.nn.context import Context
+    from megaframe.nn.frame import Frame
+
+    torch.set_num_threads(1)
+    torch.manual_seed(given.rank)
+    mesh = Mesh(Layout(tensor=RANKS), device="cpu", timeout=LIMIT)
+    group = mesh.group("tensor")
+    fake = dist.new_group(backend="fake")
+    frames = {
+        way: Frame(
+            batch=1,
+            length=given.rows,
+            tensor=group,
+            context=Context(),
+            rotary=None,
+            mask=None,
+            circle=None,
+            dropout=None,
+            selective=False,
+            chunks=CHUNKS.get(way, 1),
+            symmetric=False,
+        )
+        for way in WAYS
+    }
+    frames[SERIAL] = replace(frames[SERIAL], tensor=replace(group, serial=True))
+    frames[ALONE] = replace(frames[ALONE], tensor=replace(group, handle=fake))
+    linears = (
+        ("column", linear("column", given.hidden, given.ffn, 0, mesh.rank)),
+        ("row", linear("row", given.ffn, given.hidden, 1, mesh.rank)),
+    )
+    seconds: Seconds = {way: {name: [] for name in PASSES} for way in WAYS}
+    for number in range(1 + given.rounds):
+        for way, frame in frames.items():
+            for kind, module in linears:
+                barrier(group)
+                forward, backward = passes(module, frame, given, group)
+                if number:
+                    seconds[way][f"{kind} forward"].append(forward)
+                    seconds[way][f"{kind} backward"].append(backward)
+    barrier(group)
+    mesh.close()
+    return seconds
+
+
+def linear(name: str, inputs: int, outputs: int, split: int, rank: int) -> Linear:
+    """A linear with random weights, and the storage that it has in a run."""
+    import torch
+
+    from megaframe.nn.linear import Linear
+
+    made = Linear(name, (inputs,), (outputs,), std=0.02, split=split, bias=False)
+    box = made.weight.spec.local({"tensor": rank}, {"tensor": RANKS})
+    made.weight.bind(box, 0.02 * torch.randn(box.shape), torch.zeros(box.shape))
+    return made
+
+
+def passes(
+    module: Linear, frame: Frame, given: argparse.Namespace, group: Any
+) -> tuple[float, float]:
+    """Seconds of one forward and of one backward, started on all ranks together."""
+    import torch
+
+    from megaframe.comm import barrier
+
+    module.weight.fresh = True
+    rows = given.rows // RANKS if module.column else given.rows
+    width = given.hidden if module.column else given.ffn // RANKS
+    x = torch.randn(rows, width, requires_grad=True)
+    barrier(group)
+    start = time.perf_counter()
+    y = module.plain(x, frame)
+    forward = time.perf_counter() - start
+    dy = torch.randn_like(y)
+    barrier(group)
+    start = time.perf_counter()
+    y.backward(dy)
+    return forward, time.perf_counter() - start
+
+
+def summary(seconds: Seconds) -> dict[str, dict[str, Any]]:
+    """By pass, and by the sum of both linears' passes, each way beside compute alone."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, summed in {**{name: (name,) for name in PASSES}, **SUMS}.items():
+        rounds = {
+            way: [sum(parts) for parts in zip(*(seconds[way][one] for one in summed), strict=True)]
+            for way in WAYS
+        }
+        found[name] = {way: asdict(exposed(rounds, way)) for way in WAYS}
+    return found
+
+
+def exposed(rounds: dict[str, list[float]], way: str) -> Exposed:
+    """One way of one pass, from the seconds of every round."""
+    median = {name: statistics.median(values) for name, values in rounds.items()}
+    ratios = [
+        (mine - alone) / (serial - alone)
+        for mine, alone, serial in zip(rounds[way], rounds[ALONE], rounds[SERIAL], strict=True)
+    ]
+    longer = median[way] - median[ALONE]
+    ratio = longer / (median[SERIAL] - median[ALONE])
+    return Exposed(Spread.of(rounds[way]), longer, ratio, Spread.of(ratios))
+
+
+def show(rate: str, seconds: Seconds) -> None:
+    """Print one rate as a table: milliseconds, exposed milliseconds, and its ratio to serial."""
+    print(f"\n{rate:<18}" + "".join(f"{way:>20}" for way in WAYS))
+    for name, ways in summary(seconds).items():
+        cells = [f"{1e3 * ways[ALONE]['seconds']['median']:.0f} ms"]
+        for way in WAYS[1:]:
+            one = ways[way]
+            cells.append(f"{1e3 * one['exposed']:+.0f} ms ({one['ratio']:.2f})")
+        print(f"{name:<18}" + "".join(f"{cell:>20}" for cell in cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""PyTorch's fused products and transfers over symmetric memory: each NVIDIA GPU reads what it needs
+from its neighbours' memory while it multiplies what it has.
+
+These paths have not been run on GPUs. What is tested is when they are chosen, that torch has the
+operators, and that this module hands them what they mean by their operands: torch's own reference
+of both operators must give what the plain way gives. Hence `parallel.symmetric_memory` is off
+unless it is asked for.
+
+Shape legend: R rows of one rank, T = ranks * R rows of all ranks, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaframe.comm import Group
+
+CAPABILITY = (9, 0)
+"""Least compute capability: that of the first GPUs whose NVLink reaches every neighbour."""
+
+
+def available(group: Group, node_size: int) -> bool:
+    """Whether this group's products can be fused: GPUs of one node, with NCCL for what is not
+    fused, new enough, and with access to each other's memory. The same on all its ranks, if their
+    GPUs are alike."""
+    if group.handle is None or dist.get_backend(group.handle) != "nccl":
+        return False
+    import torch.distributed._symmetric_memory  # defines the operators
+
+    here, ranks = torch.cuda.current_device(), range(torch.cuda.device_count())
+    return (
+        len({rank // node_size for rank in group.ranks}) == 1
+        and torch.cuda.get_device_capability() >= CAPABILITY
+        and all(torch.cuda.can_device_access_peer(here, other) for other in ranks if other != here)
+    )
+
+
+def gather_product(x_RI: Tensor, right_IO: Tensor, group: Group) -> Tensor:
+    """The rows of all ranks times `right`, [T, O]."""
+    group.traffic.count(x_RI.nbytes * (group.size - 1))
+    _, (y_TO,) = torch.ops.symm_mem.fused_all_gather_matmul(
+        x_RI, [right_IO], 0, _name(group), return_A=False
+    )
+    return y_TO
+
+
+def product_scatter(x_TI: Tensor, right_IO: Tensor, group: Group) -> Tensor:
+    """This rank's rows [R, O] of the sum over the ranks of x times `right`."""
+    y_RO = torch.ops.symm_mem.fused_matmul_reduce_scatter(x_TI, right_IO, "sum", 0, _name(group))
+    group.traffic.count(y_RO.nbytes * (group.size - 1))
+    return y_RO
+
+
+def _name(group: Group) -> str:
+    assert group.handle is not None, "a group of one rank communicates nothing"
+    return group.handle.group_name
