@@ -26,6 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 MATRIX_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 """Processor flags that decide the speed of fp32 and bf16 matrix products."""
 
+LOSS_TOLERANCE = 0.3
+"""Initial weights with a std of 0.02 put the first loss about 0.1 over ln(vocab)."""
+
 
 @dataclass(frozen=True)
 class Contender:
@@ -109,6 +112,17 @@ def alternate(
                 flush=True,
             )
     return outcomes
+
+
+def check_losses(
+    outcomes: Mapping[str, Sequence[Outcome]], expected: float, tolerance: float = LOSS_TOLERANCE
+) -> None:
+    """End the program if a contender's loss is not about what is expected: then it did not do the
+    same thing."""
+    for name, runs in outcomes.items():
+        for run in runs:
+            if abs(run.loss - expected) > tolerance:
+                sys.exit(f"{name}: loss {run.loss:.3f}, expected about {expected:.3f}")
 
 
 def run_once(contender: Contender, threads: int) -> Outcome:

@@ -11,11 +11,19 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from harness import Contender, Outcome, alternate, common_arguments, summarise, table, write
+from harness import (
+    Contender,
+    alternate,
+    check_losses,
+    common_arguments,
+    summarise,
+    table,
+    write,
+)
 
 PEERS = Path(__file__).resolve().parent / "peers"
 sys.path.insert(0, str(PEERS))
@@ -64,15 +72,6 @@ def contenders(given: argparse.Namespace, stages: int, vocab: int) -> list[Conte
     return chosen
 
 
-def check_losses(outcomes: Mapping[str, Sequence[Outcome]], vocab: int) -> None:
-    """End the program if a contender's first loss is not that of fresh weights."""
-    expected = math.log(vocab)
-    for name, runs in outcomes.items():
-        for run in runs:
-            if abs(run.loss - expected) > FIRST_LOSS_TOLERANCE:
-                sys.exit(f"{name}: first loss {run.loss:.3f}, expected about {expected:.3f}")
-
-
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = common_arguments(__doc__)
@@ -91,7 +90,7 @@ def main() -> None:
         print(f"\n{stages} stages, vocabulary {vocab}")
         chosen = contenders(given, stages, vocab)
         outcomes = alternate(chosen, given.rounds, given.threads)
-        check_losses(outcomes, vocab)
+        check_losses(outcomes, math.log(vocab), FIRST_LOSS_TOLERANCE)
         lines = summarise(chosen, outcomes)
         print(table(lines))
         results[case] = (lines, outcomes)

@@ -12,12 +12,18 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from harness import Contender, Outcome, alternate, common_arguments, summarise, table, write
+from harness import (
+    Contender,
+    alternate,
+    check_losses,
+    common_arguments,
+    summarise,
+    table,
+    write,
+)
 from peers.workload import WORKLOAD
 
 PEERS = Path(__file__).resolve().parent / "peers"
-FIRST_LOSS_TOLERANCE = 0.3
-"""Initial weights with a std of 0.02 put the first loss about 0.1 over ln(vocab)."""
 
 
 def contenders(given: argparse.Namespace, precision: str) -> list[Contender]:
@@ -46,15 +52,6 @@ def contenders(given: argparse.Namespace, precision: str) -> list[Contender]:
     return chosen
 
 
-def check_losses(outcomes: dict[str, list[Outcome]]) -> None:
-    """End the program if a contender's first loss is not that of fresh weights."""
-    expected = math.log(WORKLOAD.vocab)
-    for name, runs in outcomes.items():
-        for run in runs:
-            if abs(run.loss - expected) > FIRST_LOSS_TOLERANCE:
-                sys.exit(f"{name}: first loss {run.loss:.3f}, expected about {expected:.3f}")
-
-
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = common_arguments(__doc__)
@@ -73,7 +70,7 @@ def main() -> None:
         print(f"\n{precision}")
         chosen = contenders(given, precision)
         outcomes = alternate(chosen, given.rounds, given.threads)
-        check_losses(outcomes)
+        check_losses(outcomes, math.log(WORKLOAD.vocab))
         lines = summarise(chosen, outcomes)
         print(table(lines))
         for name, runs in outcomes.items():

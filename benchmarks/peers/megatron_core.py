@@ -9,6 +9,8 @@ weights and gradients in the model as its own bf16 optimizer keeps them. Its nor
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.metadata import version
 from typing import Any
 
@@ -17,6 +19,8 @@ import torch.distributed
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
@@ -35,6 +39,15 @@ class FusedAttention(nn.Module):
         return attended.permute(2, 0, 1, 3).flatten(2)
 
 
+class Norm(nn.LayerNorm):
+    """Its local spec's LayerNorm, whose weights know when it runs on a part of the sequence."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps)
+        for weight in self.parameters():
+            setattr(weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+
 def start_world_of_one() -> None:
     """Process groups of size one over gloo, without opening a port to other machines."""
     store = torch.distributed.HashStore()
@@ -42,8 +55,17 @@ def start_world_of_one() -> None:
     parallel_state.initialize_model_parallel()
 
 
-def build(shape: Workload, dtype: torch.dtype) -> nn.Module:
-    """The GPT of the workload with weights in `dtype`."""
+def build(
+    shape: Workload,
+    dtype: torch.dtype,
+    *,
+    tied: bool = True,
+    first: bool = True,
+    last: bool = True,
+    **more: Any,
+) -> nn.Module:
+    """The GPT of the workload with weights in `dtype`; of a pipeline, the stage that is the `first`
+    or the `last` one. more: what its config says beside the workload."""
     config = TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -59,19 +81,43 @@ def build(shape: Workload, dtype: torch.dtype) -> nn.Module:
         bias_dropout_fusion=False,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        **more,
     )
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = FusedAttention
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
+    setattr(transformer_block, "LayerNormImpl", Norm)  # noqa: B010 - the one after the last layer
     setattr(Tensor, "cuda", lambda self: self)  # noqa: B010 - the shared embedding asks for it
     model = GPTModel(
         config,
         spec,
         vocab_size=shape.vocab,
         max_sequence_length=shape.seq,
-        share_embeddings_and_output_weights=True,
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=tied,
         position_embedding_type="learned_absolute",
     )
     return model.to(dtype)  # norms and positions too, as its Float16Module does
+
+
+def replace_cuda() -> None:
+    """Put on the CPU what is made on a CUDA device, and let nobody wait for one or ask for its
+    random numbers, of which a model without dropout draws none."""
+
+    def on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*given: Any, **named: Any) -> Tensor:
+            if named.get("device") == "cuda":
+                named["device"] = "cpu"
+            return make(*given, **named)
+
+        return made
+
+    for name in ("zeros", "empty", "tensor"):
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+    setattr(torch.cuda, "current_device", lambda: "cpu")  # noqa: B010
+    setattr(torch.cuda, "synchronize", lambda *_: None)  # noqa: B010
+    setattr(CudaRNGStatesTracker, "fork", lambda *_: nullcontext())  # noqa: B010
 
 
 class MainWeights:
@@ -97,13 +143,17 @@ class MainWeights:
             if main is not weight:
                 assert weight.grad is not None  # a dense model: every weight takes part
                 main.grad, weight.grad = weight.grad.float(), None
-        nn.utils.clip_grad_norm_(self.main, self.clip)
+        self.clip_gradients()
         self.adamw.step()
         with torch.no_grad():
             for weight, main in zip(self.weights, self.main, strict=True):
                 if main is not weight:
                     weight.copy_(main)
         self.adamw.zero_grad(set_to_none=True)
+
+    def clip_gradients(self) -> None:
+        """Clip the gradients of the main weights at their norm."""
+        nn.utils.clip_grad_norm_(self.main, self.clip)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -17,38 +17,18 @@ from typing import Any
 import torch
 import torch.distributed
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron_core import FusedAttention
-from pipeline_workload import MICROBATCHES, clip, measure, parser, run, shape_of
+from megatron_core import build, replace_cuda
+from pipeline_workload import MICROBATCHES, clip, parser, shape_of
 from plain import optimizer_of
+from ranks import measure, run
 from torch import Tensor, nn
-from torch.nn import functional
 from workload import Workload
 
 
-def replace_cuda() -> None:
-    """Put on the CPU what is made on a CUDA device, and let nobody wait for one."""
-
-    def on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def made(*given: Any, **named: Any) -> Tensor:
-            if named.get("device") == "cuda":
-                named["device"] = "cpu"
-            return make(*given, **named)
-
-        return made
-
-    for name in ("zeros", "empty", "tensor"):
-        setattr(torch, name, on_cpu(getattr(torch, name)))
-    setattr(torch.cuda, "current_device", lambda: "cpu")  # noqa: B010
-    setattr(torch.cuda, "synchronize", lambda *_: None)  # noqa: B010
-
-
-def build(shape: Workload, stages: int) -> nn.Module:
+def build_stage(shape: Workload, stages: int) -> nn.Module:
     """This rank's stage."""
     uneven: dict[str, int] = {}
     if shape.layers % stages:
@@ -57,35 +37,15 @@ def build(shape: Workload, stages: int) -> nn.Module:
             "num_layers_in_first_pipeline_stage": each,
             "num_layers_in_last_pipeline_stage": each,
         }
-    config = TransformerConfig(
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        num_attention_heads=shape.heads,
-        ffn_hidden_size=shape.ffn,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        init_method_std=shape.init_std,
-        activation_func=functional.gelu,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        params_dtype=torch.float32,
+    return build(
+        shape,
+        torch.float32,
+        tied=False,
+        first=parallel_state.is_pipeline_first_stage(),
+        last=parallel_state.is_pipeline_last_stage(),
         pipeline_dtype=torch.float32,
         pipeline_model_parallel_size=stages,
         **uneven,
-    )
-    spec = get_gpt_layer_local_spec()
-    spec.submodules.self_attention.submodules.core_attention = FusedAttention
-    return GPTModel(
-        config,
-        spec,
-        vocab_size=shape.vocab,
-        max_sequence_length=shape.seq,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="learned_absolute",
     )
 
 
@@ -104,7 +64,7 @@ def train(given: argparse.Namespace) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=given.stages)
     shape = shape_of(given)
     torch.manual_seed(shape.seed)
-    model = build(shape, given.stages)
+    model = build_stage(shape, given.stages)
     optimizer = optimizer_of(model, shape)
     generator = torch.Generator().manual_seed(shape.seed)
     samples = shape.batch // MICROBATCHES
@@ -133,9 +93,10 @@ def train(given: argparse.Namespace) -> None:
         return sum(losses) / len(losses) if losses else None
 
     versions = {"torch": torch.__version__, "megatron-core": version("megatron-core")}
-    measure(step, given, versions)
+    measure(step, given.steps, shape.tokens_per_step, versions)
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    run(train, parser(__doc__).parse_args())
+    given = parser(__doc__).parse_args()
+    run(train, given, given.stages)

@@ -11,8 +11,9 @@ import math
 
 import torch
 import torch.distributed
-from pipeline_workload import MICROBATCHES, clip, measure, parser, run, shape_of
+from pipeline_workload import MICROBATCHES, clip, parser, shape_of
 from plain import Block, optimizer_of
+from ranks import measure, run
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional
@@ -100,14 +101,15 @@ def train(given: argparse.Namespace) -> None:
         optimizer.zero_grad(set_to_none=True)
         return torch.stack(losses).mean().item() if losses else None
 
-    measure(step, given, {"torch": torch.__version__})
+    measure(step, given.steps, shape.tokens_per_step, {"torch": torch.__version__})
     torch.distributed.destroy_process_group()
 
 
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--schedule", choices=tuple(CHUNKS), required=True)
-    run(train, arguments.parse_args())
+    given = arguments.parse_args()
+    run(train, given, given.stages)
 
 
 if __name__ == "__main__":

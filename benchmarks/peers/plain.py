@@ -18,7 +18,7 @@ class Block(nn.Module):
 
     def __init__(self, shape: Workload) -> None:
         super().__init__()
-        self.heads = shape.heads
+        self.head_width = shape.hidden // shape.heads
         self.attention_norm = nn.LayerNorm(shape.hidden, bias=False)
         self.query_key_value = nn.Linear(shape.hidden, 3 * shape.hidden, bias=False)
         self.attention_output = nn.Linear(shape.hidden, shape.hidden, bias=False)
@@ -27,11 +27,11 @@ class Block(nn.Module):
         self.mlp_down = nn.Linear(shape.ffn, shape.hidden, bias=False)
 
     def forward(self, stream: Tensor) -> Tensor:
-        batch, seq, hidden = stream.shape
         fused = self.query_key_value(self.attention_norm(stream))
-        query, key, value = fused.view(batch, seq, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        by_head = fused.unflatten(-1, (-1, 3, self.head_width))
+        query, key, value = by_head.permute(3, 0, 2, 1, 4)
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        attended = attended.transpose(1, 2).reshape(batch, seq, hidden)
+        attended = attended.transpose(1, 2).flatten(2)
         stream = stream + self.attention_output(attended)
         return stream + self.mlp_down(functional.gelu(self.mlp_up(self.mlp_norm(stream))))
 

@@ -2,12 +2,14 @@
 
 No random state is drawn from, so no layout, microbatch size, order of execution or recompute can
 change a mask. The random bits are a hash of a counter, as in counter-based generators (Salmon et
-al. 2011); the hash is the 64-bit finalizer of MurmurHash3.
+al. 2011); the hash is the 64-bit finalizer of MurmurHash3. Backward makes its mask anew: a step
+keeps none.
 """
 
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,11 +32,26 @@ class Dropout:
     def __call__(self, x_TC: Tensor, place: str) -> Tensor:
         """x with elements set to 0 with probability `rate`, the others scaled up. `place` names
         where in the model this is."""
-        channel = torch.arange(x_TC.shape[-1], device=x_TC.device)
+        return _Drop.apply(x_TC, self, place)
+
+    def factors(self, like_TC: Tensor, place: str) -> Tensor:
+        """What the elements of a tensor such as `like` are multiplied by."""
+        channel = torch.arange(like_TC.shape[-1], device=like_TC.device)
         token = _mix(self._token_T1 ^ _hash(f"{self.key}/{place}"))
         bits = _mix(token + channel) & ((1 << _BITS) - 1)
         keep = bits >= int(self.rate * (1 << _BITS))
-        return x_TC * (keep.to(x_TC.dtype) / (1.0 - self.rate))
+        return keep.to(like_TC.dtype) / (1.0 - self.rate)
+
+
+class _Drop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TC: Tensor, dropout: Dropout, place: str) -> Tensor:
+        ctx.dropout, ctx.place = dropout, place
+        return x_TC * dropout.factors(x_TC, place)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0] * ctx.dropout.factors(gradients[0], ctx.place), None, None
 
 
 def _hash(text: str) -> int:

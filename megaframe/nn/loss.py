@@ -120,7 +120,7 @@ def _losses(
     if gradient:
         if part.tensor.size > 1 or options.z_loss:
             share_T = (own_T - partition_T).exp()
-            logits_TV.mul_((share_T * (1.0 + 2.0 * options.z_loss * partition_T))[:, None])
+            _scale_rows(logits_TV, share_T * (1.0 + 2.0 * options.z_loss * partition_T))
         if smooth:
             logits_TV.sub_(smooth / part.vocab)
         # Indexed assignment: scatter_ copies the whole chunk on a CPU in low precision.
@@ -128,6 +128,19 @@ def _losses(
         if slope is not None:
             logits_TV.mul_(slope)
     return losses
+
+
+def _scale_rows(x_TV: Tensor, factor_T: Tensor) -> None:
+    """Multiply each row by its factor, which may be of higher precision, in place.
+
+    On a CPU a tensor of factors would copy the whole chunk into their type and back. A number is
+    multiplied in at least fp32 as well, and copies nothing.
+    """
+    if x_TV.device.type == "cpu" and x_TV.dtype != factor_T.dtype:
+        for row, factor in zip(x_TV, factor_T.tolist(), strict=True):
+            row.mul_(factor)
+    else:
+        x_TV.mul_(factor_T[:, None])
 
 
 def _over_the_vocabulary(

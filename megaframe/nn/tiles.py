@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
+from megaframe.nn import tile_products
+
 
 @dataclass(frozen=True)
 class Sight:
@@ -52,7 +54,9 @@ def attend(
     causal: of as many queries as keys, each sees itself and what is before.
     """
     query, key, value = _heads_first(query_BQND, kv)
-    if query.device.type == "cpu":
+    if _in_products(query, key, mask):
+        out, lse = tile_products.attend(query, key, value, causal=causal)
+    elif query.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=_additive(mask, query.dtype)
         )
@@ -84,7 +88,11 @@ def attend_backward(
     """
     query, key, value = _heads_first(query_BQND, kv)
     d_out, out = d_out.transpose(1, 2), out_BQND.transpose(1, 2)
-    if query.device.type == "cpu":
+    if _in_products(query, key, mask):
+        gradients = tile_products.attend_backward(
+            d_out, query, key, value, out, lse_BNQ, causal=causal
+        )
+    elif query.device.type == "cpu":
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             d_out,
             query,
@@ -117,6 +125,10 @@ def merge(out_BQND: Tensor, lse_BNQ: Tensor, tile_out: Tensor, tile_lse: Tensor)
 
 def _heads_first(query_BQND: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return query_BQND.transpose(1, 2), kv[0].transpose(1, 2), kv[1].transpose(1, 2)
+
+
+def _in_products(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+    return query.device.type == "cpu" and mask is None and tile_products.pays(query, key)
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:

@@ -94,8 +94,8 @@ def memory(
 
 
 def _activations(config: RunConfig, plans: Sequence[StagePlan], actions: Sequence[Action]) -> int:
-    """Most bytes kept between forward and backward at any time, without dropout; and, where a block
-    runs again, everything of that one."""
+    """Most bytes kept between forward and backward at any time; and, where a block runs again,
+    everything of that one."""
     size = {plan.number: _stage_bytes(config, plan) for plan in plans}
     split = {action.stage for action in actions if action.kind is Kind.W}
     kept = most = 0

@@ -43,6 +43,16 @@ def test_everything_else_draws_another_mask():
             assert abs(same - chance) < 6 * (chance * (1 - chance) / size) ** 0.5
 
 
+def test_backward_drops_the_same_and_keeps_nothing():
+    dropout = Dropout(0.3, dropout_key(1, 0), torch.arange(LENGTH))
+    x = torch.randn(LENGTH, CHANNELS, dtype=torch.float64, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor):
+        y = dropout(x, "blocks.0.mlp")
+    y.backward(torch.ones_like(y))
+    assert not kept and torch.equal(x.grad * x.detach(), y.detach())
+
+
 def test_neighbouring_tokens_and_channels_are_independent():
     keep = (dropped(list(range(40))) != 0).double() - 0.7
     for pair in (keep[:, 1:] * keep[:, :-1], keep[..., 1:] * keep[..., :-1]):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megaframe.comm import Ring
 from megaframe.microbatch import zigzag
-from megaframe.nn import tiles
+from megaframe.nn import tile_products, tiles
 from megaframe.nn.ring import Circle
 from megaframe.nn.tiles import Sight, attend, attend_backward, merge
 
@@ -94,6 +94,49 @@ def test_tiles_of_a_ring_make_up_the_whole(way, ranks, piece, window, documents,
             found[2][1, :, keys] += d_value
     for mine, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("queries", "keys", "causal"), [(300, 300, True), (300, 70, False)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_products_of_blocks_are_plain_attention(queries, keys, causal, dtype):
+    """Blocks of 256 and 44 queries; errors are those of rounding in sums of `keys` terms."""
+    generator = torch.Generator().manual_seed(0)
+    query, d_out = (
+        torch.randn(BATCH, queries, HEADS, WIDTH, dtype=torch.float64, generator=generator)
+        for _ in range(2)
+    )
+    kv = torch.randn(2, BATCH, keys, GROUPS, WIDTH, dtype=torch.float64, generator=generator)
+    out, lse = plain_attend(query, kv, None, causal=causal)
+    wanted = (out, lse, *plain_backward(d_out, query, kv, out, lse, None, causal=causal))
+    low = [x.to(dtype) for x in (d_out, query, out)]
+    d_out, query, out = (x.transpose(1, 2) for x in low)
+    heads_first = (query, *(x.transpose(1, 2) for x in kv.to(dtype)))
+    found = list(tile_products.attend(*heads_first, causal=causal))
+    found += tile_products.attend_backward(d_out, *heads_first, out, lse.to(dtype), causal=causal)
+    tolerance = 20 * torch.finfo(dtype).eps * keys**0.5
+    for mine, plain in zip(found, wanted, strict=True):
+        mine = mine.transpose(1, 2) if mine.dim() == 4 else mine
+        torch.testing.assert_close(mine.double(), plain, rtol=tolerance, atol=tolerance)
+
+
+def test_large_tiles_are_made_of_products_on_one_thread():
+    """What `pays` says so of, and it alone, goes there: seen by the bits of the result."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for length, dtype in ((1024, torch.float32), (512, torch.float32), (1024, torch.bfloat16)):
+            query, kv = torch.randn(1, length, 1, 8), torch.randn(2, 1, length, 1, 8)
+            heads_first = [x.to(dtype).transpose(1, 2) for x in (query, *kv)]
+            assert tile_products.pays(*heads_first[:2]) == (length == 1024 and dtype.itemsize == 4)
+            found, _ = attend(query.to(dtype), kv.to(dtype), None, causal=True)
+            products, _ = tile_products.attend(*heads_first, causal=True)
+            fused, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *heads_first, 0.0, True
+            )
+            way = products if tile_products.pays(*heads_first[:2]) else fused
+            assert torch.equal(found.transpose(1, 2), way)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def whole(query, kv, mask, d_out):

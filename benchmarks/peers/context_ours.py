@@ -1,0 +1,40 @@
+"""megaframe's ring attention."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from context_workload import answer, own_parts, parser
+from ranks import measure, run
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh
+from megaframe.nn.ring import Circle, ring_attention
+from megaframe.nn.tiles import Sight
+
+
+def train(given: argparse.Namespace) -> None:
+    """The part of one rank."""
+    mesh = Mesh(Layout(context=given.ranks), device="cpu")
+    _, ring = mesh.divide_context(1)
+    circle = Circle(ring, given.seq // given.ranks, Sight(None, None))
+    *qkv, d_out = own_parts(given, torch.distributed.get_rank())
+    leaves = [part.requires_grad_() for part in qkv]
+
+    def step() -> float:
+        out = ring_attention(*leaves, circle)
+        return answer(out.detach(), *torch.autograd.grad(out, leaves, d_out))
+
+    measure(step, given.steps, given.seq, {"torch": version("torch")})
+    mesh.close()
+
+
+if __name__ == "__main__":
+    given = parser(__doc__).parse_args()
+    run(train, given, given.ranks)

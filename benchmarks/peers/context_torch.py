@@ -1,0 +1,114 @@
+"""PyTorch's context parallel attention.
+
+As it is (`--as-is`) `torch.distributed.tensor.experimental.context_parallel` takes the fused
+kernels of GPUs only. The contender is its ring, `_templated_ring_attention` and its backward, as
+they are, with the fused kernel that torch has for CPUs put in; `--rotate` is how keys and values go
+round: gathered at once, which is its default, or passed on by an all-to-all.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+import torch.distributed
+from context_workload import answer, own_parts, parser
+from ranks import measure, run
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import _attention, context_parallel
+from torch.distributed.tensor.experimental._context_parallel._attention import (
+    _templated_ring_attention,
+    _templated_ring_attention_backward,
+)
+from torch.nn import functional
+
+SEQ = 2
+"""The dim of the tokens, [1, heads, S, width]."""
+
+
+def forward_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool
+) -> tuple[Tensor, ...]:
+    """One tile's output and log-sum-exp."""
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return attend(query, key, value, 0.0, is_causal)
+
+
+def backward_on_cpu(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    is_causal: bool,
+) -> tuple[Tensor, ...]:
+    """One tile's gradients."""
+    attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return attend_backward(grad_out, query, key, value, out, logsumexp, 0.0, is_causal)
+
+
+class TorchRing(torch.autograd.Function):
+    """Its ring over all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        group = torch.distributed.group.WORLD
+        out, lse = _templated_ring_attention(
+            group, SEQ, forward_on_cpu, query, key, value, is_causal=True
+        )
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        group = torch.distributed.group.WORLD
+        return _templated_ring_attention_backward(
+            group,
+            SEQ,
+            backward_on_cpu,
+            gradients[0],
+            "grad_out",
+            query,
+            key,
+            value,
+            out,
+            lse,
+            is_causal=True,
+        )
+
+
+def train(given: argparse.Namespace) -> None:
+    """The part of one rank."""
+    torch.distributed.init_process_group("gloo")
+    parts = own_parts(given, torch.distributed.get_rank())
+    *qkv, d_out = (part.transpose(1, SEQ).contiguous() for part in parts)
+    leaves = [part.requires_grad_() for part in qkv]
+    if given.as_is:
+        whole = [torch.randn_like(part).repeat(1, 1, given.ranks, 1) for part in parts]
+        mesh = init_device_mesh("cpu", (given.ranks,))
+        with context_parallel(mesh, buffers=whole, buffer_seq_dims=[SEQ] * len(whole)):
+            functional.scaled_dot_product_attention(*whole[:3], is_causal=True)
+    _attention.set_rotate_method(given.rotate)
+
+    def step() -> float:
+        out = TorchRing.apply(*leaves)
+        return answer(out.detach(), *torch.autograd.grad(out, leaves, d_out))
+
+    measure(step, given.steps, given.seq, {"torch": torch.__version__})
+    torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--rotate", choices=("allgather", "alltoall"), default="allgather")
+    arguments.add_argument("--as-is", action="store_true", help="show what it says on a CPU")
+    given = arguments.parse_args()
+    run(train, given, given.ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Causal attention of one long sample, forward and backward, divided over ranks in zigzag.
+
+All contenders get the same queries, keys, values and gradient of the output. What they answer is
+summed over the ranks: the squares of the output and of the three gradients, each set against its
+number of elements, which is the "loss" that must be equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One layer's attention: a sample, as many key/value heads as query heads."""
+
+    heads: int = 8
+    width: int = 64
+    seed: int = 1234
+
+
+ATTENTION = Attention()
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The arguments that every contender takes; a contender may add its own."""
+    arguments = argparse.ArgumentParser(description=description)
+    arguments.add_argument("--ranks", type=int, required=True, help="context ranks")
+    arguments.add_argument("--seq", type=int, required=True, help="tokens of the sample")
+    arguments.add_argument("--precision", choices=("fp32", "bf16"), required=True)
+    arguments.add_argument("--steps", type=int, required=True, help="timed passes")
+    return arguments
+
+
+def own_parts(given: argparse.Namespace, rank: int) -> list[Tensor]:
+    """Queries, keys, values and gradient of the output of a rank's tokens, [1, S, heads, width]."""
+    import torch
+
+    generator = torch.Generator().manual_seed(ATTENTION.seed)
+    dtype = torch.bfloat16 if given.precision == "bf16" else torch.float32
+    parts = []
+    for _ in range(4):
+        shape = (1, given.seq, ATTENTION.heads, ATTENTION.width)
+        pieces = torch.randn(shape, generator=generator).chunk(2 * given.ranks, 1)
+        parts.append(torch.cat((pieces[rank], pieces[-1 - rank]), 1).to(dtype))
+    return parts
+
+
+def answer(out: Tensor, *gradients: Tensor) -> float:
+    """The number that all contenders must agree on; waits for all ranks."""
+    import torch
+
+    squares = torch.stack([x.float().square().sum() for x in (out, *gradients)])
+    torch.distributed.all_reduce(squares)
+    ranks = torch.distributed.get_world_size()
+    return math.fsum((squares / (out.numel() * ranks)).tolist())

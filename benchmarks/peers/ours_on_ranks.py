@@ -1,0 +1,44 @@
+"""megaframe on several ranks, by the way that users take: a token file, pretrain_gpt.py, overrides;
+its ranks are started as those of the peers are.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+from ours import ROOT, overrides_of, write_documents
+from ranks import WARMUP_STEPS, start_ranks
+from workload import Workload, emit, peak_rss_bytes
+
+
+def train(
+    shape: Workload, precision: str, timed_steps: int, ranks: int, settings: Sequence[str]
+) -> None:
+    """Train the workload on random tokens and print the measurement; where a key is said twice, the
+    later one counts."""
+    steps = WARMUP_STEPS + timed_steps
+    random = np.random.default_rng(shape.seed)
+    tokens = random.integers(shape.vocab, size=steps * shape.tokens_per_step + 1)
+    with tempfile.TemporaryDirectory() as name:
+        prefix, run = Path(name) / "tokens", Path(name) / "run"
+        write_documents(prefix, [tokens], shape.vocab)
+        entry = (sys.executable, str(ROOT / "pretrain_gpt.py"), f"run.dir={run}")
+        start_ranks((*entry, *overrides_of(precision, steps, prefix), *settings), ranks)
+        with open(run / "metrics.jsonl", encoding="utf-8") as lines:
+            metrics = [json.loads(line) for line in lines]
+    speeds = [line["tokens_per_second"] for line in metrics[WARMUP_STEPS:]]
+    emit(
+        tokens_per_second=statistics.median(speeds),
+        best_tokens_per_second=max(speeds),
+        peak_rss_bytes=peak_rss_bytes(resource.RUSAGE_CHILDREN),
+        loss=metrics[0]["loss"],
+        versions={"torch": version("torch")},
+    )

@@ -1,0 +1,103 @@
+"""How a contender runs on several ranks, each a process on this machine.
+
+It starts itself once per rank, as `torchrun` would but without importing torch, so that the peak
+memory of a rank is its own. Steps are timed as on one rank; all ranks finish a step together, since
+clipping needs the norm of the gradients of all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from typing import Any
+
+from workload import emit, peak_rss_bytes
+
+WARMUP_STEPS = 1
+"""Steps that are not timed: a step here is seconds long."""
+
+
+def start_ranks(command: Sequence[str], ranks: int) -> list[str]:
+    """Run a command once per rank, all at once, and return what each printed. Ends the program
+    with what the first failing rank said."""
+    with closing(socket.socket()) as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(ranks)]
+        errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(ranks)]
+        processes = [
+            subprocess.Popen(
+                command,
+                env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=files[rank],
+                stderr=errors[rank],
+            )
+            for rank in range(ranks)
+        ]
+        _wait(processes, errors)
+        for file in files:
+            file.seek(0)
+        return [file.read() for file in files]
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], errors: Sequence[Any]) -> None:
+    """Until all have ended; those that are left when one fails are killed."""
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes):
+            break
+        time.sleep(0.05)
+    failed = [number for number, process in enumerate(processes) if process.poll()]
+    for process in processes:
+        process.kill()
+        process.wait()
+    if failed:
+        errors[failed[0]].seek(0)
+        sys.exit(f"rank {failed[0]} failed:\n{errors[failed[0]].read()[-4000:]}")
+
+
+def run(
+    rank_main: Callable[[argparse.Namespace], None], given: argparse.Namespace, ranks: int
+) -> None:
+    """On a rank, its part; otherwise start the ranks and print their measurement."""
+    if "RANK" in os.environ:
+        rank_main(given)
+        return
+    outputs = start_ranks((sys.executable, *sys.argv), ranks)
+    lines = [json.loads(output.strip().splitlines()[-1]) for output in outputs]
+    measured = next(line for line in lines if line["loss"] is not None)
+    emit(**measured, peak_rss_bytes=peak_rss_bytes(resource.RUSAGE_CHILDREN))
+
+
+def measure(
+    step: Callable[[], float | None], steps: int, tokens: int, versions: Mapping[str, str]
+) -> None:
+    """Call `step` on a rank and print what the launcher reads; `steps` of them are timed, of so
+    many `tokens` on all ranks together. It draws a batch, trains on it and returns the loss where
+    there is one; the loss printed is that of the first step."""
+    first_loss = step()
+    for _ in range(WARMUP_STEPS - 1):
+        step()
+    seconds = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    line = {
+        "tokens_per_second": tokens / statistics.median(seconds),
+        "best_tokens_per_second": tokens / min(seconds),
+        "loss": first_loss,
+        "versions": dict(versions),
+    }
+    print(json.dumps(line), flush=True)

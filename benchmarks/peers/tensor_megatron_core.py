@@ -1,0 +1,87 @@
+"""megatron-core's tensor parallel GPTModel on CPUs, over gloo, with `--sequence` on parts of the
+sequence.
+
+The model is that of `megatron_core.py`, and so is what stands in for a CUDA device. Its
+asynchronous all-reduce beside the weight gradient is on, as it is by default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from importlib.metadata import version
+
+import torch
+import torch.distributed
+from megatron.core import parallel_state
+from megatron_core import MainWeights, build, replace_cuda
+from ranks import measure, run
+from tensor_workload import clip, parser
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from workload import WORKLOAD
+
+
+class DividedWeights(MainWeights):
+    """Of a divided weight a rank has a part; of the others the gradients of parts of the sequence
+    are summed, as its `finalize_model_grads` does."""
+
+    def clip_gradients(self) -> None:
+        """Clip at the norm over all ranks."""
+        divided: list[Tensor] = []
+        whole: list[Tensor] = []
+        shares: list[Tensor] = []
+        for weight, main in zip(self.weights, self.main, strict=True):
+            assert main.grad is not None
+            (divided if getattr(weight, "tensor_model_parallel", False) else whole).append(
+                main.grad
+            )
+            if getattr(weight, "sequence_parallel", False):
+                shares.append(main.grad)
+        if shares:
+            flat = _flatten_dense_tensors(shares)
+            torch.distributed.all_reduce(flat)
+            for share, total in zip(shares, _unflatten_dense_tensors(flat, shares), strict=True):
+                share.copy_(total)
+        clip(divided, whole, self.clip)
+
+
+def train(given: argparse.Namespace) -> None:
+    """The part of one rank."""
+    warnings.filterwarnings("ignore", module="megatron")
+    replace_cuda()
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=given.ranks)
+    torch.manual_seed(WORKLOAD.seed)
+    dtype = torch.bfloat16 if given.precision == "bf16" else torch.float32
+    model = build(
+        WORKLOAD,
+        dtype,
+        tensor_model_parallel_size=given.ranks,
+        sequence_parallel=given.sequence,
+    )
+    optimizer = DividedWeights(model, WORKLOAD)
+    positions = torch.arange(WORKLOAD.seq).expand(WORKLOAD.batch, -1)
+
+    def step() -> float:
+        ids = torch.randint(WORKLOAD.vocab, (WORKLOAD.batch, WORKLOAD.seq + 1))
+        tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        loss = model(tokens, positions, None, labels=targets).float().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    versions = {"torch": torch.__version__, "megatron-core": version("megatron-core")}
+    measure(step, given.steps, WORKLOAD.tokens_per_step, versions)
+    torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--sequence", action="store_true", help="sequence parallel")
+    given = arguments.parse_args()
+    run(train, given, given.ranks)
+
+
+if __name__ == "__main__":
+    main()

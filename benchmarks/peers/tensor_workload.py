@@ -1,0 +1,31 @@
+"""The workload of `train_cpu.py` with its matrices divided over ranks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The arguments that every contender takes; a contender may add its own."""
+    arguments = argparse.ArgumentParser(description=description)
+    arguments.add_argument("--ranks", type=int, required=True, help="tensor ranks")
+    arguments.add_argument("--precision", choices=("fp32", "bf16"), required=True)
+    arguments.add_argument("--steps", type=int, required=True, help="timed optimizer steps")
+    return arguments
+
+
+def clip(divided: Sequence[Tensor], whole: Sequence[Tensor], largest: float) -> None:
+    """Clip gradients at the norm of all ranks: of the divided ones each has a part, of the whole
+    ones all have the same."""
+    import torch
+    from torch.nn import utils
+
+    square = utils.get_total_norm(divided).square()
+    torch.distributed.all_reduce(square)
+    norm = (square + utils.get_total_norm(whole).square()).sqrt()
+    torch._foreach_mul_([*divided, *whole], (largest / (norm + 1e-6)).clamp(max=1.0))
