@@ -133,3 +133,13 @@ def assert_same(found, expected, tolerance=1e-10):
     for name, weights in held.items():
         wanted = expected.whole(name)
         torch.testing.assert_close(weights, wanted, rtol=tolerance, atol=tolerance)
+
+
+def assert_same_bits(found, others):
+    """Each rank of two worlds of one layout got the very same numbers."""
+    for one, other in zip(found, others, strict=True):
+        assert (one.losses, one.norms) == (other.losses, other.norms)
+        assert one.weights.keys() == other.weights.keys()
+        for name, pieces in one.weights.items():
+            for (_, piece), (_, wanted) in zip(pieces, other.weights[name], strict=True):
+                assert torch.equal(piece, wanted)

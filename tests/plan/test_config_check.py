@@ -291,7 +291,7 @@ RANKS = [
     (
         {"parallel.tensor": 4, "parallel.tensor_chunks": 257},
         "parallel.tensor_chunks=257 is more than the 256 rows of a microbatch (train.microbatch=1 "
-        "× train.seq=1024) that each rank has; use 256 or fewer",
+        "\u00d7 train.seq=1024) that each rank has; use 256 or fewer",
         [{"parallel.tensor_chunks": 256}],
     ),
     (
