@@ -14,11 +14,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megaframe.comm import Group, Pending, all_reduce
-from megaframe.comm.flat import all_gather_, part, reduce_scatter_
+from megaframe.comm import Group, Pending
+from megaframe.comm.flat import all_gather_, part
 from megaframe.init import fill
 from megaframe.optim.adamw import AdamW
 from megaframe.optim.buffers import Buffers
+from megaframe.optim.wire import Wire
+from megaframe.optim.wiring import PLAIN, Wiring
 from megaframe.parameter import Parameter, Precision
 from megaframe.spec import Box, ParamSpec, runs
 
@@ -32,12 +34,18 @@ class Sharing:
 
     shard: those that hold one copy together. replicas: those with the same part of other copies.
     stage: 0 divides nothing, 1 the weights in master precision and the optimizer's state, 2 also
-    gradients, 3 also values.
+    gradients, 3 also values. wiring: how gradients travel.
     """
 
     shard: Group
     replicas: Group
     stage: int
+    wiring: Wiring = PLAIN
+
+    @property
+    def slow(self) -> Group:
+        """The ranks between which links are slow: replicas, where there are any."""
+        return self.replicas if self.replicas.size > 1 else self.shard
 
 
 class Bucket:
@@ -86,6 +94,10 @@ class Bucket:
             self.sums = self._whole_grads()[self.kept]
         elif rule is not None:
             self.sums = buffers.take(share, precision.master)
+        self._over_shard = self._over_replicas = Wire(sharing.shard)
+        if rule is not None:
+            self._over_shard = self._wire(sharing.shard, slice(0, self.length))
+            self._over_replicas = self._wire(sharing.replicas, self.own)
         self._summed = False
         self._reduction: Iterator[Pending[Tensor]] | None = None
         self._pending: Pending[Tensor] | None = None
@@ -161,22 +173,32 @@ class Bucket:
             pass
 
     def _reduce(self, last: bool) -> Iterator[Pending[Tensor]]:
-        shard, replicas, stage = self.sharing.shard, self.sharing.replicas, self.sharing.stage
+        replicas, stage = self.sharing.replicas, self.sharing.stage
         grads = self._whole_grads()
         if stage == 0 and replicas.size == 1:
-            yield all_reduce(grads, shard)
+            yield from self._over_shard.sum(grads)
             return
         if stage >= 2:  # what is added from now on is of the next reduction
             self._grads = None
             for parameter in self.parameters:
                 parameter.let_go_of_grad()
-        yield reduce_scatter_(grads, shard)
+        yield from self._over_shard.sum_part(grads)
         if stage >= 2:
             self._keep(grads)
         if last and replicas.size > 1:
-            yield all_reduce(self.own_sums, replicas)
+            yield from self._over_replicas.sum(self.own_sums)
         if stage == 0:
-            yield all_gather_(grads, shard)
+            yield from self._over_shard.spread(grads)
+
+    def _wire(self, group: Group, span: slice) -> Wire:
+        """That for sums of `span` over the group."""
+
+        def views(flat: Tensor) -> list[Tensor]:
+            return [piece for _, _, piece in self.pieces(flat, span)]
+
+        slow = views if group is self.sharing.slow else None
+        length, master = span.stop - span.start, self._precision.master
+        return self.sharing.wiring.wire(group, length, master, self._buffers, slow)
 
     def _whole_grads(self) -> Tensor:
         """Gradients of the whole bucket; parameters add to them from the first call on."""

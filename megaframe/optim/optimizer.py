@@ -26,6 +26,7 @@ from megaframe.optim.buffers import Buffers
 from megaframe.optim.rates import learning_rate
 from megaframe.optim.resident import Residents
 from megaframe.optim.scale import LossScale
+from megaframe.optim.wiring import Wiring
 from megaframe.parameter import PRECISIONS, Module, Parameter
 from megaframe.spec import Box, ParamSpec
 
@@ -93,7 +94,8 @@ class Optimizer:
             (b for b in self.buckets if tied is not None and tied.parameter in b.parameters), None
         )
         self._divided = config.parallel.zero >= 2
-        self._in_parts = self._divided or mesh.layout.data_replicate > 1
+        plain = Wiring.of(config.parallel, compress=True).plain
+        self._in_parts = self._divided or mesh.layout.data_replicate > 1 or not plain
 
     def _lay_out(self, stages: Mapping[int, Sequence[Module]]) -> None:
         bucket_of: dict[Parameter, Bucket] = {}
@@ -136,6 +138,7 @@ class Optimizer:
             mesh.group(*shard),
             mesh.group("data_replicate"),
             min(stage, 1) if spec.role in _VECTORS else stage,
+            Wiring.of(self._config.parallel, compress=spec.role not in _VECTORS),
         )
         decay = optim.weight_decay if spec.decay else 0.0
         options = AdamWOptions(optim.beta1, optim.beta2, optim.eps, decay)
