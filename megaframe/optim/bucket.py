@@ -8,6 +8,7 @@ and ends with this rank's part: its sum of gradients, its weights.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from megaframe.spec import Box, ParamSpec, runs
 
 _ALIGNMENT = 64
 """Bytes on which each parameter starts."""
+UNSENT = "unsent."
+"""How the names of what compression hands on from step to step begin."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,21 @@ class Bucket:
                 name = parameter.spec.name
                 key = f"optimizer.{prefix}/{name}" if prefix else name
                 yield key, parameter.spec, box, piece
+
+    def unsent(self) -> Iterator[tuple[str, Tensor]]:
+        """What compression on this rank has to hand on from step to step, flat, by a name that no
+        other rank, layout or compression has."""
+        sharing = self.sharing
+        place = [
+            (p.spec.name, p.box.offset, p.box.shape, start)
+            for p, start in zip(self.parameters, self._starts, strict=True)
+        ]
+        groups = [(group.ranks, group.index) for group in (sharing.shard, sharing.replicas)]
+        text = repr((groups, sharing.stage, sharing.wiring, self.length, place))
+        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        for wire in (self._over_shard, self._over_replicas):
+            for name, tensor in wire.state.items():
+                yield f"{UNSENT}{digest}.{name}", tensor
 
     # Gradients.
 

@@ -234,6 +234,12 @@ class Optimizer:
         for bucket in self.buckets:
             yield from bucket.tensors(owned=owned)
 
+    def unsent(self) -> Iterator[tuple[str, Tensor]]:
+        """What compression hands on from step to step, which only the same rank of the same layout
+        can use."""
+        for bucket in self.buckets:
+            yield from bucket.unsent()
+
     def state(self) -> OptimizerState:
         """The numbers that a checkpoint holds beside the tensors."""
         return OptimizerState(self.updates, self.scale.value, self.scale.good)

@@ -25,6 +25,7 @@ def line(step, **more):
         "mfu_full_attention": None,
         "hfu": None,
         "memory_bytes": 3 * 2**20,
+        "bytes": {"data": 3 * 2**19},
         "seconds": 2.0,
         "time": {"compute": 1.5, "other": 0.5, "data": 0.0},
         **more,
