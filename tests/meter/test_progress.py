@@ -78,6 +78,7 @@ def test_lines_header_and_summary(shown):
         r"best validation loss +2\.2500\n",
         r"tokens/s +1,024\n",
         r"MFU +n/a\n",
+        r"sent by a rank in a step +data 1\.5 MiB\n",
         r"time +compute 75\.0%, other 25\.0%\n",
         r"peak memory of a rank +3 MiB\n",
         r"files .*run \[a\]: metrics\.jsonl, run\.log",

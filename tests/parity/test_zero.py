@@ -3,7 +3,6 @@ fp64, alone and with tensor, context and pipeline ranks, recompute and many micr
 """
 
 import pytest
-import torch
 from training import MODELS, assert_same, run
 
 INTERLEAVED = {"pipeline": 2, "chunks": 2, "schedule": "interleaved"}
