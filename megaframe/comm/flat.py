@@ -1,5 +1,5 @@
 """Collectives on a flat buffer that every rank of a group has whole, in place: of as many equal
-parts as there are ranks, part i belongs to rank i.
+parts as there are ranks, part i belongs to rank i; and of messages about its parts.
 
 gloo's own reduce-scatter and all-gather are slower than the messages that they come to, so on a CPU
 each part goes straight to its rank, and there is summed.
@@ -72,6 +72,22 @@ def all_gather_(flat: Tensor, group: Group) -> Pending[Tensor]:
         pending = _receive(parts[source], group, source, pending)
     assert pending is not None, "a group with a handle has more than one rank"
     return _finished(pending, lambda: flat, group)
+
+
+def exchange(messages: Tensor, group: Group) -> Pending[Tensor]:
+    """[size - 1, ...], one for each other rank, in their order: the like, one from each."""
+    if group.handle is None:
+        return Pending(messages)
+    out = torch.empty_like(messages)
+    splits = [int(other != group.index) for other in range(group.size)]
+    group.traffic.count(messages.nbytes)
+    return _collective(
+        out,
+        group,
+        lambda: dist.all_to_all_single(
+            out, messages, splits, splits, group=group.handle, async_op=True
+        ),
+    )
 
 
 def _neighbours(group: Group, distance: int) -> tuple[int, int]:

@@ -144,6 +144,17 @@ class Parallel(Section):
     """Ranks that split each expert's matrices."""
     zero: Annotated[int, Field(ge=0, le=3)] = 0
     """What data ranks shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights."""
+    reduce_precision: Literal["master", "bf16"] = "master"
+    """How gradients travel to be summed: as they are, or as bf16, half the bytes, with sums in
+    master precision; `zero=0` then sends bf16 sums back."""
+    compress: Literal["none", "int8", "topk", "powersgd"] = "none"
+    """How gradients of matrices travel between replicas, or where there is one between all data
+    ranks: `int8` by blocks, `topk` the largest, `powersgd` low-rank factors; what is left out is
+    added to the next step's."""
+    compress_share: Annotated[float, Field(gt=0, le=1)] = 0.01
+    """topk: share of the elements that is sent."""
+    compress_rank: Positive = 4
+    """powersgd: columns of the factors."""
     node_size: Positive | None = None
     """Ranks that share a node; tensor ranks on several nodes are warned of. Default: as many as the
     launcher starts on this one."""

@@ -8,22 +8,27 @@ and ends with this rank's part: its sum of gradients, its weights.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from megaframe.comm import Group, Pending, all_reduce
-from megaframe.comm.flat import all_gather_, part, reduce_scatter_
+from megaframe.comm import Group, Pending
+from megaframe.comm.flat import all_gather_, part
 from megaframe.init import fill
 from megaframe.optim.adamw import AdamW
 from megaframe.optim.buffers import Buffers
+from megaframe.optim.wire import Wire
+from megaframe.optim.wiring import PLAIN, Wiring
 from megaframe.parameter import Parameter, Precision
 from megaframe.spec import Box, ParamSpec, runs
 
 _ALIGNMENT = 64
 """Bytes on which each parameter starts."""
+UNSENT = "unsent."
+"""How the names of what compression hands on from step to step begin."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,18 @@ class Sharing:
 
     shard: those that hold one copy together. replicas: those with the same part of other copies.
     stage: 0 divides nothing, 1 the weights in master precision and the optimizer's state, 2 also
-    gradients, 3 also values.
+    gradients, 3 also values. wiring: how gradients travel.
     """
 
     shard: Group
     replicas: Group
     stage: int
+    wiring: Wiring = PLAIN
+
+    @property
+    def slow(self) -> Group:
+        """The ranks between which links are slow: replicas, where there are any."""
+        return self.replicas if self.replicas.size > 1 else self.shard
 
 
 class Bucket:
@@ -86,6 +97,10 @@ class Bucket:
             self.sums = self._whole_grads()[self.kept]
         elif rule is not None:
             self.sums = buffers.take(share, precision.master)
+        self._over_shard = self._over_replicas = Wire(sharing.shard)
+        if rule is not None:
+            self._over_shard = self._wire(sharing.shard, slice(0, self.length))
+            self._over_replicas = self._wire(sharing.replicas, self.own)
         self._summed = False
         self._reduction: Iterator[Pending[Tensor]] | None = None
         self._pending: Pending[Tensor] | None = None
@@ -126,6 +141,21 @@ class Bucket:
                 key = f"optimizer.{prefix}/{name}" if prefix else name
                 yield key, parameter.spec, box, piece
 
+    def unsent(self) -> Iterator[tuple[str, Tensor]]:
+        """What compression on this rank has to hand on from step to step, flat, by a name that no
+        other rank, layout or compression has."""
+        sharing = self.sharing
+        place = [
+            (p.spec.name, p.box.offset, p.box.shape, start)
+            for p, start in zip(self.parameters, self._starts, strict=True)
+        ]
+        groups = [(group.ranks, group.index) for group in (sharing.shard, sharing.replicas)]
+        text = repr((groups, sharing.stage, sharing.wiring, self.length, place))
+        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        for wire in (self._over_shard, self._over_replicas):
+            for name, tensor in wire.state.items():
+                yield f"{UNSENT}{digest}.{name}", tensor
+
     # Gradients.
 
     def start_step(self) -> None:
@@ -161,22 +191,32 @@ class Bucket:
             pass
 
     def _reduce(self, last: bool) -> Iterator[Pending[Tensor]]:
-        shard, replicas, stage = self.sharing.shard, self.sharing.replicas, self.sharing.stage
+        replicas, stage = self.sharing.replicas, self.sharing.stage
         grads = self._whole_grads()
         if stage == 0 and replicas.size == 1:
-            yield all_reduce(grads, shard)
+            yield from self._over_shard.sum(grads)
             return
         if stage >= 2:  # what is added from now on is of the next reduction
             self._grads = None
             for parameter in self.parameters:
                 parameter.let_go_of_grad()
-        yield reduce_scatter_(grads, shard)
+        yield from self._over_shard.sum_part(grads)
         if stage >= 2:
             self._keep(grads)
         if last and replicas.size > 1:
-            yield all_reduce(self.own_sums, replicas)
+            yield from self._over_replicas.sum(self.own_sums)
         if stage == 0:
-            yield all_gather_(grads, shard)
+            yield from self._over_shard.spread(grads)
+
+    def _wire(self, group: Group, span: slice) -> Wire:
+        """That for sums of `span` over the group."""
+
+        def views(flat: Tensor) -> list[Tensor]:
+            return [piece for _, _, piece in self.pieces(flat, span)]
+
+        slow = views if group is self.sharing.slow else None
+        length, master = span.stop - span.start, self._precision.master
+        return self.sharing.wiring.wire(group, length, master, self._buffers, slow)
 
     def _whole_grads(self) -> Tensor:
         """Gradients of the whole bucket; parameters add to them from the first call on."""

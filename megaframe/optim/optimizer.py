@@ -27,6 +27,7 @@ from megaframe.optim.buffers import Buffers
 from megaframe.optim.rates import learning_rate
 from megaframe.optim.resident import TABLES, Residents
 from megaframe.optim.scale import LossScale
+from megaframe.optim.wiring import Wiring
 from megaframe.parameter import PRECISIONS, Module, Parameter
 from megaframe.spec import Box, ParamSpec
 
@@ -100,7 +101,8 @@ class Optimizer:
             (b for b in self.buckets if tied is not None and tied.parameter in b.parameters), None
         )
         self._divided = config.parallel.zero >= 2
-        self._in_parts = self._divided or mesh.layout.data_replicate > 1
+        plain = Wiring.of(config.parallel, compress=True).plain
+        self._in_parts = self._divided or mesh.layout.data_replicate > 1 or not plain
 
     def _lay_out(self, stages: Mapping[int, Sequence[Module]]) -> None:
         bucket_of: dict[Parameter, Bucket] = {}
@@ -139,6 +141,7 @@ class Optimizer:
             mesh.group(*shard),
             mesh.group("data_replicate"),
             min(stage, 1) if spec.role in _VECTORS else stage,
+            Wiring.of(self._config.parallel, compress=spec.role not in _VECTORS),
         )
         decay = optim.weight_decay if spec.decay else 0.0
         options = AdamWOptions(optim.beta1, optim.beta2, optim.eps, decay)
@@ -246,6 +249,12 @@ class Optimizer:
             return
         for bucket in self.buckets:
             yield from bucket.tensors(owned=owned)
+
+    def unsent(self) -> Iterator[tuple[str, Tensor]]:
+        """What compression hands on from step to step, which only the same rank of the same layout
+        can use."""
+        for bucket in self.buckets:
+            yield from bucket.unsent()
 
     def state(self) -> OptimizerState:
         """The numbers that a checkpoint holds beside the tensors."""

@@ -48,6 +48,7 @@ def check(config: RunConfig, world: int, *, data: bool = True) -> None:
         *(_batches(config.train, sizes["data"]) if not layout else ()),
         *_stages(config),
         *(_schedule(config, sizes["data"]) if not layout else ()),
+        *_compression(config),
         *_learning_rate(config.optim, config.train.steps),
         *(_sources(config) if data else ()),
         *_data(config),
@@ -225,6 +226,24 @@ def _schedule(config: RunConfig, data: int) -> Iterator[str]:
                 )
             )
     yield from found
+
+
+def _compression(config: RunConfig) -> Iterator[str]:
+    parallel, precision = config.parallel, config.train.precision
+    name = f"parallel.compress={parallel.compress}"
+    if parallel.compress != "none" and precision == "fp16":
+        yield (
+            f"{name} keeps what it has not sent for the next step, whose loss scale "
+            "train.precision=fp16 may change; use bf16 or fp32, or parallel.compress=none"
+        )
+    for key, kind in (("compress_share", "topk"), ("compress_rank", "powersgd")):
+        value = getattr(parallel, key)
+        default = type(parallel).model_fields[key].default
+        if value != default and parallel.compress != kind:
+            yield (
+                f"parallel.{key}={value:g} means nothing to {name}; leave it out, or use "
+                f"parallel.compress={kind}"
+            )
 
 
 def _learning_rate(optim: Optim, steps: int) -> Iterator[str]:

@@ -48,6 +48,18 @@ def test_a_sound_config_passes(overrides):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            ["parallel.compress=int8", "train.precision=fp16"],
+            "compress=int8 .*train.precision=fp16 may change; use bf16 or fp32, or .*=none",
+        ),
+        (
+            ["parallel.compress=topk", "parallel.compress_rank=2"],
+            "compress_rank=2 means nothing to parallel.compress=topk; .*compress=powersgd",
+        ),
+        (
+            ["parallel.compress_share=0.5"],
+            "compress_share=0.5 means nothing to parallel.compress=none; .*compress=topk",
+        ),
         (["model.heads=12", "model.kv_heads=5"], "kv_heads=5 .* model.heads=12; use 4 or 6"),
         (["model.heads=10"], "heads=10 .* model.hidden=768; use 8 or 12, or set model.head_dim"),
         (["model.heads=1000"], "heads=1000 .* model.hidden=768; use 768"),
