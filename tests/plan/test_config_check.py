@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.config import load
+from megaframe.config.numbers import TIMES
 from megaframe.errors import UserError
 from megaframe.plan.check import ONLY, check
 
@@ -302,8 +303,8 @@ RANKS = [
     ),
     (
         {"parallel.tensor": 4, "parallel.tensor_chunks": 257},
-        "parallel.tensor_chunks=257 is more than the 256 rows of a microbatch (train.microbatch=1 "
-        "\u00d7 train.seq=1024) that each rank has; use 256 or fewer",
+        "parallel.tensor_chunks=257 is more than the 256 rows of a microbatch (train.microbatch=1"
+        f"{TIMES}train.seq=1024) that each rank has; use 256 or fewer",
         [{"parallel.tensor_chunks": 256}],
     ),
     (
