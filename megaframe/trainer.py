@@ -25,7 +25,7 @@ from megaframe.optim.optimizer import Update
 from megaframe.pipeline import Pipeline
 from megaframe.plan.nodes import crossing
 from megaframe.plan.schedules import pipeline_summary
-from megaframe.run_state import RunState, read_state
+from megaframe.run_state import RunState, new_state, read_state, without_missing
 from megaframe.stage import model_specs
 
 _MAX_SKIPPED = 20
@@ -51,6 +51,7 @@ class Trainer:
         self._loss = torch.zeros((), dtype=torch.float64)
         self._grad_norm = math.nan
         self._loss_before: float | None = None
+        self._new_state: list[str] = []
         timer = StepTimer()
         self.pipeline = Pipeline(config, mesh, timer.time)
         self.optimizer = self.pipeline.optimizer
@@ -62,6 +63,10 @@ class Trainer:
         self.meter = Meter(config, mesh, model_specs(config), timer, start_step=self.step)
         for line in pipeline_summary(config, self.pipeline.schedule):
             self.meter.note(line)
+        for line in self._new_state:
+            self.meter.note(line)
+        if config.optim.offload and mesh.device.type == "cpu":
+            self.meter.note("optim.offload=true does nothing on a CPU: all memory is the host's")
         node = config.parallel.node_size or ranks_on_this_node()
         if warning := crossing(config, mesh.layout, node):
             self.meter.note(f"warning: {warning}")
@@ -207,7 +212,9 @@ class Trainer:
         with open_checkpoint(path) as checkpoint:
             state = read_state(checkpoint)
             _check_same_model(state.config, self.config, path)
-            checkpoint.load(self._slices(owned_only=False))
+            slices = self._slices(owned_only=False)
+            checkpoint.load(without_missing(slices, checkpoint.tensors))
+            self._new_state = list(new_state(slices, checkpoint.tensors))
             self.step = checkpoint.step
         self.optimizer.load_state(state.optimizer)
         self.loader.load(state.data)

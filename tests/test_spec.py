@@ -6,7 +6,7 @@ from math import prod
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.spec import Constant, ParamSpec, share
+from megaframe.spec import Box, Constant, ParamSpec, share
 
 AXES = ("tensor", "context", "data")
 
@@ -38,3 +38,29 @@ def test_owned_pieces_cover_every_element_once(data):
         elsewhere = {**coordinate, "pipeline": 1}
         assert spec.owned(elsewhere, sizes) == spec.owned(coordinate, sizes)
     assert len(seen) == len(set(seen)) == prod(shape) == spec.size
+
+
+def test_the_matrices_of_a_fused_weight_tile_it():
+    spec = ParamSpec("a", (2, 5, 3, 4), Constant(0), role="matrix", fused=(1, (3, 1, 1)))
+    assert [box.shape for box in spec.matrices] == [(2, 3, 3, 4), (2, 1, 3, 4), (2, 1, 3, 4)]
+    assert [box.offset[1] for box in spec.matrices] == [0, 3, 4]
+    (whole,) = ParamSpec("a", (2, 5), Constant(0), role="matrix").matrices
+    assert whole == Box((0, 0), (2, 5))
+
+
+boxes = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=2, max_size=2).map(
+    lambda spans: Box(*zip(*spans, strict=True))
+)
+
+
+@given(boxes, boxes)
+def test_what_two_boxes_share_is_what_is_in_both(one, other):
+    def elements(box):
+        return set(product(*(range(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))))
+
+    shared = one.shared(other)
+    assert (elements(shared) if shared else set()) == elements(one) & elements(other)
+    if shared:
+        inner = shared.inside(one)
+        assert inner.shape == shared.shape
+        assert all(o >= 0 and o + n <= m for o, n, m in zip(inner.offset, inner.shape, one.shape))

@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -20,11 +20,13 @@ from torch import Tensor
 from megaframe.comm import Group, all_reduce
 from megaframe.config import RunConfig
 from megaframe.mesh import Mesh
-from megaframe.optim.adamw import AdamW, AdamWOptions
 from megaframe.optim.bucket import Bucket, Sharing
 from megaframe.optim.buffers import Buffers
+from megaframe.optim.choice import Choices
+from megaframe.optim.muon import together
 from megaframe.optim.rates import learning_rate
 from megaframe.optim.resident import Residents
+from megaframe.optim.rule import Step
 from megaframe.optim.scale import LossScale
 from megaframe.parameter import PRECISIONS, Module, Parameter
 from megaframe.spec import Box, ParamSpec
@@ -78,6 +80,7 @@ class Optimizer:
     ) -> None:
         self._config, self._mesh, self._tied = config, mesh, tied
         self._optim, self._steps = config.optim, config.train.steps
+        self._choices = Choices(config, mesh)
         self.scale = LossScale(config)
         self.updates = 0
         self.buffers = Buffers(mesh.device)
@@ -89,8 +92,10 @@ class Optimizer:
         self._used: dict[int, list[Bucket]] = {}
         self._vectors: dict[int, list[Bucket]] = {}
         self._lay_out(stages)
+        self._together = together(self.buckets, self._choices.owners)
         self._tied_bucket = next(
-            (b for b in self.buckets if tied is not None and tied.parameter in b.parameters), None
+            (b for b in self._trained() if tied is not None and tied.parameter in b.parameters),
+            None,
         )
         self._divided = config.parallel.zero >= 2
         self._in_parts = self._divided or mesh.layout.data_replicate > 1
@@ -124,11 +129,12 @@ class Optimizer:
         alike: dict[object, list[Parameter]] = {}
         sizes = self._mesh.layout.sizes
         for p in parameters:
-            alike.setdefault((p.spec.decay, p.spec.summed_over(sizes)), []).append(p)
+            kind = self._choices.kind(p.spec), p.spec.summed_over(sizes)
+            alike.setdefault(kind, []).append(p)
         return [self._bucket(kind) for kind in alike.values()]
 
     def _bucket(self, parameters: Sequence[Parameter]) -> Bucket:
-        mesh, optim = self._mesh, self._optim
+        mesh = self._mesh
         spec, sizes = parameters[0].spec, mesh.layout.sizes
         stage = self._config.parallel.zero
         shard = ("data_shard" if axis == "data" else axis for axis in spec.summed_over(sizes))
@@ -137,15 +143,13 @@ class Optimizer:
             mesh.group("data_replicate"),
             min(stage, 1) if spec.role in _VECTORS else stage,
         )
-        decay = optim.weight_decay if spec.decay else 0.0
-        options = AdamWOptions(optim.beta1, optim.beta2, optim.eps, decay)
         return Bucket(
             parameters,
             {p.spec.name: p.spec.local(mesh.coordinate, sizes) for p in parameters},
             PRECISIONS[self._config.train.precision],
             sharing,
             self.buffers,
-            partial(AdamW, options=options),
+            self._choices.rule(spec),
             replica=parameters[0].replica,
         )
 
@@ -216,11 +220,14 @@ class Optimizer:
         divisor = scale * (norm / clip if clip and norm > clip else 1.0)
         self.updates += 1
         self._residents.clear()
-        for bucket in self.buckets:
-            tensor = torch.full((), divisor, dtype=bucket.sums.dtype, device=bucket.sums.device)
-            skip = torch.zeros((), device=bucket.sums.device)
-            bucket.update(self.updates, lr, tensor, skip)
-            bucket.gather()
+        master, device = PRECISIONS[self._config.train.precision].master, self._mesh.device
+        tensor = torch.full((), divisor, dtype=master, device=device)
+        step = Step(self.updates, lr, tensor, torch.zeros((), device=device))
+        for buckets in self._together:
+            for _ in zip_longest(*(bucket.update(step) for bucket in buckets)):
+                pass  # each does the part that comes next
+            for bucket in buckets:
+                bucket.gather()
         return Update(norm, lr)
 
     def tensors(self, *, owned: bool = False) -> Iterator[tuple[str, ParamSpec, Box, Tensor]]:
@@ -241,6 +248,8 @@ class Optimizer:
         self.scale.value, self.scale.good = state.loss_scale, state.good_steps
         self._residents.clear()
         for bucket in self.buckets:
+            if bucket.optimizer is not None:
+                bucket.optimizer.load()
             bucket.gather()
 
     def _norm(self) -> float:
@@ -251,8 +260,11 @@ class Optimizer:
             square = torch.linalg.vector_norm(torch.stack(own)).double().square()
         return math.sqrt(all_reduce(square, self._one_copy()).wait())
 
+    def _trained(self) -> list[Bucket]:
+        return [b for b in self.buckets if b.optimizer is not None]
+
     def _counted(self) -> list[Bucket]:
-        return [b for b in self.buckets if b.optimizer is not None and not b.replica]
+        return [b for b in self._trained() if not b.replica]
 
     def _one_copy(self) -> Group:
         """The ranks that hold one copy of the model together."""
