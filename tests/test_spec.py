@@ -63,4 +63,5 @@ def test_what_two_boxes_share_is_what_is_in_both(one, other):
     if shared:
         inner = shared.inside(one)
         assert inner.shape == shared.shape
-        assert all(o >= 0 and o + n <= m for o, n, m in zip(inner.offset, inner.shape, one.shape))
+        spans = zip(inner.offset, inner.shape, one.shape, strict=True)
+        assert all(o >= 0 and o + n <= m for o, n, m in spans)
