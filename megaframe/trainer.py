@@ -27,7 +27,7 @@ from megaframe.optim.health import first_sick
 from megaframe.pipeline import Pipeline
 from megaframe.plan.nodes import crossing
 from megaframe.plan.schedules import pipeline_summary
-from megaframe.run_state import RunState, read_state
+from megaframe.run_state import RunState, new_state, read_state, without_missing
 from megaframe.stage import model_specs
 
 _MAX_SKIPPED = 20
@@ -54,6 +54,7 @@ class Trainer:
         self._last: Outcome | None = None
         self._loss_before: float | None = None
         self._dropped = False
+        self._new_state: list[str] = []
         timer = StepTimer()
         self.pipeline = Pipeline(config, mesh, timer.time)
         self.optimizer = self.pipeline.optimizer
@@ -69,6 +70,10 @@ class Trainer:
             self.meter.note(
                 "what compression had not sent yet is dropped: it belongs to another layout"
             )
+        for line in self._new_state:
+            self.meter.note(line)
+        if config.optim.offload and mesh.device.type == "cpu":
+            self.meter.note("optim.offload=true does nothing on a CPU: all memory is the host's")
         node = config.parallel.node_size or ranks_on_this_node()
         if warning := crossing(config, mesh.layout, node):
             self.meter.note(f"warning: {warning}")
@@ -236,8 +241,10 @@ class Trainer:
         with open_checkpoint(path) as checkpoint:
             state = read_state(checkpoint)
             _check_same_model(state.config, self.config, path)
+            slices = self._slices(owned_only=False)
             unsent = [part for part in self._unsent() if part.name in checkpoint.tensors]
-            checkpoint.load([*self._slices(owned_only=False), *unsent])
+            checkpoint.load([*without_missing(slices, checkpoint.tensors), *unsent])
+            self._new_state = list(new_state(slices, checkpoint.tensors))
             self._dropped = not unsent and any(n.startswith(UNSENT) for n in checkpoint.tensors)
             self.step = checkpoint.step
         self.optimizer.load_state(state.optimizer)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -18,8 +18,8 @@ from torch import Tensor
 from megaframe.comm import Group, Pending
 from megaframe.comm.flat import all_gather_, part
 from megaframe.init import fill
-from megaframe.optim.adamw import AdamW
 from megaframe.optim.buffers import Buffers
+from megaframe.optim.rule import Rule, Step
 from megaframe.optim.wire import Wire
 from megaframe.optim.wiring import PLAIN, Wiring
 from megaframe.parameter import Parameter, Precision
@@ -53,7 +53,7 @@ class Sharing:
 
 class Bucket:
     """Parameters with everything that an update needs. rule: makes the optimizer of this rank's
-    weights, None where nothing is trained. replica: the parameters are those of another stage,
+    weights, None where they are frozen. replica: the parameters are those of another stage,
     which speaks for them."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Bucket:
         precision: Precision,
         sharing: Sharing,
         buffers: Buffers,
-        rule: Callable[[Tensor], AdamW] | None,
+        rule: Callable[[Bucket], Rule] | None,
         *,
         replica: bool = False,
     ) -> None:
@@ -90,7 +90,7 @@ class Bucket:
             parameter.bind(boxes[parameter.spec.name], place)
         if self._values is not None:
             self._show(self._values)
-        self.optimizer = None if rule is None else rule(self.weights)
+        self.optimizer = None if rule is None else rule(self)
         self.sums = self.weights[:0]
         """This rank's sum of gradients, of what it updates."""
         if rule is not None and sharing.stage < 2:
@@ -115,6 +115,8 @@ class Bucket:
         """Set the initial weights."""
         for parameter, box, weights in self.pieces(self.weights, self.kept):
             fill(weights, parameter.spec, box, seed)
+        if self.optimizer is not None:
+            self.optimizer.start(self.weights)
         self.gather()
 
     def pieces(self, flat: Tensor, span: slice) -> Iterator[tuple[Parameter, Box, Tensor]]:
@@ -133,7 +135,7 @@ class Bucket:
         if self.replica and owned:
             return
         span = self.own if owned else self.kept
-        state = {} if self.optimizer is None else self.optimizer.state
+        state = {} if self.optimizer is None else self.optimizer.shown(to_load=not owned)
         for prefix, kept in (("", self.weights), *state.items()):
             flat = kept[span.start - self.kept.start : span.stop - self.kept.start]
             for parameter, box, piece in self.pieces(flat, span):
@@ -242,14 +244,13 @@ class Bucket:
 
     # Weights.
 
-    def update(self, number: int, lr: float, divisor: Tensor, skip: Tensor) -> None:
-        """Optimizer update `number` with gradients divided by `divisor`; none where `skip` is 1."""
-        if self.optimizer is not None:
-            if self._arriving is not None:  # this rank's weights are still being sent
-                self.take()
-            self.optimizer.update(
-                self.weights, self.sums, number=number, lr=lr, divisor=divisor, skip=skip
-            )
+    def update(self, step: Step) -> Iterable[None]:
+        """Update the weights; what remains to be done is that of `Rule.update`."""
+        if self.optimizer is None:
+            return ()
+        if self._arriving is not None:  # this rank's weights are still being sent
+            self.take()
+        return self.optimizer.update(self.weights, self.sums, step)
 
     def gather(self) -> None:
         """Start bringing updated weights to where the model computes; with stage 3, forget the

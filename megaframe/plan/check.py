@@ -50,6 +50,7 @@ def check(config: RunConfig, world: int, *, data: bool = True) -> None:
         *(_schedule(config, sizes["data"]) if not layout else ()),
         *_compression(config),
         *_learning_rate(config.optim, config.train.steps),
+        *_optimizer(config.optim),
         *(_sources(config) if data else ()),
         *_data(config),
     ]
@@ -273,6 +274,22 @@ def _learning_rate(optim: Optim, steps: int) -> Iterator[str]:
         yield (
             f"optim.decay={optim.decay}, the step at which optim.min_lr is reached, is not after "
             f"optim.warmup={optim.warmup}; use {optim.warmup + 1} or more"
+        )
+
+
+def _optimizer(optim: Optim) -> Iterator[str]:
+    """What is said of an optimizer that another one has."""
+    with_momentum = ("muon", "sgd")
+    for key, value in (("momentum", optim.momentum), ("nesterov", optim.nesterov)):
+        if value is not None and optim.name not in with_momentum:
+            yield (
+                f"optim.{key}={shown(value)} means nothing to optim.name={optim.name}; leave it "
+                f"out, or use optim.name={either(with_momentum)}"
+            )
+    if optim.nesterov and optim.momentum == 0:
+        yield (
+            "optim.nesterov=true looks ahead along optim.momentum=0; use optim.nesterov=false, or "
+            "a momentum such as 0.9"
         )
 
 

@@ -37,7 +37,7 @@ class Result:
         return weights
 
 
-def run(model, train=None, parallel=None, serial=False, ragged=False, packed=False):
+def run(model, train=None, parallel=None, serial=False, ragged=False, packed=False, optim=None):
     """This rank's part of three steps -> Result. ragged: samples, which then are microbatches of
     their own, have four different lengths. packed: samples are several documents each."""
     config = RunConfig(
@@ -49,7 +49,7 @@ def run(model, train=None, parallel=None, serial=False, ragged=False, packed=Fal
             "steps": 9,
             **(train or {}),
         },
-        optim={"lr": 0.01, "clip": 0.5, "warmup": 2},
+        optim={"lr": 0.01, "clip": 0.5, "warmup": 2, **(optim or {})},
         parallel=parallel or {},
     )
     layout = Layout.from_parallel(config.parallel, world_size())

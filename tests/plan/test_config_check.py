@@ -36,6 +36,8 @@ def refusals(*overrides, world=1):
         ("train.batch_ramp={start: 2, increment: 2, samples: 50}",),
         ("optim.schedule=wsd", "optim.warmup=100", "optim.decay=900"),
         ("optim.schedule=cosine", "optim.decay=2000"),
+        ("optim.name=muon", "optim.momentum=0.9", "optim.nesterov=false"),
+        ("optim.name=sgd", "optim.momentum=0"),
         ("data.tokenizer=bytes", "model.vocab=null"),
         ("data.tokenizer=hf:a:b.json",),
         ("data.split=[1, 0, 0]",),
@@ -60,6 +62,15 @@ def test_a_sound_config_passes(overrides):
         (
             ["parallel.compress_share=0.5"],
             "compress_share=0.5 means nothing to parallel.compress=none; .*compress=topk",
+        ),
+        (
+            ["optim.momentum=0.9", "optim.name=lion"],
+            "momentum=0.9 means nothing to optim.name=lion; leave .* optim.name=muon or sgd",
+        ),
+        (["optim.nesterov=true"], "nesterov=true means nothing to optim.name=adamw"),
+        (
+            ["optim.name=sgd", "optim.nesterov=true", "optim.momentum=0"],
+            "nesterov=true looks ahead along optim.momentum=0; use optim.nesterov=false",
         ),
         (["model.heads=12", "model.kv_heads=5"], "kv_heads=5 .* model.heads=12; use 4 or 6"),
         (["model.heads=10"], "heads=10 .* model.hidden=768; use 8 or 12, or set model.head_dim"),
