@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness import Spread, commit, machine
 from shaped import LIMIT, Host, hosts, start_ranks
@@ -33,7 +34,7 @@ from workload import WORKLOAD  # noqa: E402
 
 if TYPE_CHECKING:
     from megaframe.mesh import Mesh
-    from megaframe.pipeline import Pipeline
+    from megaframe.parameter import Module
 
 RANKS = 2
 SHAPE = replace(WORKLOAD, vocab=2048)
@@ -47,7 +48,7 @@ Measured = dict[str, list[float]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rates", nargs="+", default=["600mbit", "1200mbit", "2400mbit"])
+    parser.add_argument("--rates", nargs="+", default=["1400mbit", "2100mbit"])
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", type=Path, help="write all measurements as JSON to this file")
@@ -95,43 +96,41 @@ def measure(given: argparse.Namespace) -> Measured:
 
     torch.set_num_threads(1)
     mesh = Mesh(Layout(data=RANKS), device="cpu", timeout=LIMIT)
-    turns: dict[str, Callable[[], float]] = {}
+    turns: list[Callable[[], dict[str, float]]] = []
     for stage in STAGES:
         ours = Ours(mesh, stage)
-        turns[f"megaframe {stage}"] = ours.step
-        turns[f"compute {stage}"] = ours.compute
-        turns[f"backward {stage}"] = ours.backward
-        turns[f"communication {stage}"] = ours.communicate
+        turns += [ours.step, ours.compute, ours.communicate]
     for way in ("fsdp2", "fsdp3"):
-        turns[f"FSDP2 {way[-1]}"] = timed(step_of(SHAPE, way, "fp32", RANKS))
-    seconds: Measured = {name: [] for name in turns}
+        turns.append(timed(f"FSDP2 {way[-1]}", step_of(SHAPE, way, "fp32", RANKS)))
+    seconds: Measured = {}
     for number in range(1 + given.rounds):
-        for name, turn in turns.items():
+        for turn in turns:
             barrier(mesh.world)
             turn()  # what a step leaves under way belongs to the next one
             taken = [turn() for _ in range(given.steps)]
-            if number:
-                seconds[name].append(statistics.median(taken))
+            for name in taken[0] if number else ():
+                median = statistics.median(one[name] for one in taken)
+                seconds.setdefault(name, []).append(median)
     barrier(mesh.world)
     mesh.close()
     return seconds
 
 
-def timed(work: Callable[[], object]) -> Callable[[], float]:
-    """The work, that tells how long it took."""
+def timed(name: str, work: Callable[[], object]) -> Callable[[], dict[str, float]]:
+    """The work, that tells by its name how long it took."""
 
-    def run() -> float:
+    def run() -> dict[str, float]:
         start = time.perf_counter()
         work()
-        return time.perf_counter() - start
+        return {name: time.perf_counter() - start}
 
     return run
 
 
 class Ours:
-    """megaframe on one rank, at one ZeRO stage. Its functions tell seconds."""
+    """megaframe on one rank, at one ZeRO stage. Its turns tell seconds by what they measured."""
 
-    def __init__(self, mesh: Mesh, stage: int) -> None:
+    def __init__(self, mesh: Mesh, zero: int) -> None:
         import torch
         import torch.distributed as dist
         import torch.testing._internal.distributed.fake_pg  # registers the backend
@@ -143,29 +142,61 @@ class Ours:
         settings = (
             f"model.vocab={SHAPE.vocab}",
             f"train.microbatch={SHAPE.batch // RANKS}",
-            f"parallel.zero={stage}",
+            f"parallel.zero={zero}",
             "train.recompute_blocks=0",
         )
         config = load(None, [*overrides_of("fp32", 1, Path("no-data")), *settings])
-        self.in_backward = 0.0
+        self.zero, self._backward = zero, 0.0
         self.pipeline = Pipeline(config, mesh, lambda part: nullcontext())
-        self.optimizer = self.pipeline.optimizer
+        self.optimizer, self.stage = self.pipeline.optimizer, self.pipeline.stages[0]
         self.optimizer.initialise(SHAPE.seed)
-        self.stage = self.pipeline.stages[0]
         self.fake = dist.new_group(backend="fake")
         torch.manual_seed(SHAPE.seed + 1 + mesh.rank)
         backward = self.stage.backward
 
-        def watched(*given, **named):  # type: ignore[no-untyped-def]
+        def watched(*given: Any, **named: Any) -> Any:
             start = time.perf_counter()
             made = backward(*given, **named)
-            self.in_backward = time.perf_counter() - start
+            self._backward = time.perf_counter() - start
             return made
 
-        self.stage.backward = watched  # type: ignore[method-assign]
+        setattr(self.stage, "backward", watched)  # noqa: B010
 
-    def step(self) -> float:
+    def step(self) -> dict[str, float]:
         """A step as in a run."""
+        return {f"megaframe {self.zero}": self._step()}
+
+    def compute(self) -> dict[str, float]:
+        """A step whose transfers of gradients and weights go nowhere, and its backward pass."""
+        with self.nowhere():
+            taken = self._step()
+        return {f"compute {self.zero}": taken, f"backward {self.zero}": self._backward}
+
+    def communicate(self) -> dict[str, float]:
+        """The transfers of a step alone, in their order."""
+        start = time.perf_counter()
+        optimizer, units = self.optimizer, self.stage.units
+        optimizer.start_step()
+        for unit, after in pairwise((*units, None)):
+            self._pass(unit, after)
+        backward = units[-2:0:-1]  # neither end needs its values again
+        optimizer.reduce(units[-1])
+        for unit, after in pairwise((*backward, None)):
+            self._pass(unit, after)
+            optimizer.reduce(unit)
+        optimizer.reduce(units[0])
+        optimizer.reduce_vectors(0)
+        optimizer.wait()
+        optimizer.load_state(optimizer.state())  # brings the weights anew
+        return {f"communication {self.zero}": time.perf_counter() - start}
+
+    def _pass(self, unit: Module, after: Module | None) -> None:
+        self.optimizer.take(unit)
+        if after is not None:
+            self.optimizer.fetch(after)
+        self.optimizer.leave(unit)
+
+    def _step(self) -> float:
         import torch
         from data_workload import draw
 
@@ -176,33 +207,6 @@ class Ours:
         microbatch = Microbatch(tokens, targets, torch.arange(len(tokens)))
         outcome = self.pipeline.train([microbatch], 0, 1 / SHAPE.tokens_per_step)
         float(outcome.loss)
-        return time.perf_counter() - start
-
-    def compute(self) -> float:
-        """A step whose transfers of gradients and weights go nowhere."""
-        with self.nowhere():
-            return self.step()
-
-    def backward(self) -> float:
-        """What of that is the backward pass, recomputation included."""
-        self.compute()
-        return self.in_backward
-
-    def communicate(self) -> float:
-        """The transfers of a step alone, in their order."""
-        start = time.perf_counter()
-        optimizer, units = self.optimizer, self.stage.units
-        optimizer.start_step()
-        for unit in units:
-            optimizer.take(unit)
-            optimizer.leave(unit)
-        for unit in units[::-1]:
-            optimizer.take(unit)
-            optimizer.leave(unit)
-            optimizer.reduce(unit)
-        optimizer.reduce_vectors(0)
-        optimizer.wait()
-        optimizer.load_state(optimizer.state())  # brings the weights anew
         return time.perf_counter() - start
 
     @contextmanager
@@ -222,8 +226,7 @@ class Ours:
     def finish(self) -> None:
         """Return when no transfer is under way."""
         for unit in self.stage.units:
-            self.optimizer.take(unit)
-            self.optimizer.leave(unit)
+            self._pass(unit, None)
 
 
 def summary(measured: Measured) -> dict[str, dict[str, float | dict[str, float]]]:

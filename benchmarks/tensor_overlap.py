@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness import ROOT, Spread, commit, machine
+from harness import Spread, commit, machine
 from shaped import LIMIT, Host, hosts, start_ranks
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
-import deepspeed  # noqa: E402
-import torch  # noqa: E402
-from data_workload import draw, parser  # noqa: E402
-from plain import GPT, optimizer_of  # noqa: E402
-from ranks import measure, run  # noqa: E402
-from workload import WORKLOAD  # noqa: E402
+import deepspeed
+import torch
+from data_workload import draw, parser
+from plain import GPT, optimizer_of
+from ranks import measure, run
+from workload import WORKLOAD
 
 
 def settings(given: argparse.Namespace) -> dict[str, Any]:
