@@ -8,6 +8,7 @@ from dataclasses import asdict
 from megaframe.comm import ALONE
 from megaframe.config import RunConfig, dump
 from megaframe.layout import Layout
+from megaframe.optim.choice import choices_table
 from megaframe.parameter import Module
 from megaframe.plan.memory import Held, Memory, memory
 from megaframe.plan.nodes import crossing
@@ -33,6 +34,7 @@ def describe(config: RunConfig, layout: Layout) -> str:
         f"parameters  {count:,} in {len(specs)} tensors",
         f"batch       {train.global_batch} samples, {tokens:,} tokens a step, "
         f"{tokens * train.steps:,} in the run",
+        *choices_table(config, specs),
         *pipeline_summary(config, schedule),
         *_memory(config, layout, schedule),
         *([f"warning: {warning}"] if warning else []),

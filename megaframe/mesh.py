@@ -81,6 +81,7 @@ class Mesh:
                 self.store = self._rendezvous()
         self._groups: dict[frozenset[str], Group] = {}
         self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._counted: list[tuple[str, Group]] = []
         for axes in axis_sets:
             if self._key(axes) not in self._groups:
                 made = self._make_group(axes, layout.groups(*axes), shared=True)
@@ -154,6 +155,14 @@ class Mesh:
         """All ranks."""
         return self.group("pipeline", "data", "context", "tensor")
 
+    def take_traffic(self) -> dict[str, int]:
+        """Bytes that this rank has handed to collectives and links since the last call, by axes;
+        the same axes on every rank."""
+        found: dict[str, int] = {}
+        for label, group in self._counted:
+            found[label] = found.get(label, 0) + group.traffic.take()[0]
+        return found
+
     def name_stages(self, rank_of: Sequence[int]) -> None:
         """Tell the pipeline coordinate of each stage, by number, for messages about lost ranks."""
         if self._watch is not None:
@@ -210,7 +219,16 @@ class Mesh:
                     self._handles[ranks] = handle
             if self.rank in ranks:
                 mine = Group(axes, ranks, ranks.index(self.rank), handle, self._serial)
+        if any(len(ranks) > 1 for ranks in members):
+            self._counted.append((self._label(axes), mine))
         return mine
+
+    def _label(self, axes: tuple[str, ...]) -> str:
+        """The axes with more than one rank; `world` for groups of all ranks on all axes."""
+        names, sizes = self._key(axes), self.layout.sizes
+        if names | {"context"} == {"tensor", "context", "data", "pipeline"}:
+            return "world"
+        return "+".join(sorted(name for name in names if sizes.get(name, 2) > 1))
 
 
 def _ascending(one: int, other: int) -> tuple[int, int]:

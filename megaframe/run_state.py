@@ -1,14 +1,19 @@
-"""What a checkpoint holds beside its tensors."""
+"""What a checkpoint holds beside its tensors, and which of them a run can do without."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megaframe.checkpoint import Checkpoint
+from megaframe.checkpoint import Checkpoint, Slice
 from megaframe.errors import UserError
 from megaframe.optim.optimizer import OptimizerState
+
+STATE, AVERAGE = "optimizer.", "optimizer.ema/"
+"""How the names of tensors begin that are state of the optimizer, and averages of weights."""
 
 
 class RunState(BaseModel):
@@ -30,3 +35,31 @@ def read_state(checkpoint: Checkpoint) -> RunState:
         return RunState.model_validate(checkpoint.state)
     except ValidationError as error:
         raise UserError(f"{checkpoint.path} holds no state of a run: {error}") from None
+
+
+def without_missing(slices: Sequence[Slice], saved: Collection[str]) -> list[Slice]:
+    """What of `slices` to load. State of the optimizer that is not saved, because a parameter was
+    frozen or the optimizer another one, stays as it is, zero; an average starts from the weight."""
+    found = []
+    for part in slices:
+        if part.name in saved or not part.name.startswith(STATE):
+            found.append(part)
+        elif part.name.startswith(AVERAGE):
+            found.append(replace(part, name=part.name.removeprefix(AVERAGE)))
+    return found
+
+
+def new_state(slices: Sequence[Slice], saved: Collection[str]) -> Iterator[str]:
+    """A line for each kind of state that `without_missing` does without."""
+    missing: dict[str, dict[str, None]] = {}
+    for part in slices:
+        if part.name.startswith(STATE) and part.name not in saved:
+            kind, _, name = part.name.removeprefix(STATE).partition("/")
+            missing.setdefault(kind, {})[name] = None
+    for kind, names in missing.items():
+        start = "the weights" if kind == "ema" else "zero"
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield (
+            f"the checkpoint has no optimizer state `{kind}` of {next(iter(names))}{more}; "
+            f"it starts from {start}"
+        )

@@ -7,6 +7,7 @@ form of attention: it shows what a run has learned, it is no server.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,13 +16,14 @@ from megaframe.checkpoint import Slice, find, open_checkpoint
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.microbatch import Microbatch
-from megaframe.run_state import read_state
+from megaframe.run_state import AVERAGE, read_state
 from megaframe.spec import Box
 from megaframe.stage import Stage, whole_model
 
 
-def load_model(path: Path) -> tuple[RunConfig, Stage]:
-    """Config and model of a checkpoint, or of the latest one in a folder of them.
+def load_model(path: Path, *, ema: bool = False) -> tuple[RunConfig, Stage]:
+    """Config and model of a checkpoint, or of the latest one in a folder of them. ema: with the
+    average of its weights.
 
     Raises `UserError` when there is none.
     """
@@ -33,7 +35,17 @@ def load_model(path: Path) -> tuple[RunConfig, Stage]:
     with open_checkpoint(path) as checkpoint:
         config = RunConfig.model_validate(read_state(checkpoint).config)
         stage = whole_model(config)
-        checkpoint.load(_allocate(stage))
+        saved = checkpoint.tensors
+        if ema and not any(name.startswith(AVERAGE) for name in saved):
+            raise UserError(
+                f"--ema: {path} holds no average of weights; train with optim.ema, such as 0.999"
+            )
+        prefix = AVERAGE if ema else ""
+        slices = [
+            replace(part, name=prefix + part.name) if prefix + part.name in saved else part
+            for part in _allocate(stage)  # what is frozen has no average, and needs none
+        ]
+        checkpoint.load(slices)
     return config, stage
 
 

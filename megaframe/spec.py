@@ -47,6 +47,21 @@ class Box:
         """The same piece as an index into the full tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
+    def shared(self, other: Box) -> Box | None:
+        """The box that both hold, if there is one."""
+        offset = tuple(map(max, self.offset, other.offset))
+        ends = [
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        ]
+        shape = tuple(end - start for start, end in zip(offset, ends, strict=True))
+        return Box(offset, shape) if min(shape) > 0 else None
+
+    def inside(self, outer: Box) -> Box:
+        """The same piece, counted from the start of `outer`, which holds it."""
+        offset = tuple(o - start for o, start in zip(self.offset, outer.offset, strict=True))
+        return Box(offset, self.shape)
+
 
 @dataclass(frozen=True)
 class ParamSpec:
@@ -59,6 +74,8 @@ class ParamSpec:
     role:    what the model does with it.
     decay:   whether weight decay applies.
     axes:    {dim: axis} for the dims that are split; the others are whole on every rank.
+    inputs:  how many of the last dims are inputs of a matrix; those before are its outputs.
+    fused:   a dim, and the sizes of the parts along it, where one weight is several matrices.
     """
 
     name: str
@@ -67,11 +84,26 @@ class ParamSpec:
     role: Role
     decay: bool = False
     axes: Mapping[int, str] = field(default_factory=dict)
+    inputs: int = 1
+    fused: tuple[int, tuple[int, ...]] | None = None
 
     @property
     def size(self) -> int:
         """Number of elements of the full tensor."""
         return math.prod(self.shape)
+
+    @property
+    def matrices(self) -> list[Box]:
+        """The matrices that the tensor is made of."""
+        if self.fused is None:
+            return [Box((0,) * len(self.shape), self.shape)]
+        (dim, sizes), found, start = self.fused, [], 0
+        for size in sizes:
+            offset, shape = [0] * len(self.shape), list(self.shape)
+            offset[dim], shape[dim] = start, size
+            found.append(Box(tuple(offset), tuple(shape)))
+            start += size
+        return found
 
     def local(self, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> Box:
         """The piece held at `coordinate` of axes with `sizes`; remainders go to the first ranks.

@@ -266,7 +266,7 @@ class Stage:
     ) -> Callable[[Module], AbstractContextManager[None]]:
         """For a pass over `units`: a context in which the values of one are here, and those of the
         next one on their way; `following` is that of the last."""
-        coming = dict(zip(units, [*units[1:], following], strict=True))
+        coming = dict(zip(units, [*units[1:], following], strict=False))  # there may be none
 
         @contextmanager
         def here(unit: Module) -> Iterator[None]:

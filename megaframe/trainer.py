@@ -22,11 +22,12 @@ from megaframe.errors import UserError
 from megaframe.mesh import Mesh, ranks_on_this_node
 from megaframe.meter import Meter, StepTimer
 from megaframe.microbatch import IGNORE, Microbatch
+from megaframe.optim.bucket import UNSENT
 from megaframe.optim.health import first_sick
 from megaframe.pipeline import Pipeline
 from megaframe.plan.nodes import crossing
 from megaframe.plan.schedules import pipeline_summary
-from megaframe.run_state import RunState, read_state
+from megaframe.run_state import RunState, new_state, read_state, without_missing
 from megaframe.stage import model_specs
 
 _MAX_SKIPPED = 20
@@ -52,6 +53,8 @@ class Trainer:
         self._loss = torch.zeros((), dtype=torch.float64)
         self._last: Outcome | None = None
         self._loss_before: float | None = None
+        self._dropped = False
+        self._new_state: list[str] = []
         timer = StepTimer()
         self.pipeline = Pipeline(config, mesh, timer.time)
         self.optimizer = self.pipeline.optimizer
@@ -63,6 +66,14 @@ class Trainer:
         self.meter = Meter(config, mesh, model_specs(config), timer, start_step=self.step)
         for line in pipeline_summary(config, self.pipeline.schedule):
             self.meter.note(line)
+        if self._dropped:
+            self.meter.note(
+                "what compression had not sent yet is dropped: it belongs to another layout"
+            )
+        for line in self._new_state:
+            self.meter.note(line)
+        if config.optim.offload and mesh.device.type == "cpu":
+            self.meter.note("optim.offload=true does nothing on a CPU: all memory is the host's")
         node = config.parallel.node_size or ranks_on_this_node()
         if warning := crossing(config, mesh.layout, node):
             self.meter.note(f"warning: {warning}")
@@ -203,13 +214,21 @@ class Trainer:
             loss=self._global_loss(),
             grad_norm=float(self._last.update.grad_norm) if self._last else math.nan,
         )
-        writer.save(self.step, self._slices(owned_only=True), state.model_dump(mode="json"))
+        slices = [*self._slices(owned_only=True), *self._unsent()]
+        writer.save(self.step, slices, state.model_dump(mode="json"))
 
     def _slices(self, *, owned_only: bool) -> list[Slice]:
         """This rank's pieces of everything in a checkpoint."""
         return [
             Slice(name, spec.shape, box.offset, tensor)
             for name, spec, box, tensor in self.optimizer.tensors(owned=owned_only)
+        ]
+
+    def _unsent(self) -> list[Slice]:
+        """What compression on this rank hands on from step to step."""
+        return [
+            Slice(name, tuple(tensor.shape), (0,), tensor)
+            for name, tensor in self.optimizer.unsent()
         ]
 
     def _restore_or_initialise(self) -> None:
@@ -222,7 +241,11 @@ class Trainer:
         with open_checkpoint(path) as checkpoint:
             state = read_state(checkpoint)
             _check_same_model(state.config, self.config, path)
-            checkpoint.load(self._slices(owned_only=False))
+            slices = self._slices(owned_only=False)
+            unsent = [part for part in self._unsent() if part.name in checkpoint.tensors]
+            checkpoint.load([*without_missing(slices, checkpoint.tensors), *unsent])
+            self._new_state = list(new_state(slices, checkpoint.tensors))
+            self._dropped = not unsent and any(n.startswith(UNSENT) for n in checkpoint.tensors)
             self.step = checkpoint.step
         self.optimizer.load_state(state.optimizer)
         self.loader.load(state.data)

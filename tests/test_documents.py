@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_HERE = {"make test": "is what runs this test"}
-GUIDES = (ROOT / "docs/pipeline.md",)
+GUIDES = (ROOT / "docs/pipeline.md", ROOT / "docs/tensor.md")
 SHORTER = {"make demo": 'make demo OVERRIDES="train.steps=20 train.eval_every=10"'}
 
 

@@ -130,6 +130,10 @@ LAYOUTS = (
     (4, {"pipeline": 4, "schedule": "zb-h1", "layers_per_stage": "[1, 2, 1, 2]"}),
     (4, {"tensor": 2, "pipeline": 2, "schedule": "1f1b"}),
     (4, {"tensor": 2, "data": 2}),
+    (4, {"zero": 3}),
+    (4, {"tensor": 2, "zero": 2}),
+    (2, {"zero": 3, "data_replicate": 2}),
+    (4, {"pipeline": 2, "chunks": 3, "schedule": "interleaved", "zero": 1}),
 )
 
 

@@ -52,3 +52,30 @@ def test_a_run_of_elements_is_few_boxes_in_order(shape, data):
     assert [int(i) for piece in found for i in piece.ravel()] == list(range(start, stop))
     assert all(piece.shape == box.shape for piece, box in zip(found, boxes, strict=True))
     assert len(boxes) <= 2 * len(shape) - 1
+
+
+def test_the_matrices_of_a_fused_weight_tile_it():
+    spec = ParamSpec("a", (2, 5, 3, 4), Constant(0), role="matrix", fused=(1, (3, 1, 1)))
+    assert [box.shape for box in spec.matrices] == [(2, 3, 3, 4), (2, 1, 3, 4), (2, 1, 3, 4)]
+    assert [box.offset[1] for box in spec.matrices] == [0, 3, 4]
+    (whole,) = ParamSpec("a", (2, 5), Constant(0), role="matrix").matrices
+    assert whole == Box((0, 0), (2, 5))
+
+
+boxes = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=2, max_size=2).map(
+    lambda spans: Box(*zip(*spans, strict=True))
+)
+
+
+@given(boxes, boxes)
+def test_what_two_boxes_share_is_what_is_in_both(one, other):
+    def elements(box):
+        return set(product(*(range(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))))
+
+    shared = one.shared(other)
+    assert (elements(shared) if shared else set()) == elements(one) & elements(other)
+    if shared:
+        inner = shared.inside(one)
+        assert inner.shape == shared.shape
+        spans = zip(inner.offset, inner.shape, one.shape, strict=True)
+        assert all(o >= 0 and o + n <= m for o, n, m in spans)

@@ -21,7 +21,7 @@ def main() -> None:
     """Load, sample, print as it comes."""
     arguments = _arguments()
     with reported():
-        config, stage = load_model(Path(arguments.checkpoint))
+        config, stage = load_model(Path(arguments.checkpoint), ema=arguments.ema)
         tokenizer = _tokenizer(config, arguments.tokenizer)
         generator = torch.Generator().manual_seed(arguments.seed)
         ids = tokenizer.encode(arguments.prompt)
@@ -67,6 +67,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--top-k", type=int, default=50, help="sample among the likeliest K; 0 all")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling")
+    parser.add_argument(
+        "--ema", action="store_true", help="use the average of the weights (optim.ema)"
+    )
     parser.add_argument("--tokenizer", help="KIND:PATH; default: the tokenizer of the run")
     return parser.parse_args()
 

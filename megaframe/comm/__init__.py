@@ -133,7 +133,7 @@ def all_reduce(tensor: Tensor, group: Group, how: Reduction = "sum") -> Pending[
         return Pending(tensor)
     group.traffic.count(2 * tensor.nbytes * (group.size - 1) // group.size)
     operation = _OPERATIONS[how]
-    return _collective(
+    return collective(
         tensor, group, lambda: dist.all_reduce(tensor, operation, group.handle, async_op=True)
     )
 
@@ -148,8 +148,8 @@ def all_gather(tensor: Tensor, group: Group) -> Pending[Tensor]:
     if tensor.device.type == "cpu":
         parts = out.view(group.size, *tensor.shape)
         parts[group.index].copy_(tensor)
-        return _exchange(out, [tensor] * group.size, parts, group)
-    return _collective(
+        return to_each(out, [tensor] * group.size, parts, group)
+    return collective(
         out, group, lambda: dist.all_gather_into_tensor(out, tensor, group.handle, async_op=True)
     )
 
@@ -165,8 +165,8 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Pending[Tensor]:
         leaving = tensor.view(group.size, *out.shape)
         coming = list(torch.empty_like(leaving))
         coming[group.index] = leaving[group.index]
-        return _exchange(out, leaving, coming, group, lambda: _sum_into(out, coming))
-    return _collective(
+        return to_each(out, leaving, coming, group, lambda: _sum_into(out, coming))
+    return collective(
         out,
         group,
         lambda: dist.reduce_scatter_tensor(out, tensor, group=group.handle, async_op=True),
@@ -180,7 +180,7 @@ def all_to_all(tensor: Tensor, group: Group) -> Pending[Tensor]:
     tensor = tensor.contiguous()
     out = torch.empty_like(tensor)
     group.traffic.count(tensor.nbytes // group.size * (group.size - 1))
-    return _collective(
+    return collective(
         out, group, lambda: dist.all_to_all_single(out, tensor, group=group.handle, async_op=True)
     )
 
@@ -193,7 +193,7 @@ def _sum_into(out: Tensor, parts: Sequence[Tensor]) -> None:
     out.copy_(total)
 
 
-def _exchange(
+def to_each(
     out: Tensor,
     leaving: Sequence[Tensor] | Tensor,
     coming: Sequence[Tensor] | Tensor,
@@ -217,9 +217,8 @@ def _exchange(
     return pending
 
 
-def _collective(
-    out: Tensor, group: Group, start: Callable[[], dist.Work | None]
-) -> Pending[Tensor]:
+def collective(out: Tensor, group: Group, start: Callable[[], dist.Work | None]) -> Pending[Tensor]:
+    """What `start` starts over a group, of which `out` is the result."""
     pending = _started(out, group, start)
     if group.serial:
         pending.wait()

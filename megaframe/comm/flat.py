@@ -1,19 +1,14 @@
 """Collectives on a flat buffer that every rank of a group has whole, in place: of as many equal
-parts as there are ranks, part i belongs to rank i.
-
-gloo's own reduce-scatter and all-gather are slower than the messages that they come to, so on a CPU
-each part goes straight to its rank, and there is summed.
+parts as there are ranks, part i belongs to rank i; and of messages about its parts.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaframe.comm import Group, Pending, _collective, _started
+from megaframe.comm import Group, Pending, collective, to_each
 
 
 def part(flat: Tensor, group: Group) -> Tensor:
@@ -30,26 +25,20 @@ def reduce_scatter_(flat: Tensor, group: Group) -> Pending[Tensor]:
         return Pending(own)
     group.traffic.count(own.nbytes * (group.size - 1))
     if flat.is_cuda:
-        return _collective(
+        return collective(
             own,
             group,
             lambda: dist.reduce_scatter_tensor(own, flat, group=group.handle, async_op=True),
         )
     parts = flat.view(group.size, -1)
-    arriving = torch.empty_like(parts[1:])
-    pending: Pending[Tensor] | None = None
-    for distance, into in enumerate(arriving, 1):
-        to, source = _neighbours(group, distance)
-        pending = _send(parts[to], group, to, pending)
-        pending = _receive(into, group, source, pending)
-    assert pending is not None, "a group with a handle has more than one rank"
+    arriving = list(torch.empty_like(parts[1:]))
 
-    def add() -> Tensor:
+    def add() -> None:
         for other in arriving:
             own.add_(other)
-        return own
 
-    return _finished(pending, add, group)
+    coming = [*arriving[: group.index], own, *arriving[group.index :]]
+    return to_each(own, parts, coming, group, add)
 
 
 def all_gather_(flat: Tensor, group: Group) -> Pending[Tensor]:
@@ -59,62 +48,26 @@ def all_gather_(flat: Tensor, group: Group) -> Pending[Tensor]:
     own = part(flat, group)
     group.traffic.count(own.nbytes * (group.size - 1))
     if flat.is_cuda:
-        return _collective(
+        return collective(
             flat,
             group,
             lambda: dist.all_gather_into_tensor(flat, own, group.handle, async_op=True),
         )
     parts = flat.view(group.size, -1)
-    pending: Pending[Tensor] | None = None
-    for distance in range(1, group.size):
-        to, source = _neighbours(group, distance)
-        pending = _send(own, group, to, pending)
-        pending = _receive(parts[source], group, source, pending)
-    assert pending is not None, "a group with a handle has more than one rank"
-    return _finished(pending, lambda: flat, group)
+    return to_each(flat, [own] * group.size, parts, group)
 
 
-def _neighbours(group: Group, distance: int) -> tuple[int, int]:
-    """Places of the ranks that many steps after and before this one."""
-    return (group.index + distance) % group.size, (group.index - distance) % group.size
-
-
-def _send(tensor: Tensor, group: Group, to: int, too: Pending[Tensor] | None) -> Pending[Tensor]:
-    return _started(
-        tensor, group, lambda: dist.isend(tensor, group=group.handle, group_dst=to), too
+def exchange(messages: Tensor, group: Group) -> Pending[Tensor]:
+    """[size - 1, ...], one for each other rank, in their order: the like, one from each."""
+    if group.handle is None:
+        return Pending(messages)
+    out = torch.empty_like(messages)
+    splits = [int(other != group.index) for other in range(group.size)]
+    group.traffic.count(messages.nbytes)
+    return collective(
+        out,
+        group,
+        lambda: dist.all_to_all_single(
+            out, messages, splits, splits, group=group.handle, async_op=True
+        ),
     )
-
-
-def _receive(
-    into: Tensor, group: Group, source: int, too: Pending[Tensor] | None
-) -> Pending[Tensor]:
-    return _started(
-        into, group, lambda: dist.irecv(into, group=group.handle, group_src=source), too
-    )
-
-
-class _Finished(Pending[Tensor]):
-    """What is made of the values that arrive, by the one who waits for them."""
-
-    def __init__(self, before: Pending[Tensor], finish: Callable[[], Tensor]) -> None:
-        self._before: Pending[Tensor] | None = before
-        self._finish = finish
-
-    def wait(self) -> Tensor:
-        if self._before is not None:
-            self._before.wait()
-            self._before = None
-            self._value = self._finish()
-        return self._value
-
-    def arrived(self) -> bool:
-        return self._before is None or self._before.arrived()
-
-
-def _finished(
-    before: Pending[Tensor], finish: Callable[[], Tensor], group: Group
-) -> Pending[Tensor]:
-    pending = _Finished(before, finish)
-    if group.serial:
-        pending.wait()
-    return pending

@@ -144,6 +144,17 @@ class Parallel(Section):
     """Ranks that split each expert's matrices."""
     zero: Annotated[int, Field(ge=0, le=3)] = 0
     """What data ranks shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights."""
+    reduce_precision: Literal["master", "bf16"] = "master"
+    """How gradients travel to be summed: as they are, or as bf16, half the bytes, with sums in
+    master precision; `zero=0` then sends bf16 sums back."""
+    compress: Literal["none", "int8", "topk", "powersgd"] = "none"
+    """How gradients of matrices travel between replicas, or where there is one between all data
+    ranks: `int8` by blocks, `topk` the largest, `powersgd` low-rank factors; what is left out is
+    added to the next step's."""
+    compress_share: Annotated[float, Field(gt=0, le=1)] = 0.01
+    """topk: share of the elements that is sent."""
+    compress_rank: Positive = 4
+    """powersgd: columns of the factors."""
     node_size: Positive | None = None
     """Ranks that share a node; tensor ranks on several nodes are warned of. Default: as many as the
     launcher starts on this one."""
@@ -202,9 +213,27 @@ class Train(Section):
     """Samples of the validation split per evaluation; the same ones each time."""
 
 
+class ParameterGroup(Section):
+    lr: Annotated[float, Field(gt=0)] = 1.0
+    """Factor on the learning rate of these parameters."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Their weight decay. Default: `optim.weight_decay`, for vectors 0."""
+
+
+class ParameterGroups(Section):
+    matrix: ParameterGroup = ParameterGroup()
+    """Weights of the linears in the blocks."""
+    embedding: ParameterGroup = ParameterGroup()
+    """Tables of tokens and positions; a tied head is one of them."""
+    head: ParameterGroup = ParameterGroup()
+    """The output head, where it is not tied."""
+    vector: ParameterGroup = ParameterGroup()
+    """Gains and biases."""
+
+
 class Optim(Section):
-    name: Literal["adamw"] = "adamw"
-    """Optimizer."""
+    name: Literal["adamw", "muon", "lion", "sgd"] = "adamw"
+    """Optimizer. `muon` orthogonalises the updates of matrices, and is AdamW for all else."""
     lr: Annotated[float, Field(gt=0)] = 3e-4
     """Peak learning rate."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
@@ -217,13 +246,35 @@ class Optim(Section):
     """cosine, linear: step at which `min_lr` is reached (default: train.steps). wsd: number of
     steps of the final fall (default: a fifth of train.steps)."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of the running mean of gradients."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay of the running mean of squared gradients."""
+    """adamw: decay of the running mean of gradients. lion: share of that mean in the direction."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default_factory=lambda given: 0.99 if given["name"] == "lion" else 0.95
+    )
+    """adamw: decay of the running mean of squared gradients. lion: of that of gradients. Default:
+    0.99 for lion, else 0.95."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of the squared-gradient mean."""
+    """adamw: added to the root of the squared-gradient mean."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """muon, sgd: what is left of the sum of gradients after a step. Default: 0.95 for muon, 0.9 for
+    sgd."""
+    nesterov: bool | None = None
+    """muon, sgd: look one step of momentum ahead. Default: true for muon, false for sgd."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Decoupled weight decay of matrices and embeddings; norms and biases have none."""
+    """Weight decay of matrices and embeddings, decoupled from the gradient under every optimizer;
+    norms and biases have none."""
+    groups: ParameterGroups = ParameterGroups()
+    """Learning rates and weight decays by what the model does with a parameter."""
+    frozen: tuple[str, ...] = ()
+    """Names of parameters that are not trained; `*` stands for anything, as in `blocks.0.*`."""
+    state: Literal["master", "bf16", "int8"] = "master"
+    """Type of the optimizer's running averages: that of the master weights, or fewer bits, which
+    are rounded up or down by chance so that averages stay true."""
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of an exponential moving average of the weights, kept beside them and saved with them:
+    `tools/generate.py --ema` uses it."""
+    offload: bool = False
+    """Keep the optimizer's state in host memory, and bring it a part at a time; on a CPU it is
+    there anyway."""
     clip: Annotated[float, Field(ge=0)] = 1.0
     """Largest global gradient norm; 0 clips nothing."""
     loss_scale: Annotated[float, Field(gt=0)] = 65536.0

@@ -8,9 +8,13 @@ cannot hold it and one such document in a million should not end a run.
 from __future__ import annotations
 
 import codecs
+import io
 import json
 import re
 from collections.abc import Iterator
+from typing import BinaryIO
+
+import orjson
 
 from megaframe.data.pieces import (
     LONGEST_DOCUMENT,
@@ -24,6 +28,7 @@ from megaframe.data.pieces import (
 )
 
 _ROWS = 512
+_READ = 1 << 20
 
 
 def texts(piece: Piece, reading: Reading) -> Iterator[str]:
@@ -40,36 +45,29 @@ def texts(piece: Piece, reading: Reading) -> Iterator[str]:
         yield _without_lone_surrogates(text)
 
 
-def _content(piece: Piece) -> bytes:
-    """The bytes of a piece of text or jsonl."""
-    if piece.data is not None:
-        data = piece.data
-    elif piece.format == "jsonl":
-        data = _lines_in_range(piece)[0]
-    else:
-        data = _whole(piece.path)
-    return data if piece.start else data.removeprefix(codecs.BOM_UTF8)
-
-
-def _lines_in_range(piece: Piece) -> tuple[bytes, int]:
-    """The lines that begin in a byte range, and where the first of them does."""
+def _lines(piece: Piece) -> Iterator[bytes]:
+    """The lines that begin in the piece, with their ends."""
     try:
-        with open(piece.path, "rb") as file:
-            # A line that begins exactly at `start` is ours: the one before it ends at start - 1.
-            file.seek(max(0, piece.start - 1))
-            if piece.start:
-                file.readline(LONGEST_DOCUMENT)
-            first = file.tell()
-            if first >= piece.stop:
-                return b"", first
-            data = file.read(piece.stop - first)
-            if not data.endswith(b"\n"):
-                rest = file.readline(LONGEST_DOCUMENT + 1)
-                check_length(piece.path, len(rest))
-                data += rest
-            return data, first
+        with _opened(piece) as file:
+            left = (piece.stop if piece.data is None else len(piece.data)) - file.tell()
+            while left > 0 and (line := file.readline(LONGEST_DOCUMENT + 1)):
+                check_length(piece.path, len(line))
+                left -= len(line)
+                yield line
     except OSError as error:
         raise InputError(f"cannot read {piece.path}: {error.strerror}") from None
+
+
+def _opened(piece: Piece) -> BinaryIO:
+    """The piece's bytes or its file, at the first line that begins in it."""
+    if piece.data is not None:
+        return io.BytesIO(piece.data)
+    file = open(piece.path, "rb", buffering=_READ)  # noqa: SIM115
+    if piece.start:
+        # A line that begins exactly at `start` is ours: the one before it ends at start - 1.
+        file.seek(piece.start - 1)
+        file.readline(LONGEST_DOCUMENT)
+    return file
 
 
 def _whole(path: str) -> bytes:
@@ -81,11 +79,11 @@ def _whole(path: str) -> bytes:
 
 
 def _objects(piece: Piece, key: str) -> Iterator[str]:
-    for number, line in enumerate(_content(piece).split(b"\n")):
-        if not line or line.isspace():
+    for number, line in enumerate(_lines(piece)):
+        if line.isspace():
             continue
         try:
-            record = json.loads(line)
+            record = _parsed(line)
         except (ValueError, RecursionError) as error:
             raise InputError(f"{_place(piece, number)}: not JSON: {error}") from None
         text = record.get(key) if isinstance(record, dict) else None
@@ -94,12 +92,21 @@ def _objects(piece: Piece, key: str) -> Iterator[str]:
         yield text
 
 
+def _parsed(line: bytes) -> object:
+    """A line of JSON. Byte order marks, lone surrogates and NaN are for the slower parser."""
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return json.loads(line)
+
+
 def _place(piece: Piece, number: int) -> str:
     """FILE:LINE of a line of the piece, counted only now that someone has to be told."""
     line = piece.line + number
     if piece.data is None and piece.start:
-        remaining = _lines_in_range(piece)[1]
-        with open(piece.path, "rb") as file:
+        with _opened(piece) as file:
+            remaining = file.tell()
+            file.seek(0)
             while remaining and (chunk := file.read(min(remaining, 1 << 20))):
                 line += chunk.count(b"\n")
                 remaining -= len(chunk)
@@ -123,7 +130,9 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def _decoded(piece: Piece) -> str:
-    content = _content(piece)
+    content = _whole(piece.path) if piece.data is None else piece.data
+    if not piece.start:
+        content = content.removeprefix(codecs.BOM_UTF8)
     try:
         return content.decode()
     except UnicodeDecodeError as error:

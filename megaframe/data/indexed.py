@@ -2,15 +2,14 @@
 
 Reading maps both files. Writing goes to temporary names beside the final ones and is renamed last,
 `.idx` after `.bin`, so that a name that exists is a whole file; lengths are spilled to disk as they
-come, so that neither a writer nor a merge needs memory for the number of documents.
+come, so that a writer needs no memory for the number of documents.
 """
 
 from __future__ import annotations
 
 import errno
-import glob
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
@@ -22,7 +21,6 @@ from megaframe.data.token_index import (
     MAGIC,
     VERSION,
     dtype_code,
-    read_header,
     read_index,
 )
 from megaframe.errors import UserError
@@ -77,15 +75,27 @@ class TokenFileWriter:
 
     Use it in a `with` block: leaving it finishes the file, an exception leaves nothing behind.
     flush: wait until the disk has it all; without, it survives a kill but not a loss of power.
+    kept:  prefix that the files have until they are finished. They outlive an exception then, and
+           the writer goes on behind the first `documents` of them, which hold `tokens`.
     Raises `UserError` when the disk is full or a token does not fit `dtype`.
     """
 
-    def __init__(self, prefix: str, dtype: np.dtype, flush: bool = True) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        dtype: np.dtype,
+        flush: bool = True,
+        kept: str = "",
+        documents: int = 0,
+        tokens: int = 0,
+    ) -> None:
         self._dtype = np.dtype(dtype)
         self._flush = flush
-        self._documents = 0
-        self._files = _Unfinished(prefix)
+        self._documents = documents
+        self._files = _Unfinished(prefix, kept)
         self._files.index.seek(HEADER.size)
+        if kept:
+            self._files.cut(tokens * self._dtype.itemsize, HEADER.size + 4 * documents)
 
     def append(self, document: ArrayLike) -> None:
         """Add one document: token ids [tokens]."""
@@ -103,8 +113,13 @@ class TokenFileWriter:
             raise ValueError(f"lengths add up to {int(lengths.sum())}, not {tokens.size} tokens")
         with self._files.guarded():
             self._files.tokens.write(self._fitting(tokens).data)
-            self._files.index.write(lengths.astype("<i4").data)
+            self._files.index.write(np.ascontiguousarray(lengths, "<i4").data)
         self._documents += lengths.size
+
+    def hand_over(self) -> None:
+        """Give all that was appended to the system: it survives a kill from here on."""
+        with self._files.guarded():
+            self._files.hand_over()
 
     def finish(self) -> None:
         """Complete the index and give both files their final names."""
@@ -117,7 +132,7 @@ class TokenFileWriter:
             self._files.commit(self._flush)
 
     def abandon(self) -> None:
-        """Remove what was written."""
+        """Remove what was written, unless it is kept for another writer."""
         self._files.discard()
 
     def __enter__(self) -> TokenFileWriter:
@@ -155,67 +170,25 @@ class TokenFileWriter:
         index.seek(HEADER.size + 12 * self._documents)
 
 
-def merge(prefixes: Sequence[str], out: str) -> None:
-    """Concatenate token files of one dtype into `out`, as one writer would have written them all.
-
-    Sequences stay in their documents and keep their places relative to their file's `.bin`. Parts
-    without documents are allowed. Raises `UserError`, also when their dtypes differ.
-    """
-    headers = [read_header(f"{prefix}.idx") for prefix in prefixes]
-    dtypes = {dtype for dtype, _, _ in headers}
-    if len(dtypes) != 1:
-        found = ", ".join(sorted(str(dtype) for dtype in dtypes)) or "none"
-        raise UserError(f"{out}: token files of one dtype can be merged, these have: {found}")
-    sequences = sum(count for _, count, _ in headers)
-    documents = 1 + sum(count - 1 for _, _, count in headers)
-    files = _Unfinished(out)
-    with files.guarded():
-        files.write_header(dtypes.pop(), sequences, documents)
-        _merge_parts(prefixes, files, sequences)
-        files.commit()
-
-
-def _merge_parts(prefixes: Sequence[str], files: _Unfinished, sequences: int) -> None:
-    """Copy each part's four arrays to where they belong; offsets grow by what came before."""
-    sequence = position = document = 0
-    for prefix in prefixes:
-        index = read_index(prefix)
-        arrays = (
-            (HEADER.size + 4 * sequence, index.lengths, 0),
-            (HEADER.size + 4 * sequences + 8 * sequence, index.pointers, position),
-            # The end of the last document is the beginning of the next part's first one.
-            (HEADER.size + 12 * sequences + 8 * document, index.documents, sequence),
-        )
-        for place, values, offset in arrays:
-            files.index.seek(place)
-            for start in range(0, values.size, _AT_ONCE):
-                chunk = values[start : start + _AT_ONCE]
-                files.index.write((chunk + chunk.dtype.type(offset)).data)
-        _copy_tokens(prefix, files, index.bin_bytes)
-        sequence += index.lengths.size
-        document += index.documents.size - 1
-        position += index.bin_bytes
-
-
-def _copy_tokens(prefix: str, files: _Unfinished, size: int) -> None:
-    with open(f"{prefix}.bin", "rb") as source:
-        while chunk := source.read(_AT_ONCE):
-            files.tokens.write(chunk)
-            size -= len(chunk)
-    if size:
-        raise UserError(f"{prefix}.bin changed its size by {-size} bytes while it was read")
-
-
 class _Unfinished:
-    """The two files of `prefix` under temporary names, until `commit` or `discard`."""
+    """The two files of `prefix` under other names, until `commit` or `discard`.
 
-    def __init__(self, prefix: str) -> None:
+    kept: prefix of those names; the files are opened as they are and not removed. Without, the
+    names are of this process and the files are new.
+    """
+
+    def __init__(self, prefix: str, kept: str) -> None:
         self.prefix = prefix
-        self._names = [unfinished_name(f"{prefix}{suffix}") for suffix in (".bin", ".idx")]
+        self._kept = bool(kept)
+        self._names = [
+            f"{kept}{suffix}" if kept else unfinished_name(f"{prefix}{suffix}")
+            for suffix in (".bin", ".idx")
+        ]
         self._open: list[BinaryIO] = []
         with self.guarded():
             for name in self._names:
-                self._open.append(open(name, "w+b"))  # noqa: SIM115
+                found = kept and os.path.exists(name)
+                self._open.append(open(name, "r+b") if found else open(name, "w+b"))  # noqa: SIM115
         self.tokens, self.index = self._open
 
     @contextmanager
@@ -230,14 +203,25 @@ class _Unfinished:
             self.discard()
             raise
 
+    def cut(self, *sizes: int) -> None:
+        """Keep so many bytes of each file, and go on behind them."""
+        with self.guarded():
+            for file, size in zip(self._open, sizes, strict=True):
+                file.truncate(size)
+                file.seek(size)
+
+    def hand_over(self) -> None:
+        for file in self._open:
+            file.flush()
+
     def write_header(self, dtype: np.dtype, sequences: int, documents: int) -> None:
         self.index.seek(0)
         self.index.write(HEADER.pack(MAGIC, VERSION, dtype_code(dtype), sequences, documents))
 
     def commit(self, flush: bool = True) -> None:
         """Rename. An old `.idx` goes first: it must never stand beside a new `.bin`."""
+        self.hand_over()
         for file in self._open:
-            file.flush()
             if flush:
                 os.fsync(file.fileno())
             file.close()
@@ -252,7 +236,7 @@ class _Unfinished:
         for file in self._open:
             with suppress(OSError):
                 file.close()
-        for name in self._names:
+        for name in () if self._kept else self._names:
             with suppress(FileNotFoundError):
                 os.unlink(name)
 
@@ -267,13 +251,6 @@ def write_failure(path: str, error: OSError) -> str:
 def unfinished_name(path: str) -> str:
     """Temporary name of `path` while this process writes it."""
     return f"{path}.{os.getpid()}.unfinished"
-
-
-def remove_unfinished(prefix: str) -> None:
-    """Remove what killed writers of `prefix` have left. Only while no other one is at work."""
-    for suffix in (".bin", ".idx"):
-        for path in glob.glob(f"{glob.escape(prefix + suffix)}.[0-9]*.unfinished"):
-            os.unlink(path)
 
 
 def flush_folder(folder: str) -> None:

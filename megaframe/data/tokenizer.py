@@ -98,6 +98,8 @@ class SentencePieceTokenizer(Tokenizer):
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except (RuntimeError, OSError, ValueError, TypeError):
             raise UserError(f"{path} is not a SentencePiece model") from None
+        # A batch call without a pool starts a thread of its own, with cold memory each time.
+        self._pool = sentencepiece.ThreadPool(1)
         self.vocab_size = self._model.get_piece_size()
         self.eod = self._model.eos_id()
         if self.eod < 0:
@@ -108,7 +110,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.fingerprint = _fingerprint("sentencepiece", content)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        return self._model.encode(list(texts), num_threads=1, return_type="numpy")
+        return self._model.encode(list(texts), thread_pool=self._pool, return_type="numpy")
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(token) for token in ids])

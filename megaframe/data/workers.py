@@ -1,4 +1,4 @@
-"""A bounded map over processes: results as they come, few tasks in flight, no orphans.
+"""A bounded map over processes: results in order, few tasks in flight, no orphans.
 
 Workers are spawned, not forked: the parent may run threads (a progress bar, a library's own), and a
 fork copies their locks without the threads that would release them. They end with their parent
@@ -11,8 +11,9 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait as wait_for_object
 from typing import Any, TypeVar
@@ -23,31 +24,25 @@ T = TypeVar("T")
 _IN_FLIGHT = 2
 
 
-def map_unordered(
+def map_ordered(
     function: Callable[..., T], tasks: Iterable[tuple[Any, ...]], workers: int
 ) -> Iterator[T]:
-    """`function(*task)` of every task, in order of completion; one worker is this very process.
+    """`function(*task)` of every task, in their order.
 
     At most two tasks per worker are taken from `tasks` before their results are. An exception of a
-    task is raised here, and tasks that have not begun are dropped. Raises `UserError` when a worker
-    dies.
+    task is raised in its turn, and tasks that have not begun are dropped. Raises `UserError` when a
+    worker dies.
     """
-    if workers == 1:
-        for task in tasks:
-            yield function(*task)
-        return
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, _start_worker)
-    waiting: set[Future[T]] = set()
+    waiting: deque[Future[T]] = deque()
     try:
         for task in tasks:
             if len(waiting) >= _IN_FLIGHT * workers:
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                yield from (future.result() for future in done)
-            waiting.add(pool.submit(function, *task))
+                yield waiting.popleft().result()
+            waiting.append(pool.submit(function, *task))
         while waiting:
-            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            yield from (future.result() for future in done)
+            yield waiting.popleft().result()
     except BrokenProcessPool:
         raise UserError(
             f"one of {workers} worker processes died: killed, or out of memory; run the same "

@@ -24,6 +24,7 @@ from megaframe.meter.timers import PARTS, Part, Span, StepTimer
 from megaframe.spec import ParamSpec
 
 _TIME = {part: f"time/{part}" for part in PARTS}
+_BYTES = "bytes/"
 
 
 class Meter:
@@ -44,7 +45,7 @@ class Meter:
         *,
         start_step: int = 0,
     ) -> None:
-        self._world = mesh.world
+        self._mesh, self._world = mesh, mesh.world
         self._device = mesh.device
         self._flops = count_flops(specs, config)
         self._timer = timer or StepTimer()
@@ -83,6 +84,8 @@ class Meter:
         for part, nanoseconds in self._timer.take().items():
             self._records.add(_TIME[part], nanoseconds / 1e9, "mean")
         self._records.add("memory_bytes", peak_memory(self._device), "max")
+        for axes, size in self._mesh.take_traffic().items():
+            self._records.add(_BYTES + axes, size, "max")
         previous = self._flight
         self._flight = step, self._records.reduce(self._world, self._device)
         self._write(previous)
@@ -138,6 +141,11 @@ class Meter:
             "mfu_full_attention": self._peak.share(per_device * self._flops.full_attention),
             "hfu": self._peak.share(per_device * self._flops.hardware),
             "memory_bytes": int(values.pop("memory_bytes")),
+            "bytes": {
+                name.removeprefix(_BYTES): int(values.pop(name))
+                for name in sorted(values)
+                if name.startswith(_BYTES)
+            },
             "seconds": seconds,
             "time": parts,
         }

@@ -19,6 +19,7 @@ class Totals:
         self.seconds = 0.0
         self._work: dict[str, float | None] = dict.fromkeys(_RATES, 0.0)
         self._parts: Counter[str] = Counter()
+        self._sent: Counter[str] = Counter()
         self._memory = 0.0
         self._loss: float | None = None
         self._best = math.inf
@@ -33,6 +34,7 @@ class Totals:
             known = work is not None and rate is not None
             self._work[name] = work + rate * line["seconds"] if known else None
         self._parts.update(line["time"])
+        self._sent.update(line["bytes"])
         self._memory = max(self._memory, line["memory_bytes"])
         self._loss = line["loss"]
         validation = line.get("eval_loss")
@@ -56,6 +58,10 @@ class Totals:
             for part, seconds in self._parts.most_common()
             if seconds
         ]
+        sent = ", ".join(
+            f"{axes} {size / self.steps / 2**20:,.3g} MiB"
+            for axes, size in self._sent.most_common()
+        )
         return [
             ("steps", f"{start_step + 1} to {start_step + self.steps}"),
             ("tokens", f"{self.tokens:,}"),
@@ -67,6 +73,7 @@ class Totals:
             ("MFU, full attention", self._share("mfu_full_attention")),
             ("HFU", self._share("hfu")),
             ("time", ", ".join(shares)),
+            ("sent by a rank in a step", sent or "nothing"),
             ("peak memory of a rank", f"{self._memory / 2**20:,.0f} MiB"),
         ]
 

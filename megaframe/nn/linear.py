@@ -29,7 +29,8 @@ class Linear(Module):
 
     The weight has shape (*outputs, *inputs): fused parts and heads stay dims of their own, so that
     a shard is a plain slice. `split` is the dim of the weight that lies on the tensor axis: one of
-    the outputs (a column linear) or of the inputs (a row linear).
+    the outputs (a column linear) or of the inputs (a row linear). fused: the dim along which the
+    weight is several matrices, and their sizes.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Linear(Module):
         std: float,
         split: int,
         bias: bool,
+        fused: tuple[int, tuple[int, ...]] | None = None,
     ) -> None:
         self.weight = Parameter(
             ParamSpec(
@@ -50,6 +52,8 @@ class Linear(Module):
                 role="matrix",
                 decay=True,
                 axes={split: "tensor"},
+                inputs=len(inputs),
+                fused=fused,
             )
         )
         self.bias: Parameter | None = None
@@ -85,7 +89,7 @@ class Linear(Module):
     def add_bias_gradient(self, dy_TO: Tensor) -> None:
         """Add the gradient of the bias, if there is one."""
         if self.bias is not None:
-            self.bias.add(dy_TO.sum(0).view_as(self.bias.grad))
+            self.bias.add(dy_TO.sum(0).view(self.bias.box.shape))
 
 
 class _Linear(torch.autograd.Function):

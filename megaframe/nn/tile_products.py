@@ -3,8 +3,8 @@
 PyTorch's fused attention for CPUs multiplies by the routine that `product.py` avoids, at less than
 half of what the processor can do. Here all keys of a block of queries are scored at once, by the
 fast routine, and the block is short enough that its scores stay in cache between the passes over
-them: 1.4 times as fast (docs/log.md), where there is enough to multiply. Shape legend: B samples,
-Q queries, K keys, N query heads, G key/value heads, D width of a head.
+them: 1.2 to 1.4 times as fast (docs/log.md), where there is enough to multiply. Shape legend: B
+samples, Q queries, K keys, N query heads, G key/value heads, D width of a head.
 """
 
 from __future__ import annotations
@@ -38,11 +38,16 @@ def attend(
     batch, heads, queries, width = query_BNQD.shape
     out = query_BNQD.new_empty(batch, queries, heads, width).transpose(1, 2)
     lse = query_BNQD.new_empty(batch, heads, queries)
+    scale = 1.0 / math.sqrt(width)
     for sample, group, members in _groups(query_BNQD, key_BGKD):
         key, value = key_BGKD[sample, group].contiguous(), value_BGKD[sample, group].contiguous()
         for head in members:
             for rows, seen in _blocks(queries, len(key), causal):
-                scores = _scores(query_BNQD[sample, head, rows], key[seen], causal)
+                scores = product(query_BNQD[sample, head, rows] * scale, key[seen].t())
+                if causal:
+                    size = rows.stop - rows.start
+                    later = torch.ones(size, size, dtype=torch.bool).triu_(1)
+                    scores[:, -size:].masked_fill_(later, -math.inf)
                 top = scores.amax(-1, keepdim=True)
                 total = scores.sub_(top).exp_().sum(-1, keepdim=True)
                 out[sample, head, rows] = product(scores, value[seen]).div_(total)
@@ -63,27 +68,26 @@ def attend_backward(
     """Gradients of queries [B, N, Q, D], keys and values [B, G, K, D]. With shares p and
     dp = d_out v^T: dv = p^T d_out, ds = p (dp - sum(d_out out)) / sqrt(D), dq = ds k, dk = ds^T q.
     """
-    d_query, d_key, d_value = (
-        torch.empty_like(like) for like in (query_BNQD, key_BGKD, value_BGKD)
-    )
-    mean = torch.linalg.vecdot(d_out_BNQD, out_BNQD).unsqueeze(-1)
+    d_query = torch.empty_like(query_BNQD)
+    d_key, d_value = torch.zeros_like(key_BGKD), torch.zeros_like(value_BGKD)
+    mean_BNQ = torch.linalg.vecdot(d_out_BNQD, out_BNQD)
     scale = 1.0 / math.sqrt(query_BNQD.shape[3])
     for sample, group, members in _groups(query_BNQD, key_BGKD):
         key, value = key_BGKD[sample, group].contiguous(), value_BGKD[sample, group].contiguous()
-        # Sums over queries are made [D, K], so that what is copied to be transposed is small.
-        d_key_DK, d_value_DK = (key.new_zeros(key.shape[1], len(key)) for _ in range(2))
+        key_DK = key.t().contiguous()
         for head in members:
             for rows, seen in _blocks(query_BNQD.shape[2], len(key), causal):
-                query, d_out = query_BNQD[sample, head, rows], d_out_BNQD[sample, head, rows]
-                shares = _scores(query, key[seen], causal)
-                shares.sub_(lse_BNQ[sample, head, rows, None]).exp_()
-                d_value_DK[:, seen] += product(d_out.t(), shares)
-                d_scores = product(d_out, value[seen].t())
-                d_scores.sub_(mean[sample, head, rows]).mul_(shares)
-                d_query[sample, head, rows] = product(d_scores, key[seen]).mul_(scale)
-                d_key_DK[:, seen] += product(query.t(), d_scores)
-        d_key[sample, group] = d_key_DK.t().mul_(scale)
-        d_value[sample, group] = d_value_DK.t()
+                query = query_BNQD[sample, head, rows] * scale
+                d_out = d_out_BNQD[sample, head, rows].contiguous()
+                # Keys by queries: what differs by query is then the bias of a product.
+                shares = product(key[seen], query.t(), -lse_BNQ[sample, head, rows]).exp_()
+                if causal:
+                    shares[-len(query) :].triu_()
+                d_scores = product(value[seen], d_out.t(), -mean_BNQ[sample, head, rows])
+                d_scores.mul_(shares)
+                d_value[sample, group, seen] += product(shares, d_out)
+                d_key[sample, group, seen] += product(d_scores, query)
+                d_query[sample, head, rows] = product(key_DK[:, seen], d_scores).t().mul_(scale)
     return d_query, d_key, d_value
 
 
@@ -102,13 +106,3 @@ def _blocks(queries: int, keys: int, causal: bool) -> Iterator[tuple[slice, slic
     for start in range(0, queries, step):
         stop = min(start + step, queries)
         yield slice(start, stop), slice(0, stop if causal else keys)
-
-
-def _scores(query_QD: Tensor, key_KD: Tensor, causal: bool) -> Tensor:
-    """[Q, K]; causal queries are those of the last keys."""
-    scores = product(query_QD / math.sqrt(query_QD.shape[1]), key_KD.t())
-    if causal:
-        rows = len(query_QD)
-        later = torch.ones(rows, rows, dtype=torch.bool).triu_(1)
-        scores[:, -rows:].masked_fill_(later, -math.inf)
-    return scores

@@ -88,6 +88,7 @@ def attend_backward(
     """
     query, key, value = _heads_first(query_BQND, kv)
     d_out, out = d_out.transpose(1, 2), out_BQND.transpose(1, 2)
+    gradients: tuple[Tensor, ...]
     if _in_products(query, key, mask):
         gradients = tile_products.attend_backward(
             d_out, query, key, value, out, lse_BNQ, causal=causal

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
+
+from megaframe.optim.elementwise import Elementwise, Rates
+from megaframe.optim.moments import Keeping
+from megaframe.optim.rule import Step
 
 
 @dataclass(frozen=True)
@@ -16,48 +21,41 @@ class AdamWOptions:
     beta1: float
     beta2: float
     eps: float
-    weight_decay: float
+    rates: Rates
 
 
-class AdamW:
-    """Moments of one flat span of weights."""
+class AdamW(Elementwise):
+    """Running means of gradients and of their squares."""
 
-    def __init__(self, weights: Tensor, options: AdamWOptions) -> None:
+    whole = True
+
+    def __init__(self, weights: Tensor, options: AdamWOptions, keeping: Keeping) -> None:
+        moments = {"mean": keeping.signed, "square": keeping.square}
+        super().__init__(weights, moments, away=keeping.away)
         self.options = options
-        self.state = {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights)}
 
-    def update(
-        self,
-        weights: Tensor,
-        grads: Tensor,
-        *,
-        number: int,
-        lr: float,
-        divisor: Tensor,
-        skip: Tensor,
+    def apply(
+        self, weights: Tensor, grads: Tensor, moments: Mapping[str, Tensor], step: Step
     ) -> None:
-        """Update `number` (from 1) with gradients grads / divisor. All are flat and of one type.
-
-        divisor: scalar of that type. skip: scalar, fp32; where it is 1 nothing changes.
-        """
-        scale: Tensor | None = divisor
+        """As torch's AdamW, gradients divided first."""
+        scale: Tensor | None = step.divisor
         if weights.dtype == torch.float64:  # the fused kernel takes its divisor in fp32 only
-            grads, scale = grads.div_(divisor), None
+            grads, scale = grads.div_(step.divisor), None
         adamw(
             [weights],
             [grads],
-            [self.state["mean"]],
-            [self.state["square"]],
+            [moments["mean"]],
+            [moments["square"]],
             [],
-            [torch.full((), number - 1, dtype=torch.float32, device=weights.device)],
+            [torch.full((), step.number - 1, dtype=torch.float32, device=weights.device)],
             fused=True,
             grad_scale=scale,
-            found_inf=skip,
+            found_inf=step.skip,
             amsgrad=False,
             beta1=self.options.beta1,
             beta2=self.options.beta2,
-            lr=lr,
-            weight_decay=self.options.weight_decay,
+            lr=step.lr * self.options.rates.lr,
+            weight_decay=self.options.rates.weight_decay,
             eps=self.options.eps,
             maximize=False,
         )

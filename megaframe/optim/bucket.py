@@ -8,22 +8,27 @@ and ends with this rank's part: its sum of gradients, its weights.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from megaframe.comm import Group, Pending, all_reduce
-from megaframe.comm.flat import all_gather_, part, reduce_scatter_
+from megaframe.comm import Group, Pending
+from megaframe.comm.flat import all_gather_, part
 from megaframe.init import fill
-from megaframe.optim.adamw import AdamW
 from megaframe.optim.buffers import Buffers
+from megaframe.optim.rule import Rule, Step
+from megaframe.optim.wire import Wire
+from megaframe.optim.wiring import PLAIN, Wiring
 from megaframe.parameter import Parameter, Precision
 from megaframe.spec import Box, ParamSpec, runs
 
 _ALIGNMENT = 64
 """Bytes on which each parameter starts."""
+UNSENT = "unsent."
+"""How the names of what compression hands on from step to step begin."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +37,23 @@ class Sharing:
 
     shard: those that hold one copy together. replicas: those with the same part of other copies.
     stage: 0 divides nothing, 1 the weights in master precision and the optimizer's state, 2 also
-    gradients, 3 also values.
+    gradients, 3 also values. wiring: how gradients travel.
     """
 
     shard: Group
     replicas: Group
     stage: int
+    wiring: Wiring = PLAIN
+
+    @property
+    def slow(self) -> Group:
+        """The ranks between which links are slow: replicas, where there are any."""
+        return self.replicas if self.replicas.size > 1 else self.shard
 
 
 class Bucket:
     """Parameters with everything that an update needs. rule: makes the optimizer of this rank's
-    weights, None where nothing is trained. replica: the parameters are those of another stage,
+    weights, None where they are frozen. replica: the parameters are those of another stage,
     which speaks for them."""
 
     def __init__(
@@ -52,7 +63,7 @@ class Bucket:
         precision: Precision,
         sharing: Sharing,
         buffers: Buffers,
-        rule: Callable[[Tensor], AdamW] | None,
+        rule: Callable[[Bucket], Rule] | None,
         *,
         replica: bool = False,
     ) -> None:
@@ -79,13 +90,17 @@ class Bucket:
             parameter.bind(boxes[parameter.spec.name], place)
         if self._values is not None:
             self._show(self._values)
-        self.optimizer = None if rule is None else rule(self.weights)
+        self.optimizer = None if rule is None else rule(self)
         self.sums = self.weights[:0]
         """This rank's sum of gradients, of what it updates."""
         if rule is not None and sharing.stage < 2:
             self.sums = self._whole_grads()[self.kept]
         elif rule is not None:
             self.sums = buffers.take(share, precision.master)
+        self._over_shard = self._over_replicas = Wire(sharing.shard)
+        if rule is not None:
+            self._over_shard = self._wire(sharing.shard, slice(0, self.length))
+            self._over_replicas = self._wire(sharing.replicas, self.own)
         self._summed = False
         self._reduction: Iterator[Pending[Tensor]] | None = None
         self._pending: Pending[Tensor] | None = None
@@ -100,6 +115,8 @@ class Bucket:
         """Set the initial weights."""
         for parameter, box, weights in self.pieces(self.weights, self.kept):
             fill(weights, parameter.spec, box, seed)
+        if self.optimizer is not None:
+            self.optimizer.start(self.weights)
         self.gather()
 
     def pieces(self, flat: Tensor, span: slice) -> Iterator[tuple[Parameter, Box, Tensor]]:
@@ -118,13 +135,28 @@ class Bucket:
         if self.replica and owned:
             return
         span = self.own if owned else self.kept
-        state = {} if self.optimizer is None else self.optimizer.state
+        state = {} if self.optimizer is None else self.optimizer.shown(to_load=not owned)
         for prefix, kept in (("", self.weights), *state.items()):
             flat = kept[span.start - self.kept.start : span.stop - self.kept.start]
             for parameter, box, piece in self.pieces(flat, span):
                 name = parameter.spec.name
                 key = f"optimizer.{prefix}/{name}" if prefix else name
                 yield key, parameter.spec, box, piece
+
+    def unsent(self) -> Iterator[tuple[str, Tensor]]:
+        """What compression on this rank has to hand on from step to step, flat, by a name that no
+        other rank, layout or compression has."""
+        sharing = self.sharing
+        place = [
+            (p.spec.name, p.box.offset, p.box.shape, start)
+            for p, start in zip(self.parameters, self._starts, strict=True)
+        ]
+        groups = [(group.ranks, group.index) for group in (sharing.shard, sharing.replicas)]
+        text = repr((groups, sharing.stage, sharing.wiring, self.length, place))
+        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        for wire in (self._over_shard, self._over_replicas):
+            for name, tensor in wire.state.items():
+                yield f"{UNSENT}{digest}.{name}", tensor
 
     # Gradients.
 
@@ -161,22 +193,32 @@ class Bucket:
             pass
 
     def _reduce(self, last: bool) -> Iterator[Pending[Tensor]]:
-        shard, replicas, stage = self.sharing.shard, self.sharing.replicas, self.sharing.stage
+        replicas, stage = self.sharing.replicas, self.sharing.stage
         grads = self._whole_grads()
         if stage == 0 and replicas.size == 1:
-            yield all_reduce(grads, shard)
+            yield from self._over_shard.sum(grads)
             return
         if stage >= 2:  # what is added from now on is of the next reduction
             self._grads = None
             for parameter in self.parameters:
                 parameter.let_go_of_grad()
-        yield reduce_scatter_(grads, shard)
+        yield from self._over_shard.sum_part(grads)
         if stage >= 2:
             self._keep(grads)
         if last and replicas.size > 1:
-            yield all_reduce(self.own_sums, replicas)
+            yield from self._over_replicas.sum(self.own_sums)
         if stage == 0:
-            yield all_gather_(grads, shard)
+            yield from self._over_shard.spread(grads)
+
+    def _wire(self, group: Group, span: slice) -> Wire:
+        """That for sums of `span` over the group."""
+
+        def views(flat: Tensor) -> list[Tensor]:
+            return [piece for _, _, piece in self.pieces(flat, span)]
+
+        slow = views if group is self.sharing.slow else None
+        length, master = span.stop - span.start, self._precision.master
+        return self.sharing.wiring.wire(group, length, master, self._buffers, slow)
 
     def _whole_grads(self) -> Tensor:
         """Gradients of the whole bucket; parameters add to them from the first call on."""
@@ -202,14 +244,13 @@ class Bucket:
 
     # Weights.
 
-    def update(self, number: int, lr: float, divisor: Tensor, skip: Tensor) -> None:
-        """Optimizer update `number` with gradients divided by `divisor`; none where `skip` is 1."""
-        if self.optimizer is not None:
-            if self._arriving is not None:  # this rank's weights are still being sent
-                self.take()
-            self.optimizer.update(
-                self.weights, self.sums, number=number, lr=lr, divisor=divisor, skip=skip
-            )
+    def update(self, step: Step) -> Iterable[None]:
+        """Update the weights; what remains to be done is that of `Rule.update`."""
+        if self.optimizer is None:
+            return ()
+        if self._arriving is not None:  # this rank's weights are still being sent
+            self.take()
+        return self.optimizer.update(self.weights, self.sums, step)
 
     def gather(self) -> None:
         """Start bringing updated weights to where the model computes; with stage 3, forget the

@@ -12,7 +12,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -21,12 +22,15 @@ from megaframe.comm import Group, Pending, all_reduce
 from megaframe.comm.landing import land
 from megaframe.config import RunConfig
 from megaframe.mesh import Mesh
-from megaframe.optim.adamw import AdamW, AdamWOptions
 from megaframe.optim.bucket import Bucket, Sharing
 from megaframe.optim.buffers import Buffers
+from megaframe.optim.choice import Choices
+from megaframe.optim.muon import together
 from megaframe.optim.rates import learning_rate
 from megaframe.optim.resident import TABLES, Residents
+from megaframe.optim.rule import Step
 from megaframe.optim.scale import LossScale
+from megaframe.optim.wiring import Wiring
 from megaframe.parameter import PRECISIONS, Module, Parameter
 from megaframe.spec import Box, ParamSpec
 
@@ -84,6 +88,7 @@ class Optimizer:
     ) -> None:
         self._config, self._mesh, self._tied = config, mesh, tied
         self._optim, self._steps = config.optim, config.train.steps
+        self._choices = Choices(config, mesh)
         self._scale = LossScale(config)
         self._updates = 0
         self._last: Update | None = None
@@ -96,11 +101,14 @@ class Optimizer:
         self._used: dict[int, list[Bucket]] = {}
         self._vectors: dict[int, list[Bucket]] = {}
         self._lay_out(stages)
+        self._together = together(self.buckets, self._choices.owners)
         self._tied_bucket = next(
-            (b for b in self.buckets if tied is not None and tied.parameter in b.parameters), None
+            (b for b in self._trained() if tied is not None and tied.parameter in b.parameters),
+            None,
         )
         self._divided = config.parallel.zero >= 2
-        self._in_parts = self._divided or mesh.layout.data_replicate > 1
+        plain = Wiring.of(config.parallel, compress=True).plain
+        self._in_parts = self._divided or mesh.layout.data_replicate > 1 or not plain
 
     def _lay_out(self, stages: Mapping[int, Sequence[Module]]) -> None:
         bucket_of: dict[Parameter, Bucket] = {}
@@ -127,11 +135,12 @@ class Optimizer:
         alike: dict[object, list[Parameter]] = {}
         sizes = self._mesh.layout.sizes
         for p in parameters:
-            alike.setdefault((p.spec.decay, p.spec.summed_over(sizes)), []).append(p)
+            kind = self._choices.kind(p.spec), p.spec.summed_over(sizes)
+            alike.setdefault(kind, []).append(p)
         return [self._bucket(kind) for kind in alike.values()]
 
     def _bucket(self, parameters: Sequence[Parameter]) -> Bucket:
-        mesh, optim = self._mesh, self._optim
+        mesh = self._mesh
         spec, sizes = parameters[0].spec, mesh.layout.sizes
         stage = self._config.parallel.zero
         shard = ("data_shard" if axis == "data" else axis for axis in spec.summed_over(sizes))
@@ -139,16 +148,15 @@ class Optimizer:
             mesh.group(*shard),
             mesh.group("data_replicate"),
             min(stage, 1) if spec.role in _VECTORS else stage,
+            Wiring.of(self._config.parallel, compress=spec.role not in _VECTORS),
         )
-        decay = optim.weight_decay if spec.decay else 0.0
-        options = AdamWOptions(optim.beta1, optim.beta2, optim.eps, decay)
         return Bucket(
             parameters,
             {p.spec.name: p.spec.local(mesh.coordinate, sizes) for p in parameters},
             PRECISIONS[self._config.train.precision],
             sharing,
             self.buffers,
-            partial(AdamW, options=options),
+            self._choices.rule(spec),
             replica=parameters[0].replica,
         )
 
@@ -219,9 +227,12 @@ class Optimizer:
         skip = (~torch.isfinite(norm)).float()
         divisor = divisor.to(PRECISIONS[self._config.train.precision].master)
         self._residents.clear()
-        for bucket in self.buckets:
-            bucket.update(self._updates + 1, lr, divisor, skip)
-            bucket.gather()
+        step = Step(self._updates + 1, lr, divisor, skip)
+        for buckets in self._together:
+            for _ in zip_longest(*(bucket.update(step) for bucket in buckets)):
+                pass  # each does the part that comes next
+            for bucket in buckets:
+                bucket.gather()
         self._last = Update(norm, lr, land([Pending(norm), Pending(pieces)], self._mesh.device))
         return self._last
 
@@ -247,6 +258,12 @@ class Optimizer:
         for bucket in self.buckets:
             yield from bucket.tensors(owned=owned)
 
+    def unsent(self) -> Iterator[tuple[str, Tensor]]:
+        """What compression hands on from step to step, which only the same rank of the same layout
+        can use."""
+        for bucket in self.buckets:
+            yield from bucket.unsent()
+
     def state(self) -> OptimizerState:
         """The numbers that a checkpoint holds beside the tensors."""
         self._hear()
@@ -258,6 +275,8 @@ class Optimizer:
         self._scale.value, self._scale.good = state.loss_scale, state.good_steps
         self._residents.clear()
         for bucket in self.buckets:
+            if bucket.optimizer is not None:
+                bucket.optimizer.load()
             bucket.gather()
 
     def _piece_norms(self) -> Tensor:
@@ -272,14 +291,17 @@ class Optimizer:
     def _own_pieces(self) -> list[tuple[str, Tensor]]:
         return [
             (parameter.spec.name, piece)
-            for bucket in self.buckets
-            if bucket.optimizer is not None and not bucket.replica
+            for bucket in self._trained()
+            if not bucket.replica
             for parameter, _, piece in bucket.pieces(bucket.own_sums, bucket.own)
         ]
 
     def _norm(self, pieces: Tensor) -> Tensor:
         """Norm of the gradients of the whole model, from the norms of this rank's pieces."""
         return all_reduce(pieces.square().sum(), self._one_copy()).wait().sqrt()
+
+    def _trained(self) -> list[Bucket]:
+        return [b for b in self.buckets if b.optimizer is not None]
 
     def _one_copy(self) -> Group:
         """The ranks that hold one copy of the model together."""

@@ -48,7 +48,9 @@ def check(config: RunConfig, world: int, *, data: bool = True) -> None:
         *(_batches(config.train, sizes["data"]) if not layout else ()),
         *_stages(config),
         *(_schedule(config, sizes["data"]) if not layout else ()),
+        *_compression(config),
         *_learning_rate(config.optim, config.train.steps),
+        *_optimizer(config.optim),
         *(_sources(config) if data else ()),
         *_data(config),
     ]
@@ -227,6 +229,24 @@ def _schedule(config: RunConfig, data: int) -> Iterator[str]:
     yield from found
 
 
+def _compression(config: RunConfig) -> Iterator[str]:
+    parallel, precision = config.parallel, config.train.precision
+    name = f"parallel.compress={parallel.compress}"
+    if parallel.compress != "none" and precision == "fp16":
+        yield (
+            f"{name} keeps what it has not sent for the next step, whose loss scale "
+            "train.precision=fp16 may change; use bf16 or fp32, or parallel.compress=none"
+        )
+    for key, kind in (("compress_share", "topk"), ("compress_rank", "powersgd")):
+        value = getattr(parallel, key)
+        default = type(parallel).model_fields[key].default
+        if value != default and parallel.compress != kind:
+            yield (
+                f"parallel.{key}={value:g} means nothing to {name}; leave it out, or use "
+                f"parallel.compress={kind}"
+            )
+
+
 def _learning_rate(optim: Optim, steps: int) -> Iterator[str]:
     if optim.warmup > steps:
         yield (
@@ -254,6 +274,22 @@ def _learning_rate(optim: Optim, steps: int) -> Iterator[str]:
         yield (
             f"optim.decay={optim.decay}, the step at which optim.min_lr is reached, is not after "
             f"optim.warmup={optim.warmup}; use {optim.warmup + 1} or more"
+        )
+
+
+def _optimizer(optim: Optim) -> Iterator[str]:
+    """What is said of an optimizer that another one has."""
+    with_momentum = ("muon", "sgd")
+    for key, value in (("momentum", optim.momentum), ("nesterov", optim.nesterov)):
+        if value is not None and optim.name not in with_momentum:
+            yield (
+                f"optim.{key}={shown(value)} means nothing to optim.name={optim.name}; leave it "
+                f"out, or use optim.name={either(with_momentum)}"
+            )
+    if optim.nesterov and optim.momentum == 0:
+        yield (
+            "optim.nesterov=true looks ahead along optim.momentum=0; use optim.nesterov=false, or "
+            "a momentum such as 0.9"
         )
 
 

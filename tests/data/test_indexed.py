@@ -5,7 +5,7 @@ import resource
 import struct
 import subprocess
 import sys
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.data.indexed import TokenFile, TokenFileWriter, merge, unfinished_name
+from megaframe.data.indexed import TokenFile, TokenFileWriter, unfinished_name
 from megaframe.data.token_index import token_dtype
 from megaframe.errors import UserError
 
@@ -167,15 +167,22 @@ DOCUMENTS = st.lists(st.lists(st.integers(0, 65535), max_size=9), max_size=12)
 
 @settings(deadline=None, max_examples=40)
 @given(DOCUMENTS, st.data())
-def test_merging_parts_is_writing_them_at_once(tmp_path_factory, documents, data):
-    folder = tmp_path_factory.mktemp("merge")
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(documents)), max_size=4)))
-    bounds = [0, *cuts, len(documents)]
-    parts = [
-        write(folder / f"part{n}", documents[a:b]) for n, (a, b) in enumerate(pairwise(bounds))
-    ]
-    merge(parts, str(folder / "merged"))
-    assert content(folder / "merged") == content(write(folder / "whole", documents))
+def test_a_kept_file_is_continued_behind_what_was_whole(tmp_path_factory, documents, data):
+    folder = tmp_path_factory.mktemp("kept")
+    whole = data.draw(st.integers(0, len(documents)))
+    kept = str(folder / "unfinished")
+    options = {"dtype": np.dtype("u2"), "kept": kept}
+    with pytest.raises(KeyboardInterrupt), TokenFileWriter(str(folder / "f"), **options) as first:
+        for document in documents:
+            first.append(document)
+        raise KeyboardInterrupt
+    assert sorted(os.listdir(folder)) == ["unfinished.bin", "unfinished.idx"]
+    tokens = sum(map(len, documents[:whole]))
+    with TokenFileWriter(str(folder / "f"), **options, documents=whole, tokens=tokens) as second:
+        for document in documents[whole:]:
+            second.append(document)
+    assert content(folder / "f") == content(write(folder / "whole", documents))
+    assert len(os.listdir(folder)) == 4
 
 
 @settings(deadline=None, max_examples=20)
@@ -186,22 +193,6 @@ def test_a_batch_is_its_documents_one_by_one(tmp_path_factory, documents):
         lengths = np.array([len(document) for document in documents], np.int64)
         writer.append_batch(np.array(list(chain(*documents)), np.int32), lengths)
     assert content(folder / "batch") == content(write(folder / "single", documents))
-
-
-def test_merging_keeps_sequences_within_documents(tmp_path):
-    first = make(tmp_path, "a", lengths=[1, 2, 2], pointers=[0, 2, 6], documents=[0, 2, 3])
-    merge([first, make(tmp_path, "b")], str(tmp_path / "m"))
-    merged = TokenFile(str(tmp_path / "m"))
-    assert merged.documents.tolist() == [0, 2, 3, 4, 5]
-    assert merged.pointers.tolist() == [0, 2, 6, 10, 16]
-    assert merged.tokens.tolist() == [1, 2, 3, 4, 5] * 2
-
-
-def test_merging_refuses_two_dtypes(tmp_path):
-    parts = [write(tmp_path / "a", [[1]], "u2"), write(tmp_path / "b", [[1]], "i4")]
-    with pytest.raises(UserError, match="int32, uint16"):
-        merge(parts, str(tmp_path / "m"))
-    assert not list(tmp_path.glob("m*"))
 
 
 def test_a_token_that_does_not_fit_is_refused_not_wrapped(tmp_path):
@@ -230,11 +221,12 @@ def test_a_full_disk_is_said_and_cleaned_up(tmp_path, suffix):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_merge_that_outgrows_its_limit_leaves_nothing(tmp_path):
-    prefix = write(tmp_path / "a", [np.zeros(50_000, np.uint16)])
+def test_a_file_that_outgrows_its_limit_leaves_nothing(tmp_path):
     code = (
-        "from megaframe.data.indexed import merge; from megaframe.errors import reported\n"
-        f"with reported(): merge([{prefix!r}] * 3, {str(tmp_path / 'm')!r})"
+        "import numpy as np; from megaframe.data.indexed import TokenFileWriter\n"
+        "from megaframe.errors import reported\n"
+        f"with reported(), TokenFileWriter({str(tmp_path / 'm')!r}, np.dtype('u2')) as writer:\n"
+        "    for _ in range(3): writer.append(np.zeros(50_000, np.uint16))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

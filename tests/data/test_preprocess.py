@@ -23,7 +23,7 @@ from megaframe.data.indexed import TokenFile
 from megaframe.data.pieces import Reading
 from megaframe.data.preprocess import Job, encode_documents
 from megaframe.data.tokenizer import ByteTokenizer
-from megaframe.data.workers import map_unordered
+from megaframe.data.workers import map_ordered
 from megaframe.errors import UserError
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -159,38 +159,76 @@ def test_workers_do_not_change_a_byte(tmp_path, small_parts, name):
     assert decoded(tmp_path / "one") == [text for text in documents if text] * 2
 
 
-def test_an_interrupted_run_continues_from_its_finished_parts(tmp_path, small_parts):
-    path = write_as(tmp_path / "c.jsonl", [f"document {n} " * (n % 7) for n in range(300)])
-    whole = run([path], tmp_path / "whole")
-    job = Job((str(path),), "bytes", str(tmp_path / "out"), Reading())
+def interrupted(path, output, bytes_done):
+    """Leave a run of `path` behind that was stopped after so many bytes."""
 
-    def stop_after_four(done, disk_bytes):
-        if done.disk_bytes >= 4 * 1500:
+    def stop(done, disk_bytes):
+        if done.disk_bytes >= bytes_done:
             raise KeyboardInterrupt
 
+    job = Job((str(path),), "bytes", str(output), Reading())
     with pytest.raises(KeyboardInterrupt):
-        preprocess.preprocess(job, report=stop_after_four)
+        preprocess.preprocess(job, report=stop)
+    return job
+
+
+@pytest.mark.parametrize("damaged", [".bin", ".idx", "nothing"])
+def test_an_interrupted_run_continues_from_its_finished_parts(tmp_path, small_parts, damaged):
+    path = write_as(tmp_path / "c.jsonl", [f"document {n} " * (n % 7) for n in range(300)])
+    whole = run([path], tmp_path / "whole")
+    job = interrupted(path, tmp_path / "out", 4 * 1500)
     parts = tmp_path / "out.parts"
+    lines = (parts / "journal.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines[1:]]
     with open(parts / "journal.jsonl", "a") as journal:
-        journal.write('{"part": 17, "docum')  # torn by the kill
-    (parts / "00000004.bin.999999.unfinished").write_bytes(b"half a part")
-    flipped = bytearray((parts / "00000002.bin").read_bytes())
-    flipped[7] ^= 1
-    (parts / "00000002.bin").write_bytes(flipped)
-    kept = (parts / "00000000.bin").stat().st_mtime_ns
+        journal.write('{"checksums": 17, "docum')  # torn by the kill
+    (parts / "00000004.bin.999999.unfinished").write_bytes(b"half a part of a worker")
+    for suffix, begun in ((".bin", b"half"), (".idx", b"a part")):
+        with open(parts / f"tokens{suffix}", "ab") as file:
+            file.write(begun)
+    if damaged != "nothing":  # the third part
+        place = {".bin": 2 * sum(entry["tokens"] for entry in entries[:2]),
+                 ".idx": 34 + 4 * sum(entry["documents"] for entry in entries[:2])}  # fmt: skip
+        content_now = bytearray((parts / f"tokens{damaged}").read_bytes())
+        content_now[place[damaged]] ^= 1
+        (parts / f"tokens{damaged}").write_bytes(content_now)
     with pytest.raises(UserError, match=r"unfinished run with other append_eod; .*--overwrite"):
         run([path], tmp_path / "out", append_eod=False)
     seen = []
-
-    def look(done, disk_bytes):
-        seen.append((parts / "00000000.bin").stat().st_mtime_ns)
-
-    result = preprocess.preprocess(job, report=look)
-    assert set(seen) == {kept}
-    assert result.resumed.disk_bytes == 3 * 1500  # not the part that was damaged
+    result = preprocess.preprocess(job, report=lambda done, disk_bytes: seen.append(done))
+    assert seen[0] == result.resumed
+    assert result.resumed.disk_bytes == 1500 * (4 if damaged == "nothing" else 2)
     assert result.total == whole.total
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert not parts.exists()
+
+
+@pytest.mark.parametrize("renamed", [[], [".bin"], [".bin", ".idx"]])
+def test_a_kill_between_the_last_renames_loses_nothing(tmp_path, small_parts, monkeypatch, renamed):
+    path = write_as(tmp_path / "c.jsonl", [f"document {n} " * 9 for n in range(100)])
+    run([path], tmp_path / "whole")
+    write_as(tmp_path / "old.jsonl", ["old"])
+    run([tmp_path / "old.jsonl"], tmp_path / "out")
+    rename, made = os.replace, []
+
+    def killed(source, target):
+        if len(made) == len(renamed):
+            raise KeyboardInterrupt
+        made.append(os.path.splitext(target)[1])
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    if len(renamed) == 2:
+        monkeypatch.setattr("megaframe.data.parts.shutil.rmtree", lambda path: killed(path, path))
+    with pytest.raises(KeyboardInterrupt):
+        run([path], tmp_path / "out", overwrite=True)
+    assert made == renamed
+    monkeypatch.undo()
+    monkeypatch.setattr(preprocess, "_SMALLEST_PART", 1500)
+    result = run([path], tmp_path / "out")
+    assert result.resumed == result.total
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert not (tmp_path / "out.parts").exists()
 
 
 def runs(process):
@@ -203,12 +241,12 @@ def runs(process):
 
 def test_killing_the_tool_at_any_moment_loses_nothing(tmp_path):
     documents = [f"document {n} " * 300 for n in range(8000)]
-    path = write_as(tmp_path / "c.jsonl", documents)  # some thirty megabytes, fifteen parts
+    path = write_as(tmp_path / "c.jsonl", documents)  # some thirty megabytes, eight parts
     tool = [sys.executable, str(TOOLS / "preprocess_data.py"), "--input", str(path)]
     command = [*tool, "--tokenizer", "bytes", "--workers", "2", "--output", str(tmp_path / "out")]
     first = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     journal = tmp_path / "out.parts" / "journal.jsonl"
-    while first.poll() is None and not (journal.exists() and b'part":' in journal.read_bytes()):
+    while first.poll() is None and not (journal.exists() and b"checksums" in journal.read_bytes()):
         time.sleep(0.01)
     children = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
     os.kill(first.pid, signal.SIGKILL)
@@ -323,7 +361,7 @@ def die(number):
 
 def test_a_dead_worker_is_a_message_not_a_wait():
     with pytest.raises(UserError, match="one of 2 worker processes died"):
-        list(map_unordered(die, [(n,) for n in range(3)], 2))
+        list(map_ordered(die, [(n,) for n in range(3)], 2))
 
 
 def test_few_tasks_are_taken_before_their_results(tmp_path):
@@ -336,10 +374,10 @@ def test_few_tasks_are_taken_before_their_results(tmp_path):
             yield (n,)
 
     got = []
-    for number in map_unordered(abs, tasks(), 2):
+    for number in map_ordered(abs, tasks(), 2):
         got.append(number)
         most = max(most, taken - len(got))
-    assert sorted(got) == list(range(30))
+    assert got == list(range(30))
     assert most <= 5
 
 

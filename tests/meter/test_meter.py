@@ -14,7 +14,7 @@ from megaframe.stage import model_specs
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tflops_per_second", "mfu",
-    "mfu_full_attention", "hfu", "memory_bytes", "seconds", "time",
+    "mfu_full_attention", "hfu", "memory_bytes", "bytes", "seconds", "time",
 ]  # fmt: skip
 
 

@@ -37,7 +37,7 @@ class Result:
         return weights
 
 
-def run(model, train=None, parallel=None, serial=False, ragged=False, packed=False):
+def run(model, train=None, parallel=None, serial=False, ragged=False, packed=False, optim=None):
     """This rank's part of three steps -> Result. ragged: samples, which then are microbatches of
     their own, have four different lengths. packed: samples are several documents each."""
     config = RunConfig(
@@ -49,7 +49,7 @@ def run(model, train=None, parallel=None, serial=False, ragged=False, packed=Fal
             "steps": 9,
             **(train or {}),
         },
-        optim={"lr": 0.01, "clip": 0.5, "warmup": 2},
+        optim={"lr": 0.01, "clip": 0.5, "warmup": 2, **(optim or {})},
         parallel=parallel or {},
     )
     layout = Layout.from_parallel(config.parallel, world_size())
@@ -133,3 +133,13 @@ def assert_same(found, expected, tolerance=1e-10):
     for name, weights in held.items():
         wanted = expected.whole(name)
         torch.testing.assert_close(weights, wanted, rtol=tolerance, atol=tolerance)
+
+
+def assert_same_bits(found, others):
+    """Each rank of two worlds of one layout got the very same numbers."""
+    for one, other in zip(found, others, strict=True):
+        assert (one.losses, one.norms) == (other.losses, other.norms)
+        assert one.weights.keys() == other.weights.keys()
+        for name, pieces in one.weights.items():
+            for (_, piece), (_, wanted) in zip(pieces, other.weights[name], strict=True):
+                assert torch.equal(piece, wanted)

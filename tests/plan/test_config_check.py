@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.config import load
+from megaframe.config.numbers import TIMES
 from megaframe.errors import UserError
 from megaframe.plan.check import ONLY, check
 
@@ -35,6 +36,8 @@ def refusals(*overrides, world=1):
         ("train.batch_ramp={start: 2, increment: 2, samples: 50}",),
         ("optim.schedule=wsd", "optim.warmup=100", "optim.decay=900"),
         ("optim.schedule=cosine", "optim.decay=2000"),
+        ("optim.name=muon", "optim.momentum=0.9", "optim.nesterov=false"),
+        ("optim.name=sgd", "optim.momentum=0"),
         ("data.tokenizer=bytes", "model.vocab=null"),
         ("data.tokenizer=hf:a:b.json",),
         ("data.split=[1, 0, 0]",),
@@ -48,6 +51,27 @@ def test_a_sound_config_passes(overrides):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            ["parallel.compress=int8", "train.precision=fp16"],
+            "compress=int8 .*train.precision=fp16 may change; use bf16 or fp32, or .*=none",
+        ),
+        (
+            ["parallel.compress=topk", "parallel.compress_rank=2"],
+            "compress_rank=2 means nothing to parallel.compress=topk; .*compress=powersgd",
+        ),
+        (
+            ["parallel.compress_share=0.5"],
+            "compress_share=0.5 means nothing to parallel.compress=none; .*compress=topk",
+        ),
+        (
+            ["optim.momentum=0.9", "optim.name=lion"],
+            "momentum=0.9 means nothing to optim.name=lion; leave .* optim.name=muon or sgd",
+        ),
+        (["optim.nesterov=true"], "nesterov=true means nothing to optim.name=adamw"),
+        (
+            ["optim.name=sgd", "optim.nesterov=true", "optim.momentum=0"],
+            "nesterov=true looks ahead along optim.momentum=0; use optim.nesterov=false",
+        ),
         (["model.heads=12", "model.kv_heads=5"], "kv_heads=5 .* model.heads=12; use 4 or 6"),
         (["model.heads=10"], "heads=10 .* model.hidden=768; use 8 or 12, or set model.head_dim"),
         (["model.heads=1000"], "heads=1000 .* model.hidden=768; use 768"),
@@ -290,8 +314,8 @@ RANKS = [
     ),
     (
         {"parallel.tensor": 4, "parallel.tensor_chunks": 257},
-        "parallel.tensor_chunks=257 is more than the 256 rows of a microbatch (train.microbatch=1 "
-        "× train.seq=1024) that each rank has; use 256 or fewer",
+        "parallel.tensor_chunks=257 is more than the 256 rows of a microbatch (train.microbatch=1"
+        f"{TIMES}train.seq=1024) that each rank has; use 256 or fewer",
         [{"parallel.tensor_chunks": 256}],
     ),
     (

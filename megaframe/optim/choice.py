@@ -1,0 +1,171 @@
+"""Choices: which rule trains a parameter, at which rates, and which parameters are not trained.
+
+All follows from the role that a layer declared for its parameter, and from nothing else; but what
+is frozen a user says by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from megaframe.config import Optim, RunConfig
+from megaframe.config.numbers import either
+from megaframe.errors import UserError
+from megaframe.mesh import Mesh
+from megaframe.optim.adamw import AdamW, AdamWOptions
+from megaframe.optim.bucket import Bucket
+from megaframe.optim.codes import codes
+from megaframe.optim.elementwise import (
+    SGD,
+    Average,
+    Averaged,
+    Lion,
+    LionOptions,
+    MomentumOptions,
+    Rates,
+)
+from megaframe.optim.moments import Keeping
+from megaframe.optim.muon import Muon
+from megaframe.optim.rule import Rule
+from megaframe.parameter import PRECISIONS
+from megaframe.spec import ParamSpec, parameter_count
+from megaframe.stage import model_specs
+
+GROUPS = {
+    "matrix": "matrix",
+    "embedding": "embedding",
+    "head": "head",
+    "gain": "vector",
+    "bias": "vector",
+}
+"""The group of `optim.groups` that each role is in."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What parameters must share to be trained together. rule: the optimizer's name, None where
+    they are frozen."""
+
+    group: str
+    rule: str | None
+    rates: Rates
+
+
+class Choices:
+    """Those of a run. Raises `UserError` for a pattern in `optim.frozen` that fits no parameter."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
+        optim = self._optim = config.optim
+        self._precision = PRECISIONS[config.train.precision]
+        self._frozen = frozen_names(config)
+        self.owners = mesh.group("data_shard", "context", "tensor")
+        """The ranks that hold one copy of what a stage has, and own its matrices."""
+        away = optim.offload and mesh.device.type != "cpu"
+        self._keeping = Keeping(*codes(optim.state), away=away)
+
+    def kind(self, spec: ParamSpec) -> Kind:
+        """That of a parameter."""
+        return kind_of(self._optim, spec, self._frozen)
+
+    def rule(self, spec: ParamSpec) -> Callable[[Bucket], Rule] | None:
+        """Makes the optimizer of a bucket of such parameters; None where they are frozen."""
+        kind = self.kind(spec)
+        if kind.rule is None:
+            return None
+
+        def make(bucket: Bucket) -> Rule:
+            rule = self._make(kind, bucket)
+            if self._optim.ema is None:
+                return rule
+            return Averaged(rule, Average(bucket.weights, self._optim.ema, self._keeping))
+
+        return make
+
+    def _make(self, kind: Kind, bucket: Bucket) -> Rule:
+        optim, rates, weights = self._optim, kind.rates, bucket.weights
+        if kind.rule == "adamw":
+            options = AdamWOptions(optim.beta1, optim.beta2, optim.eps, rates)
+            return AdamW(weights, options, self._keeping)
+        if kind.rule == "lion":
+            return Lion(weights, LionOptions(optim.beta1, optim.beta2, rates), self._keeping)
+        speed = momentum_options(optim, rates)
+        if kind.rule == "sgd":
+            return SGD(weights, speed, self._keeping)
+        return Muon(bucket, speed, self._keeping, self._precision, self.owners)
+
+
+def kind_of(optim: Optim, spec: ParamSpec, frozen: frozenset[str]) -> Kind:
+    """How a parameter is trained. Muon is for matrices; what it leaves, AdamW takes."""
+    name = GROUPS[spec.role]
+    if spec.name in frozen:
+        return Kind(name, None, Rates())
+    group = getattr(optim.groups, name)
+    decay = group.weight_decay
+    if decay is None:
+        decay = optim.weight_decay if spec.decay else 0.0
+    rule = "adamw" if optim.name == "muon" and name != "matrix" else optim.name
+    return Kind(name, rule, Rates(group.lr, decay))
+
+
+def momentum_options(optim: Optim, rates: Rates) -> MomentumOptions:
+    """Those of Muon and of SGD, with their defaults."""
+    muon = optim.name == "muon"
+    momentum = (0.95 if muon else 0.9) if optim.momentum is None else optim.momentum
+    return MomentumOptions(momentum, muon if optim.nesterov is None else optim.nesterov, rates)
+
+
+def frozen_names(config: RunConfig) -> frozenset[str]:
+    """Names of the parameters that `optim.frozen` names.
+
+    Raises `UserError` for a pattern that fits none, and when none is left to train.
+    """
+    patterns = config.optim.frozen
+    if not patterns:
+        return frozenset()
+    names = [spec.name for spec in model_specs(config)]
+    found: set[str] = set()
+    for pattern in patterns:
+        expression = re.compile(".*".join(map(re.escape, pattern.split("*"))))
+        fits = [name for name in names if expression.fullmatch(name)]
+        if not fits:
+            near = get_close_matches(pattern, names, 3, 0.0)
+            raise UserError(
+                f"optim.frozen={pattern} fits none of the {len(names)} parameters; "
+                f"near are {either(near)}"
+            )
+        found.update(fits)
+    if len(found) == len(names):
+        raise UserError(
+            f"optim.frozen={','.join(patterns)} leaves none of the {len(names)} parameters to train"
+        )
+    return frozenset(found)
+
+
+def choices_table(config: RunConfig, specs: Sequence[ParamSpec]) -> list[str]:
+    """How every parameter of the model is trained, a line for each kind."""
+    optim, frozen = config.optim, frozen_names(config)
+    kinds: dict[Kind, list[ParamSpec]] = {}
+    for spec in specs:
+        kinds.setdefault(kind_of(optim, spec, frozen), []).append(spec)
+    head = ("parameters", "rule", "tensors", "elements", "peak lr", "weight decay")
+    rows = [
+        (
+            kind.group,
+            kind.rule or "frozen",
+            str(len(of_kind)),
+            f"{parameter_count(of_kind):,}",
+            f"{optim.lr * kind.rates.lr:g}" if kind.rule else "-",
+            f"{kind.rates.weight_decay:g}" if kind.rule else "-",
+        )
+        for kind, of_kind in kinds.items()
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    extras = f", state as {optim.state}" + ", with an average of weights" * (optim.ema is not None)
+    return [f"optimizer   {optim.name}{extras}"] + [
+        "  "
+        + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
+    ]

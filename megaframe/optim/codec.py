@@ -1,0 +1,86 @@
+"""Codecs: a flat span of gradients as a message of fewer bytes, and back.
+
+A message is uint8 and of a length that depends on the span's alone, so that it goes through any
+collective. What is not finite stays not finite, because that is how a bad gradient is found.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_BLOCK = 1024
+"""Elements that share a scale: 0.4% of the bytes of int8."""
+
+
+class Codec(Protocol):
+    """encode: [N] of any floating type to a message, uint8 [M]. decode: back, to [length] of type
+    `dtype`. Both are functions of their arguments alone, the same on every rank."""
+
+    def encode(self, x_N: Tensor) -> Tensor: ...
+
+    def decode(self, message: Tensor, length: int, dtype: torch.dtype) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Half:
+    """bf16: 2 bytes an element."""
+
+    def encode(self, x_N: Tensor) -> Tensor:
+        return x_N.to(torch.bfloat16).view(torch.uint8)
+
+    def decode(self, message: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+        return message.view(torch.bfloat16).to(dtype)
+
+
+@dataclass(frozen=True)
+class Int8:
+    """The nearest of 255 even steps from -m to m, with m the largest magnitude of a block: 1 byte
+    an element and an fp32 scale, m / 127, a block."""
+
+    def encode(self, x_N: Tensor) -> Tensor:
+        length = len(x_N)
+        x_BK = F.pad(x_N, (0, -length % _BLOCK)).view(-1, _BLOCK)
+        scale_B1 = (x_BK.abs().amax(1, keepdim=True) / 127).float()
+        step_B1 = torch.where(scale_B1 == 0, 1.0, scale_B1).to(x_BK.dtype)
+        steps = (x_BK / step_B1).round_().clamp_(-127, 127).nan_to_num_().to(torch.int8)
+        return torch.cat([scale_B1.view(-1).view(torch.uint8), _bytes(steps.view(-1)[:length])])
+
+    def decode(self, message: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+        scales = 4 * math.ceil(length / _BLOCK)
+        scale_B1 = message[:scales].clone().view(torch.float32)[:, None]
+        steps = F.pad(message[scales:].view(torch.int8), (0, -length % _BLOCK)).view(-1, _BLOCK)
+        return (steps.to(dtype) * scale_B1.to(dtype)).view(-1)[:length]
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The elements of largest magnitude, `share` of all, at least one: each takes 4 bytes for its
+    place and the bytes of its type; the others count as 0."""
+
+    share: float
+
+    def count(self, length: int) -> int:
+        """Elements that are sent of so many."""
+        return min(length, max(1, math.ceil(self.share * length)))
+
+    def encode(self, x_N: Tensor) -> Tensor:
+        place_K = x_N.abs().topk(self.count(len(x_N)), sorted=False).indices
+        return torch.cat([_bytes(x_N[place_K]), _bytes(place_K.to(torch.int32))])
+
+    def decode(self, message: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+        split = self.count(length) * dtype.itemsize
+        value_K = message[:split].clone().view(dtype)
+        place_K = message[split:].clone().view(torch.int32)
+        return torch.zeros(length, dtype=dtype, device=message.device).index_copy_(
+            0, place_K.long(), value_K
+        )
+
+
+def _bytes(flat: Tensor) -> Tensor:
+    return flat.contiguous().view(torch.uint8)

@@ -1,0 +1,149 @@
+"""Codes: the types in which running averages are kept, from the master type down to 8 bits.
+
+Where bits are few, a value is rounded up or down by chance, so that its expectation stays true: to
+the nearest, an average that moves by less than half a code in a step would never move. The chance
+is a function of element and step, so that two runs are equal.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 256
+"""Elements that share a scale."""
+_SIGNED_FLOOR, _SQUARE_FLOOR = 1e-6, 1e-10
+"""Least magnitude that is kept beside the largest of its block."""
+_MIXERS = 0x9E3779B1, 0xB7E15163
+"""Parts of 2^32 with the golden ratio and with e: multiples of either fill it evenly."""
+
+
+class Code(Protocol):
+    """Keeps flat spans of values as one or several flat tensors. exact: as they are."""
+
+    exact: bool
+
+    def make(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+        """Room for `length` values of the master type `dtype`, all zero."""
+        ...
+
+    def part(self, kept: tuple[Tensor, ...], span: slice) -> tuple[Tensor, ...]:
+        """What keeps the values of `span`, views. It starts at a multiple of `BLOCK`."""
+        ...
+
+    def decode(self, kept: tuple[Tensor, ...], length: int, dtype: torch.dtype) -> Tensor:
+        """The values, `length` of them; of an exact code the kept tensor itself."""
+        ...
+
+    def encode(self, values: Tensor, chance: Tensor) -> tuple[Tensor, ...]:
+        """How to keep them. chance: of each, in [0, 1); the way up to the next value that can be
+        kept is taken where it is further than that, so 0.5 takes the nearest."""
+        ...
+
+
+class Master:
+    """Keeps values as they are."""
+
+    exact = True
+
+    def make(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+        return (torch.zeros(length, dtype=dtype, device=device),)
+
+    def part(self, kept: tuple[Tensor, ...], span: slice) -> tuple[Tensor, ...]:
+        return (kept[0][span],)
+
+    def decode(self, kept: tuple[Tensor, ...], length: int, dtype: torch.dtype) -> Tensor:
+        return kept[0]
+
+    def encode(self, values: Tensor, chance: Tensor) -> tuple[Tensor, ...]:
+        return (values,)
+
+
+class Bfloat16:
+    """Keeps the upper 16 bits of fp32."""
+
+    exact = False
+
+    def make(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+        return (torch.zeros(length, dtype=torch.bfloat16, device=device),)
+
+    def part(self, kept: tuple[Tensor, ...], span: slice) -> tuple[Tensor, ...]:
+        return (kept[0][span],)
+
+    def decode(self, kept: tuple[Tensor, ...], length: int, dtype: torch.dtype) -> Tensor:
+        return kept[0].to(dtype)
+
+    def encode(self, values: Tensor, chance: Tensor) -> tuple[Tensor, ...]:
+        # What is cut off carries into the bits that stay as often as it is large.
+        carry = (chance * 0x10000).to(torch.int32)
+        bits = values.float().view(torch.int32) + carry
+        return (bits.bitwise_and_(-0x10000).view(torch.float32).bfloat16(),)
+
+
+class Blocks:
+    """Keeps blocks of values as numbers of the rows of a table, 8 bits each, with the block's
+    largest magnitude in fp32 (Dettmers et al. 2022).
+
+    The table is geometric, so that every magnitude has the same relative error, a small one as
+    well. square: of averages of squares, which are never negative and whose root something is
+    divided by: none but 0 becomes 0.
+    """
+
+    exact = False
+
+    def __init__(self, *, square: bool) -> None:
+        self._square = square
+        count, floor = (255, _SQUARE_FLOOR) if square else (127, _SIGNED_FLOOR)
+        sizes = floor ** torch.linspace(1.0, 0.0, count, dtype=torch.float64)
+        below = sizes[:0] if square else -sizes.flip(0)
+        self._table = torch.cat((below, torch.zeros(1), sizes)).float()
+        self._zero = len(below)
+
+    def make(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+        blocks = -(-length // BLOCK)
+        rows = torch.full((blocks * BLOCK,), self._zero, dtype=torch.uint8, device=device)
+        return rows, torch.zeros(blocks, device=device)
+
+    def part(self, kept: tuple[Tensor, ...], span: slice) -> tuple[Tensor, ...]:
+        first, last = span.start // BLOCK, -(-span.stop // BLOCK)
+        return kept[0][first * BLOCK : last * BLOCK], kept[1][first:last]
+
+    def decode(self, kept: tuple[Tensor, ...], length: int, dtype: torch.dtype) -> Tensor:
+        rows, scales = kept
+        values = self._table_on(rows)[rows.int()].view(-1, BLOCK).mul_(scales[:, None])
+        return values.view(-1)[:length].to(dtype)
+
+    def encode(self, values: Tensor, chance: Tensor) -> tuple[Tensor, ...]:
+        short = -len(values) % BLOCK
+        blocks = F.pad(values.float(), (0, short)).view(-1, BLOCK)
+        scales = blocks.abs().amax(1)
+        within = (blocks / scales.masked_fill(scales == 0, 1.0)[:, None]).view(-1)
+        table = self._table_on(values)
+        if self._square:
+            within = torch.where(within > 0, within.clamp_min(_SQUARE_FLOOR), within)
+        above = torch.bucketize(within, table).clamp_(1, len(table) - 1)
+        low, high = table[above - 1], table[above]
+        up = F.pad(chance, (0, short)) < (within - low) / (high - low)
+        return (above - 1 + up).to(torch.uint8), scales
+
+    def _table_on(self, other: Tensor) -> Tensor:
+        self._table = self._table.to(other.device)
+        return self._table
+
+
+def chances(span: slice, number: int, device: torch.device) -> Tensor:
+    """Of the elements of `span` at draw `number`, fp32 in [0, 1), as even as can be over elements
+    and over draws: multiples of irrational numbers without their integer part."""
+    element, draw = _MIXERS
+    mixed = torch.arange(span.start, span.stop, device=device).mul_(element).add_(number * draw)
+    return (mixed.bitwise_and_(0xFFFFFFFF) >> 8).float().mul_(2.0**-24)
+
+
+def codes(how: str) -> tuple[Code, Code]:
+    """For `optim.state`: how averages of values and of their squares are kept."""
+    if how == "int8":
+        return Blocks(square=False), Blocks(square=True)
+    return (Bfloat16(), Bfloat16()) if how == "bf16" else (Master(), Master())

@@ -1,0 +1,167 @@
+"""Muon: momentum whose matrices are made orthogonal (Jordan et al. 2024), each on one owner.
+
+The singular values of a matrix are known only to who has all of it. So the pieces of a matrix, of
+whatever layout, travel to one rank, and what became of them travels back: the answer is that of one
+process. Of as many buckets as there are ranks, matrices are dealt together, by work; so the ranks
+have as much to do, and what is on its way is about one bucket on each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megaframe.comm import Group
+from megaframe.optim.bucket import Bucket
+from megaframe.optim.elementwise import Averaged, MomentumOptions, gather_speed
+from megaframe.optim.exchange import Exchange, Piece, boxes_of_all, deal
+from megaframe.optim.moments import Keeping, Moments
+from megaframe.optim.rule import Step
+from megaframe.parameter import Precision
+
+_COEFFICIENTS = 3.4445, -4.7750, 2.0315
+"""Of x, x^3 and x^5: steep at 0, and near enough to 1 from there to 1 (Jordan et al. 2024)."""
+_STEPS = 5
+_SCALE = 0.2
+"""Root mean square of an update, about that of AdamW, so that both learn at one rate (Liu et al.
+2025)."""
+
+
+class Muon:
+    """Of a bucket of matrices. group: the ranks that hold one copy of them together, all of which
+    make the same one."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        options: MomentumOptions,
+        keeping: Keeping,
+        precision: Precision,
+        group: Group,
+    ) -> None:
+        self._bucket, self.options, self._group = bucket, options, group
+        self._moments = Moments(bucket.weights, {"momentum": keeping.signed}, away=keeping.away)
+        # Entries of a large matrix of norm 1 are too small for fp16.
+        half = precision.compute == torch.float16
+        self._dtype = torch.float32 if half else precision.compute
+        number = {parameter: index for index, parameter in enumerate(bucket.parameters)}
+        gives, takes = (
+            [Piece(number[p], box) for p, box, _ in bucket.pieces(flat, span)]
+            for flat, span in (
+                (self._own(bucket.weights), bucket.own),
+                (bucket.weights, bucket.kept),
+            )
+        )
+        self._boxes = boxes_of_all(gives, takes, group, bucket.weights.device)
+        self._wholes = [
+            Piece(index, box)
+            for index, parameter in enumerate(bucket.parameters)
+            for box in parameter.spec.matrices
+        ]
+        self._exchange: Exchange | None = None
+
+    @property
+    def work(self) -> list[float]:
+        """What each matrix costs; only the ratios matter."""
+        sizes = [sorted(self._sides(whole)) for whole in self._wholes]
+        return [float(few * few * (2 * many + few)) for few, many in sizes]
+
+    def give_to(self, owners: Sequence[int]) -> None:
+        """Say which rank of the group owns each matrix."""
+        self._exchange = Exchange(self._group, self._boxes, self._wholes, owners, self._dtype)
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """All that is remembered, as it lies in memory."""
+        return self._moments.tensors
+
+    def start(self, weights: Tensor) -> None:
+        """Nothing depends on the initial weights."""
+
+    def shown(self, *, to_load: bool = False) -> Mapping[str, Tensor]:
+        """What a checkpoint holds, each as long as the weights."""
+        return self._moments.shown(to_load=to_load)
+
+    def load(self) -> None:
+        """What was shown has been changed."""
+        self._moments.load()
+
+    def update(self, weights: Tensor, grads: Tensor, step: Step) -> Iterator[None]:
+        """m = momentum m + g; w -= lr (scale * orthogonal(g + momentum m) + decay w)."""
+        assert self._exchange is not None, "every matrix has an owner before the first update"
+        for span, moments in self._moments.chunks(step):
+            gather_speed(step.gradients(grads[span]), moments["momentum"], self.options, step)
+        gives = self._bucket.pieces(self._own(grads), self._bucket.own)
+        arriving = self._exchange.collect([piece for _, _, piece in gives], weights.device)
+        yield
+        wholes = self._exchange.wholes(arriving.wait())
+        made = {index: self._direction(index, whole) for index, whole in wholes.items()}
+        arriving = self._exchange.spread(made, weights.device)
+        yield
+        lr = step.constant(step.lr * self.options.rates.lr, 0.0)
+        weights.mul_(1.0 - lr * self.options.rates.weight_decay)
+        takes = [piece for _, _, piece in self._bucket.pieces(weights, self._bucket.kept)]
+        for index, place, direction in self._exchange.taken(arriving.wait()):
+            takes[index][place].sub_(direction.to(weights.dtype).mul_(lr))
+
+    def _own(self, kept: Tensor) -> Tensor:
+        start = self._bucket.own.start - self._bucket.kept.start
+        return kept[start : start + self._bucket.own.stop - self._bucket.own.start]
+
+    def _sides(self, whole: Piece) -> tuple[int, int]:
+        """Outputs and inputs of a matrix."""
+        inputs = self._bucket.parameters[whole.tensor].spec.inputs
+        return math.prod(whole.box.shape[:-inputs]), math.prod(whole.box.shape[-inputs:])
+
+    def _direction(self, index: int, whole: Tensor) -> Tensor:
+        sides = self._sides(self._wholes[index])
+        scale = _SCALE * math.sqrt(max(sides))
+        return orthogonal(whole.view(sides)).mul_(scale).view(whole.shape)
+
+
+def orthogonal(matrix_OI: Tensor) -> Tensor:
+    """U V^T of a matrix U S V^T, roughly: its singular values become about 0.7 to 1.2, by five
+    Newton-Schulz iterations of a quintic (Jordan et al. 2024), in the matrix's own type."""
+    a, b, c = _COEFFICIENTS
+    wide = torch.promote_types(matrix_OI.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(matrix_OI, dtype=wide).clamp_min(torch.finfo(wide).tiny)
+    x = (matrix_OI / norm).to(matrix_OI.dtype)
+    tall = x.shape[0] > x.shape[1]
+    x = x.t() if tall else x
+    for _ in range(_STEPS):
+        gram = x @ x.t()
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.t() if tall else x).contiguous()
+
+
+def together(buckets: Sequence[Bucket], group: Group) -> list[list[Bucket]]:
+    """The buckets that are trained, in order, those that are updated at the same time together; the
+    matrices of Muon get their owners."""
+    found: list[list[Bucket]] = []
+    window: list[Bucket] = []
+    for bucket in buckets:
+        if bucket.optimizer is None:
+            continue
+        if _muon(bucket) is None:
+            found.append([bucket])
+            continue
+        if not window:
+            found.append(window)
+        window.append(bucket)
+        if len(window) == group.size:
+            window = []
+    for together in found:
+        muons = [muon for muon in map(_muon, together) if muon is not None]
+        owners = iter(deal([work for muon in muons for work in muon.work], group.size))
+        for muon in muons:
+            muon.give_to([next(owners) for _ in muon.work])
+    return found
+
+
+def _muon(bucket: Bucket) -> Muon | None:
+    rule = bucket.optimizer
+    rule = rule.rule if isinstance(rule, Averaged) else rule
+    return rule if isinstance(rule, Muon) else None

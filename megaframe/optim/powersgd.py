@@ -1,0 +1,98 @@
+"""PowerSGD: matrices travel as two thin factors (Vogels, Karimireddy and Jaggi 2019).
+
+A factor is summed like any gradient, so every rank ends with the same sum. What is compressed are
+the boxes that a span has of each matrix: where another rank's part begins, a matrix is cut into
+whole rows, which are of no higher rank than all of it. So any ZeRO stage can use it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megaframe.comm import Group, all_reduce
+from megaframe.optim.wire import Transfers, Wire
+
+Views = Callable[[Tensor], Sequence[Tensor]]
+"""What a flat span has of each parameter, in boxes, as views."""
+
+
+class PowerWire(Wire):
+    """Sends factors of `rank` columns of each box that they make smaller, the others as they are.
+
+    residual: zeros, as long as the span. One power iteration a sum starts from the factor of the
+    sum before, so that it follows the gradients' directions over the steps.
+    """
+
+    def __init__(self, group: Group, residual: Tensor, views: Views, rank: int) -> None:
+        super().__init__(group)
+        self._residual, self._views, self._rank = residual, views, rank
+        columns = [rank * matrix.shape[1] for matrix in self._split(residual)[0]]
+        generator = torch.Generator().manual_seed(0)
+        directions = torch.randn(sum(columns), generator=generator, dtype=torch.float64)
+        directions = directions.to(residual)
+        self._right = [flat.view(-1, rank) for flat in directions.split(columns)]
+        self.state["residual"] = residual
+        if columns:
+            self.state["directions"] = directions
+
+    def sum(self, flat: Tensor) -> Transfers:
+        self._residual.add_(flat)
+        (owed, owed_rest), (sums, sums_rest) = self._split(self._residual), self._split(flat)
+        left = [matrix @ right for matrix, right in zip(owed, self._right, strict=True)]
+        first = _Packed([*left, *owed_rest])
+        yield all_reduce(first.flat, self.group)
+        bases = [torch.linalg.qr(one).Q for one in first.parts[: len(left)]]
+        mine = [matrix.t() @ base for matrix, base in zip(owed, bases, strict=True)]
+        second = _Packed(mine)
+        if mine:
+            yield all_reduce(second.flat, self.group)
+        for into, rest, total in zip(sums_rest, owed_rest, first.parts[len(left) :], strict=True):
+            into.copy_(total)
+            rest.zero_()
+        for number, base in enumerate(bases):
+            right = second.parts[number]
+            torch.mm(base, right.t(), out=sums[number])
+            owed[number].sub_(base @ mine[number].t())
+            # A step that is not finite is skipped, and must leave no direction behind.
+            kept = torch.where(right.isfinite().all(), right, self._right[number])
+            self._right[number].copy_(kept)
+        self._residual.nan_to_num_(0.0, 0.0, 0.0)
+
+    def sum_part(self, flat: Tensor) -> Transfers:
+        yield from self.sum(flat)
+
+    def _split(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The boxes of a span that are compressed, as matrices, and the others."""
+        matrices = [as_matrix(box) for box in self._views(flat)]
+        small = [sent_whole(matrix.shape, self._rank) for matrix in matrices]
+        return (
+            [matrix for matrix, whole in zip(matrices, small, strict=True) if not whole],
+            [matrix for matrix, whole in zip(matrices, small, strict=True) if whole],
+        )
+
+
+class _Packed:
+    """Copies of tensors in one flat buffer. parts: views of it in their shapes."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.flat = torch.cat([one.flatten() for one in tensors]) if tensors else torch.empty(0)
+        split = self.flat.split([one.numel() for one in tensors])
+        self.parts = [one.view(like.shape) for one, like in zip(split, tensors, strict=False)]
+
+
+def as_matrix(box: Tensor) -> Tensor:
+    """A box as a matrix, its dims split where rows and columns are fewest together: of a weight
+    those of its outputs from those of its inputs."""
+    shape = box.shape
+    splits = [(math.prod(shape[:at]), math.prod(shape[at:])) for at in range(len(shape) + 1)]
+    return box.view(min(splits, key=sum))
+
+
+def sent_whole(shape: Sequence[int], rank: int) -> bool:
+    """Whether two factors of so many columns are no smaller than a matrix."""
+    rows, columns = shape
+    return rank * (rows + columns) >= rows * columns

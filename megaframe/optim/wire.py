@@ -1,0 +1,115 @@
+"""Wires: how gradients travel while they are summed over a group of ranks.
+
+A plain wire sends them as they are. A coded one sends each part as a message to the rank that sums
+it, in master precision, and the sum as a message to all: twice (ranks - 1) / ranks of a bucket's
+messages, however many ranks there are, and every rank ends with the same bits. Its own part a rank
+never encodes. What a message leaves out is added to what the next one has to say (error feedback,
+Seide et al. 2014), also for the sum, of which its owner keeps the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaframe.comm import Group, Pending, all_reduce
+from megaframe.comm.flat import all_gather_, exchange, part, reduce_scatter_
+from megaframe.optim.codec import Codec
+
+Transfers = Generator[Pending[Tensor], None, None]
+"""Transfers, each of which has to be done before the next is asked for."""
+
+
+class Wire:
+    """Sums over `group`, in place. This one sends what is there."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.state: dict[str, Tensor] = {}
+        """What the next sum depends on, by name: this rank's alone, and of no use to another
+        layout."""
+
+    def sum(self, flat: Tensor) -> Transfers:
+        """All of `flat` becomes its sum over the ranks."""
+        yield all_reduce(flat, self.group)
+
+    def sum_part(self, flat: Tensor) -> Transfers:
+        """This rank's part becomes its sum; what the others become is undefined."""
+        yield reduce_scatter_(flat, self.group)
+
+    def spread(self, flat: Tensor) -> Transfers:
+        """All parts become those of their ranks."""
+        yield all_gather_(flat, self.group)
+
+
+class CodedWire(Wire):
+    """Sends messages. residual: zeros, as many as `size` ranks times `part_length` of the span;
+    without it there is no error feedback."""
+
+    def __init__(self, group: Group, codec: Codec, residual: Tensor | None = None) -> None:
+        super().__init__(group)
+        self.codec, self.residual = codec, residual
+        if residual is not None:
+            self.state["residual"] = residual
+
+    def sum(self, flat: Tensor) -> Transfers:
+        total = yield from self._scatter(flat)
+        yield from self._gather(total, flat)
+
+    def sum_part(self, flat: Tensor) -> Transfers:
+        total = yield from self._scatter(flat)
+        part(flat, self.group).copy_(total)
+        if self.residual is not None:
+            total.zero_()
+
+    def spread(self, flat: Tensor) -> Transfers:
+        yield from self._gather(part(flat, self.group), flat)
+
+    def _scatter(self, flat: Tensor) -> Generator[Pending[Tensor], None, Tensor]:
+        """Returns the sum of this rank's part, as long as all parts are."""
+        rows, here, codec = self._rows(flat), self.group.index, self.codec
+        others = [row for rank, row in enumerate(rows) if rank != here]
+        messages = torch.stack([codec.encode(row) for row in others])
+        coming = exchange(messages, self.group)
+        for row, message in zip(others, messages, strict=True):
+            self._leave(row, message)
+        yield coming
+        total = rows[here]
+        for message in coming.wait():
+            total.add_(codec.decode(message, len(total), total.dtype))
+        return total
+
+    def _gather(self, total: Tensor, flat: Tensor) -> Transfers:
+        message = self.codec.encode(total)
+        messages = message.repeat(self.group.size)
+        coming = all_gather_(messages, self.group)
+        self._leave(total, message)
+        yield coming
+        parts = flat.split(len(total))  # the last one may be shorter, and there may be fewer
+        for into, message in zip(parts, messages.view(self.group.size, -1), strict=False):
+            into.copy_(self.codec.decode(message, len(total), flat.dtype)[: len(into)])
+
+    def _rows(self, flat: Tensor) -> Tensor:
+        """The parts [ranks, part] of a span, and what was not sent of them; zeros fill it up."""
+        ranks = self.group.size
+        if self.residual is None:
+            short = ranks * part_length(len(flat), ranks) - len(flat)
+            return (F.pad(flat, (0, short)) if short else flat).view(ranks, -1)
+        self.residual[: len(flat)].add_(flat)
+        return self.residual.view(ranks, -1)
+
+    def _leave(self, row: Tensor, message: Tensor) -> None:
+        """Keep what the message does not say of `row`; nothing of what is not finite, which a
+        skipped step must not hand on."""
+        if self.residual is not None:
+            row.sub_(self.codec.decode(message, len(row), row.dtype))
+            row.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def part_length(length: int, ranks: int) -> int:
+    """Elements of each rank's part of a span."""
+    return math.ceil(length / ranks)

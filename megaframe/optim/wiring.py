@@ -1,0 +1,65 @@
+"""Wiring: which wire a config gives to the gradients of a bucket over a group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from megaframe.comm import Group
+from megaframe.config.schema import Parallel
+from megaframe.optim.buffers import Buffers
+from megaframe.optim.codec import Half, Int8, TopK
+from megaframe.optim.powersgd import PowerWire, Views
+from megaframe.optim.wire import CodedWire, Wire, part_length
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """precision: that of gradients which are not compressed. compress: how those are that go over
+    slow links. share: of topk. rank: of powersgd."""
+
+    precision: Literal["master", "bf16"] = "master"
+    compress: Literal["none", "int8", "topk", "powersgd"] = "none"
+    share: float = 0.01
+    rank: int = 4
+
+    @classmethod
+    def of(cls, parallel: Parallel, *, compress: bool) -> Wiring:
+        """That of a config; without `compress`, of gradients too small to be worth it."""
+        return cls(
+            parallel.reduce_precision,
+            parallel.compress if compress else "none",
+            parallel.compress_share,
+            parallel.compress_rank,
+        )
+
+    @property
+    def plain(self) -> bool:
+        """Whether all gradients travel as they are."""
+        return self.precision == "master" and self.compress == "none"
+
+    def wire(
+        self,
+        group: Group,
+        length: int,
+        dtype: torch.dtype,
+        buffers: Buffers,
+        slow: Views | None = None,
+    ) -> Wire:
+        """The wire for spans of so many elements over the group. slow: its links are, and this is
+        what a span has of each parameter."""
+        if group.size == 1:
+            return Wire(group)
+        if slow is None or self.compress == "none":
+            return Wire(group) if self.precision == "master" else CodedWire(group, Half())
+        if self.compress == "powersgd":
+            return PowerWire(group, buffers.take(length, dtype).zero_(), slow, self.rank)
+        residual = buffers.take(group.size * part_length(length, group.size), dtype).zero_()
+        codec = Int8() if self.compress == "int8" else TopK(self.share)
+        return CodedWire(group, codec, residual)
+
+
+PLAIN = Wiring()
+"""All gradients travel as they are."""

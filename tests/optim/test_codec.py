@@ -1,0 +1,59 @@
+"""Messages say what they promise: exactly, to half a step, or the largest."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaframe.optim.codec import Half, Int8, TopK
+
+DTYPES = (torch.float32, torch.float64)
+
+
+def numbers(length, seed, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(length, generator=generator, dtype=dtype)
+
+
+def there_and_back(codec, x):
+    message = codec.encode(x)
+    assert message.dtype == torch.uint8 and message.ndim == 1
+    return codec.decode(message, len(x), x.dtype), len(message)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 5000), st.integers(0, 99), st.sampled_from(DTYPES), st.floats(1e-30, 1e20))
+def test_messages_say_what_they_promise(length, seed, dtype, size):
+    x = numbers(length, seed, dtype) * size
+    found, used = there_and_back(Half(), x)
+    assert torch.equal(found, x.to(torch.bfloat16).to(dtype)) and used == 2 * length
+    found, used = there_and_back(Int8(), x)
+    blocks = x.abs().split(1024)
+    step = torch.cat([block.amax().expand(len(block)) / 127 for block in blocks])
+    assert ((found - x).abs() <= 0.5001 * step).all() and used == length + 4 * len(blocks)
+    codec = TopK(0.1)
+    found, used = there_and_back(codec, x)
+    count = math.ceil(0.1 * length)
+    assert used == count * (4 + dtype.itemsize)
+    sent = found != 0
+    assert sent.sum() == count and torch.equal(found[sent], x[sent])
+    assert count == length or x[sent].abs().min() >= x[~sent].abs().max()
+    assert torch.equal(there_and_back(TopK(1.0), x)[0], x)
+
+
+@pytest.mark.parametrize("codec", [Half(), Int8(), TopK(0.001)])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_so(codec, bad):
+    x = numbers(3000, 0, torch.float32)
+    x[1500] = bad
+    found, _ = there_and_back(codec, x)
+    assert not torch.isfinite(found[1500])
+    assert torch.isfinite(found[2048:]).all()
+
+
+def test_zeros_and_tiny_numbers_do_no_harm():
+    for x in (torch.zeros(1500), torch.full((1500,), 1e-44)):
+        found, _ = there_and_back(Int8(), x)
+        assert ((found - x).abs() <= x.abs()).all()

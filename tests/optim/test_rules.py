@@ -1,0 +1,229 @@
+"""Each rule against its definition in a few plain lines, in fp64; what a skipped step leaves; what
+parameters learn at which rate, and which do not.
+"""
+
+import math
+
+import pytest
+import torch
+from test_optimizer import take_step, weights_of
+
+from megaframe.errors import UserError
+from megaframe.optim.codes import codes
+from megaframe.optim.elementwise import SGD, Lion, LionOptions, MomentumOptions, Rates
+from megaframe.optim.moments import Keeping
+from megaframe.optim.muon import orthogonal
+from megaframe.optim.rule import Step
+
+KEEPING = Keeping(*codes("master"))
+
+
+def make_step(number, lr=0.1, divisor=1.0, skip=0.0):
+    divisor = torch.tensor(divisor, dtype=torch.float64)
+    return Step(number, lr, divisor, torch.tensor(skip))
+
+
+def random(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
+def test_sgd_is_that_of_torch_with_its_decay_apart(momentum, nesterov):
+    ours = random(70_000, 0)
+    theirs = ours.clone().requires_grad_()
+    sgd = SGD(ours, MomentumOptions(momentum, nesterov, Rates(0.5, 0.2)), KEEPING)
+    torchs = torch.optim.SGD([theirs], lr=0.05, momentum=momentum, nesterov=nesterov)
+    for number in range(1, 5):
+        grads = random(70_000, number)
+        theirs.grad = grads / 3.0
+        with torch.no_grad():
+            theirs.mul_(1 - 0.05 * 0.2)
+        torchs.step()
+        sgd.update(ours, grads.clone(), make_step(number, divisor=3.0))
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-13, atol=1e-13)
+
+
+def test_lion_is_its_definition():
+    weights, mean = random(70_000, 0), torch.zeros(70_000, dtype=torch.float64)
+    ours = weights.clone()
+    lion = Lion(ours, LionOptions(0.9, 0.99, Rates(1.0, 0.2)), KEEPING)
+    for number in range(1, 5):
+        grads = random(70_000, number)
+        direction = (0.9 * mean + 0.1 * grads).sign()
+        weights = weights - 0.1 * (direction + 0.2 * weights)
+        mean = 0.99 * mean + 0.01 * grads
+        lion.update(ours, grads.clone(), make_step(number))
+        torch.testing.assert_close(ours, weights, rtol=1e-13, atol=1e-13)
+
+
+def by_definition(gradient, momentum):
+    """Momentum 0.95 with a look ahead, then Newton-Schulz on a matrix [outputs, inputs]."""
+    momentum.mul_(0.95).add_(gradient)
+    x = gradient + 0.95 * momentum
+    x = x / x.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+    return 0.2 * math.sqrt(max(x.shape)) * x
+
+
+def matrices_of(name, tensor):
+    """The matrices [outputs, inputs] of one weight, views where they can be."""
+    if name.endswith("qkv.weight"):
+        return [
+            tensor[:, :-2].flatten(0, 2),
+            tensor[:, -2].flatten(0, 1),
+            tensor[:, -1].flatten(0, 1),
+        ]
+    if name.endswith("up.weight"):
+        return list(tensor)
+    return [tensor.flatten(1)] if tensor.dim() > 1 else []
+
+
+def put_together(name, like, parts):
+    if name.endswith("qkv.weight"):
+        groups, _, width, hidden = like.shape
+        shaped = [part.view(groups, -1, width, hidden) for part in parts]
+        return torch.cat(shaped, 1)
+    return torch.stack(parts) if name.endswith("up.weight") else parts[0].view(like.shape)
+
+
+def test_muon_is_its_definition_for_matrices_and_adamw_for_the_rest(build, make_microbatch):
+    model = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2}
+    shared = {"lr": 0.02, "schedule": "constant", "clip": 0.0, "weight_decay": 0.3}
+    muon, adamw = build(model, optim={**shared, "name": "muon"}), build(model, optim=shared)
+    for name, weights in weights_of(adamw).items():
+        assert torch.equal(weights, weights_of(muon)[name])
+    expected = {name: w.clone() for name, w in weights_of(muon).items()}
+    momenta = {
+        name: [torch.zeros_like(m) for m in matrices_of(name, w)] for name, w in expected.items()
+    }
+    for step in range(3):
+        before = {name: w.clone() for name, w in weights_of(muon).items()}
+        for name, weights in weights_of(adamw).items():
+            weights.copy_(before[name])
+        take_step(adamw, make_microbatch(muon.config, step), step)
+        grads = {  # AdamW leaves them as they are
+            parameter.spec.name: (parameter.spec.role, grad.clone())
+            for bucket in adamw.optimizer.buckets
+            for parameter, _, grad in bucket.pieces(bucket.sums, bucket.kept)
+        }
+        take_step(muon, make_microbatch(muon.config, step), step)
+        for name, weights in weights_of(muon).items():
+            role, gradient = grads[name]
+            if role != "matrix":
+                torch.testing.assert_close(weights, weights_of(adamw)[name], rtol=1e-12, atol=1e-14)
+                continue
+            pairs = zip(matrices_of(name, gradient), momenta[name], strict=True)
+            direction = put_together(name, gradient, [by_definition(g, m) for g, m in pairs])
+            expected[name].mul_(1 - 0.02 * 0.3).sub_(0.02 * direction)
+            torch.testing.assert_close(weights, expected[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(40, 60), (16, 90), (90, 16)])
+def test_singular_values_become_near_1_whatever_the_size_of_the_gradient(shape):
+    matrix = random(shape[0] * shape[1], 3).view(shape) * 1e-30
+    values = torch.linalg.svdvals(orthogonal(matrix))
+    assert values.min() > 0.6 and values.max() < 1.3
+    torch.testing.assert_close(orthogonal(matrix.t()), orthogonal(matrix).t())
+    assert torch.equal(orthogonal(torch.zeros(shape)), torch.zeros(shape))
+
+
+@pytest.mark.parametrize("state", ["master", "bf16", "int8"])
+@pytest.mark.parametrize("name", ["adamw", "muon", "lion", "sgd"])
+def test_a_skipped_step_changes_nothing(name, state, build, make_microbatch):
+    optim = {"name": name, "state": state, "ema": 0.9}
+    built = build(train={"precision": "fp32"}, optim=optim)
+    take_step(built, make_microbatch(built.config), 0)
+
+    def everything():
+        return [
+            tensor.clone()
+            for bucket in built.optimizer.buckets
+            for tensor in (bucket.weights, *bucket.optimizer.state.values())
+        ]
+
+    before = everything()
+    step = Step(2, 0.1, torch.tensor(1.0), torch.tensor(1.0))
+    for bucket in built.optimizer.buckets:
+        bucket.sums.fill_(torch.nan)
+        for _ in bucket.update(step):
+            pass
+    for old, new in zip(before, everything(), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_groups_learn_at_their_own_rates(build, make_microbatch):
+    """A step of Lion without decay moves every weight by its rate, whatever its gradient."""
+    optim = {
+        "name": "lion",
+        "lr": 0.01,
+        "schedule": "constant",
+        "weight_decay": 0.5,
+        "groups": {
+            "matrix": {"lr": 2.0, "weight_decay": 0.0},
+            "vector": {"lr": 0.25},
+            "head": {"lr": 3.0, "weight_decay": 10.0},
+        },
+    }
+    built = build({"bias": True}, optim=optim)
+    before = {name: w.clone() for name, w in weights_of(built).items()}
+    take_step(built, make_microbatch(built.config), 0)
+    after = weights_of(built)
+
+    def moved(name, decay=0.0):
+        steps = (after[name] - before[name] * (1.0 - decay)).abs()
+        return steps[steps > 1e-12].unique().tolist()
+
+    assert all(value == pytest.approx(0.02) for value in moved("blocks.0.mlp.up.weight"))
+    assert all(value == pytest.approx(0.0025) for value in moved("blocks.1.mlp_norm.gain"))
+    assert all(value == pytest.approx(0.03) for value in moved("head.weight", 0.3))
+
+
+def test_frozen_parameters_stay_and_cost_nothing(build, make_microbatch):
+    frozen = ("blocks.0.*", "embedding.tokens.weight", "*.bias")
+    built = build({"bias": True}, optim={"frozen": frozen, "clip": 0.0})
+    before = {name: w.clone() for name, w in weights_of(built).items()}
+    take_step(built, make_microbatch(built.config), 0)
+    for name, weights in weights_of(built).items():
+        stays = name.startswith("blocks.0.") or name.endswith(".bias") or "tokens" in name
+        assert torch.equal(weights, before[name]) == stays, name
+    for bucket in built.optimizer.buckets:
+        names = [parameter.spec.name for parameter in bucket.parameters]
+        if bucket.optimizer is None:
+            assert not len(bucket.sums), names
+    keys = {key for key, _, _, _ in built.optimizer.tensors()}
+    assert "optimizer.mean/blocks.1.mlp.up.weight" in keys
+    assert "optimizer.mean/blocks.0.mlp.up.weight" not in keys
+    assert "blocks.0.mlp.up.weight" in keys
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (("blocks.0.mlp.wp.weight",), "near are blocks.0.mlp.up.weight, "),
+        (("*", "head.weight"), "leaves none of the"),
+        (("head.weigh",), "optim.frozen=head.weigh fits none of the .* near are head.weight"),
+    ],
+)
+def test_a_pattern_that_fits_nothing_is_refused(patterns, message, build):
+    with pytest.raises(UserError, match=message):
+        build(optim={"frozen": patterns})
+
+
+def test_the_average_is_its_definition(build, make_microbatch):
+    built = build(optim={"ema": 0.8, "name": "muon"})
+    expected = {name: w.clone() for name, w in weights_of(built).items()}
+    for step in range(4):
+        take_step(built, make_microbatch(built.config, step), step)
+        for name, weights in weights_of(built).items():
+            expected[name] = 0.8 * expected[name] + 0.2 * weights
+    found = {
+        key.removeprefix("optimizer.ema/"): tensor
+        for key, _, _, tensor in built.optimizer.tensors()
+        if key.startswith("optimizer.ema/")
+    }
+    assert found.keys() == expected.keys()
+    for name, average in found.items():
+        torch.testing.assert_close(average, expected[name], rtol=1e-12, atol=1e-14)

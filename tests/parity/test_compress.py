@@ -1,0 +1,103 @@
+"""Training with compressed gradients: the same answer where nothing is left out, and one nearly as
+good where much is, because what is left out is sent later.
+"""
+
+import pytest
+import torch
+from training import MODELS, assert_same, run
+
+from megaframe.comm import all_reduce
+from megaframe.config import RunConfig
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh, world_size
+from megaframe.meter import StepTimer
+from megaframe.microbatch import Microbatch
+from megaframe.pipeline import Pipeline
+
+TOPK = {"compress": "topk", "compress_share": 1.0}
+POWER = {"compress": "powersgd", "compress_rank": 64}
+
+
+@pytest.fixture(scope="module")
+def expected(pool):
+    return pool.run(1, run, MODELS["gpt2"], {"microbatch": 8})[0]
+
+
+@pytest.mark.parametrize("keys", [TOPK, POWER])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "parallel", [{}, {"data_replicate": 2}, {"data_replicate": 4}, {"tensor": 2}, {"pipeline": 2}]
+)
+def test_what_leaves_nothing_out_changes_no_answer(parallel, zero, keys, pool, expected):
+    keys = {**parallel, **keys, "zero": zero}
+    assert_same(pool.run(4, run, MODELS["gpt2"], {"microbatch": 2}, keys), expected)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_bf16_on_the_wire_costs_its_rounding(replicas, zero, pool, expected):
+    keys = {"reduce_precision": "bf16", "data_replicate": replicas, "zero": zero}
+    for found in pool.run(4, run, MODELS["gpt2"], {"microbatch": 2}, keys):
+        assert found.norms != expected.norms
+        assert found.norms == pytest.approx(expected.norms, rel=2e-3)
+        assert found.losses == pytest.approx(expected.losses, rel=2e-3)
+
+
+RUN_STEPS, TAIL = 200, 40
+
+
+def learn(parallel, feedback=True):
+    """Mean loss of the last steps of a run that learns to count."""
+    config = RunConfig(
+        model={"layers": 2, "hidden": 32, "heads": 4, "vocab": 61},
+        train={"seq": 16, "global_batch": 8, "microbatch": 4, "precision": "fp32"},
+        optim={"lr": 3e-3, "schedule": "constant", "warmup": 10},
+        parallel=parallel,
+    )
+    mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
+    pipeline = Pipeline(config, mesh, StepTimer().time)
+    pipeline.optimizer.initialise(0)
+    if not feedback:
+        for bucket in pipeline.optimizer.buckets:
+            bucket._over_shard.residual = bucket._over_replicas.residual = None
+    data = mesh.group("data")
+    losses = []
+    for step in range(RUN_STEPS):
+        generator = torch.Generator().manual_seed(step)
+        start, stride = torch.randint(0, 61, (2, 8, 1), generator=generator)
+        rows = (start + (1 + stride % 5) * torch.arange(17)) % 61
+        mine = slice(data.index * (8 // data.size), (data.index + 1) * (8 // data.size))
+        tokens, labels = rows[mine, :-1].contiguous(), rows[mine, 1:].contiguous()
+        samples = torch.arange(8)[mine]
+        parts = zip(tokens.split(4), labels.split(4), samples.split(4), strict=True)
+        outcome = pipeline.train([Microbatch(*one) for one in parts], step, 1 / 128)
+        losses.append(float(all_reduce(outcome.loss / 128, mesh.world).wait()))
+    mesh.close()
+    return sum(losses[-TAIL:]) / TAIL
+
+
+@pytest.fixture(scope="module")
+def uncompressed(pool):
+    return pool.run(2, learn, {"zero": 1})[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "margin"),
+    [
+        ({"reduce_precision": "bf16"}, 1.02),
+        ({"compress": "int8"}, 1.02),
+        ({"compress": "topk", "compress_share": 0.05}, 1.1),
+        ({"compress": "powersgd", "compress_rank": 2}, 1.1),
+    ],
+)
+@pytest.mark.parametrize("zero", [0, 2])
+def test_compressed_training_converges(keys, margin, zero, pool, uncompressed):
+    assert uncompressed < 2.0
+    found = pool.run(2, learn, {"zero": zero, **keys})[0]
+    assert found < margin * uncompressed
+
+
+def test_without_error_feedback_it_does_not(pool, uncompressed):
+    keys = {"compress": "topk", "compress_share": 0.05}
+    found = pool.run(2, learn, keys, False)[0]
+    assert found > 1.1 * uncompressed

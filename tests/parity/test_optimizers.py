@@ -1,0 +1,88 @@
+"""No layout changes what an optimizer does, least of all one that needs whole matrices: 1e-10 in
+fp64, under what data ranks divide, tensor, context and pipeline ranks, and replicas.
+"""
+
+import pytest
+from training import MODELS, assert_same, run
+
+OPTIMIZERS = {
+    "muon": {"name": "muon", "ema": 0.7},
+    # Biases of keys change no attention: their gradient is 0, and its sign that of rounding.
+    "lion": {"name": "lion", "frozen": ("*qkv.bias", "blocks.1.*", "embedding.positions.weight")},
+    "sgd": {"name": "sgd", "nesterov": True, "groups": {"matrix": {"lr": 0.5}}},
+}
+MODEL = {"layers": 3, "heads": 4, "hidden": 16}
+LAYOUTS = [
+    (2, {}, 2),
+    (4, {"tensor": 4}, 8),
+    (4, {"tensor": 2}, 4),
+    (4, {"data_replicate": 2}, 2),
+    (4, {"context": 2}, 1),
+    (4, {"pipeline": 2}, 1),
+    (4, {"pipeline": 2, "tensor": 2}, 2),
+]
+
+
+@pytest.fixture(scope="module")
+def expected(pool):
+    combinations = [("llama", "muon"), *(("gpt2", optim) for optim in OPTIMIZERS)]
+    return {(name, optim): outcome(pool, name, optim, 1, {}, 8)[0] for name, optim in combinations}
+
+
+def outcome(pool, name, optim, ranks, parallel, microbatch):
+    model, train = {**MODELS[name], **MODEL}, {"microbatch": microbatch}
+    return pool.run(ranks, run, model, train, parallel, False, False, False, OPTIMIZERS[optim])
+
+
+def same(pool, expected, name, optim, ranks, parallel, microbatch):
+    found = outcome(pool, name, optim, ranks, parallel, microbatch)
+    assert_same(found, expected[name, optim])
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(("ranks", "parallel", "microbatch"), LAYOUTS)
+def test_muon_is_that_of_one_process(ranks, parallel, microbatch, zero, pool, expected):
+    """Two heads of keys for four ranks: neighbours hold the same ones, and give them once."""
+    parallel = {**parallel, "zero": zero}
+    same(pool, expected, "llama", "muon", ranks, parallel, microbatch)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}])
+def test_others_too_with_a_tied_embedding(optim, parallel, zero, pool, expected):
+    same(pool, expected, "gpt2", optim, 4, {**parallel, "zero": zero}, 2)
+
+
+def test_every_rank_owns_some_of_the_matrices(pool):
+    """Seven matrices a block (queries, keys and values apart, gate and up too), dealt by work."""
+    owned = pool.run(4, matrices_owned, {"zero": 1})
+    assert sum(len(sizes) for sizes in owned) == 3 * 7
+    work = [sum(sizes) for sizes in owned]
+    assert max(work) < 1.5 * min(work)
+
+
+def matrices_owned(parallel):
+    """The work of the matrices that this rank owns."""
+    from megaframe.config import RunConfig
+    from megaframe.layout import Layout
+    from megaframe.mesh import Mesh, world_size
+    from megaframe.optim.muon import Muon
+    from megaframe.optim.optimizer import Optimizer
+    from megaframe.stage import whole_model
+
+    config = RunConfig(
+        model={**MODELS["llama"], **MODEL, "vocab": 37},
+        optim={"name": "muon"},
+        parallel=parallel,
+        train={"precision": "fp64"},
+    )
+    mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu")
+    optimizer = Optimizer(config, mesh, {0: whole_model(config).units})
+    found = []
+    for bucket in optimizer.buckets:
+        rule = bucket.optimizer
+        if isinstance(rule, Muon):
+            found += [rule.work[index] for index in rule._exchange._owned]
+    mesh.close()
+    return found

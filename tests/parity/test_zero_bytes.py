@@ -1,0 +1,150 @@
+"""What ZeRO stages move and when: equal to the last bit where sums have the same order, alone or
+overlapped, and as many bytes as the closed forms say, those of slow links apart.
+"""
+
+import pytest
+import torch
+from training import MODELS, global_batch, run, share
+
+from megaframe.config import RunConfig
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh, world_size
+from megaframe.meter import StepTimer
+from megaframe.pipeline import Pipeline
+
+LAYERS, ITEM = 4, 8
+
+
+def bits(results):
+    """What a world computed, in a form that is the same whoever holds it: losses, norms and whole
+    tensors."""
+    held = {}
+    for rank in results:
+        for name, pieces in rank.weights.items():
+            for box, piece in pieces:
+                held.setdefault(name, {})[box] = piece
+    whole = {}
+    for name, pieces in held.items():
+        shape = [max(o + n for o, n in zip(*dims, strict=True)) for dims in _dims(pieces)]
+        whole[name] = torch.full(shape, torch.nan, dtype=torch.float64)
+        for box, piece in pieces.items():
+            whole[name][box.slices] = piece
+    return results[0].losses, results[0].norms, results[0].evaluation, whole
+
+
+def _dims(boxes):
+    """For each dim, (offsets, lengths) of the boxes."""
+    boxes = list(boxes)
+    return [
+        ([box.offset[dim] for box in boxes], [box.shape[dim] for box in boxes])
+        for dim in range(len(boxes[0].shape))
+    ]
+
+
+def assert_bitwise(found, expected):
+    *numbers, weights = bits(found)
+    *wanted, others = bits(expected)
+    assert numbers == wanted
+    assert weights.keys() == others.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, others[name]), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("ranks", "stages"), [(2, (0, 1, 2, 3)), (4, (1, 2, 3))])
+def test_stages_are_bitwise_equal_where_sums_have_one_order(ranks, stages, name, pool):
+    train = {"microbatch": 8 // ranks}
+    first, *rest = (
+        pool.run(ranks, run, {**MODELS[name], "layers": LAYERS}, train, {"zero": zero})
+        for zero in stages
+    )
+    for found in rest:
+        assert_bitwise(found, first)
+
+
+@pytest.mark.parametrize("compress", ["none", "int8", "powersgd"])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_overlap_changes_no_bit_of_any_stage(zero, replicas, compress, pool):
+    parallel = {"zero": zero, "data_replicate": replicas, "compress": compress}
+    serial, overlapped = (
+        pool.run(4, run, MODELS["gpt2"], {"microbatch": 1}, parallel, serial)
+        for serial in (True, False)
+    )
+    for one, other in zip(serial, overlapped, strict=True):
+        assert (one.losses, one.norms, one.evaluation) == (
+            other.losses,
+            other.norms,
+            other.evaluation,
+        )
+        for name, pieces in one.weights.items():
+            for (box, piece), (wanted, same) in zip(pieces, other.weights[name], strict=True):
+                assert box == wanted and torch.equal(piece, same), name
+
+
+def moved(model, train, parallel, axes):
+    """-> bytes of one step over each of the axes, (length, stage, spec) of each bucket, elements"""
+    config = RunConfig(
+        model={"layers": LAYERS, "hidden": 16, "heads": 4, "vocab": 37, **model},
+        train={"seq": 10, "global_batch": 8, "precision": "fp64", "steps": 9, **train},
+        parallel=parallel,
+    )
+    mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
+    pipeline = Pipeline(config, mesh, StepTimer().time)
+    pipeline.optimizer.initialise(config.run.seed)
+    group = mesh.group("data")
+    mine = share(global_batch(config, 0), config.train.microbatch, group.index, group.size, False)
+    pipeline.train(mine, 0, 0.01)
+    mesh.take_traffic()
+    pipeline.train(mine, 1, 0.01)
+    found = mesh.take_traffic()
+    buckets = [
+        (bucket.length, bucket.sharing.stage, bucket.parameters[0].spec)
+        for bucket in pipeline.optimizer.buckets
+    ]
+    elements = sum(parameter.spec.size for parameter in pipeline.stages[0].parameters())
+    mesh.close()
+    return [found[axis] for axis in axes], buckets, elements
+
+
+def gathers(spec, tied, microbatches):
+    """How often a step brings a bucket's values at stage 3, for blocks the mean of all. Of blocks,
+    the two that computed last stay from a forward to its backward, and from that to the next
+    forward. A tied embedding comes for each of its uses."""
+    if spec.role == "matrix":
+        return (2 * LAYERS - 2 + (microbatches - 1) * (2 * LAYERS - 4)) / LAYERS
+    return microbatches * (2 if tied and "token" in spec.name else 1)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_over_data_ranks_are_the_closed_form(name, ranks, zero, microbatches, pool):
+    model, train = MODELS[name], {"microbatch": 8 // ranks // microbatches}
+    tied = model.get("tie_embeddings", False)
+    wanted = 0.0
+    found = pool.run(ranks, moved, model, train, {"zero": zero}, ["data"])
+    for length, stage, spec in found[0][1]:
+        scattered = microbatches if stage >= 2 else 1
+        gathered = gathers(spec, tied, microbatches) if stage == 3 else 1
+        wanted += (scattered + gathered) * length
+    for (bytes_,), buckets, elements in found:
+        padded = sum(length for length, *_ in buckets)
+        assert elements <= padded <= elements + 20 * 8 * ranks * len(buckets)
+        assert bytes_ == wanted * ITEM * (ranks - 1) / ranks
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_slow_links_carry_the_share_of_one_rank_of_a_node(zero, pool):
+    """Two nodes of two ranks: over slow links a rank sends half of what a ring over the nodes
+    would, less than half of what one over all ranks does."""
+    parallel = {"zero": zero, "data_replicate": 2}
+    train = {"microbatch": 2}
+    found = pool.run(4, moved, MODELS["gpt2"], train, parallel, ["data_replicate"])
+    flat = pool.run(4, moved, MODELS["gpt2"], train, {"zero": 0}, ["data"])[0][0][0]
+    for (slow,), buckets, _ in found:
+        padded = sum(length for length, *_ in buckets)
+        ring_of_nodes = 2 * padded * ITEM * (2 - 1) / 2
+        assert slow == ring_of_nodes / 2
+        assert slow < flat / 2

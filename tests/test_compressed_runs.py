@@ -1,0 +1,53 @@
+"""Whole runs with compressed gradients: resume, and what a change of layout leaves."""
+
+import pytest
+from test_pretrain import lines, losses, train
+
+KINDS = {
+    "int8": {},
+    "topk": {"parallel__compress_share": 0.05},
+    "powersgd": {"parallel__compress_rank": 1},
+}
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 0), (2, 1, 2), (4, 2, 3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_is_bitwise_one_that_never_stopped(kind, layout, pool, overrides, tmp_path):
+    ranks, replicas, zero = layout
+    keys = {
+        "parallel__compress": kind,
+        "parallel__zero": zero,
+        "parallel__data_replicate": replicas,
+        "train__precision": "fp32",
+        "train__microbatch": 1,
+        "optim__schedule": "constant",
+        "checkpoint__every": 3,
+        **KINDS[kind],
+    }
+    pool.run(ranks, train, overrides(run__dir=tmp_path / "whole", train__steps=6, **keys))
+    pool.run(ranks, train, overrides(train__steps=3, **keys))
+    pool.run(ranks, train, overrides(train__steps=6, checkpoint__resume="latest", **keys))
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert "not sent yet is dropped" not in (tmp_path / "run/run.log").read_text()
+
+
+def test_another_layout_drops_what_was_not_sent_and_says_so(pool, overrides, tmp_path):
+    keys = {"parallel__compress": "topk", "optim__schedule": "constant", "checkpoint__every": 3}
+    pool.run(2, train, overrides(train__steps=3, **keys))
+    resumed = overrides(
+        train__steps=6, checkpoint__resume="latest", **{**keys, "train__microbatch": 1}
+    )
+    pool.run(4, train, resumed)
+    assert "not sent yet is dropped" in (tmp_path / "run/run.log").read_text()
+    assert len(losses(tmp_path / "run")) == 6
+
+
+def test_bytes_are_in_every_line(pool, overrides, tmp_path):
+    sent = {}
+    for kind in ("none", "int8"):
+        folder = tmp_path / kind
+        pool.run(2, train, overrides(run__dir=folder, parallel__compress=kind, train__steps=3))
+        sent[kind] = [line["bytes"] for line in lines(folder)]
+        assert all(step.keys() == {"data", "world"} for step in sent[kind])
+        assert sent[kind][1]["data"] == sent[kind][2]["data"]
+    assert 0 < sent["int8"][2]["data"] < sent["none"][2]["data"] / 4
