@@ -11,14 +11,20 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+
+from harness import ROOT
 
 BURST, QUEUE = "128kb", "4mb"
 """What a link sends at once before its rate holds, and what waits in front of it."""
 UPLINK = "uplink"
 """Name of each host's end of its link."""
+PORT = 29500
+LIMIT = 600.0
+"""Seconds after which ranks that have not answered are given up."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,23 @@ def hosts(count: int, rate: str) -> Iterator[list[Host]]:
             made.append(Host(name, f"10.0.{number // 250}.{number % 250 + 1}"))
             _join(made[-1], switch, f"port{number}", rate)
         yield made
+
+
+def start_ranks(hosts: Sequence[Host], command: Sequence[str]) -> list[str]:
+    """Run a Python program with `--rank` once on each host, as the ranks of one world with one
+    thread each, and return what each printed. Ends the program when a rank fails."""
+    ranks = []
+    for rank, host in enumerate(hosts):
+        place = {"RANK": rank, "WORLD_SIZE": len(hosts), "MASTER_ADDR": hosts[0].address}
+        place |= {"MASTER_PORT": PORT, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
+        place |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning"}
+        environment = os.environ | {name: str(value) for name, value in place.items()}
+        line = (*host.command, sys.executable, *command, f"--rank={rank}")
+        ranks.append(subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, text=True))
+    answers = [rank.communicate(timeout=LIMIT)[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        sys.exit("a rank failed; its message is above")
+    return answers
 
 
 def _join(host: Host, switch: str, port: str, rate: str) -> None:

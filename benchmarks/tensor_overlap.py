@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -23,21 +21,19 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness import ROOT, Spread, commit, machine
-from shaped import Host, hosts
+from harness import Spread, commit, machine
+from shaped import LIMIT, Host, hosts, start_ranks
 
 if TYPE_CHECKING:
     from megaframe.nn.frame import Frame
     from megaframe.nn.linear import Linear
 
-RANKS, PORT = 2, 29500
+RANKS = 2
 ALONE, SERIAL = "compute alone", "serial"
 CHUNKS = {"overlapped": 1, "2 parts": 2, "4 parts": 4}
 WAYS = (ALONE, SERIAL, *CHUNKS)
 PASSES = ("column forward", "row forward", "column backward", "row backward")
 SUMS = {"forward": PASSES[:2], "backward": PASSES[2:]}
-LIMIT = 600.0
-"""Seconds after which ranks that have not answered are given up."""
 
 Seconds = dict[str, dict[str, list[float]]]
 """By way and pass, one number a round."""
@@ -91,17 +87,7 @@ def main() -> None:
 def in_world(both: Sequence[Host], given: argparse.Namespace) -> Seconds:
     """What the ranks measure, one on each host: in each round, the slower one's time."""
     shape = [f"--{name}={getattr(given, name)}" for name in ("rows", "hidden", "ffn", "rounds")]
-    ranks = []
-    for rank, host in enumerate(both):
-        place = {"RANK": rank, "WORLD_SIZE": len(both), "MASTER_ADDR": both[0].address}
-        place |= {"MASTER_PORT": PORT, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
-        place |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning"}
-        command = (*host.command, sys.executable, __file__, f"--rank={rank}", *shape)
-        environment = os.environ | {name: str(value) for name, value in place.items()}
-        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    answers = [rank.communicate(timeout=LIMIT)[0] for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        sys.exit("a rank failed; its message is above")
+    answers = start_ranks(both, (__file__, *shape))
     one, other = (json.loads(answer) for answer in answers)
     return {
         way: {name: [*map(max, one[way][name], other[way][name])] for name in PASSES}

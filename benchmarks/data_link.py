@@ -1,0 +1,265 @@
+"""How much of the communication of sharded data parallelism is exposed, on a link that takes time.
+
+Two hosts with one rank each are joined by a shaped link (`shaped.py`). The GPT of
+`peers/workload.py` with a small vocabulary is trained in fp32 by turns in the same processes: ours
+at ZeRO stages 1 to 3, and FSDP2 at its stages 2 and 3. Of ours stands beside it what a step takes
+whose transfers go nowhere, over torch's fake process group, what of that is backward, and what the
+transfers of a step take alone, in their order. The most that overlap can give is the longer one of
+compute and communication; a stage is compared with FSDP2 at the same one, stage 1 with its stage 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
+from datetime import datetime, timezone
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness import Spread, commit, machine
+from shaped import LIMIT, Host, hosts, start_ranks
+
+PEERS = Path(__file__).resolve().parent / "peers"
+sys.path.insert(0, str(PEERS))
+
+from workload import WORKLOAD  # noqa: E402
+
+if TYPE_CHECKING:
+    from megaframe.mesh import Mesh
+    from megaframe.parameter import Module
+
+RANKS = 2
+SHAPE = replace(WORKLOAD, vocab=2048)
+STAGES = (1, 2, 3)
+BESIDE = {1: "FSDP2 2", 2: "FSDP2 2", 3: "FSDP2 3"}
+"""The peer of each stage."""
+
+Measured = dict[str, list[float]]
+"""By what was done, seconds of a step, one number a round."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rates", nargs="+", default=["1400mbit", "2100mbit"])
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each turn")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--write", type=Path, help="write all measurements as JSON to this file")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank is not None:
+        print(json.dumps(measure(given)))
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that hosts are removed
+    results = {}
+    for rate in given.rates:
+        with hosts(RANKS, rate) as both:
+            results[rate] = in_world(both, given)
+        show(rate, results[rate])
+    if given.write:
+        document = {
+            "commit": commit(),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "machine": machine(),
+            "config": {**asdict(SHAPE), "ranks": RANKS, "precision": "fp32"}
+            | {"threads of a rank": 1, "steps": given.steps, "rounds": given.rounds},
+            "summary": {rate: summary(measured) for rate, measured in results.items()},
+            "seconds": results,
+        }
+        given.write.parent.mkdir(parents=True, exist_ok=True)
+        given.write.write_text(json.dumps(document, indent=2) + "\n")
+        print(f"wrote {given.write}")
+
+
+def in_world(both: Sequence[Host], given: argparse.Namespace) -> Measured:
+    """What the ranks measure, one on each host: in each round, the slower one's time."""
+    command = (__file__, f"--steps={given.steps}", f"--rounds={given.rounds}")
+    one, other = (json.loads(answer) for answer in start_ranks(both, command))
+    return {name: [*map(max, one[name], other[name])] for name in one}
+
+
+def measure(given: argparse.Namespace) -> Measured:
+    """One rank: everything once a round, after a round that is not counted."""
+    import torch
+    from data_torch import step_of
+
+    from megaframe.comm import barrier
+    from megaframe.layout import Layout
+    from megaframe.mesh import Mesh
+
+    torch.set_num_threads(1)
+    mesh = Mesh(Layout(data=RANKS), device="cpu", timeout=LIMIT)
+    turns: list[Callable[[], dict[str, float]]] = []
+    for stage in STAGES:
+        ours = Ours(mesh, stage)
+        turns += [ours.step, ours.compute, ours.communicate]
+    for way in ("fsdp2", "fsdp3"):
+        turns.append(timed(f"FSDP2 {way[-1]}", step_of(SHAPE, way, "fp32", RANKS)))
+    seconds: Measured = {}
+    for number in range(1 + given.rounds):
+        for turn in turns:
+            barrier(mesh.world)
+            turn()  # what a step leaves under way belongs to the next one
+            taken = [turn() for _ in range(given.steps)]
+            for name in taken[0] if number else ():
+                median = statistics.median(one[name] for one in taken)
+                seconds.setdefault(name, []).append(median)
+    barrier(mesh.world)
+    mesh.close()
+    return seconds
+
+
+def timed(name: str, work: Callable[[], object]) -> Callable[[], dict[str, float]]:
+    """The work, that tells by its name how long it took."""
+
+    def run() -> dict[str, float]:
+        start = time.perf_counter()
+        work()
+        return {name: time.perf_counter() - start}
+
+    return run
+
+
+class Ours:
+    """megaframe on one rank, at one ZeRO stage. Its turns tell seconds by what they measured."""
+
+    def __init__(self, mesh: Mesh, zero: int) -> None:
+        import torch
+        import torch.distributed as dist
+        import torch.testing._internal.distributed.fake_pg  # registers the backend
+        from ours import overrides_of
+
+        from megaframe.config import load
+        from megaframe.pipeline import Pipeline
+
+        settings = (
+            f"model.vocab={SHAPE.vocab}",
+            f"train.microbatch={SHAPE.batch // RANKS}",
+            f"parallel.zero={zero}",
+            "train.recompute_blocks=0",
+        )
+        config = load(None, [*overrides_of("fp32", 1, Path("no-data")), *settings])
+        self.zero, self._backward = zero, 0.0
+        self.pipeline = Pipeline(config, mesh, lambda part: nullcontext())
+        self.optimizer, self.stage = self.pipeline.optimizer, self.pipeline.stages[0]
+        self.optimizer.initialise(SHAPE.seed)
+        self.fake = dist.new_group(backend="fake")
+        torch.manual_seed(SHAPE.seed + 1 + mesh.rank)
+        backward = self.stage.backward
+
+        def watched(*given: Any, **named: Any) -> Any:
+            start = time.perf_counter()
+            made = backward(*given, **named)
+            self._backward = time.perf_counter() - start
+            return made
+
+        setattr(self.stage, "backward", watched)  # noqa: B010
+
+    def step(self) -> dict[str, float]:
+        """A step as in a run."""
+        return {f"megaframe {self.zero}": self._step()}
+
+    def compute(self) -> dict[str, float]:
+        """A step whose transfers of gradients and weights go nowhere, and its backward pass."""
+        with self.nowhere():
+            taken = self._step()
+        return {f"compute {self.zero}": taken, f"backward {self.zero}": self._backward}
+
+    def communicate(self) -> dict[str, float]:
+        """The transfers of a step alone, in their order."""
+        start = time.perf_counter()
+        optimizer, units = self.optimizer, self.stage.units
+        optimizer.start_step()
+        for unit, after in pairwise((*units, None)):
+            self._pass(unit, after)
+        backward = units[-2:0:-1]  # neither end needs its values again
+        optimizer.reduce(units[-1])
+        for unit, after in pairwise((*backward, None)):
+            self._pass(unit, after)
+            optimizer.reduce(unit)
+        optimizer.reduce(units[0])
+        optimizer.reduce_vectors(0)
+        optimizer.wait()
+        optimizer.load_state(optimizer.state())  # brings the weights anew
+        return {f"communication {self.zero}": time.perf_counter() - start}
+
+    def _pass(self, unit: Module, after: Module | None) -> None:
+        self.optimizer.take(unit)
+        if after is not None:
+            self.optimizer.fetch(after)
+        self.optimizer.leave(unit)
+
+    def _step(self) -> float:
+        import torch
+        from data_workload import draw
+
+        from megaframe.microbatch import Microbatch
+
+        start = time.perf_counter()
+        tokens, targets = draw(SHAPE, RANKS)
+        microbatch = Microbatch(tokens, targets, torch.arange(len(tokens)))
+        outcome = self.pipeline.train([microbatch], 0, 1 / SHAPE.tokens_per_step)
+        float(outcome.loss)
+        return time.perf_counter() - start
+
+    @contextmanager
+    def nowhere(self) -> Iterator[None]:
+        """Within it nothing is sent, and what would have come is what was there."""
+        self.finish()
+        buckets = self.optimizer.buckets
+        before = [bucket.sharing for bucket in buckets]
+        for bucket in buckets:
+            shard = replace(bucket.sharing.shard, handle=self.fake)
+            bucket.sharing = replace(bucket.sharing, shard=shard)
+        yield
+        self.finish()
+        for bucket, sharing in zip(buckets, before, strict=True):
+            bucket.sharing = sharing
+
+    def finish(self) -> None:
+        """Return when no transfer is under way."""
+        for unit in self.stage.units:
+            self._pass(unit, None)
+
+
+def summary(measured: Measured) -> dict[str, dict[str, float | dict[str, float]]]:
+    """By stage: medians, the step's ratio to the longer of compute and communication, and the
+    peer's step's ratio to it, with its range within rounds."""
+    found: dict[str, dict[str, float | dict[str, float]]] = {}
+    for stage in STAGES:
+        parts = ("megaframe", "compute", "backward", "communication")
+        seconds = {part: statistics.median(measured[f"{part} {stage}"]) for part in parts}
+        beside, ours = measured[BESIDE[stage]], measured[f"megaframe {stage}"]
+        ratios = [peer / mine for peer, mine in zip(beside, ours, strict=True)]
+        longest = max(seconds["compute"], seconds["communication"])
+        found[str(stage)] = {
+            **seconds,
+            BESIDE[stage]: statistics.median(beside),
+            "over the longer": seconds["megaframe"] / longest,
+            "times the peer": statistics.median(beside) / seconds["megaframe"],
+            "in rounds": asdict(Spread.of(ratios)),
+        }
+    return found
+
+
+def show(rate: str, measured: Measured) -> None:
+    """Print one rate as a table: milliseconds and ratios."""
+    heads = ("step", "compute", "backward", "commun.", "over longer", "FSDP2", "times it")
+    print(f"\n{rate:<12}" + "".join(f"{head:>13}" for head in heads))
+    for stage, line in summary(measured).items():
+        numbers = [value for value in line.values() if isinstance(value, float)]
+        ours, compute, backward, communication, peer, over, times = numbers
+        cells = [f"{1e3 * value:.0f} ms" for value in (ours, compute, backward, communication)]
+        cells += [f"{over:.3f}", f"{1e3 * peer:.0f} ms", f"{times:.2f}"]
+        print(f"{'stage ' + stage:<12}" + "".join(f"{cell:>13}" for cell in cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""DeepSpeed's ZeRO on its CPU accelerator, over gloo, with the GPT of `plain.py`.
+
+In bf16 the model has bf16 weights and gradients, summed over the ranks in bf16 as it does by
+default; its optimizer keeps fp32 ones. AdamW is torch's, fused, because its own has to be compiled
+and needs its weights in host memory apart from the model's. Clipping is its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import deepspeed
+import torch
+from data_workload import draw, parser
+from plain import GPT, optimizer_of
+from ranks import measure, run
+from workload import WORKLOAD
+
+
+def settings(given: argparse.Namespace) -> dict[str, Any]:
+    """Its configuration."""
+    return {
+        "train_micro_batch_size_per_gpu": WORKLOAD.batch // given.ranks,
+        "gradient_clipping": WORKLOAD.clip,
+        "bf16": {"enabled": given.precision == "bf16"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": given.stage},
+    }
+
+
+def train(given: argparse.Namespace) -> None:
+    """The part of one rank."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    torch.manual_seed(WORKLOAD.seed)
+    model = GPT(WORKLOAD)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer_of(model, WORKLOAD), config=settings(given)
+    )
+    torch.manual_seed(WORKLOAD.seed + 1 + torch.distributed.get_rank())
+
+    def step() -> float:
+        loss = engine(*draw(WORKLOAD, given.ranks))
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    versions = {"torch": torch.__version__, "deepspeed": deepspeed.__version__}
+    measure(step, given.steps, WORKLOAD.tokens_per_step, versions)
+    engine.destroy()
+    torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--stage", type=int, choices=(1, 2, 3), required=True)
+    given = arguments.parse_args()
+    run(train, given, given.ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""megatron-core's DistributedDataParallel and its distributed optimizer on CPUs, over gloo.
+
+The model is that of `megatron_core.py`, and so is what stands in for a CUDA device. Its buffers ask
+the weights whether they are CUDA tensors, and are told that they are. Gradients are reduced in fp32
+beside the backward pass, as `--overlap-grad-reduce` does; AdamW is torch's, fused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed
+from data_workload import draw, parser
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron_core import build, replace_cuda
+from ranks import measure, run
+from torch import Tensor
+from workload import WORKLOAD
+
+
+def pose_as_cuda() -> None:
+    """Let tensors say that they are on a CUDA device, where their type is asked for by name."""
+    type_of = Tensor.type
+
+    def name(self: Tensor, *given: Any, **named: Any) -> Any:
+        if given or named:
+            return type_of(self, *given, **named)
+        return type_of(self).replace("torch.", "torch.cuda.")
+
+    setattr(Tensor, "type", name)  # noqa: B010
+
+
+def train(given: argparse.Namespace) -> None:
+    """The part of one rank."""
+    warnings.filterwarnings("ignore")
+    replace_cuda()
+    pose_as_cuda()
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(WORKLOAD.seed)
+    low = given.precision == "bf16"
+    module = build(WORKLOAD, torch.bfloat16 if low else torch.float32)
+    buffers = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=True,
+        use_distributed_optimizer=True,
+    )
+    model = DistributedDataParallel(module.config, buffers, module)
+    options = OptimizerConfig(
+        lr=WORKLOAD.learning_rate,
+        weight_decay=WORKLOAD.weight_decay,
+        adam_beta1=WORKLOAD.beta1,
+        adam_beta2=WORKLOAD.beta2,
+        clip_grad=WORKLOAD.clip,
+        bf16=low,
+        params_dtype=torch.bfloat16 if low else torch.float32,
+        use_distributed_optimizer=True,
+    )
+    optimizer = get_megatron_optimizer(options, [model])
+    for group in optimizer.param_groups:
+        group["fused"] = True
+    torch.manual_seed(WORKLOAD.seed + 1 + torch.distributed.get_rank())
+    positions = torch.arange(WORKLOAD.seq).expand(WORKLOAD.batch // given.ranks, -1)
+
+    def step() -> float:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        tokens, targets = draw(WORKLOAD, given.ranks)
+        loss = model(tokens, positions, None, labels=targets).float().mean()
+        loss.backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        return loss.item()
+
+    versions = {"torch": torch.__version__, "megatron-core": version("megatron-core")}
+    measure(step, given.steps, WORKLOAD.tokens_per_step, versions)
+    torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    given = parser(__doc__).parse_args()
+    run(train, given, given.ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""PyTorch's data parallel ways on the GPT of `plain.py`: DistributedDataParallel, whose gradients
+are views of its buckets, and FSDP2's `fully_shard` of each block and of the rest.
+
+In bf16 the first is autocast over fp32 weights, the second its own mixed precision, with gradients
+summed in fp32 as everywhere here. `reshard_after_forward=False` keeps the gathered values until the
+backward pass, so they are gathered once: its stage 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed
+from data_workload import draw, parser
+from plain import GPT, optimizer_of
+from ranks import measure, run
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from workload import WORKLOAD, Workload
+
+WAYS = ("ddp", "fsdp2", "fsdp3")
+
+
+def divide(model: GPT, way: str, precision: str) -> nn.Module:
+    """The model whose gradients are averaged over all ranks."""
+    if way == "ddp":
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    low = torch.bfloat16 if precision == "bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+    again = way == "fsdp3"
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy, reshard_after_forward=again)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=again)
+    return model
+
+
+def step_of(shape: Workload, way: str, precision: str, ranks: int) -> Callable[[], float]:
+    """A step: draws a batch, trains on it and returns its loss on this rank."""
+    torch.manual_seed(shape.seed)
+    model = divide(GPT(shape), way, precision)
+    optimizer = optimizer_of(model, shape)
+    torch.manual_seed(shape.seed + 1 + torch.distributed.get_rank())
+
+    def lowered() -> AbstractContextManager[object]:
+        if way == "ddp":
+            return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+        return nullcontext()
+
+    def step() -> float:
+        tokens, targets = draw(shape, ranks)
+        with lowered():
+            loss = model(tokens, targets)
+        loss.backward()
+        clip(model, shape.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=way != "ddp")
+        return loss.item()
+
+    return step
+
+
+def clip(model: nn.Module, largest: float) -> None:
+    """Clip at the norm of all ranks; of what is divided each has a part."""
+    parameters = list(model.parameters())
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    nn.utils.clip_grads_with_norm_(parameters, largest, norm)
+
+
+def train(given: argparse.Namespace) -> None:
+    """The part of one rank."""
+    torch.distributed.init_process_group("gloo")
+    step = step_of(WORKLOAD, given.way, given.precision, given.ranks)
+    measure(step, given.steps, WORKLOAD.tokens_per_step, {"torch": torch.__version__})
+    torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--way", choices=WAYS, required=True)
+    given = arguments.parse_args()
+    run(train, given, given.ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""The workload of `train_cpu.py` with the samples of a step divided over ranks."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from workload import Workload
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The arguments that every contender takes; a contender may add its own."""
+    arguments = argparse.ArgumentParser(description=description)
+    arguments.add_argument("--ranks", type=int, required=True, help="data ranks")
+    arguments.add_argument("--precision", choices=("fp32", "bf16"), required=True)
+    arguments.add_argument("--steps", type=int, required=True, help="timed optimizer steps")
+    return arguments
+
+
+def draw(shape: Workload, ranks: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets [batch, seq] of a rank's samples; each rank has a random state of its
+    own."""
+    import torch
+
+    ids = torch.randint(shape.vocab, (shape.batch // ranks, shape.seq + 1))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
