@@ -17,7 +17,7 @@ from megaframe.mesh import Mesh
 from megaframe.meter import StepTimer
 from megaframe.microbatch import Microbatch
 from megaframe.pipeline import Pipeline
-from megaframe.plan.memory import memory
+from megaframe.plan.memory import Held, memory
 from megaframe.plan.stages import stage_plans
 from megaframe.schedule import Action, Kind
 
@@ -65,9 +65,10 @@ def kept(layers, recompute, tensor, dropout):
     for leaf in stage._flights[0].inputs:
         keep(leaf)
     for bucket in pipeline.optimizer.buckets:
-        found.pop(bucket.values.untyped_storage().data_ptr(), None)
+        found.pop(bucket.parameters[0].value.untyped_storage().data_ptr(), None)
     mesh.close()
-    planned = memory(config, 0, stage_plans(config), [Action(Kind.F, 0, 0)]).activations
+    actions = [Action(Kind.F, 0, 0)]
+    planned = memory(config, Held(0, (), ()), 1, stage_plans(config), actions).activations
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values()), planned
 
 

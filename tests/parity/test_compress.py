@@ -2,6 +2,8 @@
 good where much is, because what is left out is sent later.
 """
 
+import math
+
 import pytest
 import torch
 from training import MODELS, assert_same, run
@@ -43,15 +45,15 @@ def test_bf16_on_the_wire_costs_its_rounding(replicas, zero, pool, expected):
         assert found.losses == pytest.approx(expected.losses, rel=2e-3)
 
 
-RUN_STEPS, TAIL = 200, 40
+RUN_STEPS, TAIL = 300, 40
 
 
-def learn(parallel, feedback=True):
+def learn(parallel, feedback=True, optim=None):
     """Mean loss of the last steps of a run that learns to count."""
     config = RunConfig(
         model={"layers": 2, "hidden": 32, "heads": 4, "vocab": 61},
         train={"seq": 16, "global_batch": 8, "microbatch": 4, "precision": "fp32"},
-        optim={"lr": 3e-3, "schedule": "constant", "warmup": 10},
+        optim={"lr": 3e-3, "schedule": "constant", "warmup": 10, **(optim or {})},
         parallel=parallel,
     )
     mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
@@ -76,28 +78,32 @@ def learn(parallel, feedback=True):
     return sum(losses[-TAIL:]) / TAIL
 
 
+START = math.log(61)
+"""The loss of one who knows nothing."""
+
+
 @pytest.fixture(scope="module")
 def uncompressed(pool):
     return pool.run(2, learn, {"zero": 1})[0]
 
 
 @pytest.mark.parametrize(
-    ("keys", "margin"),
+    ("keys", "share"),
     [
-        ({"reduce_precision": "bf16"}, 1.02),
-        ({"compress": "int8"}, 1.02),
-        ({"compress": "topk", "compress_share": 0.05}, 1.1),
-        ({"compress": "powersgd", "compress_rank": 2}, 1.1),
+        ({"reduce_precision": "bf16", "zero": 0}, 0.99),
+        ({"compress": "int8", "zero": 2}, 0.99),
+        ({"compress": "topk", "compress_share": 0.05, "zero": 0}, 0.6),
+        ({"compress": "powersgd", "compress_rank": 4, "zero": 2}, 0.8),
     ],
 )
-@pytest.mark.parametrize("zero", [0, 2])
-def test_compressed_training_converges(keys, margin, zero, pool, uncompressed):
-    assert uncompressed < 2.0
-    found = pool.run(2, learn, {"zero": zero, **keys})[0]
-    assert found < margin * uncompressed
+def test_compressed_training_converges(keys, share, pool, uncompressed):
+    """At least a share of what the loss falls without compression, in as many steps."""
+    assert uncompressed < 1.0
+    found = pool.run(2, learn, keys)[0]
+    assert START - found > share * (START - uncompressed)
 
 
-def test_without_error_feedback_it_does_not(pool, uncompressed):
-    keys = {"compress": "topk", "compress_share": 0.05}
-    found = pool.run(2, learn, keys, False)[0]
-    assert found > 1.1 * uncompressed
+def test_without_error_feedback_it_is_worse(pool):
+    keys, sgd = {"compress": "topk"}, {"name": "sgd", "lr": 0.3, "weight_decay": 0.0}
+    found, without = (pool.run(2, learn, keys, feedback, sgd)[0] for feedback in (True, False))
+    assert found < without - 0.2
