@@ -2,10 +2,10 @@
 
 The library gets all texts in memory and its fastest call, and its ids are thrown away; its usual
 call, which makes Python lists, runs beside it. Ours reads jsonl, encodes, appends the ends of
-documents, writes parts with their checksums, merges them and flushes the result to the disk. So the
-ratio is what everything but the tokenizer costs. The corpus is read several times over, for a run
-long enough to measure. With `--megatron-python` the files are compared with those that
-megatron-core writes and reads.
+documents, writes the token file with its journal and flushes it to the disk. So the ratio is what
+everything but the tokenizer costs. The corpus is read several times over, for a run long enough to
+measure. With `--megatron-python` the files are compared with those that megatron-core writes and
+reads.
 """
 
 from __future__ import annotations

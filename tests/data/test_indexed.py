@@ -173,7 +173,7 @@ def test_a_kept_file_is_continued_behind_what_was_whole(tmp_path_factory, docume
     kept = str(folder / "unfinished")
     options = {"dtype": np.dtype("u2"), "kept": kept}
     with pytest.raises(KeyboardInterrupt), TokenFileWriter(str(folder / "f"), **options) as first:
-        for document in documents:
+        for document in [*documents, *[[7]] * 40]:  # more than will take its place
             first.append(document)
         raise KeyboardInterrupt
     assert sorted(os.listdir(folder)) == ["unfinished.bin", "unfinished.idx"]
