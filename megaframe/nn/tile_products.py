@@ -3,8 +3,8 @@
 PyTorch's fused attention for CPUs multiplies by the routine that `product.py` avoids, at less than
 half of what the processor can do. Here all keys of a block of queries are scored at once, by the
 fast routine, and the block is short enough that its scores stay in cache between the passes over
-them: 1.2 to 1.4 times as fast (docs/log.md), where there is enough to multiply. Shape legend: B samples,
-Q queries, K keys, N query heads, G key/value heads, D width of a head.
+them: 1.2 to 1.4 times as fast (docs/log.md), where there is enough to multiply. Shape legend: B
+samples, Q queries, K keys, N query heads, G key/value heads, D width of a head.
 """
 
 from __future__ import annotations
