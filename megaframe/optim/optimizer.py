@@ -109,6 +109,7 @@ class Optimizer:
         self._divided = config.parallel.zero >= 2
         plain = Wiring.of(config.parallel, compress=True).plain
         self._in_parts = config.parallel.zero >= 1 or mesh.layout.data_replicate > 1 or not plain
+        """Whether a reduction needs this rank more than once, or a buffer until it is done."""
 
     def _lay_out(self, stages: Mapping[int, Sequence[Module]]) -> None:
         bucket_of: dict[Parameter, Bucket] = {}

@@ -6,10 +6,11 @@ operations come on top.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from megaframe.config.schema import RunConfig
+from megaframe.config.schema import Optim, RunConfig
 from megaframe.plan.stages import StagePlan
 from megaframe.schedule import Action, Kind
 
@@ -86,11 +87,26 @@ def memory(
         weights=own * master,
         values=values * width,
         gradients=gradients * master,
-        optimizer=2 * own * master,
+        optimizer=_state(config.optim, held, own, master),
         # Tokens are dealt to the context ranks; rows, heads and widths to the tensor ranks.
         activations=_activations(config, plans, actions) // (tensor * config.parallel.context),
         logits=chunk * vocab * width if any(plan.last for plan in plans) else 0,
     )
+
+
+_STATE = {"bf16": 2.0, "int8": 1.0 + 4 / 256}
+"""Bytes of a moment, by `optim.state`; int8 has a factor in fp32 for each 256."""
+
+
+def _state(optim: Optim, held: Held, own: int, master: int) -> int:
+    """Bytes that the optimizer remembers of `own` of the parameters."""
+    moment = _STATE.get(optim.state, master)
+    moments = {"adamw": 2, "lion": 1, "sgd": 1 if optim.momentum != 0 else 0, "muon": 1}[optim.name]
+    size = moments * moment + (master if optim.ema is not None else 0)
+    total = own * size
+    if optim.name == "muon":  # what is no matrix is AdamW's
+        total += own * (held.total - sum(held.blocks)) / max(1, held.total) * moment
+    return math.ceil(total)
 
 
 def _activations(config: RunConfig, plans: Sequence[StagePlan], actions: Sequence[Action]) -> int:

@@ -3,7 +3,19 @@ fp64, alone and with tensor, context and pipeline ranks, recompute and many micr
 """
 
 import pytest
+import torch
 from training import MODELS, assert_same, run
+
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh, world_size
+from megaframe.optim.bucket import Bucket, Sharing
+from megaframe.optim.buffers import Buffers
+from megaframe.optim.codes import codes
+from megaframe.optim.elementwise import SGD, MomentumOptions, Rates
+from megaframe.optim.moments import Keeping
+from megaframe.optim.rule import Step
+from megaframe.parameter import PRECISIONS, Parameter
+from megaframe.spec import Box, Constant, ParamSpec
 
 INTERLEAVED = {"pipeline": 2, "chunks": 2, "schedule": "interleaved"}
 LAYOUTS = [
@@ -36,3 +48,45 @@ def expected(pool):
 def test_stages_do_not_change_the_answer(name, ranks, parallel, train, zero, pool, expected):
     found = pool.run(ranks, run, {**MODELS[name], "layers": 4}, train, {**parallel, "zero": zero})
     assert_same(found, expected[name])
+
+
+def tiny(zero):
+    """A tensor of three elements on every rank, whose gradient there is the rank plus one; SGD with
+    a rate of 1 -> its values, twice, with another tensor that nobody adds to."""
+    mesh = Mesh(Layout(data=world_size()), device="cpu", timeout=60)
+    used, unused = (
+        Parameter(ParamSpec(name, (3,), Constant(100.0), role="matrix")) for name in ("a", "b")
+    )
+    bucket = Bucket(
+        [used, unused],
+        {"a": Box((0,), (3,)), "b": Box((0,), (3,))},
+        PRECISIONS["fp64"],
+        Sharing(mesh.group("data_shard", "context"), mesh.group("data_replicate"), zero),
+        Buffers(mesh.device),
+        lambda bucket: SGD(
+            bucket.weights, MomentumOptions(0.0, False, Rates()), Keeping(*codes("master"))
+        ),
+    )
+    bucket.initialise(0)
+    found = []
+    for number in (1, 2):
+        bucket.start_step()
+        used.add(torch.full((3,), mesh.rank + 1.0, dtype=torch.float64))
+        bucket.reduce(last=True)
+        bucket.wait()
+        step = Step(number, 1.0, torch.ones((), dtype=torch.float64), torch.zeros(()))
+        assert not list(bucket.update(step))
+        bucket.gather()
+        bucket.take()
+        found.append((used.value.tolist(), unused.value.tolist()))
+        bucket.drop()
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_tensors_smaller_than_the_group_and_unused_ones(zero, ranks, pool):
+    step = ranks * (ranks + 1) / 2
+    wanted = [([100.0 - n * step] * 3, [100.0] * 3) for n in (1, 2)]
+    assert pool.run(ranks, tiny, zero) == [wanted] * ranks

@@ -34,12 +34,13 @@ def test_a_block_keeps_what_the_plan_says(model, recompute, precision, build, ma
     assert found == block_bytes(built.config)
 
 
-def allocated(precision, zero, model):
+def allocated(precision, zero, model, optim=None):
     """Two steps -> bytes by the plan, and in the buckets' tensors."""
     config = RunConfig(
         model={"layers": 3, "hidden": 128, "heads": 4, "vocab": 512, "bias": True, **model},
         train={"seq": 8, "global_batch": 4, "microbatch": 1, "precision": precision},
         parallel={"zero": zero},
+        optim=optim or {},
     )
     layout = Layout.from_parallel(config.parallel, world_size())
     mesh = Mesh(layout, device="cpu", timeout=60)
@@ -67,3 +68,18 @@ def test_state_is_what_is_allocated_within_one_percent(ranks, tie, precision, ze
         assert state == pytest.approx(plan.optimizer, rel=0.01)
         planned = plan.weights + plan.values + plan.gradients
         assert buffers == pytest.approx(planned, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [
+        {"name": "lion"},
+        {"name": "muon", "state": "bf16"},
+        {"name": "sgd", "ema": 0.9},
+        {"name": "sgd", "momentum": 0.0},
+        {"state": "int8"},
+    ],
+)
+def test_state_of_every_optimizer_is_planned_within_one_percent(optim, pool):
+    for plan, state, _ in pool.run(2, allocated, "bf16", 1, {}, optim):
+        assert state == pytest.approx(plan.optimizer, rel=0.01)
