@@ -86,6 +86,9 @@ class Mesh:
             if self._key(axes) not in self._groups:
                 made = self._make_group(axes, layout.groups(*axes), shared=True)
                 self._groups[self._key(axes)] = made
+        self.aside = self._make_group(("data",), layout.groups("data"), backend="gloo")
+        """The data ranks, over connections of their own on the host: for numbers that must not
+        queue behind large transfers."""
         if layout.world > 1:
             self._watch = Watch(self.store, layout, self.rank, timeout)
 
@@ -204,17 +207,23 @@ class Mesh:
             ) from error
 
     def _make_group(
-        self, axes: tuple[str, ...], members: Sequence[tuple[int, ...]], *, shared: bool = False
+        self,
+        axes: tuple[str, ...],
+        members: Sequence[tuple[int, ...]],
+        *,
+        shared: bool = False,
+        backend: str | None = None,
     ) -> Group:
         """Make a process group of each of `members`, which all ranks give alike. Returns the one
         with this rank, or this rank alone where there is none. shared: one that was made before
-        for the same ranks will do."""
+        for the same ranks will do. backend: another one than the device's."""
         mine = Group(axes, (self.rank,), 0, None)
         for ranks in members:
             handle = self._handles.get(ranks) if shared else None
             if len(ranks) > 1 and handle is None:
                 with self._gathering():
-                    handle = dist.new_group(ranks, timeout=timedelta(seconds=self._timeout))
+                    limit = timedelta(seconds=self._timeout)
+                    handle = dist.new_group(ranks, timeout=limit, backend=backend)
                 if shared:
                     self._handles[ranks] = handle
             if self.rank in ranks:

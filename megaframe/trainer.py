@@ -115,7 +115,7 @@ class Trainer:
             batch = self.loader.next()
             microbatches = [_move(microbatch, device) for microbatch in batch.microbatches]
         with meter.time("communication"):
-            valid = self._valid_tokens(microbatches)
+            valid = self._valid_tokens(batch.microbatches)
         with meter.time("compute"):
             scale = self.optimizer.loss_scale / valid
             outcome = self.pipeline.train(microbatches, self.step, scale)
@@ -137,7 +137,7 @@ class Trainer:
     def _valid_tokens(self, microbatches: Iterable[Microbatch]) -> int:
         """Tokens with a loss in the global batch, the one normaliser of the step; at least 1."""
         counts = torch.stack([(m.labels_BS != IGNORE).sum() for m in microbatches])
-        return max(1, int(all_reduce(counts.sum(), self.mesh.group("data")).wait()))
+        return max(1, int(all_reduce(counts.sum(), self.mesh.aside).wait()))
 
     def _judge(self, outcome: Outcome, step: int) -> None:
         """Report a step that updated nothing. It is done while the next one runs, for which nothing

@@ -32,7 +32,7 @@ def divide(model: GPT, way: str, precision: str) -> nn.Module:
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
     low = torch.bfloat16 if precision == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-    again = way == "fsdp3"
+    again = None if way == "fsdp3" else False  # its default keeps what belongs to no block
     for block in model.blocks:
         fully_shard(block, mp_policy=policy, reshard_after_forward=again)
     fully_shard(model, mp_policy=policy, reshard_after_forward=again)

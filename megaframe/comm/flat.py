@@ -17,9 +17,10 @@ def part(flat: Tensor, group: Group) -> Tensor:
     return flat[group.index * length :][:length]
 
 
-def reduce_scatter_(flat: Tensor, group: Group) -> Pending[Tensor]:
+def reduce_scatter_(flat: Tensor, group: Group, room: Tensor | None = None) -> Pending[Tensor]:
     """This rank's part becomes its sum over the ranks, and is the result; what the other parts
-    become is undefined."""
+    become is undefined. room: for the parts that arrive on a CPU, as long as all but one; else it
+    is made."""
     own = part(flat, group)
     if group.handle is None:
         return Pending(own)
@@ -31,7 +32,7 @@ def reduce_scatter_(flat: Tensor, group: Group) -> Pending[Tensor]:
             lambda: dist.reduce_scatter_tensor(own, flat, group=group.handle, async_op=True),
         )
     parts = flat.view(group.size, -1)
-    arriving = list(torch.empty_like(parts[1:]))
+    arriving = list(torch.empty_like(parts[1:]) if room is None else room.view_as(parts[1:]))
 
     def add() -> None:
         for other in arriving:

@@ -15,7 +15,7 @@ class Buffers:
         self._device = device
         self._free: defaultdict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
         self.bytes = 0
-        """Made so far, in use or not."""
+        """Made so far, in use or not, without room for transfers."""
 
     def take(self, length: int, dtype: torch.dtype) -> Tensor:
         """A buffer [length] with anything in it."""
@@ -25,6 +25,13 @@ class Buffers:
         made = torch.zeros(length, dtype=dtype, device=self._device)
         self.bytes += made.nbytes
         return made
+
+    def room(self, length: int, dtype: torch.dtype) -> Tensor:
+        """The like for what a transfer brings, which is not counted: a GPU needs none."""
+        before = self.bytes
+        room = self.take(length, dtype)
+        self.bytes = before
+        return room
 
     def give(self, buffer: Tensor) -> None:
         """Take a buffer back, whole as it was handed out."""

@@ -96,7 +96,7 @@ class Optimizer:
         self._residents = Residents()
         self._in_flight: deque[Bucket] = deque()
         self.buckets: list[Bucket] = []
-        """All, in the order of the units."""
+        """All, in the order of the stages and their units, gains and biases of a stage first."""
         self._owned: dict[int, list[Bucket]] = {}
         self._used: dict[int, list[Bucket]] = {}
         self._vectors: dict[int, list[Bucket]] = {}
@@ -114,19 +114,19 @@ class Optimizer:
     def _lay_out(self, stages: Mapping[int, Sequence[Module]]) -> None:
         bucket_of: dict[Parameter, Bucket] = {}
         for number, units in stages.items():
-            vectors: list[Parameter] = []
+            # First of all, for the first block waits for them: behind the rest they would come last
+            vectors = [p for u in units for p in u.parameters() if p.spec.role in _VECTORS]
+            made = self._buckets_of(vectors)
+            self._vectors[number] = [b for b in made if b.optimizer is not None]
+            bucket_of |= {p: bucket for bucket in made for p in bucket.parameters}
             for unit in units:
                 mine = [p for p in unit.parameters() if p.spec.role not in _VECTORS]
-                vectors += [p for p in unit.parameters() if p.spec.role in _VECTORS]
                 new = [p for p in mine if p not in bucket_of]
                 tables = [p for p in new if p.spec.role in TABLES]
                 rest = [p for p in new if p.spec.role not in TABLES]
                 made = [self._bucket([p]) for p in tables] + self._buckets_of(rest)
                 bucket_of |= {p: bucket for bucket in made for p in bucket.parameters}
                 self._owned[id(unit)] = [b for b in made if b.optimizer is not None]
-            made = self._buckets_of(vectors)
-            self._vectors[number] = [b for b in made if b.optimizer is not None]
-            bucket_of |= {p: bucket for bucket in made for p in bucket.parameters}
             for unit in units:
                 self._used[id(unit)] = list({bucket_of[p]: None for p in unit.parameters()})
         self.buckets = list(dict.fromkeys(bucket_of.values()))

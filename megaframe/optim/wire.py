@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megaframe.comm import Group, Pending, all_reduce
 from megaframe.comm.flat import all_gather_, exchange, part, reduce_scatter_
+from megaframe.optim.buffers import Buffers
 from megaframe.optim.codec import Codec
 
 Transfers = Generator[Pending[Tensor], None, None]
@@ -25,10 +26,11 @@ Transfers = Generator[Pending[Tensor], None, None]
 
 
 class Wire:
-    """Sums over `group`, in place. This one sends what is there."""
+    """Sums over `group`, in place. This one sends what is there. buffers: lend room for what
+    arrives on a CPU."""
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, buffers: Buffers | None = None) -> None:
+        self.group, self._buffers = group, buffers
         self.state: dict[str, Tensor] = {}
         """What the next sum depends on, by name: this rank's alone, and of no use to another
         layout."""
@@ -39,7 +41,13 @@ class Wire:
 
     def sum_part(self, flat: Tensor) -> Transfers:
         """This rank's part becomes its sum; what the others become is undefined."""
-        yield reduce_scatter_(flat, self.group)
+        if self._buffers is None or flat.is_cuda:
+            yield reduce_scatter_(flat, self.group)
+            return
+        others = len(flat) - len(flat) // self.group.size
+        room = self._buffers.room(others, flat.dtype)
+        yield reduce_scatter_(flat, self.group, room)
+        self._buffers.give(room)
 
     def spread(self, flat: Tensor) -> Transfers:
         """All parts become those of their ranks."""

@@ -53,7 +53,8 @@ class Wiring:
         if group.size == 1:
             return Wire(group)
         if slow is None or self.compress == "none":
-            return Wire(group) if self.precision == "master" else CodedWire(group, Half())
+            plain = self.precision == "master"
+            return Wire(group, buffers) if plain else CodedWire(group, Half())
         if self.compress == "powersgd":
             return PowerWire(group, buffers.take(length, dtype).zero_(), slow, self.rank)
         residual = buffers.take(group.size * part_length(length, group.size), dtype).zero_()
