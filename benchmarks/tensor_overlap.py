@@ -156,7 +156,9 @@ def linear(name: str, inputs: int, outputs: int, split: int, rank: int) -> Linea
 
     made = Linear(name, (inputs,), (outputs,), std=0.02, split=split, bias=False)
     box = made.weight.spec.local({"tensor": rank}, {"tensor": RANKS})
-    made.weight.bind(box, 0.02 * torch.randn(box.shape), torch.zeros(box.shape))
+    made.weight.bind(box, lambda: None)
+    made.weight.value = 0.02 * torch.randn(box.shape)
+    made.weight.grad = torch.zeros(box.shape)
     return made
 
 
