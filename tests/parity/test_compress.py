@@ -26,17 +26,18 @@ def expected(pool):
 
 
 @pytest.mark.parametrize("keys", [TOPK, POWER])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(
-    "parallel", [{}, {"data_replicate": 2}, {"data_replicate": 4}, {"tensor": 2}, {"pipeline": 2}]
+    "parallel",
+    [{"data_replicate": replicas, "zero": zero} for replicas in (1, 2) for zero in range(4)]
+    + [{"data_replicate": 4}, {"tensor": 2, "zero": 3}, {"pipeline": 2, "zero": 2}],
 )
-def test_what_leaves_nothing_out_changes_no_answer(parallel, zero, keys, pool, expected):
-    keys = {**parallel, **keys, "zero": zero}
+def test_what_leaves_nothing_out_changes_no_answer(parallel, keys, pool, expected):
+    keys = {**parallel, **keys}
     assert_same(pool.run(4, run, MODELS["gpt2"], {"microbatch": 2}, keys), expected)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_bf16_on_the_wire_costs_its_rounding(replicas, zero, pool, expected):
     keys = {"reduce_precision": "bf16", "data_replicate": replicas, "zero": zero}
     for found in pool.run(4, run, MODELS["gpt2"], {"microbatch": 2}, keys):

@@ -59,9 +59,9 @@ def allocated(precision, zero, model, optim=None):
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_state_is_what_is_allocated_within_one_percent(ranks, tie, precision, zero, pool):
     model = {"tie_embeddings": tie, "position": "learned"}
     for plan, state, buffers in pool.run(ranks, allocated, precision, zero, model):
