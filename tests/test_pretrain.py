@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -172,7 +173,7 @@ def test_gradients_that_are_not_finite_are_named_on_every_stage(pool, overrides,
     }
     pool.run(2, train, overrides(**keys))
     log = (tmp_path / "run/run.log").read_text()
-    assert "step 1: gradients of blocks.1." in log or "step 1: gradients of embedding" in log
+    assert re.search(r"step 1: gradients of blocks\.\d.* \(first in the backward pass of", log)
     assert lines(tmp_path / "run")[0]["skipped"] == 1.0
 
 
