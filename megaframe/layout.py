@@ -67,6 +67,11 @@ class Layout:
         return self.tensor * self.context * self.data // (self.expert * self.expert_tensor)
 
     @property
+    def expert_shard(self) -> int:
+        """Of these, those within one copy of the state."""
+        return self.expert_data // self.data_replicate
+
+    @property
     def sizes(self) -> Mapping[str, int]:
         """Size of every axis of both views."""
         return {axis: size for axis, (_, size) in self._strides().items()}
@@ -78,6 +83,10 @@ class Layout:
     def expert_coordinate(self, rank: int) -> Mapping[str, int]:
         """Index of `rank` on each axis of the expert view."""
         return self._coordinate(rank, EXPERT_VIEW)
+
+    def place(self, rank: int) -> Mapping[str, int]:
+        """Index of `rank` on each axis of both views."""
+        return {**self.coordinate(rank), **self.expert_coordinate(rank)}
 
     def rank(self, **coordinate: int) -> int:
         """The rank at `coordinate`, given in one view; an axis that is left out counts as 0.
@@ -141,6 +150,7 @@ class Layout:
             "expert_tensor": (1, self.expert_tensor),
             "expert": (self.expert_tensor, self.expert),
             "expert_data": (self.expert_tensor * self.expert, self.expert_data),
+            "expert_shard": (self.expert_tensor * self.expert, self.expert_shard),
         }
 
     def _coordinate(self, rank: int, view: tuple[str, ...]) -> Mapping[str, int]:
@@ -163,7 +173,7 @@ def _one_view(axes: Mapping[str, int] | tuple[str, ...]) -> set[str]:
     """The axes without repetition. Raises `ValueError` unless all belong to one view."""
     named = set(axes)
     dense = named <= {*DENSE_VIEW, *DATA_PARTS}
-    if not dense and not named <= {*EXPERT_VIEW}:
+    if not dense and not named <= {*EXPERT_VIEW, "expert_shard"}:
         raise ValueError(f"axes {sorted(named)} are not of one view: {DENSE_VIEW} or {EXPERT_VIEW}")
     if "data" in named and named & {*DATA_PARTS}:
         raise ValueError("axis data already holds data_shard and data_replicate")

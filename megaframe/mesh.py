@@ -31,6 +31,14 @@ AXIS_SETS: tuple[tuple[str, ...], ...] = (
     ("pipeline", "data", "context", "tensor"),
 )
 """The axis sets over which some part of megaframe communicates. The last is the world."""
+EXPERT_SETS: tuple[tuple[str, ...], ...] = (
+    ("context", "tensor"),
+    ("expert",),
+    ("expert_tensor",),
+    ("expert", "expert_tensor"),
+    ("expert_shard",),
+)
+"""Those over which experts do."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt (malloc.h)."""
@@ -71,7 +79,7 @@ class Mesh:
         self.device = _device(device)
         if self.device.type == "cpu":
             _keep_freed_memory()
-        self.coordinate = layout.coordinate(self.rank)
+        self.coordinate = layout.place(self.rank)
         self._timeout, self._serial = timeout, serial
         self.store: dist.Store = dist.HashStore()
         self._watch: Watch | None = None
@@ -82,10 +90,7 @@ class Mesh:
         self._groups: dict[frozenset[str], Group] = {}
         self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._counted: list[tuple[str, Group]] = []
-        for axes in axis_sets:
-            if self._key(axes) not in self._groups:
-                made = self._make_group(axes, layout.groups(*axes), shared=True)
-                self._groups[self._key(axes)] = made
+        self.add_groups(axis_sets)
         self.aside = self._make_group(("data",), layout.groups("data"), backend="gloo")
         """The data ranks, over connections of their own on the host: for numbers that must not
         queue behind large transfers."""
@@ -103,6 +108,22 @@ class Mesh:
 
     def _whole(self, axis: str) -> bool:
         return axis == "data_shard" and self.layout.data_replicate == 1
+
+    def add_groups(self, axis_sets: Iterable[tuple[str, ...]]) -> None:
+        """Make the groups over these axis sets. All ranks of the world call it."""
+        for axes in axis_sets:
+            if self._key(axes) not in self._groups:
+                made = self._make_group(axes, self.layout.groups(*axes), shared=True)
+                self._groups[self._key(axes)] = made
+
+    def divide_experts(self, neighbours: int) -> tuple[Group, Group]:
+        """Make groups of so many neighbours on the expert axis, and of those with the same place
+        among their neighbours. All ranks of the world call it."""
+        rows = self.layout.groups("expert")
+        starts = range(0, self.layout.expert, neighbours)
+        near = [row[start : start + neighbours] for row in rows for start in starts]
+        far = [row[place::neighbours] for row in rows for place in range(neighbours)]
+        return self._make_group(("expert",), near), self._make_group(("expert",), far)
 
     def share(self, copies: int) -> None:
         """Make the group over ("data_shard", "context", "tensor_copies"): so many neighbours on the

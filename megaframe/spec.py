@@ -10,10 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import product
 from typing import Literal
 
-Role = Literal["matrix", "embedding", "head", "gain", "bias"]
-"""matrix, head: multiplied once per token; embedding: looked up; gain, bias: of norms, linears."""
+Role = Literal["matrix", "embedding", "head", "gain", "bias", "balance"]
+"""matrix, head: multiplied once per token; embedding: looked up; gain, bias: of norms, linears;
+balance: what a router knows of the load of its experts, which no gradient trains."""
+EXPERT_AXES = ("expert", "expert_tensor")
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,8 @@ class ParamSpec:
     decay:   whether weight decay applies.
     axes:    {dim: axis} for the dims that are split; the others are whole on every rank.
     inputs:  how many of the last dims are inputs of a matrix; those before are its outputs.
-    fused:   a dim, and the sizes of the parts along it, where one weight is several matrices.
+    fused:   {dim: sizes of the parts along it} where one weight is several matrices.
+    used:    share of the tokens that each element meets; that of an expert is small.
     """
 
     name: str
@@ -85,7 +90,8 @@ class ParamSpec:
     decay: bool = False
     axes: Mapping[int, str] = field(default_factory=dict)
     inputs: int = 1
-    fused: tuple[int, tuple[int, ...]] | None = None
+    fused: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    used: Fraction = Fraction(1)
 
     @property
     def size(self) -> int:
@@ -95,15 +101,8 @@ class ParamSpec:
     @property
     def matrices(self) -> list[Box]:
         """The matrices that the tensor is made of."""
-        if self.fused is None:
-            return [Box((0,) * len(self.shape), self.shape)]
-        (dim, sizes), found, start = self.fused, [], 0
-        for size in sizes:
-            offset, shape = [0] * len(self.shape), list(self.shape)
-            offset[dim], shape[dim] = start, size
-            found.append(Box(tuple(offset), tuple(shape)))
-            start += size
-        return found
+        parts = [list(_spans(self.fused.get(dim, (size,)))) for dim, size in enumerate(self.shape)]
+        return [Box(*zip(*place, strict=True)) for place in product(*parts)]
 
     def local(self, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> Box:
         """The piece held at `coordinate` of axes with `sizes`; remainders go to the first ranks.
@@ -119,7 +118,9 @@ class ParamSpec:
         """The axes over whose ranks gradients are summed, because each has only a part of it: all
         whose ranks hold the same piece. Data and context ranks have some of the tokens; what the
         tensor axis does not split works on some of the rows, and what neighbours share on some of
-        the heads."""
+        the heads. Of an expert's tokens each of its replicas has some."""
+        if any(axis in EXPERT_AXES for axis in self.axes.values()):
+            return ("expert_data",)
         for dim, axis in self.axes.items():
             if axis == "tensor":
                 shared = copies_of(self.shape[dim], sizes["tensor"]) > 1
@@ -151,6 +152,14 @@ def _row_runs(box: Box, row: int, start: int, stop: int) -> Iterator[Box]:
         yield Box((box.offset[0] + row, *inner.offset), (1, *inner.shape))
 
 
+def _spans(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """(start, size) of parts one after the other."""
+    start = 0
+    for size in sizes:
+        yield start, size
+        start += size
+
+
 def copies_of(total: int, parts: int) -> int:
     """How many neighbouring ranks hold the same thing when `total` things are dealt to `parts`
     ranks: 1, but where there are fewer things than ranks."""
@@ -165,4 +174,9 @@ def share(total: int, index: int, parts: int) -> tuple[int, int]:
 
 def parameter_count(specs: Iterable[ParamSpec]) -> int:
     """Number of parameters of the model, each counted once."""
-    return sum(spec.size for spec in specs)
+    return sum(spec.size for spec in specs if spec.role != "balance")
+
+
+def active_parameters(specs: Iterable[ParamSpec]) -> int:
+    """Parameters that one token meets: of the experts only those that it goes to."""
+    return int(sum(spec.size * spec.used for spec in specs if spec.role != "balance"))

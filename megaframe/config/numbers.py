@@ -7,7 +7,7 @@ with the very words with which the layout itself would refuse.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import isqrt
+from math import gcd, isqrt
 
 from megaframe.config.schema import Parallel
 
@@ -70,6 +70,13 @@ def layout_mistakes(sizes: Mapping[str, int]) -> list[str]:
             f"parallel.expert={expert}{TIMES}parallel.expert_tensor={expert_tensor} does not "
             f"divide {of_a_stage}; "
             f"use parallel.expert={nearest_divisors(stage // expert_tensor, expert)}"
+        )
+    elif data % replicas == 0 and stage // replicas % (expert * expert_tensor):
+        mistakes.append(
+            f"parallel.expert={expert}{TIMES}parallel.expert_tensor={expert_tensor} does not "
+            f"divide the {stage // replicas} ranks of a stage that hold one of "
+            f"parallel.data_replicate={replicas} copies; use parallel.data_replicate="
+            f"{nearest_divisors(gcd(stage // (expert * expert_tensor), data), replicas)}"
         )
     return mistakes
 

@@ -8,19 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys refused, field docstrings kept as descriptions."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
+from megaframe.config.moe import Moe
+from megaframe.config.section import Fraction, NonNegative, Positive, Section
 
 
 class Run(Section):
@@ -106,6 +97,8 @@ class Model(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on embeddings and on each residual branch; the mask depends on seed, step, layer and
     token only, never on the layout."""
+    moe: Moe | None = None
+    """Mixture of experts in the place of the MLP. Default: none."""
     init_std: Annotated[float, Field(gt=0)] = 0.02
     """Standard deviation of initial weights; output projections get init_std / sqrt(2 * layers)."""
     emulate: Emulate | None = None
@@ -142,6 +135,10 @@ class Parallel(Section):
     """Ranks that split the experts."""
     expert_tensor: Positive = 1
     """Ranks that split each expert's matrices."""
+    dispatch: Literal["all_to_all", "all_gather", "hierarchical", "deduplicated"] = "all_to_all"
+    """How tokens reach their experts: `all_to_all` directly; `all_gather` every token to all ranks
+    of the expert axis, for few of them; `hierarchical` within a node first and then across, in
+    fewer and larger messages; `deduplicated` once to each node, and from there on."""
     zero: Annotated[int, Field(ge=0, le=3)] = 0
     """What data ranks shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights."""
     reduce_precision: Literal["master", "bf16"] = "master"

@@ -31,7 +31,7 @@ class Attention(Module):
             std=model.init_std,
             split=0,
             bias=model.qkv_bias,
-            fused=(1, (self.per_group, 1, 1)),
+            fused={1: (self.per_group, 1, 1)},
         )
         self.query_norm: Norm | None = None
         self.key_norm: Norm | None = None

@@ -7,7 +7,7 @@ Shape legend: T rows, I inputs, O outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ class Linear(Module):
 
     The weight has shape (*outputs, *inputs): fused parts and heads stay dims of their own, so that
     a shard is a plain slice. `split` is the dim of the weight that lies on the tensor axis: one of
-    the outputs (a column linear) or of the inputs (a row linear). fused: the dim along which the
-    weight is several matrices, and their sizes.
+    the outputs (a column linear) or of the inputs (a row linear). fused: {dim along which the
+    weight is several matrices: their sizes}.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Linear(Module):
         std: float,
         split: int,
         bias: bool,
-        fused: tuple[int, tuple[int, ...]] | None = None,
+        fused: Mapping[int, tuple[int, ...]] | None = None,
     ) -> None:
         self.weight = Parameter(
             ParamSpec(
@@ -53,7 +53,7 @@ class Linear(Module):
                 decay=True,
                 axes={split: "tensor"},
                 inputs=len(inputs),
-                fused=fused,
+                fused=fused or {},
             )
         )
         self.bias: Parameter | None = None

@@ -28,7 +28,7 @@ class MLP(Module):
             std=model.init_std,
             split=len(outputs) - 1,
             bias=model.bias,
-            fused=(0, (1, 1)) if len(outputs) == 2 else None,
+            fused={0: (1, 1)} if len(outputs) == 2 else None,
         )
         self.down = Linear(
             f"{name}.down", (model.ffn,), (model.hidden,), std=output_std, split=1, bias=model.bias
