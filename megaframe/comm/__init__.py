@@ -165,7 +165,7 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Pending[Tensor]:
         leaving = tensor.view(group.size, *out.shape)
         coming = list(torch.empty_like(leaving))
         coming[group.index] = leaving[group.index]
-        return to_each(out, leaving, coming, group, lambda: _sum_into(out, coming))
+        return to_each(out, leaving, coming, group, lambda: sum_into(out, coming))
     return collective(
         out,
         group,
@@ -185,7 +185,7 @@ def all_to_all(tensor: Tensor, group: Group) -> Pending[Tensor]:
     )
 
 
-def _sum_into(out: Tensor, parts: Sequence[Tensor]) -> None:
+def sum_into(out: Tensor, parts: Sequence[Tensor]) -> None:
     """The sum of all parts in their order, rounded once."""
     total = parts[0].to(torch.promote_types(out.dtype, torch.float32), copy=True)
     for part in parts[1:]:
@@ -202,13 +202,17 @@ def to_each(
 ) -> Pending[Tensor]:
     """leaving[i] goes to rank i of the group, for all but this one, and coming[i] comes from it;
     `out` is there after that and `last`. Every rank turns to the next ones first, so that not all
-    send to the same one."""
+    send to the same one. What is empty is not sent."""
     pending: Pending[Tensor] | None = None
     others = [(group.index + step) % group.size for step in range(1, group.size)]
     for there in reversed(others):
+        if not coming[there].numel():
+            continue
         receive = partial(dist.irecv, coming[there], group=group.handle, group_src=there)
         pending = _started(out, group, receive, pending)
     for there in others:
+        if not leaving[there].numel():
+            continue
         send = partial(dist.isend, leaving[there], group=group.handle, group_dst=there)
         pending = _started(out, group, send, pending)
     pending = Pending(out, too=pending, last=last)

@@ -1,24 +1,27 @@
-"""All-to-all with parts of any sizes."""
+"""Collectives whose parts, along the first dim, are of any sizes, which all ranks know."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaframe.comm import Group, Pending, collective
+from megaframe.comm import Group, Pending, collective, sum_into, to_each
 
 
 def all_to_all_uneven(
     parts: Tensor, leaving: Sequence[int], coming: Sequence[int], group: Group
 ) -> Pending[Tensor]:
-    """Flat `parts`, the first leaving[0] elements of which go to rank 0 of the group, and so on.
-    The result is flat as well: coming[0] elements from rank 0, and so on."""
+    """Of `parts` the first leaving[0] go to rank 0 of the group, and so on. Of the result the first
+    coming[0] are from rank 0, and so on."""
     if group.handle is None:
         return Pending(parts)
-    out = parts.new_empty(sum(coming))
-    group.traffic.count((len(parts) - leaving[group.index]) * parts.element_size())
+    parts = parts.contiguous()
+    out = parts.new_empty((sum(coming), *parts.shape[1:]))
+    size = parts.nbytes // max(1, len(parts))
+    group.traffic.count((len(parts) - leaving[group.index]) * size)
     return collective(
         out,
         group,
@@ -26,3 +29,40 @@ def all_to_all_uneven(
             out, parts, list(coming), list(leaving), group.handle, async_op=True
         ),
     )
+
+
+def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
+    """The tensors of all ranks one after the other; that of rank i is sizes[i] long."""
+    if group.handle is None:
+        return Pending(tensor)
+    tensor = tensor.contiguous()
+    out = tensor.new_empty((sum(sizes), *tensor.shape[1:]))
+    parts = list(out.split(list(sizes)))
+    group.traffic.count(tensor.nbytes * (group.size - 1))
+    if tensor.is_cuda:
+        return collective(
+            out, group, lambda: dist.all_gather(parts, tensor, group.handle, async_op=True)
+        )
+    parts[group.index].copy_(tensor)
+    return to_each(out, [tensor] * group.size, parts, group)
+
+
+def reduce_scatter_uneven(tensor: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
+    """This rank's part of the sum of the tensors of all ranks, of which the first sizes[0] are for
+    rank 0, and so on."""
+    if group.handle is None:
+        return Pending(tensor)
+    tensor = tensor.contiguous()
+    leaving = list(tensor.split(list(sizes)))
+    own = leaving[group.index]
+    out = torch.empty_like(own)
+    group.traffic.count(tensor.nbytes - own.nbytes)
+    if tensor.is_cuda:
+        return collective(
+            out,
+            group,
+            lambda: dist.reduce_scatter(out, leaving, group=group.handle, async_op=True),
+        )
+    coming = [torch.empty_like(own) for _ in leaving]
+    coming[group.index] = own
+    return to_each(out, leaving, coming, group, lambda: sum_into(out, coming))

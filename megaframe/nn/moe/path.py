@@ -1,0 +1,204 @@
+"""Paths on which rows reach the experts, and on which what became of them comes back.
+
+A path is a list of steps, and each step is a linear map: it picks rows, sends them, or gathers
+them. So the way back is the transposed of the way there, which is also its gradient: no step needs
+a backward of its own, and whatever sends rows out brings them home.
+
+Shape legend: R rows of this rank, K choices of a row, N rows that arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megaframe.comm import Group, Pending
+from megaframe.comm.uneven import all_gather_uneven, all_to_all_uneven, reduce_scatter_uneven
+
+
+class Step(Protocol):
+    """A linear map of rows, and its transposed. travels: over a group, which takes its time."""
+
+    @property
+    def travels(self) -> bool: ...
+
+    def there(self, x: Tensor) -> Pending[Tensor]: ...
+
+    def back(self, y: Tensor) -> Pending[Tensor]: ...
+
+
+class Pick:
+    """Rows `index` of so many; back, each row is the sum of all that were picked of it, in the
+    order in which they were."""
+
+    travels = False
+
+    def __init__(self, index: Tensor, rows: int) -> None:
+        self.index, self.rows = index, rows
+        order = index.argsort(stable=True)
+        picked = index[order]
+        times = torch.bincount(picked, minlength=rows)
+        first = times.cumsum(0) - times
+        nth = torch.arange(len(index), device=index.device) - first[picked]
+        most = int(times.max()) if rows else 0
+        self._places = index.new_zeros((rows, most))
+        self._places[picked, nth] = order
+        self._missing = None
+        if rows * most > len(index):
+            self._missing = torch.arange(most, device=index.device) >= times[:, None]
+
+    def there(self, x: Tensor) -> Pending[Tensor]:
+        return Pending(x.index_select(0, self.index))
+
+    def back(self, y: Tensor) -> Pending[Tensor]:
+        most, other = self._places.shape[1], y.shape[1:]
+        if not len(y) or not most:
+            return Pending(y.new_zeros((self.rows, *other)))
+        found = y.index_select(0, self._places.flatten()).view(self.rows, most, *other)
+        if self._missing is not None:
+            missing = self._missing.view(self.rows, most, *(1 for _ in other))
+            found.masked_fill_(missing, 0.0)
+        return Pending(found.squeeze(1) if most == 1 else found.sum(1))
+
+
+class Choose(Pick):
+    """Elements `index` of rows [R, K], flat."""
+
+    def __init__(self, index: Tensor, rows: int, choices: int) -> None:
+        super().__init__(index, rows * choices)
+        self._shape = rows, choices
+
+    def there(self, x: Tensor) -> Pending[Tensor]:
+        return super().there(x.flatten())
+
+    def back(self, y: Tensor) -> Pending[Tensor]:
+        return Pending(super().back(y).wait().view(self._shape))
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The first leaving[0] rows go to rank 0 of the group, and so on; coming[0] come from it."""
+
+    group: Group
+    leaving: Sequence[int]
+    coming: Sequence[int]
+
+    @property
+    def travels(self) -> bool:
+        return self.group.size > 1
+
+    def there(self, x: Tensor) -> Pending[Tensor]:
+        return all_to_all_uneven(x, self.leaving, self.coming, self.group)
+
+    def back(self, y: Tensor) -> Pending[Tensor]:
+        return all_to_all_uneven(y, self.coming, self.leaving, self.group)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """The rows of all ranks of the group, of which rank i has sizes[i]; back, their sums."""
+
+    group: Group
+    sizes: Sequence[int]
+
+    @property
+    def travels(self) -> bool:
+        return self.group.size > 1
+
+    def there(self, x: Tensor) -> Pending[Tensor]:
+        return all_gather_uneven(x, self.sizes, self.group)
+
+    def back(self, y: Tensor) -> Pending[Tensor]:
+        return reduce_scatter_uneven(y, self.sizes, self.group)
+
+
+Path = Sequence[Step]
+_Move = Callable[[Tensor], Pending[Tensor]]
+
+
+def there(path: Path) -> Passage:
+    """The way out: [R, ...] to [N, ...]."""
+    return Passage(path, _out(path), _home(path))
+
+
+def back(path: Path) -> Passage:
+    """The way home: [N, ...] to [R, ...]."""
+    return Passage(path, _home(path), _out(path))
+
+
+class Passage:
+    """One way along a path. What is done between `depart` and `arrive` is done while rows travel;
+    in backward, where gradients go the other way, so is the backward of that."""
+
+    def __init__(self, path: Path, moves: Sequence[_Move], reverse: Sequence[_Move]) -> None:
+        self.moves, self.reverse = moves, reverse
+        self.trip: _Trip
+
+    def depart(self, x: Tensor) -> Tensor:
+        """Send rows on their way. The result stands for them until they `arrive`."""
+        return _Depart.apply(x, self)
+
+    def arrive(self, ticket: Tensor) -> Tensor:
+        """The rows, where they were to go."""
+        return _Arrive.apply(ticket, self)
+
+    def cross(self, x: Tensor) -> Tensor:
+        """Both at once."""
+        return self.arrive(self.depart(x))
+
+
+def _out(path: Path) -> list[_Move]:
+    return [step.there for step in path]
+
+
+def _home(path: Path) -> list[_Move]:
+    return [step.back for step in reversed(path)]
+
+
+class _Trip:
+    """Rows on their way: up to the first transfer when it is made, to their end when asked."""
+
+    def __init__(self, moves: Sequence[_Move], x: Tensor) -> None:
+        self._rows = x
+        self._walk = self._go(moves)
+        next(self._walk, None)
+
+    def _go(self, moves: Sequence[_Move]) -> Iterator[None]:
+        for move in moves:
+            pending = move(self._rows)
+            if not pending.arrived():
+                yield
+            self._rows = pending.wait()
+
+    def end(self) -> Tensor:
+        for _ in self._walk:
+            pass
+        return self._rows
+
+
+class _Depart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, passage: Passage) -> Tensor:
+        ctx.passage = passage
+        passage.trip = _Trip(passage.moves, x.detach())
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.passage.trip.end(), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ticket: Tensor, passage: Passage) -> Tensor:
+        ctx.passage = passage
+        return passage.trip.end()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.passage.trip = _Trip(ctx.passage.reverse, gradients[0])
+        return gradients[0].new_empty(0), None
