@@ -15,7 +15,6 @@ from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.optim.optimizer import Optimizer
 from megaframe.stage import whole_model
 
-
 _LONGEST = ("test_documents.py", "test_compress.py", "test_pretrain.py", "test_lost_ranks.py")
 
 
