@@ -2,6 +2,8 @@
 # `make demo OVERRIDES="train.steps=20"` changes keys of the demo.
 
 PYTHON ?= python3
+# Test files that run at a time. Most of their time ranks wait for each other.
+WORKERS ?= 3
 BIN := .venv/bin
 DEMO := runs/demo-data
 TRAIN := $(BIN)/python pretrain_gpt.py --config configs/demo.yaml
@@ -16,7 +18,7 @@ test: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 $(DEMO)/corpus.jsonl: | .venv/ready
 	$(BIN)/python tools/demo_corpus.py --output $@

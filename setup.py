@@ -13,6 +13,7 @@ bench = ["matplotlib>=3.9,<3.12"]
 ray = ["ray[train,tune]>=2.40,<2.61"]
 test = [
     "pytest>=8,<10",
+    "pytest-xdist>=3.6,<4",
     "hypothesis>=6.100,<7",
     "import-linter>=2.1,<3",
     "ruff>=0.12,<0.18",
