@@ -21,6 +21,7 @@ from megaframe.mesh import Mesh
 from megaframe.meter import Part
 from megaframe.microbatch import Microbatch
 from megaframe.nn.frame import rows_of
+from megaframe.nn.tally import Tally
 from megaframe.optim.health import Sign, sign
 from megaframe.optim.optimizer import Optimizer, Update
 from megaframe.parameter import Module
@@ -34,11 +35,13 @@ _FORWARD_ONLY = (Kind.F, Kind.SEND_F, Kind.RECV_F)
 @dataclass(frozen=True)
 class Outcome:
     """What one step gave. loss: sum over this rank's valid tokens, fp64 scalar; zero where the
-    rank has no head. signs: of every pass of this rank."""
+    rank has no head, but for what its layers add to it. signs: of every pass of this rank. tallies:
+    of its stages."""
 
     loss: Tensor
     update: Update
     signs: Sequence[Sign]
+    tallies: Sequence[Tally]
 
 
 class Engine:
@@ -69,7 +72,9 @@ class Engine:
                 passes.do(action, following)
         passes.finish()
         assert update is not None, "a lowered schedule ends with the update"
-        return Outcome(passes.loss, update, passes.signs)
+        tallies = [stage.take_tally() for stage in self.stages.values()]
+        loss = sum((t.loss for t in tallies if t.loss is not None), passes.loss)
+        return Outcome(loss, update, passes.signs, tallies)
 
     def _with_following(self, actions: Sequence[Action]) -> list[tuple[Action, Module | None]]:
         """Each action with the unit whose values the next pass after it needs first."""

@@ -17,8 +17,10 @@ from megaframe.nn.embedding import Table
 from megaframe.nn.frame import Frame, Later, positions_of
 from megaframe.nn.loss import HeadResult, LossOptions, head_loss
 from megaframe.nn.mlp import MLP
+from megaframe.nn.moe.layer import MixtureOfExperts
 from megaframe.nn.norm import Norm
 from megaframe.parameter import Module, Parameter
+from megaframe.plan.experts import has_experts
 from megaframe.spec import Normal, ParamSpec
 
 
@@ -57,7 +59,11 @@ class Block(Module):
         self.attention_norm = _norm(f"{self.name}.attention_norm", model)
         self.attention = Attention(f"{self.name}.attention", model, output_std)
         self.mlp_norm = _norm(f"{self.name}.mlp_norm", model)
-        self.mlp = MLP(f"{self.name}.mlp", model, output_std)
+        self.mlp: MLP | MixtureOfExperts
+        if model.moe is not None and has_experts(model.moe, layer):
+            self.mlp = MixtureOfExperts(f"{self.name}.moe", model, model.moe, output_std)
+        else:
+            self.mlp = MLP(f"{self.name}.mlp", model, output_std)
 
     def __call__(self, x: Tensor, frame: Frame) -> Tensor:
         """[rows, hidden] to the same shape."""

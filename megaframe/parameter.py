@@ -7,7 +7,7 @@ either could live. Matrices add their gradient straight into `grad`; all else go
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,21 @@ class Parameter:
         add = not self._begin()
         grad_OI = self.grad.view(left_TO.shape[-1], right_TI.shape[-1])
         product_into(grad_OI, left_TO.t(), right_TI, scale=scale, add=add)
+
+    def add_products(self, left_NO: Tensor, right_NI: Tensor, counts: Sequence[int]) -> None:
+        """The same for matrices [E, O, I], of each of which there are counts[e] rows."""
+        if self.frozen:
+            return
+        add = not self._begin()
+        grads_EOI = self.grad.view(len(counts), left_NO.shape[-1], right_NI.shape[-1])
+        start = 0
+        for grad_OI, count in zip(grads_EOI, counts, strict=True):
+            rows = slice(start, start + count)
+            start += count
+            if count:
+                product_into(grad_OI, left_NO[rows].t(), right_NI[rows], add=add)
+            elif not add:
+                grad_OI.zero_()
 
     def add_rows(self, index_T: Tensor, gradient_TI: Tensor) -> None:
         """grad[index] += gradient, row by row: the gradient of a look-up."""

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from megaframe.config import RunConfig
 from megaframe.engine import Engine, Outcome, Timer
-from megaframe.mesh import Mesh
+from megaframe.mesh import EXPERT_SETS, Mesh, ranks_on_this_node
 from megaframe.microbatch import Microbatch, part_of
 from megaframe.nn.context import Context
+from megaframe.nn.moe.dispatch import Places
 from megaframe.optim.optimizer import Optimizer, Tied
 from megaframe.plan.context import exchanging_ranks
+from megaframe.plan.experts import near_experts
 from megaframe.plan.schedules import forward_schedule, step_schedule
 from megaframe.plan.stages import stage_plans
 from megaframe.schedule import Schedule, lower
@@ -41,7 +43,9 @@ class Pipeline:
         here = mesh.coordinate["pipeline"]
         plans = [plan for plan in stage_plans(config) if rank_of[plan.number] == here]
         self.context = Context(*mesh.divide_context(exchanging_ranks(config.parallel)))
-        self.stages = build_stages(config, plans, mesh.group("tensor"), self.context)
+        experts = _places(config, mesh)
+        tensor = mesh.group("tensor")
+        self.stages = build_stages(config, plans, tensor, self.context, experts)
         ends = rank_of[0], rank_of[-1]
         twice = config.model.tie_embeddings and ends[0] != ends[1]
         copies = copies_of(config.model.kv_heads, mesh.layout.tensor)
@@ -78,6 +82,21 @@ class Pipeline:
     def _parts(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """What this context rank has of them."""
         return [part_of(one, self.context.index, self.context.size) for one in microbatches]
+
+
+def _places(config: RunConfig, mesh: Mesh) -> Places:
+    """The ranks that have experts. All ranks of the world call it."""
+    if config.model.moe is None:
+        return Places()
+    mesh.add_groups(EXPERT_SETS)
+    near = near_experts(config.parallel, config.parallel.node_size or ranks_on_this_node())
+    return Places(
+        mesh.group("expert"),
+        *mesh.divide_experts(near),
+        mesh.group("expert_tensor"),
+        mesh.group("context", "tensor"),
+        config.parallel.dispatch,
+    )
 
 
 def _links(rank_of: Sequence[int]) -> Iterator[tuple[int, int]]:

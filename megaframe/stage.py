@@ -26,6 +26,8 @@ from megaframe.model import Block, Embedding, EmulatedBlock, Head
 from megaframe.nn.context import Context
 from megaframe.nn.dropout import dropout_key
 from megaframe.nn.frame import Frame, make_frame
+from megaframe.nn.moe.dispatch import Places
+from megaframe.nn.tally import Tally
 from megaframe.parameter import PRECISIONS, Module, Parameter
 from megaframe.plan.stages import StagePlan
 from megaframe.spec import ParamSpec
@@ -58,6 +60,8 @@ class Here:
 
 _WHOLE = Context()
 """Of a rank that has whole samples."""
+_HERE = Places()
+"""Of a rank that has all experts."""
 
 
 @dataclass
@@ -83,7 +87,8 @@ class Stage:
 
     `units` are the parts whose parameters are reduced, updated and gathered together, in the order
     of the forward pass. tensor: the ranks that split its matrices. embedding: that of another stage
-    on this rank, for a tied head. context: the ranks that divide samples.
+    on this rank, for a tied head. context: the ranks that divide samples. experts: those that have
+    experts.
     """
 
     def __init__(
@@ -93,8 +98,10 @@ class Stage:
         tensor: Group,
         embedding: Embedding | None = None,
         context: Context = _WHOLE,
+        experts: Places = _HERE,
     ) -> None:
         self.config, self.plan, self.tensor, self.context = config, plan, tensor, context
+        self.experts = experts
         self.precision = PRECISIONS[config.train.precision]
         wanted = config.parallel.symmetric_memory == "auto"
         node_size = config.parallel.node_size or ranks_on_this_node()
@@ -112,6 +119,7 @@ class Stage:
         self.keeper: Keeper = Here()
         """Of the values of all units."""
         self._flights: dict[int, Flight] = {}
+        self._tally = Tally()
 
     def first(self, *, backward: bool) -> Module | None:
         """The unit whose values a pass needs first, None where it needs none."""
@@ -145,9 +153,10 @@ class Stage:
         are of scale * (loss sum). `done` is told of the head. following: the unit whose values are
         needed next, after this pass.
         """
-        dropped = self.config.model.dropout > 0
-        key = dropout_key(self.config.run.seed, step) if dropped else None
-        flight = Flight(self._frame(microbatch, key))
+        model = self.config.model
+        random = model.dropout > 0 or (model.moe is not None and model.moe.jitter > 0)
+        key = dropout_key(self.config.run.seed, step) if random else None
+        flight = Flight(self._frame(microbatch, key, scale))
         self._flights[number] = flight
         values = self._values(self.units, following)
         if self.embedding is not None:
@@ -278,7 +287,12 @@ class Stage:
 
         return here
 
-    def _frame(self, microbatch: Microbatch, key: int | None) -> Frame:
+    def take_tally(self) -> Tally:
+        """What the microbatches since the last call came to."""
+        taken, self._tally = self._tally, Tally()
+        return taken
+
+    def _frame(self, microbatch: Microbatch, key: int | None, scale: float = 1.0) -> Frame:
         return make_frame(
             self.config.model,
             microbatch,
@@ -289,18 +303,25 @@ class Stage:
             selective=self.config.train.recompute == "selective",
             chunks=self.config.parallel.tensor_chunks,
             symmetric=self._symmetric,
+            experts=self.experts,
+            scale=scale,
+            tally=self._tally,
         )
 
 
 def build_stages(
-    config: RunConfig, plans: Sequence[StagePlan], tensor: Group, context: Context = _WHOLE
+    config: RunConfig,
+    plans: Sequence[StagePlan],
+    tensor: Group,
+    context: Context = _WHOLE,
+    experts: Places = _HERE,
 ) -> Mapping[int, Stage]:
     """The stages of one rank by number; a head tied to an embedding on the same rank shares it."""
     stages: dict[int, Stage] = {}
     for plan in sorted(plans, key=lambda plan: plan.number):
         first = stages.get(0)
         embedding = None if first is None else first.embedding
-        stages[plan.number] = Stage(config, plan, tensor, embedding, context)
+        stages[plan.number] = Stage(config, plan, tensor, embedding, context, experts)
     return stages
 
 

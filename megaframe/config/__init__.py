@@ -2,6 +2,7 @@
 
 from megaframe.config.describe import explain, listing
 from megaframe.config.load import dump, load
+from megaframe.config.moe import Moe
 from megaframe.config.schema import (
     BatchRamp,
     Checkpoint,
@@ -26,6 +27,7 @@ __all__ = [
     "Emulate",
     "Meter",
     "Model",
+    "Moe",
     "Optim",
     "Parallel",
     "ParameterGroup",

@@ -32,15 +32,22 @@ class Dropout:
     def __call__(self, x_TC: Tensor, place: str) -> Tensor:
         """x with elements set to 0 with probability `rate`, the others scaled up. `place` names
         where in the model this is."""
-        return _Drop.apply(x_TC, self, place)
+        return _Drop.apply(x_TC, self, place) if self.rate else x_TC
+
+    def spread(self, like_TC: Tensor, place: str, width: float) -> Tensor:
+        """Factors from 1 - width to 1 + width for the elements of a tensor such as `like`."""
+        uniform = self._bits(like_TC, place).to(like_TC.dtype) / (1 << _BITS)
+        return 1.0 + width * (2.0 * uniform - 1.0)
 
     def factors(self, like_TC: Tensor, place: str) -> Tensor:
         """What the elements of a tensor such as `like` are multiplied by."""
+        keep = self._bits(like_TC, place) >= int(self.rate * (1 << _BITS))
+        return keep.to(like_TC.dtype) / (1.0 - self.rate)
+
+    def _bits(self, like_TC: Tensor, place: str) -> Tensor:
         channel = torch.arange(like_TC.shape[-1], device=like_TC.device)
         token = _mix(self._token_T1 ^ _hash(f"{self.key}/{place}"))
-        bits = _mix(token + channel) & ((1 << _BITS) - 1)
-        keep = bits >= int(self.rate * (1 << _BITS))
-        return keep.to(like_TC.dtype) / (1.0 - self.rate)
+        return _mix(token + channel) & ((1 << _BITS) - 1)
 
 
 class _Drop(torch.autograd.Function):

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from megaframe.comm import Group
 from megaframe.config import Model
-from megaframe.microbatch import Microbatch
+from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.nn.context import Context
 from megaframe.nn.dropout import Dropout
+from megaframe.nn.moe.dispatch import Places
 from megaframe.nn.ring import Circle
 from megaframe.nn.rotary import Rotary
+from megaframe.nn.tally import Tally
 from megaframe.nn.tiles import Sight
 
 
@@ -56,7 +58,8 @@ class Frame:
     place of the mask where keys go round a ring. dropout: the masks of this step's rows, None when
     nothing is dropped. selective: norms and activations are not kept but computed again in
     backward. chunks: parts in which rows travel between tensor ranks; symmetric: they do so within
-    the products of forward (`comm/symmetric.py`). later: where the backward of this microbatch puts
+    the products of forward (`comm/symmetric.py`). labels_T: of all tokens. experts: where they
+    lie. scale: that of the gradients of losses. tally: what is counted on the way. later: where the backward of this microbatch puts
     its weight gradients."""
 
     batch: int
@@ -70,6 +73,10 @@ class Frame:
     selective: bool
     chunks: int
     symmetric: bool
+    labels_T: Tensor
+    experts: Places
+    scale: float
+    tally: Tally
     later: Later = field(default_factory=Later)
 
     @property
@@ -82,6 +89,18 @@ class Frame:
         """Rows of all tensor ranks together."""
         return rows_of(self.tokens, self.tensor.size) * self.tensor.size
 
+    @property
+    def counted(self) -> Tensor:
+        """Which of this rank's rows have a loss, bool [rows]."""
+        return self.mine(self.labels_T, IGNORE) != IGNORE
+
+    @property
+    def samples(self) -> Tensor:
+        """Which sample of the microbatch each of this rank's rows is of, int64 [rows]; `batch` for
+        filling."""
+        rows = torch.arange(self.tokens, device=self.labels_T.device)
+        return self.mine(rows // self.length, self.batch)
+
     def fill(self, x_T: Tensor, value: float = 0) -> Tensor:
         """[tokens, ...] to [filled, ...]."""
         missing = self.filled - self.tokens
@@ -89,9 +108,9 @@ class Frame:
             return x_T
         return F.pad(x_T, (0, 0) * (x_T.dim() - 1) + (0, missing), value=value)
 
-    def mine(self, x_T: Tensor) -> Tensor:
+    def mine(self, x_T: Tensor, value: float = 0) -> Tensor:
         """This rank's rows of something that each token has, [tokens, ...] to [rows, ...]."""
-        return self.fill(x_T).chunk(self.tensor.size)[self.tensor.index]
+        return self.fill(x_T, value).chunk(self.tensor.size)[self.tensor.index]
 
 
 def rows_of(tokens: int, ranks: int) -> int:
@@ -110,9 +129,12 @@ def make_frame(
     selective: bool,
     chunks: int,
     symmetric: bool,
+    experts: Places,
+    scale: float,
+    tally: Tally,
 ) -> Frame:
     """The frame of `microbatch`. `dropout_key` is a function of seed and step; None in evaluation
-    and when nothing is dropped."""
+    and when nothing is random."""
     batch, length = microbatch.tokens_BS.shape
     rotary = None
     if model.position == "rotary":
@@ -136,8 +158,12 @@ def make_frame(
         selective,
         chunks,
         symmetric,
+        microbatch.labels_BS.flatten(),
+        experts,
+        scale,
+        tally,
     )
-    if dropout_key is None or model.dropout == 0:
+    if dropout_key is None:
         return frame
     places = context.places(length, microbatch.tokens_BS.device)
     token_T = (microbatch.samples_B[:, None] * (microbatch.whole or length) + places).flatten()

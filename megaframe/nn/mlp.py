@@ -18,9 +18,13 @@ from megaframe.parameter import Module
 class MLP(Module):
     """hidden -> ffn -> hidden. With SwiGLU, gate and up are one weight [2, ffn, hidden]."""
 
-    def __init__(self, name: str, model: Model, output_std: float) -> None:
+    def __init__(
+        self, name: str, model: Model, output_std: float, width: int | None = None
+    ) -> None:
+        """width: instead of `model.ffn`."""
+        width = width or model.ffn
         self.activation = model.activation
-        outputs = (2, model.ffn) if model.activation == "swiglu" else (model.ffn,)
+        outputs = (2, width) if model.activation == "swiglu" else (width,)
         self.up = Linear(
             f"{name}.up",
             (model.hidden,),
@@ -31,7 +35,7 @@ class MLP(Module):
             fused={0: (1, 1)} if len(outputs) == 2 else None,
         )
         self.down = Linear(
-            f"{name}.down", (model.ffn,), (model.hidden,), std=output_std, split=1, bias=model.bias
+            f"{name}.down", (width,), (model.hidden,), std=output_std, split=1, bias=model.bias
         )
 
     def __call__(self, x: Tensor, norm: Elementwise, frame: Frame) -> Tensor:

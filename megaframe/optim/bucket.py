@@ -119,6 +119,12 @@ class Bucket:
             self.optimizer.start(self.weights)
         self.gather()
 
+    @property
+    def spans(self) -> list[slice]:
+        """Where each parameter lies."""
+        starts = zip(self.parameters, self._starts, strict=True)
+        return [slice(start, start + p.box.size) for p, start in starts]
+
     def pieces(self, flat: Tensor, span: slice) -> Iterator[tuple[Parameter, Box, Tensor]]:
         """What `flat`, which holds `span` of the bucket, has of each parameter, in boxes."""
         for parameter, start in zip(self.parameters, self._starts, strict=True):

@@ -16,6 +16,7 @@ from megaframe.config.numbers import either
 from megaframe.errors import UserError
 from megaframe.mesh import Mesh
 from megaframe.optim.adamw import AdamW, AdamWOptions
+from megaframe.optim.balance import Balance
 from megaframe.optim.bucket import Bucket
 from megaframe.optim.codes import codes
 from megaframe.optim.elementwise import (
@@ -40,6 +41,7 @@ GROUPS = {
     "head": "head",
     "gain": "vector",
     "bias": "vector",
+    "balance": "balance",
 }
 """The group of `optim.groups` that each role is in."""
 
@@ -59,6 +61,7 @@ class Choices:
 
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
         optim = self._optim = config.optim
+        self._moe = config.model.moe
         self._precision = PRECISIONS[config.train.precision]
         self._frozen = frozen_names(config)
         self.owners = mesh.group("data_shard", "context", "tensor")
@@ -78,7 +81,7 @@ class Choices:
 
         def make(bucket: Bucket) -> Rule:
             rule = self._make(kind, bucket)
-            if self._optim.ema is None:
+            if self._optim.ema is None or kind.rule == "balance":
                 return rule
             return Averaged(rule, Average(bucket.weights, self._optim.ema, self._keeping))
 
@@ -86,6 +89,9 @@ class Choices:
 
     def _make(self, kind: Kind, bucket: Bucket) -> Rule:
         optim, rates, weights = self._optim, kind.rates, bucket.weights
+        if kind.rule == "balance":
+            assert self._moe is not None, "a model with routers has experts"
+            return Balance(self._moe, bucket.spans)
         if kind.rule == "adamw":
             options = AdamWOptions(optim.beta1, optim.beta2, optim.eps, rates)
             return AdamW(weights, options, self._keeping)
@@ -102,6 +108,8 @@ def kind_of(optim: Optim, spec: ParamSpec, frozen: frozenset[str]) -> Kind:
     name = GROUPS[spec.role]
     if spec.name in frozen:
         return Kind(name, None, Rates())
+    if name == "balance":
+        return Kind(name, name, Rates())
     group = getattr(optim.groups, name)
     decay = group.weight_decay
     if decay is None:
@@ -161,6 +169,7 @@ def choices_table(config: RunConfig, specs: Sequence[ParamSpec]) -> list[str]:
             f"{kind.rates.weight_decay:g}" if kind.rule else "-",
         )
         for kind, of_kind in kinds.items()
+        if kind.group != "balance"
     ]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     extras = f", state as {optim.state}" + ", with an average of weights" * (optim.ema is not None)

@@ -30,14 +30,16 @@ from megaframe.optim.rates import learning_rate
 from megaframe.optim.resident import TABLES, Residents
 from megaframe.optim.rule import Step
 from megaframe.optim.scale import LossScale
-from megaframe.optim.wiring import Wiring
-from megaframe.parameter import PRECISIONS, Module, Parameter
+from megaframe.optim.wiring import PLAIN, Wiring
+from megaframe.parameter import PRECISIONS, Module, Parameter, Precision
 from megaframe.spec import Box, ParamSpec
 
 _NAMES = 512
 """Bytes of the names of sick parameters that ranks tell each other."""
-_VECTORS = ("gain", "bias")
+_VECTORS = ("gain", "bias", "balance")
 """Roles of what is so small that all ranks keep it whole at any ZeRO stage."""
+_SHARDS = {"data": "data_shard", "expert_data": "expert_shard"}
+"""Of the ranks on an axis, those within one copy of the state."""
 
 
 @dataclass(frozen=True)
@@ -144,17 +146,18 @@ class Optimizer:
         mesh = self._mesh
         spec, sizes = parameters[0].spec, mesh.layout.sizes
         stage = self._config.parallel.zero
-        shard = ("data_shard" if axis == "data" else axis for axis in spec.summed_over(sizes))
-        sharing = Sharing(
-            mesh.group(*shard),
-            mesh.group("data_replicate"),
-            min(stage, 1) if spec.role in _VECTORS else stage,
-            Wiring.of(self._config.parallel, compress=spec.role not in _VECTORS),
-        )
+        shard = (_SHARDS.get(axis, axis) for axis in spec.summed_over(sizes))
+        precision = PRECISIONS[self._config.train.precision]
+        wiring = Wiring.of(self._config.parallel, compress=spec.role not in _VECTORS)
+        if spec.role in _VECTORS:
+            stage = min(stage, 1)
+        if spec.role == "balance":  # counts, which all ranks need as they are
+            stage, wiring, precision = 0, PLAIN, Precision(precision.master, precision.master)
+        sharing = Sharing(mesh.group(*shard), mesh.group("data_replicate"), stage, wiring)
         return Bucket(
             parameters,
             {p.spec.name: p.spec.local(mesh.coordinate, sizes) for p in parameters},
-            PRECISIONS[self._config.train.precision],
+            precision,
             sharing,
             self.buffers,
             self._choices.rule(spec),
@@ -293,7 +296,7 @@ class Optimizer:
         return [
             (parameter.spec.name, piece)
             for bucket in self._trained()
-            if not bucket.replica
+            if not bucket.replica and bucket.parameters[0].spec.role != "balance"
             for parameter, _, piece in bucket.pieces(bucket.own_sums, bucket.own)
         ]
 

@@ -1,13 +1,11 @@
 """Mistakes that no section can see alone, all found before anything is built.
 
-Each rule yields a message with both numbers, the keys and the nearest valid values. What this
-version cannot do yet is one row of `ONLY`: a feature arrives by deleting its row.
+Each rule yields a message with both numbers, the keys and the nearest valid values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from megaframe.config.describe import shown
 from megaframe.config.numbers import (
@@ -20,14 +18,9 @@ from megaframe.config.numbers import (
 from megaframe.config.schema import BatchRamp, Model, Optim, RunConfig, Train
 from megaframe.errors import UserError
 from megaframe.plan.context import context_mistakes
+from megaframe.plan.experts import expert_mistakes
 from megaframe.plan.tensor import tensor_mistakes
 from megaframe.schedule import schedule_mistakes
-
-ONLY: Mapping[str, object] = {
-    "parallel.expert": 1,
-    "parallel.expert_tensor": 1,
-}
-"""Keys of which this version can do one value only."""
 
 TOKENIZERS = ("sentencepiece", "hf", "tiktoken")
 
@@ -39,10 +32,10 @@ def check(config: RunConfig, world: int, *, data: bool = True) -> None:
     """
     sizes, layout = axis_sizes(config.parallel, world)
     mistakes = [
-        *_not_in_this_version(config),
         *layout,
         *_model(config.model, config.train.seq),
         *tensor_mistakes(config),
+        *expert_mistakes(config),
         *context_mistakes(config),
         *_vocabulary(config),
         *(_batches(config.train, sizes["data"]) if not layout else ()),
@@ -57,15 +50,6 @@ def check(config: RunConfig, world: int, *, data: bool = True) -> None:
     if mistakes:
         count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
         raise UserError("\n  ".join([f"{count} in the config", *mistakes]))
-
-
-def _not_in_this_version(config: RunConfig) -> Iterator[str]:
-    for name, only in ONLY.items():
-        value: Any = config
-        for part in name.split("."):
-            value = getattr(value, part)
-        if value != only:
-            yield f"{name}={shown(value)}: only {shown(only)} works in this version"
 
 
 def _model(model: Model, seq: int) -> Iterator[str]:

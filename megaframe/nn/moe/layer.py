@@ -1,0 +1,45 @@
+"""Mixture of experts: the layer that takes the place of the MLP in a block."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megaframe.config import Model, Moe
+from megaframe.nn.frame import Frame
+from megaframe.nn.linear import Elementwise
+from megaframe.nn.mlp import MLP
+from megaframe.nn.moe.dispatch import route
+from megaframe.nn.moe.experts import Experts
+from megaframe.nn.moe.path import back, there
+from megaframe.nn.moe.router import Router
+from megaframe.parameter import Module
+
+
+class MixtureOfExperts(Module):
+    """A router, the experts that it sends tokens to, and an MLP for every token, which is computed
+    while they travel."""
+
+    def __init__(self, name: str, model: Model, moe: Moe, output_std: float) -> None:
+        self.router = Router(f"{name}.router", model, moe)
+        self.experts = Experts(f"{name}.experts", model, moe, output_std)
+        self.shared: MLP | None = None
+        if moe.shared:
+            width = moe.shared * (moe.ffn or model.ffn)
+            self.shared = MLP(f"{name}.shared", model, output_std, width)
+
+    def __call__(self, x: Tensor, norm: Elementwise, frame: Frame) -> Tensor:
+        """x [rows, hidden], normalised by `norm`, to the same shape."""
+        normed = norm(x)
+        chosen, gates = self.router(normed, frame)
+        way = route(chosen, self.router.moe.experts, frame.experts)
+        going = there(way.rows)
+        ticket = going.depart(normed)
+        weights = there(way.gates).cross(gates)
+        shared = None if self.shared is None else self.shared(normed, _same, frame)
+        made = self.experts(going.arrive(ticket), weights, way.counts, frame)
+        out = back(way.rows).cross(made)
+        return out if shared is None else out + shared
+
+
+def _same(x: Tensor) -> Tensor:
+    return x

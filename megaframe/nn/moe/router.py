@@ -1,0 +1,159 @@
+"""Router: which experts a token goes to, with what weight, and what keeps them equally busy.
+
+All of it is in at least fp32. The load of experts is counted where a backward will follow, so that
+a block that runs again counts once. Losses are sums over the tokens that have a label, as the
+model's loss is, and so depend neither on the layout nor on the size of microbatches.
+
+Shape legend: R rows of this rank, K choices, E experts, G groups of them, B samples.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaframe.comm import all_reduce
+from megaframe.config import Model, Moe
+from megaframe.nn.frame import Frame
+from megaframe.nn.moe.dispatch import SENT_NOWHERE
+from megaframe.parameter import Module, Parameter
+from megaframe.spec import Constant, Normal, ParamSpec
+
+
+class Router(Module):
+    """Scores every expert for every row. `balance` is, with model.moe.balance=bias, what is added
+    to the scores where experts are chosen; else the load of the last step, 1 on average. Its
+    gradient is the load of the step."""
+
+    def __init__(self, name: str, model: Model, moe: Moe) -> None:
+        self.name, self.moe = name, moe
+        spec = ParamSpec(
+            f"{name}.weight",
+            (moe.experts, model.hidden),
+            Normal(model.init_std),
+            role="matrix",
+            decay=True,
+        )
+        self.weight = Parameter(spec)
+        start = 0.0 if moe.balance == "bias" else 1.0
+        self.balance = Parameter(
+            ParamSpec(f"{name}.balance", (moe.experts,), Constant(start), role="balance")
+        )
+
+    def __call__(self, x_RH: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
+        """Experts of each row, int64 [R, K], and their weights [R, K]."""
+        moe = self.moe
+        if moe.jitter and frame.dropout is not None:
+            x_RH = x_RH * frame.dropout.spread(x_RH, self.name, moe.jitter)
+        logits_RE = _Logits.apply(x_RH, self.weight, frame)
+        sigmoid = moe.score == "sigmoid"
+        scores_RE = logits_RE.sigmoid() if sigmoid else logits_RE.softmax(-1)
+        with torch.no_grad():
+            chosen_RK = self._choose(scores_RE)
+        gates_RK = scores_RE.gather(1, chosen_RK)
+        if moe.normalise:
+            gates_RK = gates_RK / gates_RK.sum(-1, keepdim=True).clamp_min(1e-20)
+        gates_RK = gates_RK * moe.scale
+        if torch.is_grad_enabled():
+            gates_RK = self._balanced(logits_RE, scores_RE, gates_RK, chosen_RK, frame)
+        if moe.capacity is not None:
+            chosen_RK = self._limited(chosen_RK, gates_RK, frame)
+        return chosen_RK, gates_RK.to(x_RH.dtype)
+
+    def _choose(self, scores_RE: Tensor) -> Tensor:
+        moe = self.moe
+        if moe.balance == "bias":
+            scores_RE = scores_RE + self.balance.value
+        if moe.top_groups < moe.groups:
+            grouped = scores_RE.unflatten(1, (moe.groups, -1))
+            best_RG = grouped.topk(moe.group_best, -1).values.sum(-1)
+            groups = best_RG.topk(moe.top_groups, -1).indices
+            open_RG = torch.zeros_like(best_RG, dtype=torch.bool).scatter_(1, groups, True)
+            grouped = grouped.masked_fill(~open_RG[..., None], -torch.inf)
+            scores_RE = grouped.flatten(1)
+        return scores_RE.topk(moe.top_k, -1).indices
+
+    def _balanced(
+        self, logits_RE: Tensor, scores_RE: Tensor, gates: Tensor, chosen: Tensor, frame: Frame
+    ) -> Tensor:
+        """Count the load, and hang the losses on the gates."""
+        moe, counted_R1 = self.moe, frame.counted[:, None]
+        picked_RE = torch.zeros_like(scores_RE).scatter_(1, chosen, 1.0) * counted_R1
+        self.balance.add(picked_RE.sum(0))
+        losses = {}
+        if moe.balance_loss and moe.balance != "none":
+            share_RE = scores_RE / scores_RE.sum(-1, keepdim=True)
+            if moe.balance == "global":
+                load_RE = self.balance.value.to(share_RE.dtype)[None]
+            else:
+                load_RE = self._of_sequences(picked_RE, frame)
+            losses["balance"] = moe.balance_loss * (load_RE * share_RE * counted_R1).sum()
+        if moe.z_loss:
+            square_R1 = logits_RE.logsumexp(-1, keepdim=True).square()
+            losses["router_z"] = moe.z_loss * (square_R1 * counted_R1).sum()
+        with torch.no_grad():
+            share_RE = scores_RE / scores_RE.sum(-1, keepdim=True)
+            entropy = -(torch.special.xlogy(share_RE, share_RE) * counted_R1).sum()
+        frame.tally.add(f"router_entropy/{self.name}", entropy)
+        for name, loss in losses.items():
+            frame.tally.add_loss(name, loss.detach())
+            gates = _Also.apply(gates, loss * frame.scale)
+        return gates
+
+    def _of_sequences(self, picked_RE: Tensor, frame: Frame) -> Tensor:
+        """Load of each expert in each row's sequence, 1 on average."""
+        sample_R = frame.samples
+        loads_BE = picked_RE.new_zeros(frame.batch + 1, picked_RE.shape[1])
+        loads_BE.index_add_(0, sample_R, picked_RE)
+        loads_BE = all_reduce(loads_BE, frame.experts.sequence).wait()
+        mean_B1 = loads_BE.mean(1, keepdim=True).clamp_min(torch.finfo(loads_BE.dtype).tiny)
+        return (loads_BE / mean_B1)[sample_R]
+
+    def _limited(self, chosen_RK: Tensor, gates_RK: Tensor, frame: Frame) -> Tensor:
+        """Of more rows for an expert than its capacity, those with the least weight go nowhere."""
+        assert self.moe.capacity is not None
+        rows, choices = chosen_RK.shape
+        most = max(1, int(self.moe.capacity * rows * choices / self.moe.experts))
+        chosen = chosen_RK.flatten()
+        by_weight = gates_RK.detach().flatten().argsort(descending=True, stable=True)
+        order = by_weight[chosen[by_weight].argsort(stable=True)]
+        load = torch.bincount(chosen, minlength=self.moe.experts)
+        first = load.cumsum(0) - load
+        nth = torch.arange(len(order), device=order.device) - first[chosen[order]]
+        dropped = order[nth >= most]
+        if torch.is_grad_enabled():
+            frame.tally.add("dropped_choices", frame.counted[dropped // choices].sum())
+        return chosen.index_fill(0, dropped, SENT_NOWHERE).view(rows, choices)
+
+
+class _Logits(torch.autograd.Function):
+    """x W^T in at least fp32; the weight's gradient may wait, as that of any matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RH: Tensor, weight: Parameter, frame: Frame) -> Tensor:
+        ctx.save_for_backward(x_RH)
+        ctx.weight, ctx.frame = weight, frame
+        wide = torch.promote_types(x_RH.dtype, torch.float32)
+        return x_RH.to(wide) @ weight.value.to(wide).t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (x_RH,), weight, dy = ctx.saved_tensors, ctx.weight, gradients[0]
+        ctx.frame.later.do(lambda: weight.add_product(dy, x_RH.to(dy.dtype)))
+        return (dy @ weight.value.to(dy.dtype)).to(x_RH.dtype), None, None
+
+
+class _Also(torch.autograd.Function):
+    """x; its backward is also that of a loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return gradients[0], torch.ones_like(loss)
