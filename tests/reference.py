@@ -23,10 +23,15 @@ def loss(weights, config, microbatch):
     if model.position == "learned":
         x = x + weights["embedding.positions.weight"][positions]
     mask = _mask(model.window, microbatch, batch, length)
+    aside = 0.0
     for layer in range(model.layers):
         name = f"blocks.{layer}"
         x = x + _attention(weights, model, name, x, mask, positions)
-        x = x + _mlp(weights, model, name, x)
+        if f"{name}.moe.router.weight" in weights:
+            y, losses = _experts(weights, model, name, x, microbatch.labels_BS != IGNORE)
+            x, aside = x + y, aside + losses
+        else:
+            x = x + _mlp(weights, model, name, x)
     x = _norm(weights, model, "head.norm", x, model.norm)
     head = weights["embedding.tokens.weight" if model.tie_embeddings else "head.weight"]
     logits = x @ head.T
@@ -36,7 +41,8 @@ def loss(weights, config, microbatch):
     valid = labels != IGNORE
     smoothing, z_loss = config.train.label_smoothing, config.train.z_loss
     nll = F.cross_entropy(logits[valid], labels[valid], label_smoothing=smoothing)
-    return nll + z_loss * torch.logsumexp(logits[valid], -1).square().mean()
+    aside = aside / valid.sum()
+    return nll + z_loss * torch.logsumexp(logits[valid], -1).square().mean() + aside
 
 
 def _norm(weights, model, name, x, kind):
@@ -90,20 +96,59 @@ def _rotate(model, x, positions):
     return torch.cat((complex_x.real, complex_x.imag, x[..., 2 * pairs :]), -1).to(x.dtype)
 
 
+def _experts(weights, model, name, x, counted):
+    """Every token on its own, every one of its experts on its own; and the sum of the losses."""
+    moe, y = model.moe, _norm(weights, model, f"{name}.mlp_norm", x, model.norm)
+    logits = y @ weights[f"{name}.moe.router.weight"].T
+    scores = torch.sigmoid(logits) if moe.score == "sigmoid" else logits.softmax(-1)
+    balance = weights[f"{name}.moe.router.balance"]
+    ranked = scores.detach() + (balance.detach() if moe.balance == "bias" else 0.0)
+    size = moe.experts // moe.groups
+    out, load = torch.zeros_like(x), torch.zeros(*x.shape[:1], moe.experts, dtype=x.dtype)
+    up, down = weights[f"{name}.moe.experts.up.weight"], weights[f"{name}.moe.experts.down.weight"]
+    for b in range(x.shape[0]):
+        for s in range(x.shape[1]):
+            groups = [ranked[b, s, g * size : (g + 1) * size] for g in range(moe.groups)]
+            best = [
+                float(group.sort(descending=True)[0][: moe.group_best].sum()) for group in groups
+            ]
+            open_groups = sorted(range(moe.groups), key=lambda g: -best[g])[: moe.top_groups]
+            allowed = [g * size + i for g in open_groups for i in range(size)]
+            chosen = sorted(allowed, key=lambda e: -float(ranked[b, s, e]))[: moe.top_k]
+            total = sum(scores[b, s, e] for e in chosen) if moe.normalise else 1.0
+            for e in chosen:
+                load[b, e] += float(counted[b, s])
+                gate = moe.scale * scores[b, s, e] / total
+                inner = _activated(model, (y[b, s] @ up[e].reshape(-1, model.hidden).T), moe.ffn)
+                out[b, s] = out[b, s] + gate * (down[e] @ inner)
+    if moe.shared:
+        width = moe.shared * moe.ffn
+        outputs = width * (2 if model.activation == "swiglu" else 1)
+        inner = _activated(model, _linear(weights, f"{name}.moe.shared.up", y, outputs), width)
+        out = out + _linear(weights, f"{name}.moe.shared.down", inner, model.hidden)
+    share = scores / scores.sum(-1, keepdim=True) * counted[..., None]
+    if moe.balance == "global":
+        relative = balance.expand(load.shape)
+    else:
+        relative = load / load.mean(1, keepdim=True).clamp_min(1e-300)
+    losses = moe.balance_loss * (relative[:, None] * share).sum() * (moe.balance != "none")
+    return out, losses + moe.z_loss * (logits.logsumexp(-1).square() * counted).sum()
+
+
+def _activated(model, y, width):
+    if model.activation == "swiglu":
+        return y[..., :width] * torch.sigmoid(y[..., :width]) * y[..., width:]
+    if model.activation == "relu2":
+        return y.clamp_min(0) ** 2
+    if model.activation == "gelu":
+        return y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
+    return 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+
+
 def _mlp(weights, model, name, x):
     y = _norm(weights, model, f"{name}.mlp_norm", x, model.norm)
-    if model.activation == "swiglu":
-        both = _linear(weights, f"{name}.mlp.up", y, 2 * model.ffn)
-        gate, up = both[..., : model.ffn], both[..., model.ffn :]
-        y = gate * torch.sigmoid(gate) * up
-    else:
-        y = _linear(weights, f"{name}.mlp.up", y, model.ffn)
-        if model.activation == "relu2":
-            y = y.clamp_min(0) ** 2
-        elif model.activation == "gelu":
-            y = y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
-        else:
-            y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+    outputs = model.ffn * (2 if model.activation == "swiglu" else 1)
+    y = _activated(model, _linear(weights, f"{name}.mlp.up", y, outputs), model.ffn)
     return _linear(weights, f"{name}.mlp.down", y, model.hidden)
 
 

@@ -59,8 +59,8 @@ class Frame:
     nothing is dropped. selective: norms and activations are not kept but computed again in
     backward. chunks: parts in which rows travel between tensor ranks; symmetric: they do so within
     the products of forward (`comm/symmetric.py`). labels_T: of all tokens. experts: where they
-    lie. scale: that of the gradients of losses. tally: what is counted on the way. later: where the backward of this microbatch puts
-    its weight gradients."""
+    lie. scale: that of the gradients of losses. tally: what is counted on the way. later:
+    where the backward of this microbatch puts its weight gradients."""
 
     batch: int
     length: int

@@ -21,7 +21,7 @@ from torch import Tensor
 from megaframe.comm import Group, Pending, all_reduce
 from megaframe.comm.landing import land
 from megaframe.config import RunConfig
-from megaframe.mesh import Mesh
+from megaframe.mesh import EXPERT_SETS, Mesh
 from megaframe.optim.bucket import Bucket, Sharing
 from megaframe.optim.buffers import Buffers
 from megaframe.optim.choice import Choices
@@ -102,6 +102,8 @@ class Optimizer:
         self._owned: dict[int, list[Bucket]] = {}
         self._used: dict[int, list[Bucket]] = {}
         self._vectors: dict[int, list[Bucket]] = {}
+        if config.model.moe is not None:
+            mesh.add_groups(EXPERT_SETS)
         self._lay_out(stages)
         self._together = together(self.buckets, self._choices.owners)
         self._tied_bucket = next(
