@@ -117,7 +117,8 @@ class Gather:
 
 
 Path = Sequence[Step]
-_Move = Callable[[Tensor], Pending[Tensor]]
+_Move = tuple[bool, Callable[[Tensor], Pending[Tensor]]]
+"""Whether it travels, and what it does."""
 
 
 def there(path: Path) -> Passage:
@@ -152,15 +153,16 @@ class Passage:
 
 
 def _out(path: Path) -> list[_Move]:
-    return [step.there for step in path]
+    return [(step.travels, step.there) for step in path]
 
 
 def _home(path: Path) -> list[_Move]:
-    return [step.back for step in reversed(path)]
+    return [(step.travels, step.back) for step in reversed(path)]
 
 
 class _Trip:
-    """Rows on their way: up to the first transfer when it is made, to their end when asked."""
+    """Rows on their way: up to the first transfer when it is made, to their end when asked. Where
+    it stops does not depend on what has arrived, so that all ranks start transfers in one order."""
 
     def __init__(self, moves: Sequence[_Move], x: Tensor) -> None:
         self._rows = x
@@ -168,9 +170,9 @@ class _Trip:
         next(self._walk, None)
 
     def _go(self, moves: Sequence[_Move]) -> Iterator[None]:
-        for move in moves:
+        for travels, move in moves:
             pending = move(self._rows)
-            if not pending.arrived():
+            if travels:
                 yield
             self._rows = pending.wait()
 

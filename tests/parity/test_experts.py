@@ -1,0 +1,60 @@
+"""Experts give the one-process answer to 1e-10 in fp64 under every layout of theirs and of the rest:
+each way of sending, each balance, with tensor, context, pipeline and data ranks, ZeRO, recompute.
+"""
+
+import pytest
+from training import assert_same, assert_same_bits, run
+
+MOE = {"experts": 6, "ffn": 12, "top_k": 2, "balance_rate": 0.05, "balance_loss": 0.1}
+GATED = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2}
+MODELS = {
+    "bias": {**GATED, "moe": {**MOE, "shared": 1}},
+    "sequence": {**GATED, "moe": {**MOE, "balance": "sequence", "score": "softmax", "every": 2}},
+    "global": {"moe": {**MOE, "balance": "global", "z_loss": 0.05, "jitter": 0.2, "first": 1}},
+    "groups": {**GATED, "moe": {**MOE, "experts": 8, "groups": 4, "top_groups": 2, "top_k": 3}},
+}
+FOUR = {"expert": 4}
+LAYOUTS = [
+    ("bias", 2, {"expert": 2}, {}),
+    ("bias", 2, {"expert_tensor": 2}, {"recompute": "selective"}),
+    ("bias", 2, {"tensor": 2, "expert": 2}, {"recompute": "full"}),
+    ("bias", 4, {"tensor": 2, "expert": 2, "expert_tensor": 2, "zero": 1}, {}),
+    ("bias", 4, {"context": 2, "expert": 4, "zero": 3}, {"recompute": "full"}),
+    ("bias", 4, {"pipeline": 2, "expert": 2, "chunks": 2, "schedule": "zb-v"}, {}),
+    ("sequence", 2, {"context": 2, "expert": 2}, {"microbatch": 4}),
+    ("sequence", 4, {"tensor": 2, "context": 2, "expert": 2, "zero": 2}, {}),
+    ("sequence", 4, {**FOUR, "dispatch": "all_gather"}, {"recompute": "selective"}),
+    ("global", 4, {"tensor": 2, "expert": 4, "dispatch": "hierarchical", "node_size": 2}, {}),
+    ("global", 4, {"data_replicate": 2, "expert": 2, "zero": 3}, {"microbatch": 2}),
+    ("global", 4, {"pipeline": 2, "tensor": 2, "expert_tensor": 2}, {"recompute": "full"}),
+    ("groups", 4, {**FOUR, "dispatch": "deduplicated", "node_size": 2}, {}),
+    ("groups", 4, {"expert": 2, "expert_tensor": 2, "dispatch": "all_gather"}, {}),
+    ("groups", 4, {"pipeline": 2, "chunks": 2, "schedule": "interleaved", "expert": 2}, {}),
+]
+
+
+@pytest.fixture(scope="module")
+def expected(pool):
+    return {
+        name: pool.run(1, run, {**model, "layers": 4}, {"microbatch": 8})[0]
+        for name, model in MODELS.items()
+    }
+
+
+@pytest.mark.parametrize(("name", "ranks", "parallel", "train"), LAYOUTS)
+def test_layouts_do_not_change_the_answer(name, ranks, parallel, train, pool, expected):
+    model, train = {**MODELS[name], "layers": 4}, {"microbatch": 1, **train}
+    assert_same(pool.run(ranks, run, model, train, parallel), expected[name])
+
+
+def test_samples_of_unequal_length_on_each_rank(pool):
+    model, train = {**MODELS["sequence"], "layers": 4}, {"microbatch": 1}
+    alone = pool.run(1, run, model, train, {}, False, True)[0]
+    assert_same(pool.run(4, run, model, train, {"expert": 4}, False, True), alone)
+
+
+def test_overlap_changes_no_bit(pool):
+    model = {**MODELS["bias"], "layers": 4}
+    parallel = {"tensor": 2, "expert": 4, "zero": 2}
+    found = [pool.run(4, run, model, {}, parallel, serial) for serial in (False, True)]
+    assert_same_bits(*found)
