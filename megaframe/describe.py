@@ -15,7 +15,7 @@ from megaframe.plan.nodes import crossing
 from megaframe.plan.schedules import pipeline_summary, step_schedule
 from megaframe.plan.stages import StagePlan, stage_plans
 from megaframe.schedule import Schedule
-from megaframe.spec import parameter_count
+from megaframe.spec import ParamSpec, active_parameters, parameter_count
 from megaframe.stage import build_stages, model_specs
 
 
@@ -31,7 +31,7 @@ def describe(config: RunConfig, layout: Layout) -> str:
     lines = [
         dump(config),
         f"layout      {layout}",
-        f"parameters  {count:,} in {len(specs)} tensors",
+        f"parameters  {count:,} in {len(specs)} tensors{_active(specs)}",
         f"batch       {train.global_batch} samples, {tokens:,} tokens a step, "
         f"{tokens * train.steps:,} in the run",
         *choices_table(config, specs),
@@ -40,6 +40,11 @@ def describe(config: RunConfig, layout: Layout) -> str:
         *([f"warning: {warning}"] if warning else []),
     ]
     return "\n".join(lines)
+
+
+def _active(specs: Sequence[ParamSpec]) -> str:
+    active = active_parameters(specs)
+    return "" if active == parameter_count(specs) else f", {active:,} of which each token meets"
 
 
 def _memory(config: RunConfig, layout: Layout, schedule: Schedule) -> Iterator[str]:
@@ -73,7 +78,7 @@ def _of_rank(
 def held_by(units: Sequence[Module], layout: Layout) -> Held:
     """The parameters that the first tensor rank has of these units."""
     size = {
-        parameter: (parameter.spec.local(layout.coordinate(0), layout.sizes).size, unit)
+        parameter: (parameter.spec.local(layout.place(0), layout.sizes).size, unit)
         for unit in reversed(units)
         for parameter in unit.parameters()
     }

@@ -110,7 +110,8 @@ class Mesh:
         return axis == "data_shard" and self.layout.data_replicate == 1
 
     def add_groups(self, axis_sets: Iterable[tuple[str, ...]]) -> None:
-        """Make the groups over these axis sets that are not there. All ranks of the world call it."""
+        """Make the groups over these axis sets that are not there yet. All ranks of the world call
+        it."""
         for axes in axis_sets:
             if self._key(axes) not in self._groups:
                 made = self._make_group(axes, self.layout.groups(*axes), shared=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 
 from megaframe.config import RunConfig
 from megaframe.model import vocabulary
@@ -39,22 +40,23 @@ class Flops:
 
 
 def count_flops(specs: Iterable[ParamSpec], config: RunConfig) -> Flops:
-    """Operations per token of the model that `specs` declare, each matrix used once per token."""
+    """Operations per token of the model that `specs` declare, each matrix used once per
+    token, those of experts by the tokens that go to them."""
     model, seq = config.model, config.train.seq
-    elements = {"matrix": 0, "head": 0}
+    elements = {"matrix": Fraction(0), "head": Fraction(0)}
     for spec in specs:
         if spec.role in elements:
-            elements[spec.role] += spec.size
+            elements[spec.role] += spec.size * spec.used
     if model.tie_embeddings:
         # The table is declared as an embedding, and multiplied as a head all the same.
-        elements["head"] = vocabulary(model) * model.hidden
+        elements["head"] = Fraction(vocabulary(model) * model.hidden)
     per_key = 12 * model.layers * model.heads * model.head_dim
-    blocks = 6 * elements["matrix"] + per_key * mean_keys(seq, model.window)
-    head = 6 * elements["head"]
+    blocks = 6 * float(elements["matrix"]) + per_key * mean_keys(seq, model.window)
+    head = 6 * float(elements["head"])
     recomputed = sum(plan.recomputed for plan in stage_plans(config))
     again = blocks / 3 * recomputed / model.layers
     return Flops(
         model=blocks + head,
-        full_attention=6 * elements["matrix"] + per_key * seq + head,
+        full_attention=6 * float(elements["matrix"]) + per_key * seq + head,
         hardware=blocks + head + again,
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from megaframe.config.schema import Model, RunConfig
+from megaframe.plan.experts import has_experts
 from megaframe.schedule.costs import Costs
 
 
@@ -48,10 +49,10 @@ def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
     stages = config.parallel.pipeline * config.parallel.chunks
     layers = config.parallel.layers_per_stage
     if layers is None:
-        block = block_work(config)
-        again = block.forward if config.train.recompute == "full" else 0.0
-        work = block.forward + block.backward + block.weight + again
-        layers = divide((work,) * config.model.layers, 3 * _head(config), stages)
+        twice = 2 if config.train.recompute == "full" else 1
+        works = (block_work(config, layer) for layer in range(config.model.layers))
+        sums = tuple(twice * work.forward + work.backward + work.weight for work in works)
+        layers = divide(sums, 3 * _head(config), stages)
     plans, start = [], 0
     for number, count in enumerate(layers):
         blocks = range(start, start + count)
@@ -104,14 +105,16 @@ def stage_costs(config: RunConfig, plans: Sequence[StagePlan]) -> Costs:
 
     The head makes its gradients in the forward pass, so all its work is in F.
     """
-    block = block_work(config)
     head = _head(config)
+    works = [[block_work(config, layer) for layer in plan.blocks] for plan in plans]
+    stages = list(zip(plans, works, strict=True))
     return Costs(
-        forward=tuple(len(plan.blocks) * block.forward + 3 * head * plan.last for plan in plans),
+        forward=tuple(sum(b.forward for b in of) + 3 * head * plan.last for plan, of in stages),
         backward=tuple(
-            len(plan.blocks) * block.backward + plan.recomputed * block.forward for plan in plans
+            sum(b.backward for b in of) + sum(b.forward for b in of[: plan.recomputed])
+            for plan, of in stages
         ),
-        weight=tuple(len(plan.blocks) * block.weight for plan in plans),
+        weight=tuple(sum(b.weight for b in of) for _, of in stages),
     )
 
 
@@ -124,22 +127,28 @@ class Work:
     weight: float
 
 
-def block_work(config: RunConfig) -> Work:
-    """The work of one block; attention counts with the keys that it sees, and has no weights."""
+def block_work(config: RunConfig, layer: int) -> Work:
+    """The work of the block of a layer; attention counts with the keys that it sees, and has no
+    weights."""
     emulated = config.model.emulate
     if emulated is not None:
         return Work(emulated.forward, emulated.backward, emulated.weight)
     model = config.model
-    matrices = 2.0 * block_matrices(model)
+    matrices = 2.0 * block_matrices(model, layer)
     keys = 4.0 * model.heads * model.head_dim * mean_keys(config.train.seq, model.window)
     return Work(matrices + keys, matrices + 2 * keys, matrices)
 
 
-def block_matrices(model: Model) -> int:
-    """Elements of the matrices of one block."""
+def block_matrices(model: Model, layer: int) -> int:
+    """Elements of the matrices of the block of a layer that one token meets."""
     queries = model.heads * model.head_dim
     attention = model.hidden * (2 * queries + 2 * model.kv_heads * model.head_dim)
-    return attention + (3 if model.activation == "swiglu" else 2) * model.hidden * model.ffn
+    mlp = (3 if model.activation == "swiglu" else 2) * model.hidden
+    moe = model.moe
+    if moe is None or not has_experts(moe, layer):
+        return attention + mlp * model.ffn
+    width = (moe.top_k + moe.shared) * (moe.ffn or model.ffn)
+    return attention + mlp * width + moe.experts * model.hidden
 
 
 def mean_keys(seq: int, window: int | None) -> float:

@@ -1,5 +1,5 @@
-"""Experts give the one-process answer to 1e-10 in fp64 under every layout of theirs and of the rest:
-each way of sending, each balance, with tensor, context, pipeline and data ranks, ZeRO, recompute.
+"""Experts give the one-process answer to 1e-10 in fp64 under every layout of theirs and of the
+rest: each way of sending, each balance, with tensor, context, pipeline and data ranks, ZeRO, recompute.
 """
 
 import pytest

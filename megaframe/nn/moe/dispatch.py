@@ -104,8 +104,8 @@ def _gathered(choice: _Choice) -> Route:
     here = torch.where(_within(every, choice.mine), every - choice.mine.start, SENT_NOWHERE)
     pairs_P, load = _sorted(here.flatten(), choice.mine.stop - choice.mine.start)
     gather = Gather(axis, sizes)
-    rows = [gather, Pick(pairs_P // choice.choices, len(every))]
-    gates = [gather, Choose(pairs_P, len(every), choice.choices)]
+    rows: list[Step] = [gather, Pick(pairs_P // choice.choices, len(every))]
+    gates: list[Step] = [gather, Choose(pairs_P, len(every), choice.choices)]
     return _arriving(choice, rows, gates, load[None])
 
 
@@ -170,8 +170,8 @@ def _deduplicated(choice: _Choice) -> Route:
         _by_rank(load, choice.owner_E[experts] % near.size, near.size),
         loads[:, mine].sum(1).tolist(),
     )
-    rows = [first, across, Pick(pairs_P // choice.choices, len(arrived)), within]
-    gates = [first, across, Choose(pairs_P, len(arrived), choice.choices), within]
+    rows: list[Step] = [first, across, Pick(pairs_P // choice.choices, len(arrived)), within]
+    gates: list[Step] = [first, across, Choose(pairs_P, len(arrived), choice.choices), within]
     return _arriving(choice, rows, gates, loads[:, mine])
 
 
