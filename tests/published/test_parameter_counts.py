@@ -6,7 +6,7 @@ import pytest
 
 from megaframe.config import load
 from megaframe.plan.check import check
-from megaframe.spec import parameter_count
+from megaframe.spec import active_parameters, parameter_count
 from megaframe.stage import model_specs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -22,7 +22,14 @@ PUBLISHED = {
     "llama3-405b": 405_853_388_800,
     "qwen3-8b": 8_190_735_360,
     "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
 }
+
+# Billions of parameters that a token meets, as their authors tell them.
+ACTIVE = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39, "qwen3-30b-a3b": 3.3, "qwen3-235b-a22b": 22}
 
 
 def count(name):
@@ -32,6 +39,12 @@ def count(name):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_of_the_released_models(name):
     assert count(name) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_parameters_that_a_token_meets(name):
+    specs = model_specs(load(str(CONFIGS / f"{name}.yaml")))
+    assert active_parameters(specs) / 1e9 == pytest.approx(ACTIVE[name], rel=0.02)
 
 
 def test_gpt3_has_the_parameters_of_its_published_shape():
