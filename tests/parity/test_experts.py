@@ -1,5 +1,6 @@
 """Experts give the one-process answer to 1e-10 in fp64 under every layout of theirs and of the
-rest: each way of sending, each balance, with tensor, context, pipeline and data ranks, ZeRO, recompute.
+rest: each way of sending, each balance, with tensor, context, pipeline and data ranks, ZeRO and
+recompute.
 """
 
 import pytest
