@@ -235,6 +235,7 @@ class Stage:
         finish(self.embedding)
         return gradient
 
+    @torch.no_grad()  # as in autograd's own backward, from which the work is put off
     def weight_backward(self, number: int, done: Done | None = None) -> None:
         """The weight gradients that the backward of microbatch `number` left."""
         flight = self._flights.pop(number)
