@@ -15,6 +15,7 @@ from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.nn.attention import Attention
 from megaframe.nn.embedding import Table
 from megaframe.nn.frame import Frame, Later, positions_of
+from megaframe.nn.latent import LatentAttention
 from megaframe.nn.loss import HeadResult, LossOptions, head_loss
 from megaframe.nn.mlp import MLP
 from megaframe.nn.norm import Norm
@@ -55,7 +56,12 @@ class Block(Module):
         self.name = f"blocks.{layer}"
         output_std = model.init_std / math.sqrt(2 * model.layers)
         self.attention_norm = _norm(f"{self.name}.attention_norm", model)
-        self.attention = Attention(f"{self.name}.attention", model, output_std)
+        name = f"{self.name}.attention"
+        self.attention: Attention | LatentAttention = (
+            Attention(name, model, output_std)
+            if model.latent is None
+            else LatentAttention(name, model, model.latent, output_std)
+        )
         self.mlp_norm = _norm(f"{self.name}.mlp_norm", model)
         self.mlp = MLP(f"{self.name}.mlp", model, output_std)
 

@@ -25,7 +25,8 @@ def loss(weights, config, microbatch):
     mask = _mask(model.window, microbatch, batch, length)
     for layer in range(model.layers):
         name = f"blocks.{layer}"
-        x = x + _attention(weights, model, name, x, mask, positions)
+        attention = _attention if model.latent is None else _latent_attention
+        x = x + attention(weights, model, name, x, mask, positions)
         x = x + _mlp(weights, model, name, x)
     x = _norm(weights, model, "head.norm", x, model.norm)
     head = weights["embedding.tokens.weight" if model.tie_embeddings else "head.weight"]
@@ -74,6 +75,37 @@ def _attention(weights, model, name, x, mask, positions):
             query = _rotate(model, query, positions)
             scores = query @ key.transpose(1, 2) / math.sqrt(width)
             heads.append(scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value)
+    return _linear(weights, f"{name}.attention.output", torch.cat(heads, -1), model.hidden)
+
+
+def _latent_attention(weights, model, name, x, mask, positions):
+    """Each head spelled out, after the formulas of the paper (DeepSeek-V2, 2024, eq. 9-19)."""
+    latent = model.latent
+    y = _norm(weights, model, f"{name}.attention_norm", x, model.norm)
+    down = weights[f"{name}.attention.down.weight"]
+    rank = latent.query_rank or 0
+    of_query = y
+    if rank:
+        of_query = y @ down[:rank].T
+        of_query = _norm(weights, model, f"{name}.attention.query_norm", of_query, "rmsnorm")
+    of_kv = y @ down[rank : rank + latent.kv_rank].T
+    of_kv = _norm(weights, model, f"{name}.attention.kv_norm", of_kv, "rmsnorm")
+    key_rotated = _rotate(model, y @ down[rank + latent.kv_rank :].T, positions)
+    scale = 1 / math.sqrt(latent.rotary_dim + latent.head_dim)
+    if model.rotary_scaling.kind == "yarn":
+        scaling = model.rotary_scaling
+        scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1) ** 2
+    heads = []
+    for head in range(model.heads):
+        query_part = weights[f"{name}.attention.query.weight"][head]
+        kv_part = weights[f"{name}.attention.kv.weight"][head]
+        query = of_query @ query_part.T
+        query_rotated = _rotate(model, query[..., : latent.rotary_dim], positions)
+        query_rest = query[..., latent.rotary_dim :]
+        key_rest = of_kv @ kv_part[: latent.head_dim].T
+        scores = query_rotated @ key_rotated.mT + query_rest @ key_rest.mT
+        value = of_kv @ kv_part[latent.head_dim :].T
+        heads.append((scores * scale).masked_fill(~mask, -torch.inf).softmax(-1) @ value)
     return _linear(weights, f"{name}.attention.output", torch.cat(heads, -1), model.hidden)
 
 

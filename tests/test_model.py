@@ -30,6 +30,23 @@ MODELS = {
         },
     },
 }
+YARN = {"kind": "yarn", "factor": 40, "original_length": 64, "high_frequency": 32}
+LATENT = {"kv_rank": 10, "head_dim": 6, "rotary_dim": 4, "value_dim": 5}
+MODELS |= {
+    "deepseek": {
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "latent": {**LATENT, "query_rank": 12},
+        "rotary_scaling": {**YARN, "mscale": 0.5, "mscale_all_dim": 0.8},
+    },
+    "deepseek_lite_window": {
+        "bias": True,
+        "qkv_bias": False,
+        "latent": {**LATENT, "value_dim": 14},
+        "window": 5,
+    },
+    "latent_of_one_width": {"latent": {**LATENT, "query_rank": 12, "value_dim": 10}},
+}
 TRAIN = {"label_smoothing": 0.1, "z_loss": 0.01}
 
 

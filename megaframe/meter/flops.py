@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megaframe.config import RunConfig
 from megaframe.model import vocabulary
-from megaframe.plan.stages import mean_keys, stage_plans
+from megaframe.plan.stages import head_widths, mean_keys, stage_plans
 from megaframe.spec import ParamSpec
 
 
@@ -48,7 +48,7 @@ def count_flops(specs: Iterable[ParamSpec], config: RunConfig) -> Flops:
     if model.tie_embeddings:
         # The table is declared as an embedding, and multiplied as a head all the same.
         elements["head"] = vocabulary(model) * model.hidden
-    per_key = 12 * model.layers * model.heads * model.head_dim
+    per_key = 6 * model.layers * model.heads * sum(head_widths(model))
     blocks = 6 * elements["matrix"] + per_key * mean_keys(seq, model.window)
     head = 6 * elements["head"]
     recomputed = sum(plan.recomputed for plan in stage_plans(config))

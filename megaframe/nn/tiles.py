@@ -98,20 +98,20 @@ def attend_backward(
     out, lse: of all tiles together, so that exp(score - lse) is the share of a key among all that
     the query sees, in whichever tile.
     """
-    heads = _heads_first(query_BQND, key_BKGD, value_BKGV)
-    ends = _heads_first(d_out, out_BQNV)
-    query, key, _ = heads
-    d_padded, *alike, out_padded = _alike(ends[0], *heads, ends[1])
+    query, key, _ = heads = _heads_first(query_BQND, key_BKGD, value_BKGV)
+    d_out, out = d_out.transpose(1, 2), out_BQNV.transpose(1, 2)
+    alike = _alike(*heads)
+    d_alike, out_alike = (_padded(end, alike[0].shape[-1]) for end in (d_out, out))
     gradients: tuple[Tensor, ...]
     if _in_products(query, key, mask):
         gradients = tile_products.attend_backward(
-            ends[0], *heads, ends[1], lse_BNQ, causal=causal, scale=scale
+            d_out, *heads, out, lse_BNQ, causal=causal, scale=scale
         )
     elif query.device.type == "cpu":
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            d_padded,
+            d_alike,
             *alike,
-            out_padded,
+            out_alike,
             lse_BNQ,
             0.0,
             causal,
@@ -119,10 +119,10 @@ def attend_backward(
             scale=scale,
         )
     elif _flash(*alike, mask, causal):
-        gradients = _flash_backward(d_padded, *alike, out_padded, lse_BNQ, causal, scale)
+        gradients = _flash_backward(d_alike, *alike, out_alike, lse_BNQ, causal, scale)
     else:
         bias = _additive(_or_causal(mask, query, causal), None)
-        gradients = _plain_backward(ends[0], *heads, ends[1], lse_BNQ, bias, scale)
+        gradients = _plain_backward(d_out, *heads, out, lse_BNQ, bias, scale)
     d_query, d_key, d_value = (
         gradient[..., : head.shape[-1]].transpose(1, 2)
         for gradient, head in zip(gradients, heads, strict=True)
@@ -140,18 +140,20 @@ def merge(out_BQND: Tensor, lse_BNQ: Tensor, tile_out: Tensor, tile_lse: Tensor)
     torch.logaddexp(lse_BNQ, tile_lse, out=lse_BNQ)
 
 
-def _heads_first(*heads: Tensor) -> list[Tensor]:
-    return [head.transpose(1, 2) for head in heads]
+def _heads_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
-def _alike(*heads: Tensor) -> list[Tensor]:
-    """All as wide as the widest, as torch's fused attention wants them: zeros add nothing to a
-    score, and to the values they add outputs that are zero."""
-    width = max(head.shape[-1] for head in heads)
-    return [
-        head if head.shape[-1] == width else F.pad(head, (0, width - head.shape[-1]))
-        for head in heads
-    ]
+def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All of one width, as torch's fused attention wants them: zeros add nothing to a score, and
+    to the values they add outputs that are zero."""
+    width = max(query.shape[-1], value.shape[-1])
+    return _padded(query, width), _padded(key, width), _padded(value, width)
+
+
+def _padded(head: Tensor, width: int) -> Tensor:
+    missing = width - head.shape[-1]
+    return F.pad(head, (0, missing)) if missing else head
 
 
 def _in_products(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from megaframe.config.schema import Model, RunConfig
+from megaframe.config.schema import Latent, Model, RunConfig
 from megaframe.schedule.costs import Costs
 
 
@@ -131,15 +131,39 @@ def block_work(config: RunConfig) -> Work:
         return Work(emulated.forward, emulated.backward, emulated.weight)
     model = config.model
     matrices = 2.0 * block_matrices(model)
-    keys = 4.0 * model.heads * model.head_dim * mean_keys(config.train.seq, model.window)
+    keys = 2.0 * model.heads * sum(head_widths(model)) * mean_keys(config.train.seq, model.window)
     return Work(matrices + keys, matrices + 2 * keys, matrices)
 
 
 def block_matrices(model: Model) -> int:
     """Elements of the matrices of one block."""
-    queries = model.heads * model.head_dim
-    attention = model.hidden * (2 * queries + 2 * model.kv_heads * model.head_dim)
-    return attention + (3 if model.activation == "swiglu" else 2) * model.hidden * model.ffn
+    mlp = (3 if model.activation == "swiglu" else 2) * model.hidden * model.ffn
+    return attention_matrices(model) + mlp
+
+
+def attention_matrices(model: Model) -> int:
+    """Elements of the matrices of one block's attention."""
+    latent = model.latent
+    if latent is None:
+        return 2 * model.hidden * (model.heads + model.kv_heads) * model.head_dim
+    query, value = head_widths(model)
+    of_queries = model.heads * query * (latent.query_rank or model.hidden)
+    of_keys_and_values = model.heads * (latent.head_dim + value) * latent.kv_rank
+    output = model.heads * value * model.hidden
+    return model.hidden * latent_width(latent) + of_queries + of_keys_and_values + output
+
+
+def latent_width(latent: Latent) -> int:
+    """Elements of a token's latents, the rotated part of its keys among them."""
+    return (latent.query_rank or 0) + latent.kv_rank + latent.rotary_dim
+
+
+def head_widths(model: Model) -> tuple[int, int]:
+    """Widths of a query or key head and of a value head."""
+    latent = model.latent
+    if latent is None:
+        return model.head_dim, model.head_dim
+    return latent.rotary_dim + latent.head_dim, latent.value_dim
 
 
 def mean_keys(seq: int, window: int | None) -> float:

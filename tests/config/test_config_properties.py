@@ -49,10 +49,15 @@ def values(annotation, bounds=()):
 LEAVES = {
     name: values(key.field.annotation, key.field.metadata)
     for name, key in keys().items()
-    if key.section is None and not name.startswith("train.batch_ramp.")
+    if key.section is None and not name.startswith(("train.batch_ramp.", "model.latent."))
 }
 RAMP = st.fixed_dictionaries({k: st.integers(1, 9) for k in ("start", "increment", "samples")})
-SETTINGS = st.fixed_dictionaries({}, optional=LEAVES | {"train.batch_ramp": RAMP | st.none()})
+LATENT = st.fixed_dictionaries(
+    {k: st.integers(1, 9) for k in ("kv_rank", "head_dim", "rotary_dim", "value_dim")},
+    optional={"query_rank": st.none() | st.integers(1, 9)},
+)
+SECTIONS = {"train.batch_ramp": RAMP | st.none(), "model.latent": LATENT | st.none()}
+SETTINGS = st.fixed_dictionaries({}, optional=LEAVES | SECTIONS)
 
 
 def nested(settings_):

@@ -11,6 +11,7 @@ from megaframe.config.numbers import TIMES
 from megaframe.errors import UserError
 from megaframe.plan.check import ONLY, check
 
+LATENT = "model.latent={kv_rank: 64, head_dim: 32, rotary_dim: 16, value_dim: 32}"
 SOUND = ("model.vocab=100", "data.sources=[{path: x}]")
 
 
@@ -30,6 +31,9 @@ def refusals(*overrides, world=1):
         ("model.heads=5", "model.head_dim=64"),
         ("model.rotary_fraction=0.25",),
         ("model.position=none", "model.head_dim=7"),
+        (LATENT,),
+        (LATENT, "model.heads=5", "model.hidden=64"),
+        (LATENT, "model.rotary_scaling={kind: yarn, factor: 40, mscale_all_dim: 0.7}"),
         ("model.position=learned", "model.positions=1024"),
         ("model.position=learned",),
         ("model.rotary_scaling={kind: yarn, factor: 4}",),
@@ -90,6 +94,27 @@ def test_a_sound_config_passes(overrides):
         (
             ["model.rotary_scaling={kind: llama3, low_frequency: 4}"],
             "low_frequency=4 must be less than .*high_frequency=4",
+        ),
+        (
+            ["model.rotary_scaling={kind: yarn, factor: 4, mscale_all_dim: 1}"],
+            "mscale_all_dim=1 needs model.latent; use 0",
+        ),
+        (
+            ["model.rotary_scaling={kind: llama3, mscale: 2}"],
+            "mscale=2 and mscale_all_dim=0 mean nothing to .*kind=llama3; .* use kind yarn",
+        ),
+        ([LATENT, "model.kv_heads=4"], "kv_heads=4 means nothing to model.latent.*heads=12"),
+        ([LATENT, "model.head_dim=32"], "model.head_dim=32 .*latent.head_dim=32 dims beside"),
+        ([LATENT, "model.qk_norm=true"], "qk_norm=true does not go with model.latent; .*=false"),
+        ([LATENT, "model.bias=true"], "qkv_bias=true does not go with model.latent; .*=false"),
+        (
+            [LATENT, "model.position=learned"],
+            "rotary_dim=16 rotated dims, but model.position=learned; use model.position=rotary",
+        ),
+        ([LATENT, "model.latent.rotary_dim=7"], "rotary_dim=7 must be an even.* use 6 or 8"),
+        (
+            [LATENT, "model.rotary_fraction=0.5"],
+            "rotary_fraction=0.5 means nothing to model.latent, of which .*rotary_dim=16",
         ),
         (["model.vocab=null"], "model.vocab and data.tokenizer are both missing"),
         (["data.tokenizer=gpt2"], "data.tokenizer=gpt2 .* use sentencepiece:PATH, hf:PATH"),

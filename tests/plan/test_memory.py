@@ -14,12 +14,16 @@ from megaframe.pipeline import Pipeline
 from megaframe.plan.memory import block_bytes, memory
 from megaframe.plan.stages import stage_plans
 
+LATENT = {"kv_rank": 16, "head_dim": 10, "rotary_dim": 4}
 MODELS = [
     {"position": "learned"},
     {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2},
     {"activation": "relu2", "qk_norm": True, "norm": "rmsnorm"},
     {"activation": "gelu", "position": "none", "kv_heads": 1, "bias": True},
     {"kv_heads": 2, "position": "learned"},
+    {"norm": "rmsnorm", "latent": {**LATENT, "query_rank": 24, "value_dim": 10}},
+    {"latent": {**LATENT, "value_dim": 20}},
+    {"latent": {**LATENT, "query_rank": 24, "value_dim": 14}},
 ]
 
 

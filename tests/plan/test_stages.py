@@ -14,6 +14,8 @@ from megaframe.plan.stages import block_matrices, divide, stage_costs, stage_pla
 from megaframe.schedule import generate
 from megaframe.stage import build_stages, model_specs
 
+LATENT = {"kv_rank": 16, "head_dim": 10, "rotary_dim": 4, "value_dim": 12}
+
 
 def config_of(layers=6, model=None, train=None, **parallel):
     shape = {"layers": layers, "hidden": 64, "heads": 4, "vocab": 1000, **(model or {})}
@@ -70,7 +72,15 @@ def test_layers_are_as_given_and_blocks_run_again_as_said():
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("model", [{}, {"activation": "swiglu", "kv_heads": 2, "window": 7}])
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"activation": "swiglu", "kv_heads": 2, "window": 7},
+        {"latent": {**LATENT, "query_rank": 24}},
+        {"latent": LATENT},
+    ],
+)
 def test_work_adds_up_to_the_counted_flops(model, recompute):
     config = config_of(model=model, pipeline=3, train={"recompute": recompute})
     costs = stage_costs(config, stage_plans(config))
