@@ -338,6 +338,11 @@ RANKS = [
         [{"parallel.tensor": 6}, {"parallel.tensor": 12}],
     ),
     (
+        {LATENT.partition("=")[0]: LATENT.partition("=")[2], "parallel.tensor": 8},
+        "parallel.tensor=8 does not divide model.heads=12; use 6 or 12",
+        [{"parallel.tensor": 6}, {"parallel.tensor": 12}],
+    ),
+    (
         {"parallel.tensor": 4, "parallel.tensor_chunks": 257},
         "parallel.tensor_chunks=257 is more than the 256 rows of a microbatch (train.microbatch=1"
         f"{TIMES}train.seq=1024) that each rank has; use 256 or fewer",
