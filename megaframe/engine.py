@@ -34,9 +34,11 @@ _FORWARD_ONLY = (Kind.F, Kind.SEND_F, Kind.RECV_F)
 @dataclass(frozen=True)
 class Outcome:
     """What one step gave. loss: sum over this rank's valid tokens, fp64 scalar; zero where the
-    rank has no head. signs: of every pass of this rank."""
+    rank has no head. ahead: the like of tokens further ahead than the next, the mean over depths.
+    signs: of every pass of this rank."""
 
     loss: Tensor
+    ahead: Tensor
     update: Update
     signs: Sequence[Sign]
 
@@ -69,7 +71,7 @@ class Engine:
                 passes.do(action, following)
         passes.finish()
         assert update is not None, "a lowered schedule ends with the update"
-        return Outcome(passes.loss, update, passes.signs)
+        return Outcome(passes.loss, passes.ahead, update, passes.signs)
 
     def _with_following(self, actions: Sequence[Action]) -> list[tuple[Action, Module | None]]:
         """Each action with the unit whose values the next pass after it needs first."""
@@ -112,7 +114,7 @@ class _Passes:
         self._reducing: set[int] = set()
         self._forwards: Counter[int] = Counter()
         self.signs: list[Sign] = []
-        self.loss = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
+        self.loss, self.ahead = torch.zeros(2, dtype=torch.float64, device=engine.mesh.device)
 
     def do(self, action: Action, following: Module | None = None) -> None:
         """Run one action. following: the unit whose values are needed first after it."""
@@ -155,8 +157,11 @@ class _Passes:
             done = partial(self._engine.optimizer.reduce, last=last)
             y = stage.forward(microbatch, data, self._step, self._scale, x, done, following)
             self.signs.append(sign(False, number, microbatch, y))
-        if stage.plan.last:
+        if stage.end is not None:
             self.loss += y
+            ahead = stage.end.take_ahead()
+            if ahead is not None:
+                self.ahead += ahead
         else:
             self._pass_on(Kind.F, number, microbatch, y, number + 1)
 

@@ -1,6 +1,7 @@
 """A GPT in plain torch autograd, written apart from the package: what its layers are held to.
 
-Takes the package's weights by name and a config, and returns the mean loss over valid tokens.
+Takes the package's weights by name and a config, and returns what is optimised, per valid
+token.
 """
 
 import math
@@ -24,20 +25,57 @@ def loss(weights, config, microbatch):
         x = x + weights["embedding.positions.weight"][positions]
     mask = _mask(model.window, microbatch, batch, length)
     for layer in range(model.layers):
-        name = f"blocks.{layer}"
-        attention = _attention if model.latent is None else _latent_attention
-        x = x + attention(weights, model, name, x, mask, positions)
-        x = x + _mlp(weights, model, name, x)
-    x = _norm(weights, model, "head.norm", x, model.norm)
+        x = _block(weights, model, layer, x, mask, positions)
+    y = _norm(weights, model, "head.norm", x, model.norm)
+    labels = microbatch.labels_BS
+    total = _losses(weights, config, y, labels)
+    for depth in range(1, model.mtp_depth + 1):
+        name = f"predictors.{depth - 1}"
+        tokens, labels = _further(microbatch, depth)
+        embedded = weights["embedding.tokens.weight"][tokens]
+        before = _norm(weights, model, f"{name}.stream_norm", y, model.norm)
+        ahead = _norm(weights, model, f"{name}.token_norm", embedded, model.norm)
+        join = weights[f"{name}.join.weight"]
+        x = before @ join[:, 0].T + ahead @ join[:, 1].T
+        x = _block(weights, model, model.layers + depth - 1, x, mask, positions)
+        y = _norm(weights, model, f"{name}.norm", x, model.norm)
+        share = config.train.mtp_weight / model.mtp_depth
+        total = total + share * _losses(weights, config, y, labels)
+    return total / (microbatch.labels_BS != IGNORE).sum()
+
+
+def _further(microbatch, depth):
+    """Tokens and labels `depth` further on, one by one."""
+    tokens, labels = (torch.zeros_like(microbatch.tokens_BS) for _ in range(2))
+    labels += IGNORE
+    documents = microbatch.documents_BS
+    batch, length = tokens.shape
+    for b in range(batch):
+        for place in range(length - depth):
+            tokens[b, place] = microbatch.tokens_BS[b, place + depth]
+            if documents is None or documents[b, place] == documents[b, place + depth]:
+                labels[b, place] = microbatch.labels_BS[b, place + depth]
+    return tokens, labels
+
+
+def _block(weights, model, layer, x, mask, positions):
+    name = f"blocks.{layer}"
+    attention = _attention if model.latent is None else _latent_attention
+    x = x + attention(weights, model, name, x, mask, positions)
+    return x + _mlp(weights, model, name, x)
+
+
+def _losses(weights, config, x, labels):
+    """Sum over valid tokens."""
+    model = config.model
     head = weights["embedding.tokens.weight" if model.tie_embeddings else "head.weight"]
     logits = x @ head.T
     if model.logit_softcap:
         logits = model.logit_softcap * torch.tanh(logits / model.logit_softcap)
-    labels = microbatch.labels_BS
     valid = labels != IGNORE
     smoothing, z_loss = config.train.label_smoothing, config.train.z_loss
-    nll = F.cross_entropy(logits[valid], labels[valid], label_smoothing=smoothing)
-    return nll + z_loss * torch.logsumexp(logits[valid], -1).square().mean()
+    nll = F.cross_entropy(logits[valid], labels[valid], label_smoothing=smoothing, reduction="sum")
+    return nll + z_loss * torch.logsumexp(logits[valid], -1).square().sum()
 
 
 def _norm(weights, model, name, x, kind):

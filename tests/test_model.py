@@ -6,7 +6,7 @@ import pytest
 import reference
 import torch
 
-from megaframe.microbatch import IGNORE
+from megaframe.microbatch import IGNORE, look_ahead
 
 MODELS = {
     "gpt2": {"position": "learned", "bias": True, "tie_embeddings": True, "activation": "gelu"},
@@ -45,6 +45,8 @@ MODELS |= {
         "latent": {**LATENT, "value_dim": 14},
         "window": 5,
     },
+    "one_further": {"mtp_depth": 1, "norm": "rmsnorm", "tie_embeddings": True},
+    "three_further": {"mtp_depth": 3, "position": "learned", "bias": True, "window": 5},
     "latent_of_one_width": {"latent": {**LATENT, "query_rank": 12, "value_dim": 10}},
 }
 TRAIN = {"label_smoothing": 0.1, "z_loss": 0.01}
@@ -55,6 +57,9 @@ def gradients(build, microbatch, train):
     valid = int((microbatch.labels_BS != IGNORE).sum())
     built.optimizer.start_step()
     loss = built.stage.forward(0, microbatch, 0, 1.0 / valid) / valid
+    ahead = built.stage.end.take_ahead()
+    if ahead is not None:
+        loss += built.config.train.mtp_weight * ahead / valid
     done = []
     built.stage.backward(0, done=done.append)
     assert done == list(reversed(built.stage.units[:-1]))
@@ -67,6 +72,7 @@ def gradients(build, microbatch, train):
 def test_loss_and_gradients_equal_autograd(name, recompute, documents, build, make_microbatch):
     built = build(MODELS[name], train={**TRAIN, "recompute": recompute})
     microbatch = make_microbatch(built.config, documents=documents)
+    microbatch = look_ahead(microbatch, built.config.model.mtp_depth)
     loss = gradients(built, microbatch, TRAIN)
     weights = {}
     for bucket in built.optimizer.buckets:

@@ -120,6 +120,9 @@ class Model(Section):
     from narrow latents. `kv_heads`, `head_dim` and `qk_norm` then mean nothing."""
     qk_norm: bool = False
     """RMS-normalise each query and key head before rotation (one learned gain per head width)."""
+    mtp_depth: NonNegative = 0
+    """Multi-token prediction (DeepSeek-V3): how many tokens beyond the next one are predicted in
+    training, each from one more block behind the last layer. Evaluation does without."""
     window: Positive | None = None
     """Sliding-window attention: a token sees itself and the `window` - 1 tokens before it."""
     logit_softcap: Annotated[float, Field(gt=0)] | None = None
@@ -228,6 +231,9 @@ class Train(Section):
     """Share of the target probability that is spread over the vocabulary."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the squared log-partition penalty per token (PaLM uses 1e-4)."""
+    mtp_weight: Annotated[float, Field(ge=0)] = 0.3
+    """Weight in training of the mean loss of the tokens that `model.mtp_depth` adds, summed over
+    valid ones and divided by the valid tokens of the batch, as the loss is."""
     eval_every: NonNegative = 0
     """Evaluate on the validation split every so many steps; 0 never."""
     eval_samples: Positive = 64

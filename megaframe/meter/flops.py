@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megaframe.config import RunConfig
 from megaframe.model import vocabulary
-from megaframe.plan.stages import head_widths, mean_keys, stage_plans
+from megaframe.plan.stages import head_widths, join_matrix, mean_keys, stage_plans
 from megaframe.spec import ParamSpec
 
 
@@ -48,11 +48,16 @@ def count_flops(specs: Iterable[ParamSpec], config: RunConfig) -> Flops:
     if model.tie_embeddings:
         # The table is declared as an embedding, and multiplied as a head all the same.
         elements["head"] = vocabulary(model) * model.hidden
-    per_key = 6 * model.layers * model.heads * sum(head_widths(model))
+    depth = model.mtp_depth
+    per_key = 6 * (model.layers + depth) * model.heads * sum(head_widths(model))
     blocks = 6 * elements["matrix"] + per_key * mean_keys(seq, model.window)
-    head = 6 * elements["head"]
+    head = 6 * elements["head"] * (1 + depth)
+    joins = 6 * depth * join_matrix(model)
+    one_block = (blocks - joins) / (model.layers + depth)
     recomputed = sum(plan.recomputed for plan in stage_plans(config))
-    again = blocks / 3 * recomputed / model.layers
+    again = one_block / 3 * recomputed
+    if config.train.recompute == "full":
+        again += (one_block * depth + joins) / 3
     return Flops(
         model=blocks + head,
         full_attention=6 * elements["matrix"] + per_key * seq + head,

@@ -45,6 +45,7 @@ def check(config: RunConfig, world: int, *, data: bool = True) -> None:
         *_model(config.model, config.train.seq),
         *tensor_mistakes(config),
         *context_mistakes(config),
+        *_further_ahead(config),
         *_vocabulary(config),
         *(_batches(config.train, sizes["data"]) if not layout else ()),
         *_stages(config),
@@ -133,6 +134,26 @@ def _scaling(model: Model) -> Iterator[str]:
         yield (
             f"model.rotary_scaling.mscale_all_dim={scaling.mscale_all_dim:g} needs model.latent; "
             "use 0, or leave it out"
+        )
+
+
+def _further_ahead(config: RunConfig) -> Iterator[str]:
+    depth, train = config.model.mtp_depth, config.train
+    if depth and config.model.emulate is not None:
+        yield (
+            f"model.mtp_depth={depth} predicts with blocks, and those of model.emulate have no "
+            "weights; use model.mtp_depth=0"
+        )
+    if depth >= train.seq:
+        yield (
+            f"model.mtp_depth={depth} looks past the end of every sample of train.seq={train.seq} "
+            f"tokens; use {train.seq - 1} or less"
+        )
+    default = type(train).model_fields["mtp_weight"].default
+    if not depth and train.mtp_weight != default:
+        yield (
+            f"train.mtp_weight={train.mtp_weight:g} means nothing to model.mtp_depth=0; leave it "
+            "out, or use model.mtp_depth=1"
         )
 
 

@@ -123,17 +123,45 @@ def _activations(config: RunConfig, plans: Sequence[StagePlan], actions: Sequenc
         elif action.kind is (Kind.W if action.stage in split else Kind.B):
             kept -= size[action.stage]
         most = max(most, kept)
-    return most + (block_bytes(config) if any(plan.recomputed for plan in plans) else 0)
+    again = [block_bytes(config)] * any(plan.recomputed for plan in plans)
+    if (
+        config.train.recompute == "full"
+        and config.model.mtp_depth
+        and any(plan.last for plan in plans)
+    ):
+        again.append(predictor_bytes(config))
+    return most + max(again, default=0)
 
 
 def _stage_bytes(config: RunConfig, plan: StagePlan) -> int:
     """Bytes that a stage keeps of one microbatch: each block's input, all else of the blocks that
-    do not run again, and the head's input with its gradient."""
+    do not run again, and for each depth the head's input with its gradient, and all else of the
+    predictors."""
     tokens = config.train.microbatch * config.train.seq
     stream = tokens * config.model.hidden * WIDTH[config.train.precision]
     whole = len(plan.blocks) - plan.recomputed
-    streams = len(plan.blocks) + 2 * plan.last
-    return streams * stream + whole * block_bytes(config)
+    depth = config.model.mtp_depth * plan.last
+    streams = len(plan.blocks) + 2 * (plan.last + depth)
+    predictors = depth * tokens * _norm_bytes(config)
+    if config.train.recompute != "full":
+        predictors += depth * predictor_bytes(config)
+    return streams * stream + whole * block_bytes(config) + predictors
+
+
+def predictor_bytes(config: RunConfig) -> int:
+    """Bytes that a predictor keeps of a microbatch beside the stream that it starts from: that
+    after the norm of the depth before, the embeddings ahead, both normalised, what they are joined
+    into, and all that its block and three norms keep."""
+    tokens = config.train.microbatch * config.train.seq
+    streams = 5 * config.model.hidden * WIDTH[config.train.precision]
+    return block_bytes(config) + tokens * (streams + 3 * _norm_bytes(config))
+
+
+def _norm_bytes(config: RunConfig) -> int:
+    """Statistics that a norm keeps of a token: one in at least fp32, or the two of layernorm, which
+    on a CPU are as wide as a value."""
+    width = WIDTH[config.train.precision]
+    return 2 * width if config.model.norm == "layernorm" else max(4, width)
 
 
 def block_bytes(config: RunConfig) -> int:

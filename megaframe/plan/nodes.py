@@ -40,7 +40,8 @@ def tensor_bytes(config: RunConfig, layout: Layout) -> float:
     Per layer and microbatch 10 (t-1)/t b s h elements: each of four linears once in each direction,
     and the inputs of two gathered again in backward; the first and the last stage 2 more each.
     Where layers run again in backward, 4 more for each of them are not counted. Latent attention
-    moves its latents in place of h elements, and their rotated part twice.
+    moves its latents in place of h elements, and their rotated part twice. A depth of multi-token
+    prediction is a layer and has both ends.
     """
     model, train = config.model, config.train
     tokens = train.microbatch * train.seq / layout.context
@@ -49,5 +50,7 @@ def tensor_bytes(config: RunConfig, layout: Layout) -> float:
     if latent is not None:
         whole = model.hidden * (latent.query_rank is None)
         layer = 7 * model.hidden + 3 * (whole + latent_width(latent)) - latent.rotary_dim
-    elements = (layer * model.layers + 4 * model.hidden) / layout.pipeline * tokens * microbatches
+    ends = 4 * model.hidden * (1 + model.mtp_depth)
+    a_token = layer * (model.layers + model.mtp_depth) + ends
+    elements = a_token * tokens * microbatches / layout.pipeline
     return elements * WIDTH[train.precision] * (layout.tensor - 1) / layout.tensor

@@ -51,7 +51,9 @@ def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
         block = block_work(config)
         again = block.forward if config.train.recompute == "full" else 0.0
         work = block.forward + block.backward + block.weight + again
-        layers = divide((work,) * config.model.layers, 3 * _head(config), stages)
+        end = end_work(config)
+        last = end.forward + end.backward + end.weight
+        layers = divide((work,) * config.model.layers, last, stages)
     plans, start = [], 0
     for number, count in enumerate(layers):
         blocks = range(start, start + count)
@@ -100,24 +102,24 @@ def divide(blocks: tuple[float, ...], head: float, stages: int) -> tuple[int, ..
 
 
 def stage_costs(config: RunConfig, plans: Sequence[StagePlan]) -> Costs:
-    """Modelled work of F, B and W of every stage, in FLOPs per token; only their ratios matter.
-
-    The head makes its gradients in the forward pass, so all its work is in F.
-    """
-    block = block_work(config)
-    head = _head(config)
+    """Modelled work of F, B and W of every stage, in FLOPs per token; only their ratios matter."""
+    block, end = block_work(config), end_work(config)
     return Costs(
-        forward=tuple(len(plan.blocks) * block.forward + 3 * head * plan.last for plan in plans),
+        forward=tuple(len(plan.blocks) * block.forward + end.forward * plan.last for plan in plans),
         backward=tuple(
-            len(plan.blocks) * block.backward + plan.recomputed * block.forward for plan in plans
+            len(plan.blocks) * block.backward
+            + plan.recomputed * block.forward
+            + end.backward * plan.last
+            for plan in plans
         ),
-        weight=tuple(len(plan.blocks) * block.weight for plan in plans),
+        weight=tuple(len(plan.blocks) * block.weight + end.weight * plan.last for plan in plans),
     )
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one block computes: FLOPs per token, or with `model.emulate` seconds per microbatch."""
+    """What F, B and W of a part compute: FLOPs per token, or with `model.emulate` seconds per
+    microbatch."""
 
     forward: float
     backward: float
@@ -133,6 +135,24 @@ def block_work(config: RunConfig) -> Work:
     matrices = 2.0 * block_matrices(model)
     keys = 2.0 * model.heads * sum(head_widths(model)) * mean_keys(config.train.seq, model.window)
     return Work(matrices + keys, matrices + 2 * keys, matrices)
+
+
+def end_work(config: RunConfig) -> Work:
+    """The work behind the last block. The head makes its gradients in the forward pass, so all of
+    its work is there, once for each depth; a predictor is a matrix and a block besides."""
+    depth, head = config.model.mtp_depth, 3 * _head(config)
+    block, join = block_work(config), 2.0 * join_matrix(config.model)
+    again = block.forward + join if config.train.recompute == "full" else 0.0
+    return Work(
+        head + depth * (head + block.forward + join),
+        depth * (block.backward + join + again),
+        depth * (block.weight + join),
+    )
+
+
+def join_matrix(model: Model) -> int:
+    """Elements of the matrix of a predictor that joins two streams into one."""
+    return 2 * model.hidden * model.hidden
 
 
 def block_matrices(model: Model) -> int:

@@ -116,6 +116,12 @@ def test_a_sound_config_passes(overrides):
             [LATENT, "model.rotary_fraction=0.5"],
             "rotary_fraction=0.5 means nothing to model.latent, of which .*rotary_dim=16",
         ),
+        (
+            ["model.mtp_depth=1", "model.emulate={forward: 1}"],
+            "mtp_depth=1 predicts with blocks, .* model.emulate .*; use model.mtp_depth=0",
+        ),
+        (["model.mtp_depth=4", "train.seq=4"], "mtp_depth=4 looks past .*seq=4 .*use 3 or less"),
+        (["train.mtp_weight=0.1"], "mtp_weight=0.1 means nothing to model.mtp_depth=0.*depth=1"),
         (["model.vocab=null"], "model.vocab and data.tokenizer are both missing"),
         (["data.tokenizer=gpt2"], "data.tokenizer=gpt2 .* use sentencepiece:PATH, hf:PATH"),
         (["data.tokenizer='hf:'"], "data.tokenizer=hf: is not of the form"),

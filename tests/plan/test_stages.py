@@ -78,7 +78,7 @@ def test_layers_are_as_given_and_blocks_run_again_as_said():
         {},
         {"activation": "swiglu", "kv_heads": 2, "window": 7},
         {"latent": {**LATENT, "query_rank": 24}},
-        {"latent": LATENT},
+        {"latent": LATENT, "mtp_depth": 2},
     ],
 )
 def test_work_adds_up_to_the_counted_flops(model, recompute):
@@ -87,11 +87,14 @@ def test_work_adds_up_to_the_counted_flops(model, recompute):
     flops = count_flops(model_specs(config), config)
     assert sum(map(sum, costs.per_stage(3))) == pytest.approx(flops.hardware, rel=1e-12)
     matrices = sum(spec.size for spec in model_specs(config) if spec.role == "matrix")
-    assert block_matrices(config.model) * 6 == matrices
+    depth = config.model.mtp_depth
+    assert block_matrices(config.model) * (6 + depth) + 2 * 64 * 64 * depth == matrices
 
 
-def test_stages_hold_the_parameters_of_the_model_once():
-    config = config_of(pipeline=3, model={"tie_embeddings": True, "position": "learned"})
+@pytest.mark.parametrize(("tied", "depth"), [(True, 0), (False, 1), (True, 2)])
+def test_stages_hold_the_parameters_of_the_model_once(tied, depth):
+    model = {"tie_embeddings": tied, "position": "learned", "mtp_depth": depth}
+    config = config_of(pipeline=3, model=model)
     held = [
         p
         for plan in stage_plans(config)
