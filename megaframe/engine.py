@@ -35,10 +35,12 @@ _FORWARD_ONLY = (Kind.F, Kind.SEND_F, Kind.RECV_F)
 @dataclass(frozen=True)
 class Outcome:
     """What one step gave. loss: sum over this rank's valid tokens, fp64 scalar; zero where the
-    rank has no head, but for what its layers add to it. signs: of every pass of this rank. tallies:
-    of its stages."""
+    rank has no head, but for what its layers add to it. ahead: the like of tokens further ahead
+    than the next, the mean over depths. signs: of every pass of this rank. tallies: of its stages.
+    """
 
     loss: Tensor
+    ahead: Tensor
     update: Update
     signs: Sequence[Sign]
     tallies: Sequence[Tally]
@@ -74,7 +76,7 @@ class Engine:
         assert update is not None, "a lowered schedule ends with the update"
         tallies = [stage.take_tally() for stage in self.stages.values()]
         loss = sum((t.loss for t in tallies if t.loss is not None), passes.loss)
-        return Outcome(loss, update, passes.signs, tallies)
+        return Outcome(loss, passes.ahead, update, passes.signs, tallies)
 
     def _with_following(self, actions: Sequence[Action]) -> list[tuple[Action, Module | None]]:
         """Each action with the unit whose values the next pass after it needs first."""
@@ -117,7 +119,7 @@ class _Passes:
         self._reducing: set[int] = set()
         self._forwards: Counter[int] = Counter()
         self.signs: list[Sign] = []
-        self.loss = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
+        self.loss, self.ahead = torch.zeros(2, dtype=torch.float64, device=engine.mesh.device)
 
     def do(self, action: Action, following: Module | None = None) -> None:
         """Run one action. following: the unit whose values are needed first after it."""
@@ -160,8 +162,11 @@ class _Passes:
             done = partial(self._engine.optimizer.reduce, last=last)
             y = stage.forward(microbatch, data, self._step, self._scale, x, done, following)
             self.signs.append(sign(False, number, microbatch, y))
-        if stage.plan.last:
+        if stage.end is not None:
             self.loss += y
+            ahead = stage.end.take_ahead()
+            if ahead is not None:
+                self.ahead += ahead
         else:
             self._pass_on(Kind.F, number, microbatch, y, number + 1)
 

@@ -5,7 +5,7 @@ Shape suffixes: B samples of the microbatch, S tokens per sample.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,8 @@ class Microbatch:
     documents_BS: int64 or None; attention stays among equal numbers (`data.reset_attention`).
     whole:        None, or where this is one context rank's part: tokens of a whole sample. Then
                   `documents_BS` still has all of them, for attention sees the others' keys.
+    ahead:        what `look_ahead` adds: of each number of tokens further on, from 1 on, the tokens
+                  and labels that are so far ahead of each position.
     """
 
     tokens_BS: Tensor
@@ -36,6 +38,25 @@ class Microbatch:
     positions_BS: Tensor | None = None
     documents_BS: Tensor | None = None
     whole: int | None = None
+    ahead: tuple[tuple[Tensor, Tensor], ...] = ()
+
+
+def look_ahead(microbatch: Microbatch, depth: int) -> Microbatch:
+    """The microbatch with what is 1 to `depth` tokens ahead of each position; of whole samples.
+    Behind the end of a sample are tokens 0, and where a sample or the position's document ends
+    before, there is no loss."""
+    tokens, labels, documents = microbatch.tokens_BS, microbatch.labels_BS, microbatch.documents_BS
+    found = []
+    for by in range(1, depth + 1):
+        far = _shifted(labels, by, IGNORE)
+        if documents is not None:
+            far = far.masked_fill(_shifted(documents, by, -1) != documents, IGNORE)
+        found.append((_shifted(tokens, by, 0), far))
+    return replace(microbatch, ahead=tuple(found))
+
+
+def _shifted(x_BS: Tensor, by: int, filling: int) -> Tensor:
+    return F.pad(x_BS[:, by:], (0, min(by, x_BS.shape[1])), value=filling)
 
 
 def zigzag(x: Tensor, index: int, parts: int, filling: int) -> Tensor:
@@ -66,4 +87,8 @@ def part_of(microbatch: Microbatch, index: int, parts: int) -> Microbatch:
         zigzag(positions, index, parts, 0),
         microbatch.documents_BS,
         tokens.shape[1],
+        tuple(
+            (zigzag(far, index, parts, 0), zigzag(labels, index, parts, IGNORE))
+            for far, labels in microbatch.ahead
+        ),
     )

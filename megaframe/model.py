@@ -15,6 +15,8 @@ from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.nn.attention import Attention
 from megaframe.nn.embedding import Table
 from megaframe.nn.frame import Frame, Later, positions_of
+from megaframe.nn.latent import LatentAttention
+from megaframe.nn.linear import Linear
 from megaframe.nn.loss import HeadResult, LossOptions, head_loss
 from megaframe.nn.mlp import MLP
 from megaframe.nn.moe.layer import MixtureOfExperts
@@ -57,7 +59,12 @@ class Block(Module):
         self.name = f"blocks.{layer}"
         output_std = model.init_std / math.sqrt(2 * model.layers)
         self.attention_norm = _norm(f"{self.name}.attention_norm", model)
-        self.attention = Attention(f"{self.name}.attention", model, output_std)
+        name = f"{self.name}.attention"
+        self.attention: Attention | LatentAttention = (
+            Attention(name, model, output_std)
+            if model.latent is None
+            else LatentAttention(name, model, model.latent, output_std)
+        )
         self.mlp_norm = _norm(f"{self.name}.mlp_norm", model)
         self.mlp: MLP | MixtureOfExperts
         if model.moe is not None and has_experts(model.moe, layer):
@@ -122,16 +129,22 @@ def _wait_until(end: float) -> None:
 
 
 class Head(Module):
-    """Final norm, projection to the vocabulary, loss.
+    """Final norm, projection to the vocabulary, loss; and a final norm for each depth of
+    multi-token prediction, whose projection is the same.
 
-    A tied head multiplies with the token embedding's weight: with `embedding`'s own where the same
-    rank has it, else with a replica.
+    tokens: the token table as the last stage has it, whose weight a tied head multiplies with.
     """
 
-    def __init__(self, config: RunConfig, embedding: Embedding | None) -> None:
+    def __init__(self, config: RunConfig, tokens: Table | None) -> None:
         model = config.model
         self.norm = _norm("head.norm", model)
-        if not model.tie_embeddings:
+        self.norms_ahead = [
+            _norm(f"predictors.{index}.norm", model) for index in range(model.mtp_depth)
+        ]
+        if model.tie_embeddings:
+            assert tokens is not None
+            self.weight = tokens.weight
+        else:
             spec = ParamSpec(
                 "head.weight",
                 (vocabulary(model), model.hidden),
@@ -141,19 +154,18 @@ class Head(Module):
                 axes={0: "tensor"},
             )
             self.weight = Parameter(spec)
-        elif embedding is not None:
-            self.weight = embedding.tokens.weight
-        else:
-            self.weight = Parameter(_token_table(model).weight.spec, replica=True)
         self.options = LossOptions(
             config.train.label_smoothing, config.train.z_loss, model.logit_softcap
         )
 
-    def loss(
-        self, y: Tensor, microbatch: Microbatch, scale: float | None, frame: Frame
-    ) -> HeadResult:
+    @property
+    def norms(self) -> list[Norm]:
+        """That of the next token first, then those of the tokens further ahead."""
+        return [self.norm, *self.norms_ahead]
+
+    def loss(self, y: Tensor, labels_BS: Tensor, scale: float | None, frame: Frame) -> HeadResult:
         """Loss sum of normalised hidden states y [rows, hidden]; see `head_loss`."""
-        labels = frame.fill(microbatch.labels_BS.flatten(), IGNORE)
+        labels = frame.fill(labels_BS.flatten(), IGNORE)
         return head_loss(y.detach(), labels, self.weight, self.options, scale, frame.tensor)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -161,6 +173,51 @@ class Head(Module):
         logits = (self.norm(x) @ self.weight.value.t()).float()
         cap = self.options.softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+class Predictor(Module):
+    """One depth of multi-token prediction (DeepSeek-V3, 2024, section 2.2): the stream of a token
+    and the embedding of one further ahead, each normalised, are joined into that of one more block.
+
+    tokens: the table of the embedding. before: the final norm of the depth before, because what is
+    joined is what the head saw there, as in the released code. The block is numbered behind the
+    last layer.
+    """
+
+    def __init__(self, model: Model, index: int, tokens: Table, before: Norm) -> None:
+        self.name = f"predictors.{index}"
+        self.tokens, self.before = tokens, before
+        self.stream_norm = _norm(f"{self.name}.stream_norm", model)
+        self.token_norm = _norm(f"{self.name}.token_norm", model)
+        self.join = Linear(
+            f"{self.name}.join",
+            (2, model.hidden),
+            (model.hidden,),
+            std=model.init_std,
+            split=None,
+            bias=False,
+        )
+        self.block = Block(model, model.layers + index)
+
+    def __call__(self, x: Tensor, ahead_BS: Tensor, frame: Frame) -> Tensor:
+        """The stream [rows, hidden] of the depth before and the tokens ahead to the next stream."""
+        ahead = self.tokens(ahead_BS.flatten(), frame)
+        if frame.dropout is not None:
+            ahead = frame.dropout(ahead, self.name)
+        both = torch.cat((self.stream_norm(self.before(x)), self.token_norm(ahead)), 1)
+        return self.block(self.join.plain(both, frame), frame)
+
+
+def tokens_at_the_end(model: Model, embedding: Embedding | None) -> Table | None:
+    """The token table as the last stage has it: that of `embedding` where the same rank has one,
+    else a replica; None where nothing there needs it."""
+    if not (model.tie_embeddings or model.mtp_depth):
+        return None
+    if embedding is not None:
+        return embedding.tokens
+    table = _token_table(model)
+    table.weight = Parameter(table.weight.spec, replica=True)
+    return table
 
 
 def vocabulary(model: Model) -> int:

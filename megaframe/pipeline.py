@@ -15,7 +15,7 @@ from torch import Tensor
 from megaframe.config import RunConfig
 from megaframe.engine import Engine, Outcome, Timer
 from megaframe.mesh import EXPERT_SETS, Mesh, ranks_on_this_node
-from megaframe.microbatch import Microbatch, part_of
+from megaframe.microbatch import Microbatch, look_ahead, part_of
 from megaframe.nn.context import Context
 from megaframe.nn.moe.dispatch import Places
 from megaframe.optim.optimizer import Optimizer, Tied
@@ -36,7 +36,7 @@ class Pipeline:
     a full batch; every one of the run has its `rank_of`."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, time: Timer) -> None:
-        train = config.train
+        train, self._depth = config.train, config.model.mtp_depth
         full = train.global_batch // (train.microbatch * mesh.layout.data)
         self.schedule = step_schedule(config, full)
         self.rank_of = rank_of = self.schedule.rank_of
@@ -47,7 +47,8 @@ class Pipeline:
         tensor = mesh.group("tensor")
         self.stages = build_stages(config, plans, tensor, self.context, experts)
         ends = rank_of[0], rank_of[-1]
-        twice = config.model.tie_embeddings and ends[0] != ends[1]
+        shared = config.model.tie_embeddings or config.model.mtp_depth > 0
+        twice = shared and ends[0] != ends[1]
         copies = copies_of(config.model.kv_heads, mesh.layout.tensor)
         if copies > 1:
             mesh.share(copies)
@@ -72,7 +73,9 @@ class Pipeline:
     def train(self, microbatches: Sequence[Microbatch], step: int, scale: float) -> Outcome:
         """One optimizer step; see `Engine.run`. The microbatches are of whole samples."""
         schedule = self._lowered(len(microbatches), True)
-        return self._engine.run(schedule, self._parts(microbatches), step, scale)
+        depth = self._depth
+        ahead = [look_ahead(one, depth) for one in microbatches] if depth else microbatches
+        return self._engine.run(schedule, self._parts(ahead), step, scale)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Loss sum without gradients; see `Engine.evaluate`."""
@@ -111,6 +114,6 @@ def _tied(stages: Mapping[int, Stage], mesh: Mesh, ends: tuple[int, int]) -> Tie
     for stage in stages.values():
         if stage.embedding is not None:
             return Tied(stage.embedding.tokens.weight, mesh.link(*ends))
-        if stage.head is not None:
-            return Tied(stage.head.weight, mesh.link(*ends))
+        if stage.end is not None and stage.end.tokens is not None:
+            return Tied(stage.end.tokens.weight, mesh.link(*ends))
     return None

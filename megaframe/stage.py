@@ -10,7 +10,7 @@ holds the same numbers, and those of the last one are not needed once they are s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megaframe.comm import ALONE, Group, symmetric
 from megaframe.config import RunConfig
+from megaframe.ending import Done, End, Kept, Values
 from megaframe.mesh import ranks_on_this_node
 from megaframe.microbatch import Microbatch
 from megaframe.model import Block, Embedding, EmulatedBlock, Head
@@ -31,10 +32,6 @@ from megaframe.nn.tally import Tally
 from megaframe.parameter import PRECISIONS, Module, Parameter
 from megaframe.plan.stages import StagePlan
 from megaframe.spec import ParamSpec
-
-Done = Callable[[Module], None]
-"""Is told of each unit to whose gradients a microbatch adds no more, in the order in which it is
-so; of a head as soon as its loss is made, which leaves but the norm's."""
 
 
 class Keeper(Protocol):
@@ -68,26 +65,25 @@ _HERE = Places()
 class Flight:
     """What a stage keeps of one microbatch between its forward and its backward.
 
-    inputs: the leaf that each block, and last the head, started from. outputs: what came of each
-    block, None where it runs again. embedded, normed: outputs of the embedding and of the head's
-    norm; d_normed: the gradient of the loss with respect to the latter. left: what B leaves for W.
+    inputs: the leaf that each block started from. outputs: what came of each block, None where it
+    runs again. embedded: output of the embedding. end: what the end keeps. left: what B leaves for
+    W.
     """
 
     frame: Frame
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[GradientEdge | None] = field(default_factory=list)
     embedded: GradientEdge | None = None
-    normed: GradientEdge | None = None
-    d_normed: Tensor | None = None
+    end: Kept | None = None
     left: list[tuple[Module, list[Callable[[], None]]]] = field(default_factory=list)
 
 
 class Stage:
-    """The blocks of `plan`, with the embedding in front of the first and the head behind the last.
+    """The blocks of `plan`, with the embedding in front of the first and the end behind the last.
 
     `units` are the parts whose parameters are reduced, updated and gathered together, in the order
     of the forward pass. tensor: the ranks that split its matrices. embedding: that of another stage
-    on this rank, for a tied head. context: the ranks that divide samples. experts: those that have
+    on this rank, for the end. context: the ranks that divide samples. experts: those that have
     experts.
     """
 
@@ -112,9 +108,9 @@ class Stage:
             Block(config.model, layer) if emulate is None else EmulatedBlock(emulate)
             for layer in plan.blocks
         ]
-        self.head = Head(config, self.embedding or embedding) if plan.last else None
-        ends = (self.embedding, self.head)
-        first, last = ([unit] if unit is not None else [] for unit in ends)
+        self.end = End(config, self.embedding or embedding) if plan.last else None
+        first = [] if self.embedding is None else [self.embedding]
+        last = [] if self.end is None else self.end.units
         self.units: list[Module] = [*first, *self.blocks, *last]
         self.keeper: Keeper = Here()
         """Of the values of all units."""
@@ -125,7 +121,17 @@ class Stage:
         """The unit whose values a pass needs first, None where it needs none."""
         if not backward:
             return self.units[0] if self.units else None
-        return self.blocks[-1] if self.blocks else None
+        return next(iter(self._backward_units()), None)
+
+    @property
+    def head(self) -> Head | None:
+        """That of the model, on the last stage."""
+        return None if self.end is None else self.end.head
+
+    def _backward_units(self) -> list[Module]:
+        """Those whose values a backward needs, in its order."""
+        units: list[Module] = [*self.blocks, *([] if self.end is None else self.end.predictors)]
+        return units[::-1]
 
     def parameters(self) -> list[Parameter]:
         """All parameters, in order, once each though units may share them."""
@@ -171,18 +177,12 @@ class Stage:
             with values(block), torch.set_grad_enabled(not again):
                 x = block(leaf, flight.frame)
             flight.outputs.append(None if again else get_gradient_edge(x))
-        if self.head is None:
+        if self.end is None:
             return x.detach()
-        flight.inputs.append(x.detach().requires_grad_())
-        with values(self.head):
-            normed = self.head.norm(flight.inputs[-1])
-            result = self.head.loss(normed, microbatch, scale, flight.frame)
-        flight.normed = get_gradient_edge(normed)
-        assert result.d_hidden is not None
-        flight.d_normed = result.d_hidden
+        loss, flight.end = self.end.forward(x, microbatch, flight.frame, scale, values)
         if done is not None:
-            done(self.head)
-        return result.loss
+            done(self.end.head)
+        return loss
 
     def backward(
         self,
@@ -210,13 +210,10 @@ class Stage:
             elif done is not None:
                 done(unit)
 
-        if self.head is not None:
-            leaf = flight.inputs.pop()
-            assert flight.normed is not None
-            torch.autograd.backward(flight.normed, flight.d_normed)
-            flight.normed = flight.d_normed = None
-            gradient = leaf.grad
-        values = self._values(self.blocks[::-1], following)
+        values = self._values(self._backward_units(), following)
+        if self.end is not None:
+            assert flight.end is not None
+            gradient = self.end.backward(flight.end, values, finish)
         for block in reversed(self.blocks):
             leaf, output = flight.inputs.pop(), flight.outputs.pop()
             with values(block):
@@ -251,11 +248,10 @@ class Stage:
         """Without dropout and without gradients: the output for the next stage, or on the last one
         the loss sum over valid tokens, fp64 scalar."""
         x = self.hidden(microbatch, x)
-        if self.head is None:
+        if self.end is None:
             return x
-        frame = self._frame(microbatch, None)
-        with self._values([self.head])(self.head):
-            return self.head.loss(self.head.norm(x), microbatch, None, frame).loss
+        values = self._values([self.end.head])
+        return self.end.evaluate(x, microbatch, self._frame(microbatch, None), values)
 
     @torch.no_grad()
     def hidden(self, microbatch: Microbatch, x: Tensor | None = None) -> Tensor:
@@ -271,9 +267,7 @@ class Stage:
                 x = block(x, frame)
         return x
 
-    def _values(
-        self, units: Sequence[Module], following: Module | None = None
-    ) -> Callable[[Module], AbstractContextManager[None]]:
+    def _values(self, units: Sequence[Module], following: Module | None = None) -> Values:
         """For a pass over `units`: a context in which the values of one are here, and those of the
         next one on their way; `following` is that of the last."""
         coming = dict(zip(units, [*units[1:], following], strict=False))  # there may be none

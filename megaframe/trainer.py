@@ -123,6 +123,8 @@ class Trainer:
         self._loss = outcome.loss / valid
         update = outcome.update
         meter.record("loss", self._loss, "sum")
+        if self.config.model.mtp_depth:
+            meter.record("mtp_loss", outcome.ahead / valid, "sum")
         meter.record("grad_norm", update.grad_norm, "last")
         meter.record("skipped", (~torch.isfinite(update.grad_norm)).double(), "last")
         meter.record("lr", update.lr, "last")

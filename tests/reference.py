@@ -1,6 +1,7 @@
 """A GPT in plain torch autograd, written apart from the package: what its layers are held to.
 
-Takes the package's weights by name and a config, and returns the mean loss over valid tokens.
+Takes the package's weights by name and a config, and returns what is optimised, per valid
+token.
 """
 
 import math
@@ -23,26 +24,66 @@ def loss(weights, config, microbatch):
     if model.position == "learned":
         x = x + weights["embedding.positions.weight"][positions]
     mask = _mask(model.window, microbatch, batch, length)
-    aside = 0.0
+    counted, aside = microbatch.labels_BS != IGNORE, 0.0
     for layer in range(model.layers):
-        name = f"blocks.{layer}"
-        x = x + _attention(weights, model, name, x, mask, positions)
-        if f"{name}.moe.router.weight" in weights:
-            y, losses = _experts(weights, model, name, x, microbatch.labels_BS != IGNORE)
-            x, aside = x + y, aside + losses
-        else:
-            x = x + _mlp(weights, model, name, x)
-    x = _norm(weights, model, "head.norm", x, model.norm)
+        x, losses = _block(weights, model, layer, x, mask, positions, counted)
+        aside = aside + losses
+    y = _norm(weights, model, "head.norm", x, model.norm)
+    labels = microbatch.labels_BS
+    total = _losses(weights, config, y, labels)
+    for depth in range(1, model.mtp_depth + 1):
+        name = f"predictors.{depth - 1}"
+        tokens, labels = _further(microbatch, depth)
+        embedded = weights["embedding.tokens.weight"][tokens]
+        before = _norm(weights, model, f"{name}.stream_norm", y, model.norm)
+        ahead = _norm(weights, model, f"{name}.token_norm", embedded, model.norm)
+        join = weights[f"{name}.join.weight"]
+        x = before @ join[:, 0].T + ahead @ join[:, 1].T
+        layer = model.layers + depth - 1
+        x, losses = _block(weights, model, layer, x, mask, positions, counted)
+        aside = aside + losses
+        y = _norm(weights, model, f"{name}.norm", x, model.norm)
+        share = config.train.mtp_weight / model.mtp_depth
+        total = total + share * _losses(weights, config, y, labels)
+    return (total + aside) / counted.sum()
+
+
+def _further(microbatch, depth):
+    """Tokens and labels `depth` further on, one by one."""
+    tokens, labels = (torch.zeros_like(microbatch.tokens_BS) for _ in range(2))
+    labels += IGNORE
+    documents = microbatch.documents_BS
+    batch, length = tokens.shape
+    for b in range(batch):
+        for place in range(length - depth):
+            tokens[b, place] = microbatch.tokens_BS[b, place + depth]
+            if documents is None or documents[b, place] == documents[b, place + depth]:
+                labels[b, place] = microbatch.labels_BS[b, place + depth]
+    return tokens, labels
+
+
+def _block(weights, model, layer, x, mask, positions, counted):
+    """What leaves a block, and the losses that its experts add."""
+    name = f"blocks.{layer}"
+    attention = _attention if model.latent is None else _latent_attention
+    x = x + attention(weights, model, name, x, mask, positions)
+    if f"{name}.moe.router.weight" not in weights:
+        return x + _mlp(weights, model, name, x), 0.0
+    y, losses = _experts(weights, model, name, x, counted)
+    return x + y, losses
+
+
+def _losses(weights, config, x, labels):
+    """Sum over valid tokens."""
+    model = config.model
     head = weights["embedding.tokens.weight" if model.tie_embeddings else "head.weight"]
     logits = x @ head.T
     if model.logit_softcap:
         logits = model.logit_softcap * torch.tanh(logits / model.logit_softcap)
-    labels = microbatch.labels_BS
     valid = labels != IGNORE
     smoothing, z_loss = config.train.label_smoothing, config.train.z_loss
-    nll = F.cross_entropy(logits[valid], labels[valid], label_smoothing=smoothing)
-    aside = aside / valid.sum()
-    return nll + z_loss * torch.logsumexp(logits[valid], -1).square().mean() + aside
+    nll = F.cross_entropy(logits[valid], labels[valid], label_smoothing=smoothing, reduction="sum")
+    return nll + z_loss * torch.logsumexp(logits[valid], -1).square().sum()
 
 
 def _norm(weights, model, name, x, kind):
@@ -80,6 +121,37 @@ def _attention(weights, model, name, x, mask, positions):
             query = _rotate(model, query, positions)
             scores = query @ key.transpose(1, 2) / math.sqrt(width)
             heads.append(scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value)
+    return _linear(weights, f"{name}.attention.output", torch.cat(heads, -1), model.hidden)
+
+
+def _latent_attention(weights, model, name, x, mask, positions):
+    """Each head spelled out, after the formulas of the paper (DeepSeek-V2, 2024, eq. 9-19)."""
+    latent = model.latent
+    y = _norm(weights, model, f"{name}.attention_norm", x, model.norm)
+    down = weights[f"{name}.attention.down.weight"]
+    rank = latent.query_rank or 0
+    of_query = y
+    if rank:
+        of_query = y @ down[:rank].T
+        of_query = _norm(weights, model, f"{name}.attention.query_norm", of_query, "rmsnorm")
+    of_kv = y @ down[rank : rank + latent.kv_rank].T
+    of_kv = _norm(weights, model, f"{name}.attention.kv_norm", of_kv, "rmsnorm")
+    key_rotated = _rotate(model, y @ down[rank + latent.kv_rank :].T, positions)
+    scale = 1 / math.sqrt(latent.rotary_dim + latent.head_dim)
+    if model.rotary_scaling.kind == "yarn":
+        scaling = model.rotary_scaling
+        scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1) ** 2
+    heads = []
+    for head in range(model.heads):
+        query_part = weights[f"{name}.attention.query.weight"][head]
+        kv_part = weights[f"{name}.attention.kv.weight"][head]
+        query = of_query @ query_part.T
+        query_rotated = _rotate(model, query[..., : latent.rotary_dim], positions)
+        query_rest = query[..., latent.rotary_dim :]
+        key_rest = of_kv @ kv_part[: latent.head_dim].T
+        scores = query_rotated @ key_rotated.mT + query_rest @ key_rest.mT
+        value = of_kv @ kv_part[latent.head_dim :].T
+        heads.append((scores * scale).masked_fill(~mask, -torch.inf).softmax(-1) @ value)
     return _linear(weights, f"{name}.attention.output", torch.cat(heads, -1), model.hidden)
 
 

@@ -6,7 +6,7 @@ import pytest
 import reference
 import torch
 
-from megaframe.microbatch import IGNORE
+from megaframe.microbatch import IGNORE, look_ahead
 
 MODELS = {
     "gpt2": {"position": "learned", "bias": True, "tie_embeddings": True, "activation": "gelu"},
@@ -30,19 +30,11 @@ MODELS = {
         },
     },
 }
-EXPERTS = {
+MODELS |= {
     "mixtral": {
         "norm": "rmsnorm",
         "activation": "swiglu",
         "moe": {"experts": 4, "ffn": 10, "score": "softmax", "balance": "sequence"},
-    },
-    "deepseek": {
-        "activation": "swiglu",
-        "layers": 3,
-        "moe": {
-            **{"experts": 8, "ffn": 6, "top_k": 3, "shared": 2, "first": 1, "scale": 2.5},
-            **{"groups": 4, "top_groups": 2, "group_best": 2, "balance_loss": 0.3},
-        },
     },
     "switch": {
         "moe": {
@@ -51,7 +43,31 @@ EXPERTS = {
         }
     },
 }
-MODELS |= EXPERTS
+YARN = {"kind": "yarn", "factor": 40, "original_length": 64, "high_frequency": 32}
+LATENT = {"kv_rank": 10, "head_dim": 6, "rotary_dim": 4, "value_dim": 5}
+MODELS |= {
+    "deepseek_v3": {
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "latent": {**LATENT, "query_rank": 12},
+        "rotary_scaling": {**YARN, "mscale": 0.5, "mscale_all_dim": 0.8},
+        "layers": 3,
+        "mtp_depth": 1,
+        "moe": {
+            **{"experts": 8, "ffn": 6, "top_k": 3, "shared": 2, "first": 1, "scale": 2.5},
+            **{"groups": 4, "top_groups": 2, "group_best": 2, "balance_loss": 0.3},
+        },
+    },
+    "deepseek_lite_window": {
+        "bias": True,
+        "qkv_bias": False,
+        "latent": {**LATENT, "value_dim": 14},
+        "window": 5,
+    },
+    "one_further": {"mtp_depth": 1, "norm": "rmsnorm", "tie_embeddings": True},
+    "three_further": {"mtp_depth": 3, "position": "learned", "bias": True, "window": 5},
+    "latent_of_one_width": {"latent": {**LATENT, "query_rank": 12, "value_dim": 10}},
+}
 TRAIN = {"label_smoothing": 0.1, "z_loss": 0.01}
 
 
@@ -60,6 +76,9 @@ def gradients(build, microbatch, train):
     valid = int((microbatch.labels_BS != IGNORE).sum())
     built.optimizer.start_step()
     loss = built.stage.forward(0, microbatch, 0, 1.0 / valid) / valid
+    ahead = built.stage.end.take_ahead()
+    if ahead is not None:
+        loss += built.config.train.mtp_weight * ahead / valid
     done = []
     built.stage.backward(0, done=done.append)
     assert done == list(reversed(built.stage.units[:-1]))
@@ -72,6 +91,7 @@ def gradients(build, microbatch, train):
 def test_loss_and_gradients_equal_autograd(name, recompute, documents, build, make_microbatch):
     built = build(MODELS[name], train={**TRAIN, "recompute": recompute})
     microbatch = make_microbatch(built.config, documents=documents)
+    microbatch = look_ahead(microbatch, built.config.model.mtp_depth)
     generator = torch.Generator().manual_seed(0)
     for parameter in built.stage.parameters():
         if parameter.spec.role == "balance":

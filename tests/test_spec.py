@@ -55,7 +55,7 @@ def test_a_run_of_elements_is_few_boxes_in_order(shape, data):
 
 
 def test_the_matrices_of_a_fused_weight_tile_it():
-    spec = ParamSpec("a", (2, 5, 3, 4), Constant(0), role="matrix", fused=(1, (3, 1, 1)))
+    spec = ParamSpec("a", (2, 5, 3, 4), Constant(0), role="matrix", fused={1: (3, 1, 1)})
     assert [box.shape for box in spec.matrices] == [(2, 3, 3, 4), (2, 1, 3, 4), (2, 1, 3, 4)]
     assert [box.offset[1] for box in spec.matrices] == [0, 3, 4]
     (whole,) = ParamSpec("a", (2, 5), Constant(0), role="matrix").matrices

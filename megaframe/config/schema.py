@@ -38,6 +38,24 @@ class RotaryScaling(Section):
     high_frequency: Annotated[float, Field(gt=0)] = 4.0
     """llama3: wavelengths below original_length / high_frequency are kept as they are.
     yarn: rotations at and above which a frequency is kept (its beta_fast, usually 32)."""
+    mscale: Annotated[float, Field(ge=0)] = 1.0
+    """yarn: strength m of the factor 0.1 * m * ln(factor) + 1 on rotated queries and keys."""
+    mscale_all_dim: Annotated[float, Field(ge=0)] = 0.0
+    """yarn with `model.latent`: strength of a like factor on all dims of queries and keys, which
+    the one on rotated dims is divided by."""
+
+
+class Latent(Section):
+    query_rank: Positive | None = None
+    """Width of the latent that queries are made of. Default: none, they are made of the stream."""
+    kv_rank: Positive
+    """Width of the latent that keys and values of all heads are made of."""
+    head_dim: Positive
+    """Width of the part of a query or key head that is not rotated."""
+    rotary_dim: Positive
+    """Width of the rotated part; its key is one for all heads."""
+    value_dim: Positive
+    """Width of a value head."""
 
 
 class Emulate(Section):
@@ -88,8 +106,14 @@ class Model(Section):
     """Biases in the query, key and value projections only. Default: `bias`."""
     tie_embeddings: bool = False
     """Use the token embedding as the output head."""
+    latent: Latent | None = None
+    """Multi-head latent attention (DeepSeek-V2): queries, keys and values of `heads` heads come
+    from narrow latents. `kv_heads`, `head_dim` and `qk_norm` then mean nothing."""
     qk_norm: bool = False
     """RMS-normalise each query and key head before rotation (one learned gain per head width)."""
+    mtp_depth: NonNegative = 0
+    """Multi-token prediction (DeepSeek-V3): how many tokens beyond the next one are predicted in
+    training, each from one more block behind the last layer. Evaluation does without."""
     window: Positive | None = None
     """Sliding-window attention: a token sees itself and the `window` - 1 tokens before it."""
     logit_softcap: Annotated[float, Field(gt=0)] | None = None
@@ -204,6 +228,9 @@ class Train(Section):
     """Share of the target probability that is spread over the vocabulary."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the squared log-partition penalty per token (PaLM uses 1e-4)."""
+    mtp_weight: Annotated[float, Field(ge=0)] = 0.3
+    """Weight in training of the mean loss of the tokens that `model.mtp_depth` adds, summed over
+    valid ones and divided by the valid tokens of the batch, as the loss is."""
     eval_every: NonNegative = 0
     """Evaluate on the validation split every so many steps; 0 never."""
     eval_samples: Positive = 64

@@ -13,7 +13,13 @@ from fractions import Fraction
 
 from megaframe.config import RunConfig
 from megaframe.model import vocabulary
-from megaframe.plan.stages import mean_keys, stage_plans
+from megaframe.plan.stages import (
+    block_work,
+    head_widths,
+    join_matrix,
+    mean_keys,
+    stage_plans,
+)
 from megaframe.spec import ParamSpec
 
 
@@ -50,11 +56,16 @@ def count_flops(specs: Iterable[ParamSpec], config: RunConfig) -> Flops:
     if model.tie_embeddings:
         # The table is declared as an embedding, and multiplied as a head all the same.
         elements["head"] = Fraction(vocabulary(model) * model.hidden)
-    per_key = 12 * model.layers * model.heads * model.head_dim
+    depth = model.mtp_depth
+    per_key = 6 * (model.layers + depth) * model.heads * sum(head_widths(model))
     blocks = 6 * float(elements["matrix"]) + per_key * mean_keys(seq, model.window)
-    head = 6 * float(elements["head"])
-    recomputed = sum(plan.recomputed for plan in stage_plans(config))
-    again = blocks / 3 * recomputed / model.layers
+    head = 6 * float(elements["head"]) * (1 + depth)
+    layers = [layer for plan in stage_plans(config) for layer in plan.blocks[: plan.recomputed]]
+    again = 0.0
+    if config.train.recompute == "full":
+        layers += range(model.layers, model.layers + depth)
+        again = 2.0 * depth * join_matrix(model)
+    again += sum(block_work(config, layer).forward for layer in layers)
     return Flops(
         model=blocks + head,
         full_attention=6 * float(elements["matrix"]) + per_key * seq + head,

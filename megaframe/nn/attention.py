@@ -1,11 +1,15 @@
 """Causal self-attention with grouped key and value heads.
 
 Shape legend: B samples, S positions, G key/value heads (groups), R query heads per group, N = G * R
-query heads, D width of a head.
+query heads, D width of a head, V of a value head where it may be another one.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,6 +18,7 @@ from megaframe.nn.frame import Frame
 from megaframe.nn.linear import Elementwise, Linear
 from megaframe.nn.norm import Norm
 from megaframe.nn.ring import ring_attention
+from megaframe.nn.tiles import attend, attend_backward
 from megaframe.parameter import Module
 
 
@@ -68,25 +73,60 @@ class Attention(Module):
             query_BSND, key_BSGD = frame.rotary(query_BSND), frame.rotary(key_BSGD)
             # A copy, because a view would keep the unrotated queries and keys alive beside it.
             value_BSGD = value_BSGD.contiguous()
-        shared = frame.context.share_heads(query_BSND, key_BSGD, value_BSGD)
-        if frame.circle is not None:
-            out_BSND = ring_attention(*shared, frame.circle)
-        else:
-            out_BSND = _attention(*shared, frame.mask)
-        out = frame.context.return_heads(out_BSND).reshape(frame.tokens, -1)
-        return self.output.plain(frame.fill(out), frame)
+        out = attention(query_BSND, key_BSGD, value_BSGD, frame, 1.0 / math.sqrt(self.width))
+        return self.output.plain(out, frame)
 
 
-def _attention(
-    query_BSND: Tensor, key_BSGD: Tensor, value_BSGD: Tensor, mask: Tensor | None
+def attention(
+    query_BSND: Tensor, key_BSGD: Tensor, value_BSGV: Tensor, frame: Frame, scale: float
 ) -> Tensor:
-    """Attention among tokens that are all here, [B, S, N, D]."""
-    out_BNSD = F.scaled_dot_product_attention(
+    """What the heads of this tensor rank make of all tokens of a sample, those on other context
+    ranks among them: [filled, N * V]. scale: of the scores."""
+    shared = frame.context.share_heads(query_BSND, key_BSGD, value_BSGV)
+    if frame.circle is not None:
+        out_BSNV = ring_attention(*shared, frame.circle, scale)
+    else:
+        out_BSNV = _among_here(*shared, frame.mask, scale)
+    return frame.fill(frame.context.return_heads(out_BSNV).reshape(frame.tokens, -1))
+
+
+def _among_here(
+    query_BSND: Tensor, key_BSGD: Tensor, value_BSGV: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """Attention among tokens that are all here, [B, S, N, V]."""
+    if query_BSND.device.type == "cpu" and query_BSND.shape[3] != value_BSGV.shape[3]:
+        return _Uneven.apply(query_BSND, key_BSGD, value_BSGV, mask, scale)
+    out_BNSV = F.scaled_dot_product_attention(
         query_BSND.transpose(1, 2),
         key_BSGD.transpose(1, 2),
-        value_BSGD.transpose(1, 2),
+        value_BSGV.transpose(1, 2),
         attn_mask=mask,
         is_causal=mask is None,
+        scale=scale,
         enable_gqa=query_BSND.shape[2] > key_BSGD.shape[2],
     )
-    return out_BNSD.transpose(1, 2)
+    return out_BNSV.transpose(1, 2)
+
+
+class _Uneven(torch.autograd.Function):
+    """One tile of everything. Torch's own attention for CPUs would make all scores at once, and
+    keep them, where values are not as wide as queries and keys."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        out, lse = attend(query, key, value, mask, causal=mask is None, scale=scale)
+        out = out.contiguous()  # of what is only padding nothing is kept
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.mask, ctx.scale = mask, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        mask, scale = ctx.mask, ctx.scale
+        made = attend_backward(
+            gradients[0], query, key, value, out, lse, mask, causal=mask is None, scale=scale
+        )
+        return *made, None, None

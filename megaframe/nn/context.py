@@ -5,7 +5,8 @@ Of the ranks, groups of neighbours exchange heads for tokens (all-to-all, Jacobs
 each has some heads of the tokens of its group. The groups form a ring that passes keys and values
 round. A group of one rank exchanges nothing and a ring of one passes nothing, so that ring
 attention, all-to-all and both nested are one path. Shape legend: B samples, S tokens of this rank,
-U ranks that exchange, N query heads, G key/value heads, D width of a head.
+U ranks that exchange, N query heads, G key/value heads, D width of a query or key
+head, V of a value head.
 """
 
 from __future__ import annotations
@@ -43,25 +44,29 @@ class Context:
         return zigzag(torch.arange(length * self.size, device=device), self.index, self.size, 0)
 
     def share_heads(
-        self, query_BSND: Tensor, key_BSGD: Tensor, value_BSGD: Tensor
+        self, query_BSND: Tensor, key_BSGD: Tensor, value_BSGV: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The tokens of all neighbours in their order in the sample, of N / U query heads and of
         the G / U, or the one, key/value heads that belong to them."""
         ranks = self.heads.size
         if ranks == 1:
-            return query_BSND, key_BSGD, value_BSGD
+            return query_BSND, key_BSGD, value_BSGV
         copies = max(1, ranks // key_BSGD.shape[2])
-        parts = [
-            head.repeat_interleave(copies, 2).unflatten(2, (ranks, -1))
-            for head in (key_BSGD, value_BSGD)
+        heads = [
+            query_BSND,
+            key_BSGD.repeat_interleave(copies, 2),
+            value_BSGV.repeat_interleave(copies, 2),
         ]
-        parts.insert(0, query_BSND.unflatten(2, (ranks, -1)))
-        widths = [part.shape[3] for part in parts]
+        parts = [head.unflatten(2, (ranks, -1)).flatten(3) for head in heads]
+        sizes = [part.shape[3] for part in parts]
         exchanged = _AllToAll.apply(torch.cat(parts, 3).movedim(2, 0), self.heads)
         # Of each rank's two pieces the first ones ascend in the sample and the second ones descend.
         first, second = exchanged.chunk(2, 2)
-        ordered = torch.cat((first, second.flip(0)))
-        query, key, value = ordered.movedim(0, 1).flatten(1, 2).split(widths, 2)
+        ordered = torch.cat((first, second.flip(0))).movedim(0, 1).flatten(1, 2)
+        query, key, value = (
+            part.unflatten(2, (-1, head.shape[3]))
+            for part, head in zip(ordered.split(sizes, 2), heads, strict=True)
+        )
         return query, key, value
 
     def return_heads(self, out_BSND: Tensor) -> Tensor:

@@ -29,8 +29,9 @@ class Linear(Module):
 
     The weight has shape (*outputs, *inputs): fused parts and heads stay dims of their own, so that
     a shard is a plain slice. `split` is the dim of the weight that lies on the tensor axis: one of
-    the outputs (a column linear) or of the inputs (a row linear). fused: {dim along which the
-    weight is several matrices: their sizes}.
+    the outputs (a column linear) or of the inputs (a row linear). Without one every rank has all of
+    it and multiplies its own rows, which go nowhere. fused: {dim along which the weight is several
+    matrices: their sizes}.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Linear(Module):
         outputs: tuple[int, ...],
         *,
         std: float,
-        split: int,
+        split: int | None,
         bias: bool,
         fused: Mapping[int, tuple[int, ...]] | None = None,
     ) -> None:
@@ -51,18 +52,19 @@ class Linear(Module):
                 Normal(std),
                 role="matrix",
                 decay=True,
-                axes={split: "tensor"},
+                axes={} if split is None else {split: "tensor"},
                 inputs=len(inputs),
                 fused=fused or {},
             )
         )
         self.bias: Parameter | None = None
         if bias:
-            axes = {split: "tensor"} if split < len(outputs) else {}
+            axes = {} if split is None or split >= len(outputs) else {split: "tensor"}
             spec = ParamSpec(f"{name}.bias", outputs, Constant(0.0), role="bias", axes=axes)
             self.bias = Parameter(spec)
         self._outputs = len(outputs)
-        self.column = split < len(outputs)
+        self.whole = split is None
+        self.column = split is not None and split < len(outputs)
 
     def __call__(self, x: Tensor, before: Elementwise, frame: Frame) -> Tensor:
         """before(x) [rows, I] to [rows, O], inputs and outputs flattened.
@@ -106,6 +108,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.linear, ctx.frame, ctx.before = linear, frame, before
         group, weight, bias = frame.tensor, linear.matrix().t(), linear.flat_bias()
+        if linear.whole:
+            return product(x if before is None else before(x), weight, bias)
         if linear.column or group.size == 1:
             x = x if before is None else before(x)
             if not frame.symmetric:
@@ -124,21 +128,34 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None]:
         (x,) = ctx.saved_tensors
         linear, frame, dy = ctx.linear, ctx.frame, gradients[0]
-        coming = None if linear.column else gather(dy, frame)
+        coming = None if linear.whole or linear.column else gather(dy, frame)
         source = x
         if ctx.before is not None:
             x = x.detach().requires_grad_()
             with torch.enable_grad():
                 source = ctx.before(x)
         dx: Tensor | None
-        if coming is None:
-            dx = _column_backward(linear, frame, dy, source.detach())
-        else:
+        if coming is not None:
             dx = _row_backward(linear, frame, dy, coming, source.detach())
+        elif linear.whole:
+            dx = _whole_backward(linear, frame, dy, source.detach())
+        else:
+            dx = _column_backward(linear, frame, dy, source.detach())
         if ctx.before is not None:
             source.backward(dx)
             dx = x.grad
         return dx, None, None, None
+
+
+def _whole_backward(linear: Linear, frame: Frame, dy: Tensor, x: Tensor) -> Tensor:
+    """Nothing travels: the weight's gradient is summed over the ranks, as its spec says."""
+
+    def weight() -> None:
+        linear.weight.add_product(dy, x)
+        linear.add_bias_gradient(dy)
+
+    frame.later.do(weight)
+    return product(dy, linear.matrix())
 
 
 def _column_backward(linear: Linear, frame: Frame, dy: Tensor, x: Tensor) -> Tensor:

@@ -108,58 +108,75 @@ class Circle:
 
 
 def ring_attention(
-    query_BSND: Tensor, key_BSGD: Tensor, value_BSGD: Tensor, circle: Circle
+    query_BSND: Tensor,
+    key_BSGD: Tensor,
+    value_BSGV: Tensor,
+    circle: Circle,
+    scale: float | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks of the ring, [B, S, N, D]."""
-    return _RingAttention.apply(query_BSND, torch.stack((key_BSGD, value_BSGD)), circle)
+    """Attention of this rank's queries to the keys of all ranks of the ring, [B, S, N, V]. scale:
+    of the scores, by default 1 / sqrt(D)."""
+    if scale is None:
+        scale = 1.0 / math.sqrt(query_BSND.shape[3])
+    kv = torch.cat((key_BSGD, value_BSGV), -1)
+    return _RingAttention.apply(query_BSND, kv, circle, scale)
 
 
 class _RingAttention(torch.autograd.Function):
+    """Keys and values go round side by side, [B, S, G, D + V]."""
+
     @staticmethod
-    def forward(ctx: Any, query: Tensor, kv: Tensor, circle: Circle) -> Tensor:
-        batch, length, heads, _ = query.shape
+    def forward(ctx: Any, query: Tensor, kv: Tensor, circle: Circle, scale: float) -> Tensor:
+        batch, length, heads, width = query.shape
         wide = torch.promote_types(query.dtype, torch.float32)
-        out = torch.zeros_like(query, dtype=wide, memory_format=torch.contiguous_format)
+        out = query.new_zeros((batch, length, heads, kv.shape[3] - width), dtype=wide)
         lse = out.new_full((batch, heads, length), -math.inf)
         for there, visiting in _around(kv, circle.ring):
             for tile in circle.tiles(there):
                 mask, rows = circle.mask(tile, there, query.device), tile.queries
-                part = attend(
-                    query[:, rows], visiting[:, :, tile.keys], mask, causal=tile.kind == "causal"
-                )
+                key, value = _halves(visiting[:, tile.keys], width)
+                causal = tile.kind == "causal"
+                part = attend(query[:, rows], key, value, mask, causal=causal, scale=scale)
                 merge(out[:, rows], lse[:, :, rows], *part)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, kv, out, lse)
-        ctx.circle = circle
+        ctx.circle, ctx.scale = circle, scale
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         query, kv, out, lse = ctx.saved_tensors
-        circle, d_out = ctx.circle, gradients[0]
-        d_query = torch.zeros_like(out, dtype=lse.dtype)
+        circle, d_out, width = ctx.circle, gradients[0], query.shape[3]
+        d_query = torch.zeros_like(query, dtype=lse.dtype, memory_format=torch.contiguous_format)
         coming: Pending[Tensor] | None = None
         for there, visiting in _around(kv, circle.ring):
             d_kv = torch.zeros_like(kv, dtype=lse.dtype)
             for tile in circle.tiles(there):
-                rows, keys = tile.queries, tile.keys
+                rows = tile.queries
                 d_rows, d_key, d_value = attend_backward(
                     d_out[:, rows],
                     query[:, rows],
-                    visiting[:, :, keys],
+                    *_halves(visiting[:, tile.keys], width),
                     out[:, rows],
                     lse[:, :, rows],
                     circle.mask(tile, there, query.device),
                     causal=tile.kind == "causal",
+                    scale=ctx.scale,
                 )
                 d_query[:, rows] += d_rows
-                d_kv[0, :, keys] += d_key
-                d_kv[1, :, keys] += d_value
+                into_key, into_value = _halves(d_kv[:, tile.keys], width)
+                into_key += d_key
+                into_value += d_value
             if coming is not None:
                 d_kv += coming.wait()
             coming = pass_on(d_kv, circle.ring)
         assert coming is not None
-        return d_query.to(query.dtype), coming.wait().to(kv.dtype), None
+        return d_query.to(query.dtype), coming.wait().to(kv.dtype), None, None
+
+
+def _halves(kv: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Views of the keys, of so many dims, and of the values behind them."""
+    return kv[..., :width], kv[..., width:]
 
 
 def _around(kv: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:

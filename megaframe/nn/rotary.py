@@ -24,12 +24,26 @@ def frequencies(model: Model) -> tuple[Tensor, float]:
     if scaling.kind == "llama3":
         return _llama3(plain, scaling), 1.0
     if scaling.kind == "yarn":
-        return _yarn(plain, scaling, model.rotary_base), 0.1 * math.log(scaling.factor) + 1.0
+        factor = _strength(scaling, scaling.mscale) / _strength(scaling, scaling.mscale_all_dim)
+        return _yarn(plain, scaling, model.rotary_base), factor
     return plain, 1.0
+
+
+def scores_factor(model: Model) -> float:
+    """What scores are multiplied by beside 1 / sqrt(D): with YaRN in latent attention the square of
+    the factor on all dims of queries and keys (DeepSeek-V2, section 3.1.4, and its code)."""
+    scaling = model.rotary_scaling
+    return _strength(scaling, scaling.mscale_all_dim) ** 2 if scaling.kind == "yarn" else 1.0
+
+
+def _strength(scaling: RotaryScaling, mscale: float) -> float:
+    return 0.1 * mscale * math.log(scaling.factor) + 1.0
 
 
 def rotated_width(model: Model) -> int:
     """Number of leading dims of a head that are rotated."""
+    if model.latent is not None:
+        return model.latent.rotary_dim
     return round(model.head_dim * model.rotary_fraction)
 
 

@@ -4,7 +4,8 @@ PyTorch's fused attention for CPUs multiplies by the routine that `product.py` a
 half of what the processor can do. Here all keys of a block of queries are scored at once, by the
 fast routine, and the block is short enough that its scores stay in cache between the passes over
 them: 1.2 to 1.4 times as fast (docs/log.md), where there is enough to multiply. Shape legend: B
-samples, Q queries, K keys, N query heads, G key/value heads, D width of a head.
+samples, Q queries, K keys, N query heads, G key/value heads, D width of a query or key
+head, V of a value head.
 """
 
 from __future__ import annotations
@@ -32,15 +33,14 @@ def pays(query_BNQD: Tensor, key_BGKD: Tensor) -> bool:
 
 
 def attend(
-    query_BNQD: Tensor, key_BGKD: Tensor, value_BGKD: Tensor, *, causal: bool
+    query_BNQD: Tensor, key_BGKD: Tensor, value_BGKV: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, N, Q, D] and log-sum-exp [B, N, Q]."""
-    batch, heads, queries, width = query_BNQD.shape
-    out = query_BNQD.new_empty(batch, queries, heads, width).transpose(1, 2)
+    """Output [B, N, Q, V] and log-sum-exp [B, N, Q]."""
+    batch, heads, queries, _ = query_BNQD.shape
+    out = query_BNQD.new_empty(batch, queries, heads, value_BGKV.shape[3]).transpose(1, 2)
     lse = query_BNQD.new_empty(batch, heads, queries)
-    scale = 1.0 / math.sqrt(width)
     for sample, group, members in _groups(query_BNQD, key_BGKD):
-        key, value = key_BGKD[sample, group].contiguous(), value_BGKD[sample, group].contiguous()
+        key, value = key_BGKD[sample, group].contiguous(), value_BGKV[sample, group].contiguous()
         for head in members:
             for rows, seen in _blocks(queries, len(key), causal):
                 scores = product(query_BNQD[sample, head, rows] * scale, key[seen].t())
@@ -56,29 +56,29 @@ def attend(
 
 
 def attend_backward(
-    d_out_BNQD: Tensor,
+    d_out_BNQV: Tensor,
     query_BNQD: Tensor,
     key_BGKD: Tensor,
-    value_BGKD: Tensor,
-    out_BNQD: Tensor,
+    value_BGKV: Tensor,
+    out_BNQV: Tensor,
     lse_BNQ: Tensor,
     *,
     causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries [B, N, Q, D], keys and values [B, G, K, D]. With shares p and
-    dp = d_out v^T: dv = p^T d_out, ds = p (dp - sum(d_out out)) / sqrt(D), dq = ds k, dk = ds^T q.
+    """Gradients of queries [B, N, Q, D], keys [B, G, K, D] and values [B, G, K, V]. With shares p
+    and dp = d_out v^T: dv = p^T d_out, ds = scale p (dp - sum(d_out out)), dq = ds k, dk = ds^T q.
     """
     d_query = torch.empty_like(query_BNQD)
-    d_key, d_value = torch.zeros_like(key_BGKD), torch.zeros_like(value_BGKD)
-    mean_BNQ = torch.linalg.vecdot(d_out_BNQD, out_BNQD)
-    scale = 1.0 / math.sqrt(query_BNQD.shape[3])
+    d_key, d_value = torch.zeros_like(key_BGKD), torch.zeros_like(value_BGKV)
+    mean_BNQ = torch.linalg.vecdot(d_out_BNQV, out_BNQV)
     for sample, group, members in _groups(query_BNQD, key_BGKD):
-        key, value = key_BGKD[sample, group].contiguous(), value_BGKD[sample, group].contiguous()
+        key, value = key_BGKD[sample, group].contiguous(), value_BGKV[sample, group].contiguous()
         key_DK = key.t().contiguous()
         for head in members:
             for rows, seen in _blocks(query_BNQD.shape[2], len(key), causal):
                 query = query_BNQD[sample, head, rows] * scale
-                d_out = d_out_BNQD[sample, head, rows].contiguous()
+                d_out = d_out_BNQV[sample, head, rows].contiguous()
                 # Keys by queries: what differs by query is then the bias of a product.
                 shares = product(key[seen], query.t(), -lse_BNQ[sample, head, rows]).exp_()
                 if causal:

@@ -4,7 +4,7 @@ Every function also gives, or takes, the logarithm of the sum of the exponential
 scores, with which the outputs of two tiles are merged exactly (Milakov and Gimelshein 2018; the
 algebra of FlashAttention, Dao et al. 2022). Which implementation computes a tile is decided here
 and nowhere else. Shape legend: B samples, Q queries, K keys, N query heads, G key/value heads,
-D width of a head.
+D width of a query or key head, V of a value head.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
@@ -45,72 +46,87 @@ class Sight:
 
 
 def attend(
-    query_BQND: Tensor, kv: Tensor, mask: Tensor | None, *, causal: bool
+    query_BQND: Tensor,
+    key_BKGD: Tensor,
+    value_BKGV: Tensor,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, Q, N, D] and log-sum-exp [B, N, Q], in at least fp32 and -inf where a query sees
+    """Output [B, Q, N, V] and log-sum-exp [B, N, Q], in at least fp32 and -inf where a query sees
     no key.
 
-    kv: keys and values, [2, B, K, G, D]. mask: as of `Sight.mask`, None when all is seen.
-    causal: of as many queries as keys, each sees itself and what is before.
+    mask: as of `Sight.mask`, None when all is seen. causal: of as many queries as keys, each sees
+    itself and what is before. scale: of the scores.
     """
-    query, key, value = _heads_first(query_BQND, kv)
+    query, key, value = _heads_first(query_BQND, key_BKGD, value_BKGV)
+    alike = _alike(query, key, value)
     if _in_products(query, key, mask):
-        out, lse = tile_products.attend(query, key, value, causal=causal)
+        out, lse = tile_products.attend(query, key, value, causal=causal, scale=scale)
     elif query.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, attn_mask=_additive(mask, query.dtype)
+            *alike, 0.0, causal, attn_mask=_additive(mask, query.dtype), scale=scale
         )
-    elif _flash(query, key, value, mask, causal):
+    elif _flash(*alike, mask, causal):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, causal
+            *alike, 0.0, causal, scale=scale
         )
     else:
-        out, lse = _plain(query, key, value, _additive(_or_causal(mask, query, causal), None))
+        bias = _additive(_or_causal(mask, query, causal), None)
+        out, lse = _plain(query, key, value, bias, scale)
     if mask is not None:
         lse = lse.masked_fill(~mask.any(-1), -math.inf)
-    return out.transpose(1, 2), lse
+    return out[..., : value.shape[-1]].transpose(1, 2), lse
 
 
 def attend_backward(
     d_out: Tensor,
     query_BQND: Tensor,
-    kv: Tensor,
-    out_BQND: Tensor,
+    key_BKGD: Tensor,
+    value_BKGV: Tensor,
+    out_BQNV: Tensor,
     lse_BNQ: Tensor,
     mask: Tensor | None,
     *,
     causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a tile adds to the gradients of queries [B, Q, N, D], keys and values [B, K, G, D].
+    """What a tile adds to the gradients of queries [B, Q, N, D], keys [B, K, G, D] and values
+    [B, K, G, V].
 
     out, lse: of all tiles together, so that exp(score - lse) is the share of a key among all that
     the query sees, in whichever tile.
     """
-    query, key, value = _heads_first(query_BQND, kv)
-    d_out, out = d_out.transpose(1, 2), out_BQND.transpose(1, 2)
+    query, key, _ = heads = _heads_first(query_BQND, key_BKGD, value_BKGV)
+    d_out, out = d_out.transpose(1, 2), out_BQNV.transpose(1, 2)
+    alike = _alike(*heads)
+    d_alike, out_alike = (_padded(end, alike[0].shape[-1]) for end in (d_out, out))
     gradients: tuple[Tensor, ...]
     if _in_products(query, key, mask):
         gradients = tile_products.attend_backward(
-            d_out, query, key, value, out, lse_BNQ, causal=causal
+            d_out, *heads, out, lse_BNQ, causal=causal, scale=scale
         )
     elif query.device.type == "cpu":
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            d_out,
-            query,
-            key,
-            value,
-            out,
+            d_alike,
+            *alike,
+            out_alike,
             lse_BNQ,
             0.0,
             causal,
             attn_mask=_additive(mask, query.dtype),
+            scale=scale,
         )
-    elif _flash(query, key, value, mask, causal):
-        gradients = _flash_backward(d_out, query, key, value, out, lse_BNQ, causal)
+    elif _flash(*alike, mask, causal):
+        gradients = _flash_backward(d_alike, *alike, out_alike, lse_BNQ, causal, scale)
     else:
         bias = _additive(_or_causal(mask, query, causal), None)
-        gradients = _plain_backward(d_out, query, key, value, out, lse_BNQ, bias)
-    d_query, d_key, d_value = (gradient.transpose(1, 2) for gradient in gradients)
+        gradients = _plain_backward(d_out, *heads, out, lse_BNQ, bias, scale)
+    d_query, d_key, d_value = (
+        gradient[..., : head.shape[-1]].transpose(1, 2)
+        for gradient, head in zip(gradients, heads, strict=True)
+    )
     return d_query, d_key, d_value
 
 
@@ -124,8 +140,20 @@ def merge(out_BQND: Tensor, lse_BNQ: Tensor, tile_out: Tensor, tile_lse: Tensor)
     torch.logaddexp(lse_BNQ, tile_lse, out=lse_BNQ)
 
 
-def _heads_first(query_BQND: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return query_BQND.transpose(1, 2), kv[0].transpose(1, 2), kv[1].transpose(1, 2)
+def _heads_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+
+def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All of one width, as torch's fused attention wants them: zeros add nothing to a score, and
+    to the values they add outputs that are zero."""
+    width = max(query.shape[-1], value.shape[-1])
+    return _padded(query, width), _padded(key, width), _padded(value, width)
+
+
+def _padded(head: Tensor, width: int) -> Tensor:
+    missing = width - head.shape[-1]
+    return F.pad(head, (0, missing)) if missing else head
 
 
 def _in_products(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
@@ -156,7 +184,14 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causa
 
 
 def _flash_backward(
-    d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
+    d_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, ...]:
     nothing = torch.empty(0, dtype=torch.int64, device=query.device)  # no dropout, no random state
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -174,13 +209,16 @@ def _flash_backward(
         causal,
         nothing,
         nothing,
+        scale=scale,
     )
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T / sqrt(D) + bias) v in matrix products; heads first."""
+def _plain(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale q k^T + bias) v in matrix products; heads first."""
     wide = torch.promote_types(query.dtype, torch.float32)
-    scores = _scores(query, key, bias, wide)
+    scores = _scores(query, key, bias, scale, wide)
     lse = scores.logsumexp(-1)
     shares = (scores - lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp()
     out = _grouped(shares.to(query.dtype), key.shape[1]) @ value[:, :, None]
@@ -195,14 +233,15 @@ def _plain_backward(
     out: Tensor,
     lse: Tensor,
     bias: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """With shares p and dp = d_out v^T: dv = p^T d_out, ds = p (dp - sum(d_out out)) / sqrt(D),
+    """With shares p and dp = d_out v^T: dv = p^T d_out, ds = scale p (dp - sum(d_out out)),
     dq = ds k, dk = ds^T q; keys and values sum over the query heads that share them."""
     wide, groups = lse.dtype, key.shape[1]
-    shares = (_scores(query, key, bias, wide) - lse[..., None]).exp()
+    shares = (_scores(query, key, bias, scale, wide) - lse[..., None]).exp()
     d_shares = (_grouped(d_out, groups) @ value[:, :, None].mT).flatten(1, 2).to(wide)
     mean = (d_out.to(wide) * out.to(wide)).sum(-1, keepdim=True)
-    d_scores = shares * (d_shares - mean) / math.sqrt(query.shape[3])
+    d_scores = shares * (d_shares - mean) * scale
     d_scores_grouped = _grouped(d_scores.to(query.dtype), groups)
     shares_grouped = _grouped(shares.to(query.dtype), groups)
     d_query = (d_scores_grouped @ key[:, :, None]).flatten(1, 2)
@@ -211,10 +250,12 @@ def _plain_backward(
     return d_query, d_key, d_value
 
 
-def _scores(query: Tensor, key: Tensor, bias: Tensor | None, wide: torch.dtype) -> Tensor:
+def _scores(
+    query: Tensor, key: Tensor, bias: Tensor | None, scale: float, wide: torch.dtype
+) -> Tensor:
     """[B, N, Q, K], scaled and with the bias."""
     product = _grouped(query, key.shape[1]) @ key[:, :, None].mT
-    scores = product.flatten(1, 2).to(wide) / math.sqrt(query.shape[3])
+    scores = product.flatten(1, 2).to(wide) * scale
     return scores if bias is None else scores + bias.to(wide)
 
 

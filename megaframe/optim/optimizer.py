@@ -119,8 +119,8 @@ class Optimizer:
         bucket_of: dict[Parameter, Bucket] = {}
         for number, units in stages.items():
             # First of all, for the first block waits for them: behind the rest they would come last
-            vectors = [p for u in units for p in u.parameters() if p.spec.role in _VECTORS]
-            made = self._buckets_of(vectors)
+            vectors = {p: None for u in units for p in u.parameters() if p.spec.role in _VECTORS}
+            made = self._buckets_of(list(vectors))
             self._vectors[number] = [b for b in made if b.optimizer is not None]
             bucket_of |= {p: bucket for bucket in made for p in bucket.parameters}
             for unit in units:

@@ -19,6 +19,7 @@ from megaframe.config.schema import BatchRamp, Model, Optim, RunConfig, Train
 from megaframe.errors import UserError
 from megaframe.plan.context import context_mistakes
 from megaframe.plan.experts import expert_mistakes
+from megaframe.plan.latent import latent_mistakes
 from megaframe.plan.tensor import tensor_mistakes
 from megaframe.schedule import schedule_mistakes
 
@@ -37,6 +38,7 @@ def check(config: RunConfig, world: int, *, data: bool = True) -> None:
         *tensor_mistakes(config),
         *expert_mistakes(config),
         *context_mistakes(config),
+        *_further_ahead(config),
         *_vocabulary(config),
         *(_batches(config.train, sizes["data"]) if not layout else ()),
         *_stages(config),
@@ -53,18 +55,22 @@ def check(config: RunConfig, world: int, *, data: bool = True) -> None:
 
 
 def _model(model: Model, seq: int) -> Iterator[str]:
-    if model.heads % model.kv_heads:
+    if model.heads % model.kv_heads and model.latent is None:
         yield (
             f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}; "
             f"use {nearest_divisors(model.heads, model.kv_heads)}"
         )
-    if model.hidden % model.heads and "head_dim" not in model.model_fields_set:
+    if model.latent is not None:
+        yield from latent_mistakes(model, model.latent)
+    elif model.hidden % model.heads and "head_dim" not in model.model_fields_set:
         yield (
             f"model.heads={model.heads} does not divide model.hidden={model.hidden}; "
             f"use {nearest_divisors(model.hidden, model.heads)}, or set model.head_dim"
         )
     elif model.position == "rotary":
         yield from _rotary(model)
+    if model.position == "rotary":
+        yield from _scaling(model)
     if model.position == "learned" and model.positions is not None and seq > model.positions:
         yield (
             f"train.seq={seq} is longer than the table of model.positions={model.positions}; "
@@ -88,6 +94,9 @@ def _rotary(model: Model) -> Iterator[str]:
             f"model.rotary_fraction={model.rotary_fraction:g} of model.head_dim={model.head_dim} "
             f"rotates {width:g} dims, which must be an even number; {mend}"
         )
+
+
+def _scaling(model: Model) -> Iterator[str]:
     scaling = model.rotary_scaling
     if scaling.kind == "none" and scaling.factor != 1:
         yield (
@@ -98,6 +107,37 @@ def _rotary(model: Model) -> Iterator[str]:
         yield (
             f"model.rotary_scaling.low_frequency={scaling.low_frequency:g} must be less than "
             f"model.rotary_scaling.high_frequency={scaling.high_frequency:g}"
+        )
+    if scaling.kind != "yarn" and (scaling.mscale, scaling.mscale_all_dim) != (1, 0):
+        yield (
+            f"model.rotary_scaling.mscale={scaling.mscale:g} and mscale_all_dim="
+            f"{scaling.mscale_all_dim:g} mean nothing to model.rotary_scaling.kind={scaling.kind}; "
+            "leave them out, or use kind yarn"
+        )
+    elif scaling.mscale_all_dim and model.latent is None:
+        yield (
+            f"model.rotary_scaling.mscale_all_dim={scaling.mscale_all_dim:g} needs model.latent; "
+            "use 0, or leave it out"
+        )
+
+
+def _further_ahead(config: RunConfig) -> Iterator[str]:
+    depth, train = config.model.mtp_depth, config.train
+    if depth and config.model.emulate is not None:
+        yield (
+            f"model.mtp_depth={depth} predicts with blocks, and those of model.emulate have no "
+            "weights; use model.mtp_depth=0"
+        )
+    if depth >= train.seq:
+        yield (
+            f"model.mtp_depth={depth} looks past the end of every sample of train.seq={train.seq} "
+            f"tokens; use {train.seq - 1} or less"
+        )
+    default = type(train).model_fields["mtp_weight"].default
+    if not depth and train.mtp_weight != default:
+        yield (
+            f"train.mtp_weight={train.mtp_weight:g} means nothing to model.mtp_depth=0; leave it "
+            "out, or use model.mtp_depth=1"
         )
 
 

@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from megaframe.config.schema import Optim, RunConfig
-from megaframe.plan.stages import StagePlan
+from megaframe.config.schema import Model, Optim, RunConfig
+from megaframe.plan.stages import StagePlan, head_widths, latent_width
 from megaframe.schedule import Action, Kind
 
 LOSS_CHUNK = 12_900_000
@@ -123,43 +123,91 @@ def _activations(config: RunConfig, plans: Sequence[StagePlan], actions: Sequenc
         elif action.kind is (Kind.W if action.stage in split else Kind.B):
             kept -= size[action.stage]
         most = max(most, kept)
-    return most + (block_bytes(config) if any(plan.recomputed for plan in plans) else 0)
+    again = [block_bytes(config)] * any(plan.recomputed for plan in plans)
+    if (
+        config.train.recompute == "full"
+        and config.model.mtp_depth
+        and any(plan.last for plan in plans)
+    ):
+        again.append(predictor_bytes(config))
+    return most + max(again, default=0)
 
 
 def _stage_bytes(config: RunConfig, plan: StagePlan) -> int:
     """Bytes that a stage keeps of one microbatch: each block's input, all else of the blocks that
-    do not run again, and the head's input with its gradient."""
+    do not run again, and for each depth the head's input with its gradient, and all else of the
+    predictors."""
     tokens = config.train.microbatch * config.train.seq
     stream = tokens * config.model.hidden * WIDTH[config.train.precision]
     whole = len(plan.blocks) - plan.recomputed
-    streams = len(plan.blocks) + 2 * plan.last
-    return streams * stream + whole * block_bytes(config)
+    depth = config.model.mtp_depth * plan.last
+    streams = len(plan.blocks) + 2 * (plan.last + depth)
+    predictors = depth * tokens * _norm_bytes(config)
+    if config.train.recompute != "full":
+        predictors += depth * predictor_bytes(config)
+    return streams * stream + whole * block_bytes(config) + predictors
+
+
+def predictor_bytes(config: RunConfig) -> int:
+    """Bytes that a predictor keeps of a microbatch beside the stream that it starts from: that
+    after the norm of the depth before, the embeddings ahead, both normalised, what they are joined
+    into, and all that its block and three norms keep."""
+    tokens = config.train.microbatch * config.train.seq
+    streams = 5 * config.model.hidden * WIDTH[config.train.precision]
+    return block_bytes(config) + tokens * (streams + 3 * _norm_bytes(config))
+
+
+def _norm_bytes(config: RunConfig) -> int:
+    """Statistics that a norm keeps of a token: one in at least fp32, or the two of layernorm, which
+    on a CPU are as wide as a value."""
+    width = WIDTH[config.train.precision]
+    return 2 * width if config.model.norm == "layernorm" else max(4, width)
 
 
 def block_bytes(config: RunConfig) -> int:
     """Bytes that one block keeps of a microbatch beside its input.
 
-    Queries, keys and values, the attention's output with one log-sum-exp a head, the stream between
-    attention and MLP, and the MLP before its activation; unless they are computed again, also both
-    norms' outputs with their statistics, and the MLP after its activation. Statistics are in at
-    least fp32, but for those of layernorm on a CPU.
+    What attention keeps, the stream between attention and MLP, and the MLP before its activation;
+    unless they are computed again, also both norms' outputs with their statistics, and the MLP
+    after its activation. Statistics are in at least fp32, but for those of layernorm on a CPU.
     """
     model, width = config.model, WIDTH[config.train.precision]
     tokens = config.train.microbatch * config.train.seq
-    queries = model.heads * model.head_dim
-    qkv = queries + 2 * model.kv_heads * model.head_dim
-    elements = model.hidden + qkv + queries
-    elements += (2 if model.activation == "swiglu" else 1) * model.ffn
-    statistics = model.heads
-    if config.train.recompute != "selective":
+    selective = config.train.recompute == "selective"
+    of_attention = _attention_keeps if model.latent is None else _latent_attention_keeps
+    elements, statistics = of_attention(model, selective)
+    elements += model.hidden + (2 if model.activation == "swiglu" else 1) * model.ffn
+    if not selective:
         elements += 2 * model.hidden + model.ffn
         if model.norm == "layernorm":
             elements += 2 * 2
         else:
             statistics += 2
+    return tokens * (elements * width + statistics * max(4, width))
+
+
+def _attention_keeps(model: Model, selective: bool) -> tuple[int, int]:
+    """Elements and statistics of a token: queries, keys and values, the output with one log-sum-exp
+    a head, and of queries and keys what was before their norms."""
+    queries = model.heads * model.head_dim
+    qkv = queries + 2 * model.kv_heads * model.head_dim
+    elements, statistics = qkv + queries, model.heads
     if model.qk_norm:
         elements += qkv
         statistics += model.heads + model.kv_heads
     elif model.position != "rotary" and 1 < model.kv_heads < model.heads:
         elements += queries
-    return tokens * (elements * width + statistics * max(4, width))
+    return elements, statistics
+
+
+def _latent_attention_keeps(model: Model, selective: bool) -> tuple[int, int]:
+    """The same; of the latents too, and unless they are computed again those that are normalised,
+    with a statistic each."""
+    latent = model.latent
+    assert latent is not None
+    elements = latent_width(latent) + 2 * model.heads * sum(head_widths(model))
+    statistics = model.heads
+    if not selective:
+        elements += latent_width(latent) - latent.rotary_dim
+        statistics += 1 + (latent.query_rank is not None)
+    return elements, statistics

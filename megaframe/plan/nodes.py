@@ -7,6 +7,7 @@ from math import gcd
 from megaframe.config.schema import RunConfig
 from megaframe.layout import Layout
 from megaframe.plan.memory import WIDTH
+from megaframe.plan.stages import latent_width
 
 BETWEEN_NODES = 50e9
 """Bytes a second of one rank to another node: a 400 Gb/s adapter per rank."""
@@ -38,11 +39,18 @@ def tensor_bytes(config: RunConfig, layout: Layout) -> float:
 
     Per layer and microbatch 10 (t-1)/t b s h elements: each of four linears once in each direction,
     and the inputs of two gathered again in backward; the first and the last stage 2 more each.
-    Where layers run again in backward, 4 more for each of them are not counted.
+    Where layers run again in backward, 4 more for each of them are not counted. Latent attention
+    moves its latents in place of h elements, and their rotated part twice. A depth of multi-token
+    prediction is a layer and has both ends.
     """
     model, train = config.model, config.train
     tokens = train.microbatch * train.seq / layout.context
-    stream = tokens * model.hidden * WIDTH[train.precision]
     microbatches = train.global_batch // (train.microbatch * layout.data)
-    times = 10 * model.layers / layout.pipeline + 4 / layout.pipeline
-    return times * stream * microbatches * (layout.tensor - 1) / layout.tensor
+    layer, latent = 10 * model.hidden, model.latent
+    if latent is not None:
+        whole = model.hidden * (latent.query_rank is None)
+        layer = 7 * model.hidden + 3 * (whole + latent_width(latent)) - latent.rotary_dim
+    ends = 4 * model.hidden * (1 + model.mtp_depth)
+    a_token = layer * (model.layers + model.mtp_depth) + ends
+    elements = a_token * tokens * microbatches / layout.pipeline
+    return elements * WIDTH[train.precision] * (layout.tensor - 1) / layout.tensor

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from megaframe.config.schema import Model, RunConfig
+from megaframe.config.schema import Latent, Model, RunConfig
 from megaframe.plan.experts import has_experts
 from megaframe.schedule.costs import Costs
 
@@ -52,7 +52,8 @@ def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
         twice = 2 if config.train.recompute == "full" else 1
         works = (block_work(config, layer) for layer in range(config.model.layers))
         sums = tuple(twice * work.forward + work.backward + work.weight for work in works)
-        layers = divide(sums, 3 * _head(config), stages)
+        end = end_work(config)
+        layers = divide(sums, end.forward + end.backward + end.weight, stages)
     plans, start = [], 0
     for number, count in enumerate(layers):
         blocks = range(start, start + count)
@@ -101,26 +102,26 @@ def divide(blocks: tuple[float, ...], head: float, stages: int) -> tuple[int, ..
 
 
 def stage_costs(config: RunConfig, plans: Sequence[StagePlan]) -> Costs:
-    """Modelled work of F, B and W of every stage, in FLOPs per token; only their ratios matter.
-
-    The head makes its gradients in the forward pass, so all its work is in F.
-    """
-    head = _head(config)
+    """Modelled work of F, B and W of every stage, in FLOPs per token; only their ratios matter."""
+    end = end_work(config)
     works = [[block_work(config, layer) for layer in plan.blocks] for plan in plans]
     stages = list(zip(plans, works, strict=True))
     return Costs(
-        forward=tuple(sum(b.forward for b in of) + 3 * head * plan.last for plan, of in stages),
+        forward=tuple(sum(b.forward for b in of) + end.forward * plan.last for plan, of in stages),
         backward=tuple(
-            sum(b.backward for b in of) + sum(b.forward for b in of[: plan.recomputed])
+            sum(b.backward for b in of)
+            + sum(b.forward for b in of[: plan.recomputed])
+            + end.backward * plan.last
             for plan, of in stages
         ),
-        weight=tuple(sum(b.weight for b in of) for _, of in stages),
+        weight=tuple(sum(b.weight for b in of) + end.weight * plan.last for plan, of in stages),
     )
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one block computes: FLOPs per token, or with `model.emulate` seconds per microbatch."""
+    """What F, B and W of a part compute: FLOPs per token, or with `model.emulate` seconds per
+    microbatch."""
 
     forward: float
     backward: float
@@ -135,20 +136,65 @@ def block_work(config: RunConfig, layer: int) -> Work:
         return Work(emulated.forward, emulated.backward, emulated.weight)
     model = config.model
     matrices = 2.0 * block_matrices(model, layer)
-    keys = 4.0 * model.heads * model.head_dim * mean_keys(config.train.seq, model.window)
+    keys = 2.0 * model.heads * sum(head_widths(model)) * mean_keys(config.train.seq, model.window)
     return Work(matrices + keys, matrices + 2 * keys, matrices)
 
 
+def end_work(config: RunConfig) -> Work:
+    """The work behind the last block. The head makes its gradients in the forward pass, so all of
+    its work is there, once for each depth; a predictor is a matrix and a block besides."""
+    model = config.model
+    join = 2.0 * join_matrix(model)
+    head = 3 * _head(config)
+    forward, backward, weight = head, 0.0, 0.0
+    for depth in range(model.mtp_depth):
+        block = block_work(config, model.layers + depth)
+        again = block.forward + join if config.train.recompute == "full" else 0.0
+        forward += head + block.forward + join
+        backward += block.backward + join + again
+        weight += block.weight + join
+    return Work(forward, backward, weight)
+
+
+def join_matrix(model: Model) -> int:
+    """Elements of the matrix of a predictor that joins two streams into one."""
+    return 2 * model.hidden * model.hidden
+
+
 def block_matrices(model: Model, layer: int) -> int:
-    """Elements of the matrices of the block of a layer that one token meets."""
-    queries = model.heads * model.head_dim
-    attention = model.hidden * (2 * queries + 2 * model.kv_heads * model.head_dim)
+    """Elements of the matrices of the block of a layer that one token meets; predictors' blocks
+    count on behind the last layer."""
     mlp = (3 if model.activation == "swiglu" else 2) * model.hidden
     moe = model.moe
     if moe is None or not has_experts(moe, layer):
-        return attention + mlp * model.ffn
+        return attention_matrices(model) + mlp * model.ffn
     width = (moe.top_k + moe.shared) * (moe.ffn or model.ffn)
-    return attention + mlp * width + moe.experts * model.hidden
+    return attention_matrices(model) + mlp * width + moe.experts * model.hidden
+
+
+def attention_matrices(model: Model) -> int:
+    """Elements of the matrices of one block's attention."""
+    latent = model.latent
+    if latent is None:
+        return 2 * model.hidden * (model.heads + model.kv_heads) * model.head_dim
+    query, value = head_widths(model)
+    of_queries = model.heads * query * (latent.query_rank or model.hidden)
+    of_keys_and_values = model.heads * (latent.head_dim + value) * latent.kv_rank
+    output = model.heads * value * model.hidden
+    return model.hidden * latent_width(latent) + of_queries + of_keys_and_values + output
+
+
+def latent_width(latent: Latent) -> int:
+    """Elements of a token's latents, the rotated part of its keys among them."""
+    return (latent.query_rank or 0) + latent.kv_rank + latent.rotary_dim
+
+
+def head_widths(model: Model) -> tuple[int, int]:
+    """Widths of a query or key head and of a value head."""
+    latent = model.latent
+    if latent is None:
+        return model.head_dim, model.head_dim
+    return latent.rotary_dim + latent.head_dim, latent.value_dim
 
 
 def mean_keys(seq: int, window: int | None) -> float:

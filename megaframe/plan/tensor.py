@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaframe.config.numbers import TIMES, divisors, either
+from megaframe.config.numbers import TIMES, divisors, either, nearest_divisors
 from megaframe.config.schema import Model, RunConfig
 
 
@@ -16,7 +16,13 @@ def tensor_mistakes(config: RunConfig) -> Iterator[str]:
 
 def _matrices(model: Model, tensor: int) -> Iterator[str]:
     groups, heads = model.kv_heads, model.heads
-    if groups % tensor and (tensor % groups or heads % tensor):
+    if model.latent is not None:
+        if heads % tensor:
+            yield (
+                f"parallel.tensor={tensor} does not divide model.heads={heads}; "
+                f"use {nearest_divisors(heads, tensor)}"
+            )
+    elif groups % tensor and (tensor % groups or heads % tensor):
         fits = [t for t in divisors(heads) if groups % t == 0 or t % groups == 0]
         near = [t for t in fits if t < tensor][-1:] + [t for t in fits if t > tensor][:1]
         yield (

@@ -46,13 +46,27 @@ def values(annotation, bounds=()):
     return {bool: st.booleans(), str: TEXT}[annotation]
 
 
-LEAVES = {
+WHOLE = ("train.batch_ramp.", "model.latent.", "model.moe.")
+"""Sections that are all there or not at all."""
+EVERY_LEAF = {
     name: values(key.field.annotation, key.field.metadata)
     for name, key in keys().items()
-    if key.section is None and not name.startswith("train.batch_ramp.")
+    if key.section is None
 }
+LEAVES = {name: value for name, value in EVERY_LEAF.items() if not name.startswith(WHOLE)}
 RAMP = st.fixed_dictionaries({k: st.integers(1, 9) for k in ("start", "increment", "samples")})
-SETTINGS = st.fixed_dictionaries({}, optional=LEAVES | {"train.batch_ramp": RAMP | st.none()})
+LATENT = st.fixed_dictionaries(
+    {k: st.integers(1, 9) for k in ("kv_rank", "head_dim", "rotary_dim", "value_dim")},
+    optional={"query_rank": st.none() | st.integers(1, 9)},
+)
+OF_MOE = {name[10:]: value for name, value in EVERY_LEAF.items() if name[:10] == "model.moe."}
+MOE = st.fixed_dictionaries({"experts": OF_MOE.pop("experts")}, optional=OF_MOE)
+SECTIONS = {
+    "train.batch_ramp": RAMP | st.none(),
+    "model.latent": LATENT | st.none(),
+    "model.moe": MOE | st.none(),
+}
+SETTINGS = st.fixed_dictionaries({}, optional=LEAVES | SECTIONS)
 
 
 def nested(settings_):

@@ -17,19 +17,20 @@ from megaframe.nn.ring import Circle
 from megaframe.nn.tiles import Sight, attend, attend_backward, merge
 
 BATCH, HEADS, GROUPS, WIDTH = 2, 4, 2, 6
+SCALE = 0.7
 
 
-def plain_attend(query, kv, mask, *, causal):
+def plain_attend(query, key, value, mask, *, causal, scale):
     bias = tiles._additive(tiles._or_causal(mask, query.transpose(1, 2), causal), None)
-    out, lse = tiles._plain(*tiles._heads_first(query, kv), bias)
+    out, lse = tiles._plain(*tiles._heads_first(query, key, value), bias, scale)
     return out.transpose(1, 2), lse
 
 
-def plain_backward(d_out, query, kv, out, lse, mask, *, causal):
+def plain_backward(d_out, query, key, value, out, lse, mask, *, causal, scale):
     bias = tiles._additive(tiles._or_causal(mask, query.transpose(1, 2), causal), None)
-    heads_first = tiles._heads_first(query, kv)
+    heads_first = tiles._heads_first(query, key, value)
     made = tiles._plain_backward(
-        d_out.transpose(1, 2), *heads_first, out.transpose(1, 2), lse, bias
+        d_out.transpose(1, 2), *heads_first, out.transpose(1, 2), lse, bias, scale
     )
     return [gradient.transpose(1, 2) for gradient in made]
 
@@ -37,13 +38,15 @@ def plain_backward(d_out, query, kv, out, lse, mask, *, causal):
 WAYS = {"fused": (attend, attend_backward), "plain": (plain_attend, plain_backward)}
 
 
-def samples(length, documents, generator):
-    query = torch.randn(BATCH, length, HEADS, WIDTH, dtype=torch.float64, generator=generator)
-    kv = torch.randn(2, BATCH, length, GROUPS, WIDTH, dtype=torch.float64, generator=generator)
+def samples(length, documents, generator, value_width=WIDTH):
+    query, key, value = (
+        torch.randn(BATCH, length, heads, width, dtype=torch.float64, generator=generator)
+        for heads, width in ((HEADS, WIDTH), (GROUPS, WIDTH), (GROUPS, value_width))
+    )
     numbers = None
     if documents:
         numbers = (torch.rand(BATCH, length, generator=generator) < 0.3).cumsum(1)
-    return query, kv, numbers
+    return query, key, value, numbers
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -53,66 +56,76 @@ def samples(length, documents, generator):
     piece=st.integers(1, 4),
     window=st.none() | st.integers(1, 9),
     documents=st.booleans(),
+    value_width=st.sampled_from([WIDTH, 4, 9]),
     seed=st.integers(0, 99),
 )
-def test_tiles_of_a_ring_make_up_the_whole(way, ranks, piece, window, documents, seed):
+def test_tiles_of_a_ring_make_up_the_whole(way, ranks, piece, window, documents, value_width, seed):
     forward, backward = WAYS[way]
     generator = torch.Generator().manual_seed(seed)
     length = 2 * piece * ranks
-    query, kv, numbers = samples(length, documents, generator)
-    d_out = torch.randn(query.shape, dtype=torch.float64, generator=generator)
+    query, key, value, numbers = samples(length, documents, generator, value_width)
+    shape = (*query.shape[:3], value_width)
+    d_out = torch.randn(shape, dtype=torch.float64, generator=generator)
     sight, places = Sight(window, numbers), torch.arange(length)
-    wanted = whole(query, kv, sight.mask(places, places), d_out)
-    found = [torch.zeros_like(tensor) for tensor in (query, query, kv)]
+    wanted = whole(query, key, value, sight.mask(places, places), d_out)
+    found = [torch.zeros_like(tensor) for tensor in (d_out, query, key, value)]
     parts = [zigzag(places, index, ranks, 0) for index in range(ranks)]
     for here, mine in enumerate(parts):
         circle = Circle(Ring(here, ranks), 2 * piece, sight)
-        out = torch.zeros_like(query[:, mine])
+        out = torch.zeros_like(d_out[:, mine])
         lse = torch.full((BATCH, HEADS, len(mine)), -math.inf, dtype=torch.float64)
         order = [(here - step) % ranks for step in range(ranks)]
         every = [(there, tile) for there in order for tile in circle.tiles(there)]
         for there, tile in every:
             rows, keys = tile.queries, parts[there][tile.keys]
-            mask, causal = circle.mask(tile, there, query.device), tile.kind == "causal"
-            part = forward(query[:, mine[rows]], kv[:, :, keys], mask, causal=causal)
+            how = {"causal": tile.kind == "causal", "scale": SCALE}
+            mask = circle.mask(tile, there, query.device)
+            part = forward(query[:, mine[rows]], key[:, keys], value[:, keys], mask, **how)
             merge(out[:, rows], lse[:, :, rows], *part)
         found[0][:, mine] = out
         for there, tile in every:
             rows, keys = tile.queries, parts[there][tile.keys]
-            mask, causal = circle.mask(tile, there, query.device), tile.kind == "causal"
             d_query, d_key, d_value = backward(
                 d_out[:, mine[rows]],
                 query[:, mine[rows]],
-                kv[:, :, keys],
+                key[:, keys],
+                value[:, keys],
                 out[:, rows],
                 lse[:, :, rows],
-                mask,
-                causal=causal,
+                circle.mask(tile, there, query.device),
+                causal=tile.kind == "causal",
+                scale=SCALE,
             )
             found[1][:, mine[rows]] += d_query
-            found[2][0, :, keys] += d_key
-            found[2][1, :, keys] += d_value
+            found[2][:, keys] += d_key
+            found[3][:, keys] += d_value
     for mine, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("value_width", [WIDTH, 3])
 @pytest.mark.parametrize(("queries", "keys", "causal"), [(300, 300, True), (300, 70, False)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_products_of_blocks_are_plain_attention(queries, keys, causal, dtype):
+def test_products_of_blocks_are_plain_attention(queries, keys, causal, dtype, value_width):
     """Blocks of 256 and 44 queries; errors are those of rounding in sums of `keys` terms."""
     generator = torch.Generator().manual_seed(0)
-    query, d_out = (
-        torch.randn(BATCH, queries, HEADS, WIDTH, dtype=torch.float64, generator=generator)
-        for _ in range(2)
+    how = {"causal": causal, "scale": SCALE}
+    query, d_out, key, value = (
+        torch.randn(BATCH, length, heads, width, dtype=torch.float64, generator=generator)
+        for length, heads, width in (
+            (queries, HEADS, WIDTH),
+            (queries, HEADS, value_width),
+            (keys, GROUPS, WIDTH),
+            (keys, GROUPS, value_width),
+        )
     )
-    kv = torch.randn(2, BATCH, keys, GROUPS, WIDTH, dtype=torch.float64, generator=generator)
-    out, lse = plain_attend(query, kv, None, causal=causal)
-    wanted = (out, lse, *plain_backward(d_out, query, kv, out, lse, None, causal=causal))
-    low = [x.to(dtype) for x in (d_out, query, out)]
-    d_out, query, out = (x.transpose(1, 2) for x in low)
-    heads_first = (query, *(x.transpose(1, 2) for x in kv.to(dtype)))
-    found = list(tile_products.attend(*heads_first, causal=causal))
-    found += tile_products.attend_backward(d_out, *heads_first, out, lse.to(dtype), causal=causal)
+    out, lse = plain_attend(query, key, value, None, **how)
+    wanted = (out, lse, *plain_backward(d_out, query, key, value, out, lse, None, **how))
+    d_out, query, key, value, out = (
+        x.to(dtype).transpose(1, 2) for x in (d_out, query, key, value, out)
+    )
+    found = list(tile_products.attend(query, key, value, **how))
+    found += tile_products.attend_backward(d_out, query, key, value, out, lse.to(dtype), **how)
     tolerance = 20 * torch.finfo(dtype).eps * keys**0.5
     for mine, plain in zip(found, wanted, strict=True):
         mine = mine.transpose(1, 2) if mine.dim() == 4 else mine
@@ -128,10 +141,11 @@ def test_large_tiles_are_made_of_products_on_one_thread():
             query, kv = torch.randn(1, length, 1, 8), torch.randn(2, 1, length, 1, 8)
             heads_first = [x.to(dtype).transpose(1, 2) for x in (query, *kv)]
             assert tile_products.pays(*heads_first[:2]) == (length == 1024 and dtype.itemsize == 4)
-            found, _ = attend(query.to(dtype), kv.to(dtype), None, causal=True)
-            products, _ = tile_products.attend(*heads_first, causal=True)
+            how = {"causal": True, "scale": SCALE}
+            found, _ = attend(query.to(dtype), *kv.to(dtype), None, **how)
+            products, _ = tile_products.attend(*heads_first, **how)
             fused, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *heads_first, 0.0, True
+                *heads_first, 0.0, True, scale=SCALE
             )
             way = products if tile_products.pays(*heads_first[:2]) else fused
             assert torch.equal(found.transpose(1, 2), way)
@@ -139,13 +153,13 @@ def test_large_tiles_are_made_of_products_on_one_thread():
         torch.set_num_threads(threads)
 
 
-def whole(query, kv, mask, d_out):
+def whole(query, key, value, mask, d_out):
     """Output and gradients of plain attention."""
-    query, kv = query.clone().requires_grad_(), kv.clone().requires_grad_()
-    heads_first = (x.transpose(1, 2) for x in (query, kv[0], kv[1]))
-    out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True)
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    heads_first = (x.transpose(1, 2) for x in leaves)
+    out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True, scale=SCALE)
     out.transpose(1, 2).backward(d_out)
-    return out.detach().transpose(1, 2), query.grad, kv.grad
+    return out.detach().transpose(1, 2), *(leaf.grad for leaf in leaves)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -176,9 +190,9 @@ def test_what_nobody_sees_is_not_computed():
 @pytest.mark.parametrize("way", WAYS)
 def test_a_query_that_sees_nothing_of_a_tile_changes_nothing(way):
     generator = torch.Generator().manual_seed(0)
-    query, kv, _ = samples(3, False, generator)
+    query, key, value, _ = samples(3, False, generator)
     mask = torch.tensor([[True, True, False], [False] * 3, [True] * 3])
-    out, lse = WAYS[way][0](query, kv, mask, causal=False)
+    out, lse = WAYS[way][0](query, key, value, mask, causal=False, scale=SCALE)
     assert (lse == -math.inf).tolist() == [[[False, True, False]] * HEADS] * BATCH
     before = torch.randn(out.shape, dtype=torch.float64), torch.randn(lse.shape).double()
     after = tuple(x.clone() for x in before)
@@ -200,6 +214,6 @@ def test_zigzag_deals_every_token_once_and_equally(length, parts):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_is_merged_in_fp32(dtype):
     generator = torch.Generator().manual_seed(0)
-    query, kv, _ = samples(8, False, generator)
-    out, lse = attend(query.to(dtype), kv.to(dtype), None, causal=True)
+    *heads, _ = samples(8, False, generator)
+    out, lse = attend(*(head.to(dtype) for head in heads), None, causal=True, scale=SCALE)
     assert out.dtype == dtype and lse.dtype == torch.float32

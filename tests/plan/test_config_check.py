@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from megaframe.config import load
 from megaframe.config.numbers import TIMES
 from megaframe.errors import UserError
-from megaframe.plan.check import ONLY, check
+from megaframe.plan.check import check
 
+LATENT = "model.latent={kv_rank: 64, head_dim: 32, rotary_dim: 16, value_dim: 32}"
 SOUND = ("model.vocab=100", "data.sources=[{path: x}]")
 
 
@@ -30,6 +31,9 @@ def refusals(*overrides, world=1):
         ("model.heads=5", "model.head_dim=64"),
         ("model.rotary_fraction=0.25",),
         ("model.position=none", "model.head_dim=7"),
+        (LATENT,),
+        (LATENT, "model.heads=5", "model.hidden=64"),
+        (LATENT, "model.rotary_scaling={kind: yarn, factor: 40, mscale_all_dim: 0.7}"),
         ("model.position=learned", "model.positions=1024"),
         ("model.position=learned",),
         ("model.rotary_scaling={kind: yarn, factor: 4}",),
@@ -91,6 +95,33 @@ def test_a_sound_config_passes(overrides):
             ["model.rotary_scaling={kind: llama3, low_frequency: 4}"],
             "low_frequency=4 must be less than .*high_frequency=4",
         ),
+        (
+            ["model.rotary_scaling={kind: yarn, factor: 4, mscale_all_dim: 1}"],
+            "mscale_all_dim=1 needs model.latent; use 0",
+        ),
+        (
+            ["model.rotary_scaling={kind: llama3, mscale: 2}"],
+            "mscale=2 and mscale_all_dim=0 mean nothing to .*kind=llama3; .* use kind yarn",
+        ),
+        ([LATENT, "model.kv_heads=4"], "kv_heads=4 means nothing to model.latent.*heads=12"),
+        ([LATENT, "model.head_dim=32"], "model.head_dim=32 .*latent.head_dim=32 dims beside"),
+        ([LATENT, "model.qk_norm=true"], "qk_norm=true does not go with model.latent; .*=false"),
+        ([LATENT, "model.bias=true"], "qkv_bias=true does not go with model.latent; .*=false"),
+        (
+            [LATENT, "model.position=learned"],
+            "rotary_dim=16 rotated dims, but model.position=learned; use model.position=rotary",
+        ),
+        ([LATENT, "model.latent.rotary_dim=7"], "rotary_dim=7 must be an even.* use 6 or 8"),
+        (
+            [LATENT, "model.rotary_fraction=0.5"],
+            "rotary_fraction=0.5 means nothing to model.latent, of which .*rotary_dim=16",
+        ),
+        (
+            ["model.mtp_depth=1", "model.emulate={forward: 1}"],
+            "mtp_depth=1 predicts with blocks, .* model.emulate .*; use model.mtp_depth=0",
+        ),
+        (["model.mtp_depth=4", "train.seq=4"], "mtp_depth=4 looks past .*seq=4 .*use 3 or less"),
+        (["train.mtp_weight=0.1"], "mtp_weight=0.1 means nothing to model.mtp_depth=0.*depth=1"),
         (["model.vocab=null"], "model.vocab and data.tokenizer are both missing"),
         (["data.tokenizer=gpt2"], "data.tokenizer=gpt2 .* use sentencepiece:PATH, hf:PATH"),
         (["data.tokenizer='hf:'"], "data.tokenizer=hf: is not of the form"),
@@ -313,6 +344,11 @@ RANKS = [
         [{"parallel.tensor": 6}, {"parallel.tensor": 12}],
     ),
     (
+        {LATENT.partition("=")[0]: LATENT.partition("=")[2], "parallel.tensor": 8},
+        "parallel.tensor=8 does not divide model.heads=12; use 6 or 12",
+        [{"parallel.tensor": 6}, {"parallel.tensor": 12}],
+    ),
+    (
         {"parallel.tensor": 4, "parallel.tensor_chunks": 257},
         "parallel.tensor_chunks=257 is more than the 256 rows of a microbatch (train.microbatch=1"
         f"{TIMES}train.seq=1024) that each rank has; use 256 or fewer",
@@ -349,11 +385,55 @@ def test_a_schedule_file_fits_every_size_of_a_batch_ramp(tmp_path):
     assert "is made for 2, but the microbatches of a step is 4" in line
 
 
-@pytest.mark.parametrize("name", ONLY)
-def test_what_this_version_cannot_do_is_said_and_not_ignored(name):
-    line = f"{name}=3: only {ONLY[name]} works in this version"
-    assert line in refusals(f"{name}=3", world=3)
-    assert refusals(f"{name}={ONLY[name]}") == []
+EXPERTS = "model.moe={experts: 8, groups: 4}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ("parallel.expert=2",),
+            "parallel.expert=2 divides experts, and the model has none; use parallel.expert=1 or "
+            "set model.moe.experts",
+        ),
+        (
+            (EXPERTS, "parallel.expert=16"),
+            "parallel.expert=16 ranks are more than model.moe.experts=8; use 8 or fewer",
+        ),
+        (
+            (EXPERTS, "model.moe.ffn=3", "parallel.expert_tensor=4"),
+            "parallel.expert_tensor=4 ranks are more than an expert's width of 3; use 3 or fewer",
+        ),
+        (
+            (EXPERTS, "model.moe.first=9", "model.moe.every=4"),
+            "model.moe.first=9 and model.moe.every=4 leave none of model.layers=12 with experts; "
+            "use model.moe.first=0 and model.moe.every=1, or leave model.moe out",
+        ),
+        (
+            (EXPERTS, "model.moe.groups=3"),
+            "model.moe.groups=3 does not divide model.moe.experts=8; use 2 or 4",
+        ),
+        (
+            (EXPERTS, "model.moe.top_groups=5"),
+            "model.moe.top_groups=5 is more than model.moe.groups=4; use 4 or fewer",
+        ),
+        (
+            (EXPERTS, "model.moe.top_groups=2", "model.moe.top_k=5"),
+            "model.moe.top_k=5 is more than the 4 experts that a token may use; use 4 or fewer",
+        ),
+        (
+            (EXPERTS, "model.moe.group_best=3"),
+            "model.moe.group_best=3 is more than the 2 experts of a group; use 2 or fewer",
+        ),
+        (
+            (EXPERTS, "model.moe.top_k=1", "model.moe.normalise=true"),
+            "model.moe.normalise=true makes the weight of the one expert of model.moe.top_k=1 "
+            "always 1, so that the router learns nothing; use model.moe.normalise=false",
+        ),
+    ],
+)
+def test_experts_that_do_not_fit(overrides, line):
+    assert line in refusals(*overrides, "train.global_batch=64", world=16)
 
 
 def test_all_mistakes_come_at_once():
@@ -367,9 +447,9 @@ def test_all_mistakes_come_at_once():
         world=4,
     )
     starts = [
-        "parallel.expert=2",
         "parallel.data=2",
         "model.heads=7",
+        "parallel.expert=2",
         "optim.warmup",
         "data.sources",
     ]

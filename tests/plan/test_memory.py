@@ -9,17 +9,23 @@ from megaframe.describe import held_by
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh, world_size
 from megaframe.meter import StepTimer
-from megaframe.microbatch import Microbatch
+from megaframe.microbatch import Microbatch, look_ahead
 from megaframe.pipeline import Pipeline
-from megaframe.plan.memory import block_bytes, memory
+from megaframe.plan.memory import Held, block_bytes, memory
 from megaframe.plan.stages import stage_plans
+from megaframe.schedule import Action, Kind
 
+LATENT = {"kv_rank": 16, "head_dim": 10, "rotary_dim": 4}
+FORWARD = [Action(Kind.F, 0, 0)]
 MODELS = [
     {"position": "learned"},
     {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2},
     {"activation": "relu2", "qk_norm": True, "norm": "rmsnorm"},
     {"activation": "gelu", "position": "none", "kv_heads": 1, "bias": True},
     {"kv_heads": 2, "position": "learned"},
+    {"norm": "rmsnorm", "latent": {**LATENT, "query_rank": 24, "value_dim": 10}},
+    {"latent": {**LATENT, "value_dim": 20}},
+    {"latent": {**LATENT, "query_rank": 24, "value_dim": 14}},
 ]
 
 
@@ -32,6 +38,38 @@ def test_a_block_keeps_what_the_plan_says(model, recompute, precision, build, ma
     microbatch = make_microbatch(built.config)
     found = kept_by_block(built.stage, microbatch, built.optimizer.buckets)
     assert found == block_bytes(built.config)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("model", [{"norm": "rmsnorm", "kv_heads": 2}, {"position": "learned"}])
+def test_a_predictor_keeps_what_the_plan_says(model, recompute, build, make_microbatch):
+    """One more of two: a stream, the gradient of its loss, and what it was made with."""
+    found = []
+    for depth in (1, 2):
+        built = build(
+            {"layers": 1, "hidden": 64, "mtp_depth": depth, **model},
+            train={"precision": "bf16", "seq": 32, "recompute": recompute},
+        )
+        microbatch = look_ahead(make_microbatch(built.config), depth)
+        kept = {}
+
+        def keep(tensor, kept=kept):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            built.stage.forward(0, microbatch, 0, 1.0)
+        of_end = built.stage._flights[0].end
+        for tensor in (*of_end.leaves, *of_end.d_normed):
+            keep(tensor)
+        known = [bucket.parameters[0].value for bucket in built.optimizer.buckets]
+        known += [tokens for tokens, _ in microbatch.ahead]
+        for tensor in known:
+            kept.pop(tensor.untyped_storage().data_ptr(), None)
+        found.append(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
+        plan = memory(built.config, Held(0, (), ()), 1, stage_plans(built.config), FORWARD)
+        found.append(plan.activations)
+    assert found[2] - found[0] == found[3] - found[1]
 
 
 def allocated(precision, zero, model, optim=None):

@@ -14,6 +14,8 @@ from megaframe.plan.stages import block_matrices, divide, stage_costs, stage_pla
 from megaframe.schedule import generate
 from megaframe.stage import build_stages, model_specs
 
+LATENT = {"kv_rank": 16, "head_dim": 10, "rotary_dim": 4, "value_dim": 12}
+
 
 def config_of(layers=6, model=None, train=None, **parallel):
     shape = {"layers": layers, "hidden": 64, "heads": 4, "vocab": 1000, **(model or {})}
@@ -70,18 +72,30 @@ def test_layers_are_as_given_and_blocks_run_again_as_said():
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("model", [{}, {"activation": "swiglu", "kv_heads": 2, "window": 7}])
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"activation": "swiglu", "kv_heads": 2, "window": 7},
+        {"latent": {**LATENT, "query_rank": 24}},
+        {"latent": LATENT, "mtp_depth": 2},
+    ],
+)
 def test_work_adds_up_to_the_counted_flops(model, recompute):
     config = config_of(model=model, pipeline=3, train={"recompute": recompute})
     costs = stage_costs(config, stage_plans(config))
     flops = count_flops(model_specs(config), config)
     assert sum(map(sum, costs.per_stage(3))) == pytest.approx(flops.hardware, rel=1e-12)
     matrices = sum(spec.size for spec in model_specs(config) if spec.role == "matrix")
-    assert sum(block_matrices(config.model, layer) for layer in range(6)) == matrices
+    depth = config.model.mtp_depth
+    blocks = sum(block_matrices(config.model, layer) for layer in range(6 + depth))
+    assert blocks + 2 * 64 * 64 * depth == matrices
 
 
-def test_stages_hold_the_parameters_of_the_model_once():
-    config = config_of(pipeline=3, model={"tie_embeddings": True, "position": "learned"})
+@pytest.mark.parametrize(("tied", "depth"), [(True, 0), (False, 1), (True, 2)])
+def test_stages_hold_the_parameters_of_the_model_once(tied, depth):
+    model = {"tie_embeddings": tied, "position": "learned", "mtp_depth": depth}
+    config = config_of(pipeline=3, model=model)
     held = [
         p
         for plan in stage_plans(config)

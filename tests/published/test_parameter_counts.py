@@ -26,14 +26,27 @@ PUBLISHED = {
     "mixtral-8x22b": 140_620_634_112,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v3": 671_026_404_352,
 }
 
 # Billions of parameters that a token meets, as their authors tell them.
-ACTIVE = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39, "qwen3-30b-a3b": 3.3, "qwen3-235b-a22b": 22}
+ACTIVE = {
+    "mixtral-8x7b": 12.9,
+    "mixtral-8x22b": 39,
+    "qwen3-30b-a3b": 3.3,
+    "qwen3-235b-a22b": 22,
+    "deepseek-v2": 21,
+    "deepseek-v3": 37,
+}
+
+
+def specs_of(name, depth=0):
+    return model_specs(load(str(CONFIGS / f"{name}.yaml"), [f"model.mtp_depth={depth}"]))
 
 
 def count(name):
-    return parameter_count(model_specs(load(str(CONFIGS / f"{name}.yaml"))))
+    return parameter_count(specs_of(name))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -43,8 +56,7 @@ def test_parameters_of_the_released_models(name):
 
 @pytest.mark.parametrize("name", ACTIVE)
 def test_parameters_that_a_token_meets(name):
-    specs = model_specs(load(str(CONFIGS / f"{name}.yaml")))
-    assert active_parameters(specs) / 1e9 == pytest.approx(ACTIVE[name], rel=0.02)
+    assert active_parameters(specs_of(name)) / 1e9 == pytest.approx(ACTIVE[name], rel=0.02)
 
 
 def test_gpt3_has_the_parameters_of_its_published_shape():
@@ -57,8 +69,25 @@ def test_gpt3_has_the_parameters_of_its_published_shape():
     assert closed_form == pytest.approx(175.0e9, rel=0.003)
 
 
-def test_the_demo_is_small():
-    assert 4e6 < count("demo") < 6e6
+def test_a_predictor_of_deepseek_v3_is_a_block_and_what_joins_two_streams():
+    hidden = 7168
+    last = [spec for spec in specs_of("deepseek-v3") if spec.name.startswith("blocks.60.")]
+    more = parameter_count(specs_of("deepseek-v3", 1)) - PUBLISHED["deepseek-v3"]
+    assert more == parameter_count(last) + 2 * hidden**2 + 3 * hidden
+
+
+def test_the_switch_has_eight_mlps_in_every_other_layer():
+    # Of gpt2-124m without its biases, with the routers of six layers.
+    hidden, blocks = 768, 12
+    active = PUBLISHED["gpt2-124m"] - (11 * blocks + 1) * hidden + 6 * 8 * hidden
+    specs = specs_of("gpt2-124m-switch")
+    assert active_parameters(specs) == active
+    assert parameter_count(specs) == active + 6 * 7 * 2 * 4 * hidden**2
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-moe"])
+def test_the_demos_are_small(name):
+    assert 4e6 < active_parameters(specs_of(name)) < 6e6
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -74,4 +103,4 @@ def test_every_config_is_sound(path):
 
 def test_every_published_config_is_held_to_its_count():
     names = {path.stem for path in CONFIGS.glob("*.yaml")}
-    assert names == {*PUBLISHED, "gpt3-175b", "demo"}
+    assert names == {*PUBLISHED, "gpt3-175b", "gpt2-124m-switch", "demo", "demo-moe"}

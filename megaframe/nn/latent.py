@@ -1,0 +1,125 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): queries, keys and values of many
+heads, made of narrow latents.
+
+The matrices that make the latents are whole on every tensor rank, which multiplies its own rows
+with them, so that what is gathered for the heads of a rank is the latents, many times narrower than
+the stream. The rotated part of a head is its leading one, as in any other attention of this model;
+released weights have it behind the rest, with the two dims of each pair beside each other. Shape
+legend: B samples, S positions, N heads, R width of the rotated part of a head, D of a whole query
+or key head, V of a value head.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaframe.comm import Group, all_gather, reduce_scatter
+from megaframe.config import Latent, Model
+from megaframe.nn.attention import attention
+from megaframe.nn.frame import Frame
+from megaframe.nn.linear import Elementwise, Linear
+from megaframe.nn.norm import Norm
+from megaframe.nn.rotary import scores_factor
+from megaframe.parameter import Module
+
+
+class LatentAttention(Module):
+    """The stream becomes a latent of the queries (where there is a `query_rank`), one of the keys
+    and values, and the rotated part of the keys, the same for all heads: one weight `down`. Both
+    latents are RMS-normalised and become heads: `query` [N, D, rank] and `kv` [N, D - R + V, rank].
+    """
+
+    def __init__(self, name: str, model: Model, latent: Latent, output_std: float) -> None:
+        self.latent, self.width = latent, latent.rotary_dim + latent.head_dim
+        self.kv_width = latent.head_dim + latent.value_dim
+        self.scale = scores_factor(model) / math.sqrt(self.width)
+        std, rank = model.init_std, latent.query_rank
+        self.parts = (*([rank] if rank else []), latent.kv_rank, latent.rotary_dim)
+        self.down = Linear(
+            f"{name}.down",
+            (model.hidden,),
+            (sum(self.parts),),
+            std=std,
+            split=None,
+            bias=False,
+            fused={0: self.parts},
+        )
+        self.query_norm = None if rank is None else _norm(f"{name}.query_norm", model, rank)
+        self.kv_norm = _norm(f"{name}.kv_norm", model, latent.kv_rank)
+        outputs = (model.heads, self.width)
+        inputs = (rank or model.hidden,)
+        self.query = Linear(f"{name}.query", inputs, outputs, std=std, split=0, bias=False)
+        self.kv = Linear(
+            f"{name}.kv",
+            (latent.kv_rank,),
+            (model.heads, self.kv_width),
+            std=std,
+            split=0,
+            bias=False,
+            fused={1: (latent.head_dim, latent.value_dim)},
+        )
+        self.output = Linear(
+            f"{name}.output",
+            (model.heads, latent.value_dim),
+            (model.hidden,),
+            std=output_std,
+            split=1,
+            bias=model.bias,
+        )
+
+    def __call__(self, x: Tensor, norm: Elementwise, frame: Frame) -> Tensor:
+        """[rows, hidden], normalised by `norm`, to the same shape. On a tensor axis each rank has
+        some of the heads, and all tokens."""
+        if not frame.selective:
+            x, norm = norm(x), _as_it_is  # once for two products
+        query, kv, key_rotated = self._heads(x, norm, frame)
+        assert frame.rotary is not None, "the config is refused without rotary positions"
+        query_BSND = frame.rotary(query)
+        key_rest, value = kv.split((self.latent.head_dim, self.latent.value_dim), 3)
+        turned = frame.rotary(key_rotated).expand(-1, -1, kv.shape[2], -1)
+        key_BSND = torch.cat((turned, key_rest), 3)
+        # A copy, because a view would keep the unrotated keys alive beside it.
+        out = attention(query_BSND, key_BSND, value.contiguous(), frame, self.scale)
+        return self.output.plain(out, frame)
+
+    def _heads(self, x: Tensor, norm: Elementwise, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, S, N, D], keys without their rotated part beside values [B, S, N, D - R + V],
+        and that part [B, S, 1, R]; none is rotated yet."""
+        *of_query, of_kv, key_rotated = self.down(x, norm, frame).split(self.parts, 1)
+        if self.query_norm is None:
+            query = self.query(x, norm, frame)
+        else:
+            query = self.query(of_query[0], self.query_norm, frame)
+        kv = self.kv(of_kv, self.kv_norm, frame)
+        if frame.tensor.size > 1:
+            key_rotated = _GatherRows.apply(key_rotated, frame.tensor)
+        made = (query, self.width), (kv, self.kv_width), (key_rotated, self.latent.rotary_dim)
+        query, kv, key_rotated = (
+            part[: frame.tokens].view(frame.batch, frame.length, -1, width) for part, width in made
+        )
+        return query, kv, key_rotated
+
+
+class _GatherRows(torch.autograd.Function):
+    """The rows of all tensor ranks, which each uses for some of the heads."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RX: Tensor, tensor: Group) -> Tensor:
+        ctx.tensor = tensor
+        return all_gather(x_RX, tensor).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(gradients[0], ctx.tensor).wait(), None
+
+
+def _norm(name: str, model: Model, width: int) -> Norm:
+    return Norm(name, width, kind="rmsnorm", eps=model.norm_eps, bias=False)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x

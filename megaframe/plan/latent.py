@@ -1,0 +1,49 @@
+"""Why a model could not have latent attention as its config wants it.
+
+Keys of ordinary attention are refused beside `model.latent` where their value is not the default,
+not where they were given one: a config that was written out in full names them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megaframe.config.schema import Latent, Model
+
+
+def latent_mistakes(model: Model, latent: Latent) -> Iterator[str]:
+    """What of model.latent does not fit the rest of the model."""
+    if model.kv_heads != model.heads:
+        yield (
+            f"model.kv_heads={model.kv_heads} means nothing to model.latent, which makes keys and "
+            f"values for each of model.heads={model.heads}; leave it out"
+        )
+    if model.head_dim != max(1, model.hidden // model.heads):
+        yield (
+            f"model.head_dim={model.head_dim} means nothing to model.latent, where a head has "
+            f"model.latent.head_dim={latent.head_dim} dims beside model.latent.rotary_dim="
+            f"{latent.rotary_dim} rotated ones; leave it out"
+        )
+    for name, given in (("qk_norm", model.qk_norm), ("qkv_bias", model.qkv_bias)):
+        if given:
+            yield f"model.{name}=true does not go with model.latent; use model.{name}=false"
+    yield from _rotated(model, latent)
+
+
+def _rotated(model: Model, latent: Latent) -> Iterator[str]:
+    if model.position != "rotary":
+        yield (
+            f"model.latent has model.latent.rotary_dim={latent.rotary_dim} rotated dims, but "
+            f"model.position={model.position}; use model.position=rotary"
+        )
+    if latent.rotary_dim % 2:
+        near = [width for width in (latent.rotary_dim - 1, latent.rotary_dim + 1) if width]
+        yield (
+            f"model.latent.rotary_dim={latent.rotary_dim} must be an even number; "
+            f"use {' or '.join(map(str, near))}"
+        )
+    if model.rotary_fraction != 1:
+        yield (
+            f"model.rotary_fraction={model.rotary_fraction:g} means nothing to model.latent, of "
+            f"which model.latent.rotary_dim={latent.rotary_dim} dims are rotated; leave it out"
+        )

@@ -1,0 +1,49 @@
+"""Latent attention of the published models: parameters of a layer, and the factors of YaRN."""
+
+import math
+
+import pytest
+
+from megaframe.config import Model
+from megaframe.nn.latent import LatentAttention
+from megaframe.nn.rotary import frequencies, scores_factor
+from megaframe.plan.stages import attention_matrices
+
+DEEPSEEK = {"kv_rank": 512, "head_dim": 128, "rotary_dim": 64, "value_dim": 128}
+PUBLISHED = {
+    "deepseek-v2": ({"hidden": 5120, "heads": 128}, 1536, 149_227_520),
+    "deepseek-v2-lite": ({"hidden": 2048, "heads": 16}, None, 13_763_072),
+    "deepseek-v3": ({"hidden": 7168, "heads": 128}, 1536, 187_107_328),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_the_released_layers(name):
+    """Elements of the attention's tensors in one layer of the released weights."""
+    shape, rank, published = PUBLISHED[name]
+    model = Model(**shape, latent={**DEEPSEEK, "query_rank": rank})
+    specs = [p.spec for p in LatentAttention("a", model, model.latent, 0.02).parameters()]
+    assert sum(spec.size for spec in specs) == published
+    assert attention_matrices(model) == sum(s.size for s in specs if s.role == "matrix")
+
+
+def yarn(**changes):
+    scaling = {"kind": "yarn", "factor": 40, "original_length": 4096, "high_frequency": 32}
+    latent = {**DEEPSEEK, "query_rank": 1536}
+    return Model(hidden=5120, heads=128, latent=latent, rotary_scaling={**scaling, **changes})
+
+
+@pytest.mark.parametrize("mscale", [0.707, 1.0])
+def test_equal_strengths_scale_scores_and_not_the_rotated_part(mscale):
+    """As released: 0.707 twice in V2, 1.0 twice in V3."""
+    rate, factor = frequencies(yarn(mscale=mscale, mscale_all_dim=mscale))
+    assert factor == 1.0 and len(rate) == 32
+    found = scores_factor(yarn(mscale=mscale, mscale_all_dim=mscale))
+    assert found == pytest.approx((1 + 0.1 * mscale * math.log(40)) ** 2, rel=1e-14)
+
+
+def test_other_strengths_are_divided():
+    _, factor = frequencies(yarn(mscale=0.5, mscale_all_dim=0.8))
+    assert factor == pytest.approx((0.05 * math.log(40) + 1) / (0.08 * math.log(40) + 1), rel=1e-14)
+    assert scores_factor(yarn()) == 1.0
+    assert frequencies(yarn())[1] == pytest.approx(0.1 * math.log(40) + 1)

@@ -1,0 +1,112 @@
+"""Multi-token prediction gives the one-process answer to 1e-10 in fp64 under every kind of layout:
+the end of the model looks up tokens in a table that another stage may own, and the tokens ahead of
+a rank's part of a sample may be on another rank.
+"""
+
+import json
+
+import pytest
+import torch
+from training import assert_same, run
+
+from megaframe.config import load
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh, world_size
+from megaframe.microbatch import IGNORE, Microbatch, look_ahead, part_of
+from megaframe.trainer import Trainer
+
+LATENT = {"query_rank": 12, "kv_rank": 10, "head_dim": 6, "rotary_dim": 4, "value_dim": 5}
+SHAPES = {
+    "tied": {"mtp_depth": 2, "position": "learned", "tie_embeddings": True, "dropout": 0.1},
+    "packed": {"mtp_depth": 1, "norm": "rmsnorm", "activation": "swiglu", "latent": LATENT},
+}
+LAYOUTS = [
+    (4, {"tensor": 2, "data": 2, "zero": 3}, "full"),
+    (4, {"context": 2, "context_kind": "ring", "tensor": 2, "tensor_chunks": 2}, "selective"),
+    (4, {"context": 4, "context_kind": "all_to_all"}, "none"),
+    (4, {"pipeline": 2, "tensor": 2, "zero": 1}, "none"),
+    (4, {"pipeline": 2, "chunks": 2, "schedule": "interleaved", "zero": 3}, "full"),
+    (4, {"pipeline": 2, "chunks": 2, "schedule": "zb-v", "zero": 2}, "none"),
+    (4, {"pipeline": 2, "schedule": "zb-h1", "context": 2, "layers_per_stage": (4, 0)}, "none"),
+]
+
+
+def outcome(ranks, name, train, parallel, pool):
+    model = {**SHAPES[name], "layers": 4}
+    return pool.run(ranks, run, model, train, parallel, False, False, name == "packed")
+
+
+@pytest.fixture(scope="module")
+def expected(pool):
+    """What one process computes of each model."""
+    return {name: outcome(1, name, {"microbatch": 8}, {}, pool)[0] for name in SHAPES}
+
+
+@pytest.mark.parametrize(("ranks", "parallel", "recompute"), LAYOUTS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
+    train = {"microbatch": 1 if "pipeline" in parallel else 2, "recompute": recompute}
+    found = outcome(ranks, name, train, parallel, pool)
+    assert_same(found, expected[name])
+
+
+def test_what_is_ahead_ends_with_the_document_and_the_sample():
+    tokens = torch.arange(1, 7)[None]
+    labels = torch.tensor([[2, 3, 4, 5, IGNORE, 7]])
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    microbatch = Microbatch(tokens, labels, torch.arange(1))
+    (one, of_one), (two, of_two) = look_ahead(microbatch, 2).ahead
+    assert one.tolist() == [[2, 3, 4, 5, 6, 0]] and two.tolist() == [[3, 4, 5, 6, 0, 0]]
+    assert of_one.tolist() == [[3, 4, 5, IGNORE, 7, IGNORE]]
+    assert of_two.tolist() == [[4, 5, IGNORE, 7, IGNORE, IGNORE]]
+    packed = Microbatch(tokens, labels, torch.arange(1), documents_BS=documents)
+    (_, of_one), (_, of_two) = look_ahead(packed, 2).ahead
+    assert of_one.tolist() == [[3, 4, IGNORE, IGNORE, 7, IGNORE]]
+    assert of_two.tolist() == [[4, IGNORE, IGNORE, 7, IGNORE, IGNORE]]
+    assert look_ahead(microbatch, 9).ahead[8][1].tolist() == [[IGNORE] * 6]
+
+
+def test_parts_of_a_sample_are_ahead_of_themselves_as_the_whole_is():
+    tokens = torch.arange(8)[None]
+    whole = look_ahead(Microbatch(tokens, tokens + 1, torch.arange(1)), 1)
+    part = part_of(whole, 0, 2)
+    assert part.tokens_BS.tolist() == [[0, 1, 6, 7]]
+    assert [x.tolist() for x in part.ahead[0]] == [[[1, 2, 7, 0]], [[2, 3, 8, IGNORE]]]
+
+
+def train(overrides):
+    """A whole run on this rank, from config to records."""
+    config = load(None, overrides)
+    mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
+    Trainer(config, mesh).run()
+    mesh.close()
+
+
+def test_a_run_is_the_same_and_goes_on_under_other_layouts(pool, overrides, tmp_path):
+    """Records, and checkpoints that another layout continues from; what is evaluated is the next
+    token alone, as without any prediction further ahead at the same weights."""
+    first, second = {"parallel__pipeline": 2}, {"parallel__context": 2, "parallel__zero": 3}
+    second |= {"checkpoint__resume": "latest"}
+    found = {}
+    for name, parts in {"one": [(1, {})], "many": [(4, first), (4, second)]}.items():
+        for steps, (ranks, parallel) in zip((4, 6)[-len(parts) :], parts, strict=True):
+            keys = overrides(
+                run__dir=tmp_path / name,
+                model__mtp_depth=2,
+                train__steps=steps,
+                train__eval_every=3,
+                train__eval_samples=8,
+                optim__schedule="constant",
+                checkpoint__every=4,
+                data__reset_attention=True,
+                **parallel,
+            )
+            pool.run(ranks, train, keys)
+        records = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        found[name] = [json.loads(line) for line in records]
+    assert len(found["one"]) == 6
+    for one, many in zip(found["one"], found["many"], strict=True):
+        assert one["mtp_loss"] > 0
+        for key in one.keys() & {"loss", "mtp_loss", "grad_norm", "eval_loss"}:
+            if key in many:
+                assert many[key] == pytest.approx(one[key], rel=1e-10, abs=0)

@@ -1,0 +1,64 @@
+"""Latent attention gives the one-process answer to 1e-10 in fp64 under tensor, context, pipeline
+and data ranks, ZeRO and recompute: what makes the latents is whole on every tensor rank, and its
+gradient, like that of the latents' norms, is summed over them.
+"""
+
+import pytest
+from test_tensor import one_block
+from training import assert_same, run
+
+LATENT = {"kv_rank": 10, "head_dim": 6, "rotary_dim": 4}
+YARN = {"kind": "yarn", "factor": 40, "original_length": 64, "high_frequency": 32}
+SHAPES = {
+    "deepseek": {
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "latent": {**LATENT, "query_rank": 12, "value_dim": 5},
+        "rotary_scaling": {**YARN, "mscale": 0.5, "mscale_all_dim": 0.8},
+    },
+    "packed-lite": {"latent": {**LATENT, "value_dim": 14}, "window": 4, "dropout": 0.1},
+}
+RING, ALL_TO_ALL = {"context_kind": "ring"}, {"context_kind": "all_to_all"}
+LAYOUTS = [
+    (2, {"tensor": 2, "tensor_chunks": 2}, "selective"),
+    (4, {"tensor": 4, "zero": 3}, "full"),
+    (4, {"context": 4, "context_kind": "nested", "context_heads": 2}, "none"),
+    (4, {"context": 2, **RING, "tensor": 2}, "full"),
+    (4, {"context": 2, **ALL_TO_ALL, "data": 2, "zero": 2}, "selective"),
+    (4, {"pipeline": 2, "chunks": 2, "schedule": "zb-v", "tensor": 2, "zero": 1}, "none"),
+    (4, {"pipeline": 2, "context": 2, **RING}, "selective"),
+]
+
+
+def outcome(ranks, name, train, parallel, pool):
+    packed = name.startswith("packed")
+    model = {**SHAPES[name], "layers": 4}
+    return pool.run(ranks, run, model, train, parallel, False, False, packed)
+
+
+@pytest.fixture(scope="module")
+def expected(pool):
+    """What one process computes of each model."""
+    return {name: outcome(1, name, {"microbatch": 8}, {}, pool)[0] for name in SHAPES}
+
+
+@pytest.mark.parametrize(("ranks", "parallel", "recompute"), LAYOUTS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
+    train = {"microbatch": 1 if "pipeline" in parallel else 4, "recompute": recompute}
+    assert_same(outcome(ranks, name, train, parallel, pool), expected[name])
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("rank", [24, None])
+def test_activations_and_bytes_are_the_closed_forms(rank, recompute, pool):
+    """A block keeps what is planned, divided by the ranks. Forward gathers the latents, or the
+    stream where queries have none, backward scatters their gradients and gathers them again, but
+    for the rotated part of the keys; the output, the MLP and the ends move as in any block."""
+    tensor, hidden, losses = 2, 64, 2 * (1 + 2) * 4
+    latent = {"query_rank": rank, "kv_rank": 16, "head_dim": 10, "rotary_dim": 4, "value_dim": 12}
+    found = pool.run(tensor, one_block, {"latent": latent}, recompute, tensor, 1)
+    elements = 3 * ((rank or hidden) + 16) + 2 * 4 + (2 + 5 + 4) * hidden
+    for kept, planned, moved in found:
+        assert kept == planned
+        assert moved == (elements * 2 + losses) * 2 * 16 * (tensor - 1) // tensor
