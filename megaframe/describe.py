@@ -15,7 +15,7 @@ from megaframe.plan.nodes import crossing
 from megaframe.plan.schedules import pipeline_summary, step_schedule
 from megaframe.plan.stages import StagePlan, stage_plans
 from megaframe.schedule import Schedule
-from megaframe.spec import ParamSpec, active_parameters, parameter_count
+from megaframe.spec import EXPERT_AXES, ParamSpec, active_parameters, parameter_count
 from megaframe.stage import build_stages, model_specs
 
 
@@ -72,7 +72,7 @@ def _of_rank(
     stages = build_stages(config, plans, ALONE)
     held = held_by([unit for stage in stages.values() for unit in stage.units], layout)
     ranks = layout.data_shard * layout.context
-    return memory(config, held, ranks, plans, schedule.ranks[rank])
+    return memory(config, held, ranks, plans, schedule.ranks[rank], layout.expert_shard)
 
 
 def held_by(units: Sequence[Module], layout: Layout) -> Held:
@@ -84,11 +84,15 @@ def held_by(units: Sequence[Module], layout: Layout) -> Held:
     }
     vectors = sum(n for p, (n, _) in size.items() if p.spec.role in ("gain", "bias"))
     tables = [n for p, (n, _) in size.items() if p.spec.role in ("embedding", "head")]
-    blocks: dict[Module, int] = {}
+    dense: dict[Module, int] = {}
+    experts: dict[Module, int] = {}
     for parameter, (count, unit) in size.items():
         if parameter.spec.role == "matrix":
-            blocks[unit] = blocks.get(unit, 0) + count
-    return Held(vectors, tuple(blocks.values()), tuple(tables))
+            of_experts = EXPERT_AXES[0] in parameter.spec.axes.values()
+            dense.setdefault(unit, 0)
+            experts.setdefault(unit, 0)
+            (experts if of_experts else dense)[unit] += count
+    return Held(vectors, tuple(dense.values()), tuple(tables), tuple(experts.values()))
 
 
 def _gib(size: int) -> str:

@@ -4,7 +4,8 @@ import torch
 
 
 def kept_by_block(stage, microbatch, buckets):
-    """Bytes that the first block keeps beside its input, its weights and the rotary tables."""
+    """Bytes that the first block keeps beside its input, its weights, the rotary tables
+    and single numbers."""
     frame = stage._frame(microbatch, None)
     rows = frame.filled // frame.tensor.size
     leaf = torch.randn(rows, stage.config.model.hidden).to(stage.precision.compute)
@@ -18,7 +19,7 @@ def kept_by_block(stage, microbatch, buckets):
 
     def keep(tensor):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known and tensor.numel():
+        if storage.data_ptr() not in known and tensor.numel() and tensor.dim():
             kept[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 

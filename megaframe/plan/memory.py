@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise, zip_longest
 
 from megaframe.config.schema import Model, Optim, RunConfig
+from megaframe.plan.experts import has_experts
 from megaframe.plan.stages import StagePlan, head_widths, latent_width
 from megaframe.schedule import Action, Kind
 
@@ -42,22 +44,49 @@ class Memory:
 @dataclass(frozen=True)
 class Held:
     """Parameters of one rank, undivided by ZeRO. vectors: all gains and biases. blocks: the
-    matrices of each block. tables: each embedding table, and the head."""
+    matrices of each block. tables: each embedding table, and the head. experts: the matrices of
+    experts in each block, 0 where there are none."""
 
     vectors: int
     blocks: tuple[int, ...]
     tables: tuple[int, ...]
+    experts: tuple[int, ...] = ()
+
+    @property
+    def dense(self) -> int:
+        """All but the experts."""
+        return self.vectors + sum(self.blocks) + sum(self.tables)
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.vectors + sum(self.blocks) + sum(self.tables)
+        return self.dense + sum(self.experts)
 
     @property
-    def lent(self) -> int:
-        """The buffers that hold whole gradients, or values, where ZeRO divides them: two blocks,
-        and one for each size of table."""
-        return sum(sorted(self.blocks)[-2:]) + sum(set(self.tables))
+    def matrices(self) -> int:
+        """All of them that are in blocks."""
+        return sum(self.blocks) + sum(self.experts)
+
+    @property
+    def lent_values(self) -> int:
+        """The buffers that hold whole values where ZeRO divides them: those of two blocks that
+        follow each other, and one for each size of table."""
+        return _of_neighbours(self.blocks) + _of_neighbours(self.experts) + sum(set(self.tables))
+
+    @property
+    def lent_gradients(self) -> int:
+        """The same of gradients, where of the block before only what was ready last is still on its
+        way: experts, where it has them."""
+        of_blocks = list(zip_longest(self.blocks, self.experts, fillvalue=0))
+        last = [experts or dense for dense, experts in of_blocks]
+        sooner = {dense for dense, experts in of_blocks if experts}
+        return _of_neighbours(last) + sum(sooner) + sum(set(self.tables))
+
+
+def _of_neighbours(sizes: Sequence[int]) -> int:
+    """Buffers of these sizes, one after the other, where the last two are in use at a time."""
+    twice = {a for a, b in pairwise(sizes) if a == b}
+    return sum(set(sizes)) + sum(twice)
 
 
 def memory(
@@ -66,19 +95,23 @@ def memory(
     ranks: int,
     plans: Sequence[StagePlan],
     actions: Sequence[Action],
+    expert_ranks: int = 1,
 ) -> Memory:
     """Memory of a rank that has the parameters `held`, of which `ranks` ranks share one copy, and
-    runs the stages of `plans`, in the order of its `actions`."""
+    `expert_ranks` one of the experts, and runs the stages of `plans`, in the order of its
+    `actions`."""
     width = WIDTH[config.train.precision]
     master = max(4, width)
     stage = config.parallel.zero
-    own = -(-held.total // ranks) if stage else held.total
-    values = held.vectors + held.lent if stage == 3 else held.total
+    own = held.total
+    if stage:
+        own = -(-held.dense // ranks) + -(-sum(held.experts) // expert_ranks)
+    values = held.vectors + held.lent_values if stage == 3 else held.total
     if width == master:  # then the own weights are among the values, but for what is only lent
         values -= -(-held.vectors // ranks) if stage == 3 else own
     gradients = held.total
     if stage >= 2:
-        gradients = held.vectors + held.lent + (held.total - held.vectors) // ranks
+        gradients = held.vectors + held.lent_gradients + own - held.vectors // ranks
     tokens = config.train.microbatch * config.train.seq
     tensor = config.parallel.tensor
     vocab = -(-(config.model.vocab or 0) // tensor)
@@ -105,7 +138,7 @@ def _state(optim: Optim, held: Held, own: int, master: int) -> int:
     size = moments * moment + (master if optim.ema is not None else 0)
     total = own * size
     if optim.name == "muon":  # what is no matrix is AdamW's
-        total += own * (held.total - sum(held.blocks)) / max(1, held.total) * moment
+        total += own * (held.total - held.matrices) / max(1, held.total) * moment
     return math.ceil(total)
 
 
@@ -123,13 +156,11 @@ def _activations(config: RunConfig, plans: Sequence[StagePlan], actions: Sequenc
         elif action.kind is (Kind.W if action.stage in split else Kind.B):
             kept -= size[action.stage]
         most = max(most, kept)
-    again = [block_bytes(config)] * any(plan.recomputed for plan in plans)
-    if (
-        config.train.recompute == "full"
-        and config.model.mtp_depth
-        and any(plan.last for plan in plans)
-    ):
-        again.append(predictor_bytes(config))
+    again = [
+        block_bytes(config, layer) for plan in plans for layer in plan.blocks[: plan.recomputed]
+    ]
+    if config.train.recompute == "full" and any(plan.last for plan in plans):
+        again += [predictor_bytes(config, index) for index in range(config.model.mtp_depth)]
     return most + max(again, default=0)
 
 
@@ -139,22 +170,23 @@ def _stage_bytes(config: RunConfig, plan: StagePlan) -> int:
     predictors."""
     tokens = config.train.microbatch * config.train.seq
     stream = tokens * config.model.hidden * WIDTH[config.train.precision]
-    whole = len(plan.blocks) - plan.recomputed
+    whole = sum(block_bytes(config, layer) for layer in plan.blocks[plan.recomputed :])
     depth = config.model.mtp_depth * plan.last
     streams = len(plan.blocks) + 2 * (plan.last + depth)
     predictors = depth * tokens * _norm_bytes(config)
     if config.train.recompute != "full":
-        predictors += depth * predictor_bytes(config)
-    return streams * stream + whole * block_bytes(config) + predictors
+        predictors += sum(predictor_bytes(config, index) for index in range(depth))
+    return streams * stream + whole + predictors
 
 
-def predictor_bytes(config: RunConfig) -> int:
+def predictor_bytes(config: RunConfig, index: int) -> int:
     """Bytes that a predictor keeps of a microbatch beside the stream that it starts from: that
     after the norm of the depth before, the embeddings ahead, both normalised, what they are joined
     into, and all that its block and three norms keep."""
     tokens = config.train.microbatch * config.train.seq
     streams = 5 * config.model.hidden * WIDTH[config.train.precision]
-    return block_bytes(config) + tokens * (streams + 3 * _norm_bytes(config))
+    block = block_bytes(config, config.model.layers + index)
+    return block + tokens * (streams + 3 * _norm_bytes(config))
 
 
 def _norm_bytes(config: RunConfig) -> int:
@@ -164,26 +196,47 @@ def _norm_bytes(config: RunConfig) -> int:
     return 2 * width if config.model.norm == "layernorm" else max(4, width)
 
 
-def block_bytes(config: RunConfig) -> int:
+def block_bytes(config: RunConfig, layer: int) -> int:
     """Bytes that one block keeps of a microbatch beside its input.
 
     What attention keeps, the stream between attention and MLP, and the MLP before its activation;
     unless they are computed again, also both norms' outputs with their statistics, and the MLP
-    after its activation. Statistics are in at least fp32, but for those of layernorm on a CPU.
+    after its activation. Statistics are in at least fp32, but for those of layernorm on a CPU. Of
+    experts as if all were equally busy, and without what their routes take.
     """
     model, width = config.model, WIDTH[config.train.precision]
     tokens = config.train.microbatch * config.train.seq
     selective = config.train.recompute == "selective"
     of_attention = _attention_keeps if model.latent is None else _latent_attention_keeps
     elements, statistics = of_attention(model, selective)
-    elements += model.hidden + (2 if model.activation == "swiglu" else 1) * model.ffn
-    if not selective:
-        elements += 2 * model.hidden + model.ffn
-        if model.norm == "layernorm":
-            elements += 2 * 2
-        else:
-            statistics += 2
-    return tokens * (elements * width + statistics * max(4, width))
+    experts = model.moe is not None and has_experts(model.moe, layer)
+    norms = (0 if selective else 1) + (experts or not selective)
+    elements += (1 + norms) * model.hidden
+    if model.norm == "layernorm":
+        elements += 2 * norms
+    else:
+        statistics += norms
+    size = elements * width + statistics * max(4, width)
+    inner = (2 if model.activation == "swiglu" else 1) + (not selective)
+    size += _expert_bytes(config, inner) if experts else inner * model.ffn * width
+    return tokens * size
+
+
+def _expert_bytes(config: RunConfig, inner: int) -> int:
+    """Bytes that experts and their router keep of a token beside what it normalises. inner: times
+    that each keeps its inner width."""
+    model, width = config.model, WIDTH[config.train.precision]
+    moe = model.moe
+    assert moe is not None
+    of_one = inner * (moe.ffn or model.ffn)
+    copies = config.parallel.expert_tensor  # each of these has the rows of all, and part of a width
+    elements = moe.top_k * (copies * (model.hidden + 1) + of_one) + moe.shared * of_one
+    if moe.jitter:
+        elements += 2 * model.hidden
+    balanced = moe.balance_loss > 0 and moe.balance != "none"
+    scores = moe.experts * (1 + balanced) + balanced
+    scores += (moe.top_k + 2) * moe.normalise + (moe.z_loss > 0)
+    return elements * width + scores * max(4, width) + 8 * moe.top_k + balanced
 
 
 def _attention_keeps(model: Model, selective: bool) -> tuple[int, int]:

@@ -26,6 +26,13 @@ MODELS = [
     {"norm": "rmsnorm", "latent": {**LATENT, "query_rank": 24, "value_dim": 10}},
     {"latent": {**LATENT, "value_dim": 20}},
     {"latent": {**LATENT, "query_rank": 24, "value_dim": 14}},
+    {"activation": "swiglu", "norm": "rmsnorm", "moe": {"experts": 8, "ffn": 24, "shared": 2}},
+    {"moe": {"experts": 5, "ffn": 24, "top_k": 3, "balance": "none", "score": "softmax"}},
+    {
+        "activation": "gelu",
+        "norm": "rmsnorm",
+        "moe": {"experts": 4, "top_k": 1, "balance": "global", "z_loss": 0.1},
+    },
 ]
 
 
@@ -37,7 +44,7 @@ def test_a_block_keeps_what_the_plan_says(model, recompute, precision, build, ma
     built = build({"layers": 1, "hidden": 64, **model}, train=train)
     microbatch = make_microbatch(built.config)
     found = kept_by_block(built.stage, microbatch, built.optimizer.buckets)
-    assert found == block_bytes(built.config)
+    assert found == block_bytes(built.config, 0)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -72,12 +79,12 @@ def test_a_predictor_keeps_what_the_plan_says(model, recompute, build, make_micr
     assert found[2] - found[0] == found[3] - found[1]
 
 
-def allocated(precision, zero, model, optim=None):
+def allocated(precision, zero, model, optim=None, expert=1):
     """Two steps -> bytes by the plan, and in the buckets' tensors."""
     config = RunConfig(
         model={"layers": 3, "hidden": 128, "heads": 4, "vocab": 512, "bias": True, **model},
         train={"seq": 8, "global_batch": 4, "microbatch": 1, "precision": precision},
-        parallel={"zero": zero},
+        parallel={"zero": zero, "expert": expert},
         optim=optim or {},
     )
     layout = Layout.from_parallel(config.parallel, world_size())
@@ -90,7 +97,7 @@ def allocated(precision, zero, model, optim=None):
     for step in range(2):
         pipeline.train(microbatches, step, 1.0)
     held = held_by(pipeline.stages[0].units, layout)
-    plan = memory(config, held, layout.data, stage_plans(config), ())
+    plan = memory(config, held, layout.data, stage_plans(config), (), layout.expert_shard)
     state = [t for b in optimizer.buckets if b.optimizer for t in b.optimizer.state.values()]
     mesh.close()
     return plan, sum(tensor.nbytes for tensor in state), optimizer.buffers.bytes
@@ -103,6 +110,15 @@ def allocated(precision, zero, model, optim=None):
 def test_state_is_what_is_allocated_within_one_percent(ranks, tie, precision, zero, pool):
     model = {"tie_embeddings": tie, "position": "learned"}
     for plan, state, buffers in pool.run(ranks, allocated, precision, zero, model):
+        assert state == pytest.approx(plan.optimizer, rel=0.01)
+        planned = plan.weights + plan.values + plan.gradients
+        assert buffers == pytest.approx(planned, rel=0.01)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_state_of_experts_is_planned_within_one_percent(zero, pool):
+    model = {"moe": {"experts": 4, "ffn": 256, "first": 1}}
+    for plan, state, buffers in pool.run(4, allocated, "bf16", zero, model, None, 2):
         assert state == pytest.approx(plan.optimizer, rel=0.01)
         planned = plan.weights + plan.values + plan.gradients
         assert buffers == pytest.approx(planned, rel=0.01)
