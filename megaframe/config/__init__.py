@@ -2,19 +2,16 @@
 
 from megaframe.config.describe import explain, listing
 from megaframe.config.load import dump, load
+from megaframe.config.model import Emulate, Latent, Model, RotaryScaling
 from megaframe.config.moe import Moe
 from megaframe.config.schema import (
     BatchRamp,
     Checkpoint,
     Data,
-    Emulate,
-    Latent,
     Meter,
-    Model,
     Optim,
     Parallel,
     ParameterGroup,
-    RotaryScaling,
     Run,
     RunConfig,
     Source,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megaframe.config.model import Model
 from megaframe.config.numbers import divisors, either
-from megaframe.config.schema import Model, Parallel, RunConfig
+from megaframe.config.schema import Parallel, RunConfig
 
 
 def exchanging_ranks(parallel: Parallel) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
+from megaframe.config.model import Model
 from megaframe.config.moe import Moe
 from megaframe.config.numbers import nearest_divisors
-from megaframe.config.schema import Model, Parallel, RunConfig
+from megaframe.config.schema import Parallel, RunConfig
 
 
 def has_experts(moe: Moe, layer: int) -> bool:

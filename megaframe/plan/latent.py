@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megaframe.config.schema import Latent, Model
+from megaframe.config.model import Latent, Model
 
 
 def latent_mistakes(model: Model, latent: Latent) -> Iterator[str]:

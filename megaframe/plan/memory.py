@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, zip_longest
 
-from megaframe.config.schema import Model, Optim, RunConfig
+from megaframe.config.model import Model
+from megaframe.config.schema import Optim, RunConfig
 from megaframe.plan.experts import has_experts
 from megaframe.plan.stages import StagePlan, head_widths, latent_width
 from megaframe.schedule import Action, Kind

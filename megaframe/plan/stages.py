@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from megaframe.config.schema import Latent, Model, RunConfig
+from megaframe.config.model import Latent, Model
+from megaframe.config.schema import RunConfig
 from megaframe.plan.experts import has_experts
 from megaframe.schedule.costs import Costs
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megaframe.config.model import Model
 from megaframe.config.numbers import TIMES, divisors, either, nearest_divisors
-from megaframe.config.schema import Model, RunConfig
+from megaframe.config.schema import RunConfig
 
 
 def tensor_mistakes(config: RunConfig) -> Iterator[str]:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import counting_documents, write_token_file
 
-from megaframe.config.schema import BatchRamp, Data, Model, RunConfig, Train
+from megaframe.config.model import Model
+from megaframe.config.schema import BatchRamp, Data, RunConfig, Train
 from megaframe.config.schema import Source as SourceConfig
 from megaframe.data.loader import Loader, global_batch
 from megaframe.errors import UserError
@@ -63,7 +64,7 @@ def same(left, right):
     if (left.samples, left.state) != (right.samples, right.state):
         return False
     return len(left.microbatches) == len(right.microbatches) and all(
-        (a is None) == (b is None) and (a is None or torch.equal(a, b))
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
         for one, other in zip(left.microbatches, right.microbatches, strict=True)
         for a, b in zip(vars(one).values(), vars(other).values(), strict=True)
     )

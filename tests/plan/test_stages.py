@@ -116,9 +116,9 @@ def test_activations_are_those_in_flight():
     plans = stage_plans(config)
     for rank, actions in enumerate(generate("1f1b", 4, 1, 8).ranks):
         plan = memory(config, NOTHING, 1, [plans[rank]], actions)
-        each = 2 * (stream + block_bytes(config)) + 2 * stream * (rank == 3)
+        each = 2 * (stream + block_bytes(config, 0)) + 2 * stream * (rank == 3)
         assert plan.activations == (4 - rank) * each
         assert (plan.logits > 0) == (rank == 3)
     again = config_of(8, pipeline=4, train={"recompute": "full"})
     plan = memory(again, NOTHING, 1, stage_plans(again)[:1], generate("1f1b", 4, 1, 8).ranks[0])
-    assert plan.activations == 4 * 2 * stream + block_bytes(again)
+    assert plan.activations == 4 * 2 * stream + block_bytes(again, 0)
