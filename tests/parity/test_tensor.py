@@ -8,7 +8,7 @@ import pytest
 import torch
 from kept import kept_by_block
 from torch.distributed import _symmetric_memory
-from training import MODELS, assert_same, assert_same_bits, run
+from training import MODELS, STEPS, assert_same, assert_same_bits, run
 
 from megaframe.comm import ALONE, symmetric
 from megaframe.config import RunConfig
@@ -97,8 +97,8 @@ def test_fused_operators_mean_by_their_operands_what_is_handed_to_them(pool, exp
     model, train = {**SHAPES["smooth"], "layers": 4}, {"microbatch": 1, **TRAIN["smooth"]}
     results, calls = zip(*pool.run(2, run_fused, model, train, parallel), strict=True)
     assert_same(results, expected["smooth"])
-    # Two of each a block, in four passes over eight microbatches, one of them the evaluation's.
-    assert calls == ([2 * 4 * 4 * 8] * 2,) * 2
+    # Two of each a block, in every step's pass over eight microbatches and the evaluation's.
+    assert calls == ([2 * 4 * (STEPS + 1) * 8] * 2,) * 2
 
 
 def test_nothing_is_fused_without_gpus(pool):
