@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 # Test files that run at a time. Most of their time ranks wait for each other.
-WORKERS ?= 3
+WORKERS ?= 2
 BIN := .venv/bin
 DEMO := runs/demo-data
 TRAIN := $(BIN)/python pretrain_gpt.py --config configs/demo.yaml

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kept import kept_by_block
 from torch.distributed import _symmetric_memory
-from training import MODELS, assert_same, assert_same_bits, run
+from training import MODELS, STEPS, assert_same, assert_same_bits, run
 
 from megaframe.comm import ALONE, symmetric
 from megaframe.config import RunConfig
@@ -58,7 +58,8 @@ def expected(pool):
 @pytest.mark.parametrize("name", SHAPES)
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
     model = {**SHAPES[name], "layers": 4}
-    train = {"microbatch": 1, "recompute": recompute, **TRAIN.get(name, {})}
+    size = 1 if parallel == {"tensor": 4} else 2  # 10 rows, which 4 ranks do not divide
+    train = {"microbatch": size, "recompute": recompute, **TRAIN.get(name, {})}
     assert_same(pool.run(ranks, run, model, train, parallel), expected[name])
 
 
@@ -96,8 +97,8 @@ def test_fused_operators_mean_by_their_operands_what_is_handed_to_them(pool, exp
     model, train = {**SHAPES["smooth"], "layers": 4}, {"microbatch": 1, **TRAIN["smooth"]}
     results, calls = zip(*pool.run(2, run_fused, model, train, parallel), strict=True)
     assert_same(results, expected["smooth"])
-    # Two of each a block, in four passes over eight microbatches, one of them the evaluation's.
-    assert calls == ([2 * 4 * 4 * 8] * 2,) * 2
+    # Two of each a block, in every step's pass over eight microbatches and the evaluation's.
+    assert calls == ([2 * 4 * (STEPS + 1) * 8] * 2,) * 2
 
 
 def test_nothing_is_fused_without_gpus(pool):

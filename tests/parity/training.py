@@ -1,4 +1,4 @@
-"""Three optimizer steps of a tiny GPT under any layout, and what they come to."""
+"""Two optimizer steps of a tiny GPT under any layout, and what they come to."""
 
 from dataclasses import dataclass, replace
 
@@ -13,7 +13,7 @@ from megaframe.meter import StepTimer
 from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.pipeline import Pipeline
 
-GLOBAL_BATCH, STEPS = 8, 3
+GLOBAL_BATCH, STEPS = 8, 2
 MODELS = {
     "gpt2": {"position": "learned", "bias": True, "tie_embeddings": True, "dropout": 0.1},
     "llama": {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2, "qk_norm": True},
@@ -38,7 +38,7 @@ class Result:
 
 
 def run(model, train=None, parallel=None, serial=False, ragged=False, packed=False, optim=None):
-    """This rank's part of three steps -> Result. ragged: samples, which then are microbatches of
+    """This rank's part of two steps -> Result. ragged: samples, which then are microbatches of
     their own, have four different lengths. packed: samples are several documents each."""
     config = RunConfig(
         model={"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.2, **model},
