@@ -10,6 +10,7 @@ from megaframe.config import RunConfig, dump
 from megaframe.layout import Layout
 from megaframe.optim.choice import choices_table
 from megaframe.parameter import Module
+from megaframe.plan.experts import dropping
 from megaframe.plan.memory import Held, Memory, memory
 from megaframe.plan.nodes import crossing
 from megaframe.plan.schedules import pipeline_summary, step_schedule
@@ -27,7 +28,8 @@ def describe(config: RunConfig, layout: Layout) -> str:
     tokens = train.global_batch * train.seq
     microbatches = train.global_batch // (train.microbatch * layout.data)
     schedule = step_schedule(config, microbatches)
-    warning = crossing(config, layout, config.parallel.node_size or layout.world)
+    node = config.parallel.node_size or layout.world
+    warnings = (crossing(config, layout, node), dropping(config.model))
     lines = [
         dump(config),
         f"layout      {layout}",
@@ -37,7 +39,7 @@ def describe(config: RunConfig, layout: Layout) -> str:
         *choices_table(config, specs),
         *pipeline_summary(config, schedule),
         *_memory(config, layout, schedule),
-        *([f"warning: {warning}"] if warning else []),
+        *(f"warning: {warning}" for warning in warnings if warning is not None),
     ]
     return "\n".join(lines)
 

@@ -21,10 +21,12 @@ from megaframe.engine import Outcome
 from megaframe.errors import UserError
 from megaframe.mesh import Mesh, ranks_on_this_node
 from megaframe.meter import Meter, StepTimer
+from megaframe.meter.experts import ExpertMeter
 from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.optim.bucket import UNSENT
 from megaframe.optim.health import first_sick
 from megaframe.pipeline import Pipeline
+from megaframe.plan.experts import dropping
 from megaframe.plan.nodes import crossing
 from megaframe.plan.schedules import pipeline_summary
 from megaframe.run_state import RunState, new_state, read_state, without_missing
@@ -63,7 +65,11 @@ class Trainer:
         self._token_bytes = _token_bytes(config, mesh.device)
         self._restore_or_initialise()
         barrier(mesh.world)  # all have seen the run folder as it was before any rank writes to it
-        self.meter = Meter(config, mesh, model_specs(config), timer, start_step=self.step)
+        specs = model_specs(config)
+        self.meter = Meter(config, mesh, specs, timer, start_step=self.step)
+        self._experts: ExpertMeter | None = None
+        if config.model.moe is not None:
+            self._experts = ExpertMeter(config, specs, mesh.layout.expert)
         for line in pipeline_summary(config, self.pipeline.schedule):
             self.meter.note(line)
         if self._dropped:
@@ -75,8 +81,9 @@ class Trainer:
         if config.optim.offload and mesh.device.type == "cpu":
             self.meter.note("optim.offload=true does nothing on a CPU: all memory is the host's")
         node = config.parallel.node_size or ranks_on_this_node()
-        if warning := crossing(config, mesh.layout, node):
-            self.meter.note(f"warning: {warning}")
+        for warning in (crossing(config, mesh.layout, node), dropping(config.model)):
+            if warning is not None:
+                self.meter.note(f"warning: {warning}")
         self.writer = self._make_writer()
         if mesh.rank == 0:
             (self.folder / "config.yaml").write_text(dump(config), encoding="utf-8")
@@ -125,6 +132,10 @@ class Trainer:
         meter.record("loss", self._loss, "sum")
         if self.config.model.mtp_depth:
             meter.record("mtp_loss", outcome.ahead / valid, "sum")
+        if self._experts is not None:
+            loads = self.optimizer.loads()
+            for name, row, how in self._experts.records(loads, outcome.tallies, valid, self.step):
+                meter.record(name, row, how)
         meter.record("grad_norm", update.grad_norm, "last")
         meter.record("skipped", (~torch.isfinite(update.grad_norm)).double(), "last")
         meter.record("lr", update.lr, "last")

@@ -18,16 +18,17 @@ sizes = st.sampled_from([1, 1, 2, 3, 4])
 @st.composite
 def layouts(draw):
     tensor, context, data, pipeline = (draw(sizes) for _ in range(4))
-    stage = tensor * context * data
-    expert = draw(st.sampled_from(divisors(stage)))
+    replicate = draw(st.sampled_from(divisors(data)))
+    copy = tensor * context * data // replicate
+    expert = draw(st.sampled_from(divisors(copy)))
     return Layout(
         tensor,
         context,
         data,
         pipeline,
         expert=expert,
-        expert_tensor=draw(st.sampled_from(divisors(stage // expert))),
-        data_replicate=draw(st.sampled_from(divisors(data))),
+        expert_tensor=draw(st.sampled_from(divisors(copy // expert))),
+        data_replicate=replicate,
     )
 
 

@@ -239,6 +239,9 @@ class Checkpoint(Section):
 class Meter(Section):
     every: Positive = 1
     """Steps between two lines on the console; metrics.jsonl has every step."""
+    experts_every: NonNegative = 100
+    """Steps between two lines of metrics.jsonl that also have the tokens of every expert; 0: none
+    has them."""
     tensorboard: bool = False
     """Write TensorBoard events into the run folder."""
     wandb: str | None = None

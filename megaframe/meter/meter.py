@@ -123,7 +123,7 @@ class Meter:
             for sink in self._sinks:
                 sink.write(line)
 
-    def _line(self, step: int, values: dict[str, float]) -> dict[str, Any]:
+    def _line(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
         """The line of a step; what is recorded beyond the named keys follows them."""
         parts = {part: values.pop(name) for part, name in _TIME.items()}
         seconds = sum(parts.values())
@@ -154,7 +154,7 @@ class Meter:
         return line | nested(values)
 
 
-def nested(values: Mapping[str, float]) -> dict[str, Any]:
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values with names `a/b` put into an object a under b."""
     result: dict[str, Any] = {}
     for name, value in values.items():

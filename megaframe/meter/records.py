@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 import torch
@@ -41,14 +42,15 @@ class Records:
         self._entries: dict[str, Entry] = {}
 
     def add(self, name: str, value: Value, how: How) -> None:
-        """Record `value`, a number or a tensor of one element, which is copied and not waited for.
+        """Record `value`, a number, a tensor without dims, or one with a dim: a row of as many
+        values on all ranks. It is copied and not waited for.
 
         Within the step and over ranks `sum` adds, `mean` averages over all values recorded, `max`
         and `min` compare. `last` keeps the latest value of the first rank and is not communicated.
         Names of the other kinds must be the same on all ranks.
         """
         if isinstance(value, Tensor):
-            value = value.detach().reshape(()).to(torch.float64, copy=True)
+            value = value.detach().to(torch.float64, copy=True)
         entry = self._entries.get(name)
         if entry is None:
             self._entries[name] = Entry(how, value)
@@ -75,6 +77,11 @@ class Reduction:
         self._index = group.index
         values = {how: [entries[name].value for name in self._names[how]] for how in self._names}
         counts = [float(entries[name].count) for name in self._names["mean"]]
+        self._lengths = {
+            name: len(entry.value)
+            for name, entry in entries.items()
+            if isinstance(entry.value, Tensor) and entry.value.dim()
+        }
         token = float(zlib.crc32(repr(self._shared()).encode()))
         largest = [token, -token, *values["max"], *(-value for value in values["min"])]
         # A maximum may lose a NaN on the way; infinity is as good a sign and survives.
@@ -90,30 +97,44 @@ class Reduction:
             device,
         )
 
-    def wait(self) -> dict[str, float]:
-        """The reduced values by name. Raises `RuntimeError` when ranks recorded different names."""
-        last, sums, largest = (vector.tolist() for vector in self._landed())
-        if largest[0] != -largest[1]:
+    def wait(self) -> dict[str, float | list[float]]:
+        """The reduced values by name, rows as lists. Raises `RuntimeError` when ranks recorded
+        different names."""
+        last, sums, largest = (iter(vector.tolist()) for vector in self._landed())
+        if next(largest) != -next(largest):
             raise RuntimeError(
                 "ranks recorded different metrics in one step; those of rank "
                 f"{self._index}: {self._shared()}"
             )
-        names = self._names
-        result = dict(zip(names["last"], last, strict=False))
-        result.update(zip(names["sum"], sums, strict=False))
-        start, count = len(names["sum"]), len(names["mean"])
-        for position, name in enumerate(names["mean"], start):
-            result[name] = sums[position] / sums[position + count]
-        result.update(zip(names["max"], largest[2:], strict=False))
-        smallest = (-value for value in largest[2 + len(names["max"]) :])
-        result.update(zip(names["min"], smallest, strict=False))
-        return result
+        result = self._take("last", last) | self._take("sum", sums)
+        means = self._take("mean", sums)
+        result |= {name: _divided(mean, next(sums)) for name, mean in means.items()}
+        result |= self._take("max", largest)
+        smallest = self._take("min", largest)
+        return result | {name: _divided(value, -1.0) for name, value in smallest.items()}
+
+    def _take(self, how: How, numbers: Iterator[float]) -> dict[str, float | list[float]]:
+        """The next numbers, as the values of one kind."""
+        return {
+            name: list(islice(numbers, self._lengths[name]))
+            if name in self._lengths
+            else next(numbers)
+            for name in self._names[how]
+        }
 
     def _shared(self) -> list[str]:
-        """The names that all ranks must have in common, with their kinds."""
+        """The names that all ranks must have in common, with their kinds and lengths."""
         return [
-            f"{name}:{how}" for how, names in self._names.items() if how != "last" for name in names
+            f"{name}:{how}" + (f":{self._lengths[name]}" if name in self._lengths else "")
+            for how, names in self._names.items()
+            if how != "last"
+            for name in names
         ]
+
+
+def _divided(value: float | list[float], by: float) -> float | list[float]:
+    """A number, or each of a row."""
+    return [one / by for one in value] if isinstance(value, list) else value / by
 
 
 def _combined(old: Value, new: Value, how: How) -> Value:
@@ -131,11 +152,17 @@ def _combined(old: Value, new: Value, how: How) -> Value:
 
 def _vector(values: Sequence[Value], device: torch.device) -> Tensor:
     """Values as one padded fp64 vector on the device; the host waits for none of them."""
-    numbers = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
+    numbers: list[float] = []
+    places: list[tuple[slice, Tensor]] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            places.append((slice(len(numbers), len(numbers) + value.numel()), value))
+            numbers.extend([0.0] * value.numel())
+        else:
+            numbers.append(float(value))
     numbers.extend([0.0] * (-len(numbers) % _PADDING))
     host = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
     vector = host.to(device, non_blocking=True)
-    for position, value in enumerate(values):
-        if isinstance(value, Tensor):
-            vector[position].copy_(value, non_blocking=True)
+    for place, value in places:
+        vector[place].copy_(value.reshape(-1), non_blocking=True)
     return vector

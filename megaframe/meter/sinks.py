@@ -22,7 +22,7 @@ from megaframe.config import RunConfig
 from megaframe.errors import UserError
 
 Line = Mapping[str, Any]
-"""The metrics of one step: numbers, None for what is not known, and dicts of these."""
+"""The metrics of one step: numbers, None for what is not known, rows and dicts of these."""
 
 METRICS_FILE = "metrics.jsonl"
 _LONGEST_LINE = 1 << 20
@@ -62,6 +62,8 @@ def open_sinks(config: RunConfig, start_step: int) -> list[Sink]:
 def flat(line: Line, prefix: str = "") -> Iterator[tuple[str, float]]:
     """The numbers of a line, with the names of nested ones joined by slashes."""
     for name, value in line.items():
+        if isinstance(value, list):
+            value = {str(place): one for place, one in enumerate(value)}
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{name}/")
         elif value is not None:
@@ -213,15 +215,12 @@ def _missing(key: str, extra: str) -> UserError:
     return UserError(f"{key} needs the extra {extra!r}: pip install 'megaframe[{extra}]'")
 
 
-def _finite(line: Line) -> dict[str, Any]:
-    return {
-        name: _finite(value)
-        if isinstance(value, Mapping)
-        else None
-        if isinstance(value, float) and not math.isfinite(value)
-        else value
-        for name, value in line.items()
-    }
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _step_of(line: bytes) -> int | None:

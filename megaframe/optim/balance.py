@@ -14,12 +14,15 @@ from torch import Tensor
 from megaframe.config import Moe
 from megaframe.optim.rule import Step
 
+_NEAR = 0.1
+"""Distance from the mean load, as a share of it, within which a bias moves in proportion."""
+
 
 class Balance:
     """Of a bucket that has, one after the other, the numbers of all experts of some layers, each
-    piece [E]. With a bias, that of an expert moves towards the mean load: b += rate * (1 - load /
-    mean), but never faster than the rate (after Wang et al. 2024, who take the sign alone, around
-    which loads then swing). Else what is kept is load / mean."""
+    piece [E]. With a bias, that of an expert moves by the rate in each step, up where its load is
+    under the mean and down where it is over (Wang et al. 2024); but within a tenth of the mean in
+    proportion, for with the sign alone loads swing around it. Else what is kept is load / mean."""
 
     def __init__(self, moe: Moe, pieces: list[slice]) -> None:
         self._moe, self._pieces = moe, pieces
@@ -38,7 +41,8 @@ class Balance:
             load_E, kept_E = grads[piece], weights[piece]
             relative_E = load_E / load_E.mean().clamp_min(torch.finfo(load_E.dtype).tiny)
             if self._moe.balance == "bias":
-                new_E = kept_E + self._moe.balance_rate * (1.0 - relative_E).clamp(-1.0, 1.0)
+                missing_E = ((1.0 - relative_E) / _NEAR).clamp(-1.0, 1.0)
+                new_E = kept_E + self._moe.balance_rate * missing_E
             else:
                 new_E = relative_E
             kept_E.copy_(torch.where(step.skip.bool(), kept_E, new_E))

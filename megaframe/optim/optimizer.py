@@ -171,6 +171,16 @@ class Optimizer:
         for bucket in self.buckets:
             bucket.initialise(seed)
 
+    def loads(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Of each router here the name of what it knows of the load of its experts, their load [E]
+        in the last step over all ranks, and what it knows [E]."""
+        for bucket in self.buckets:
+            if bucket.parameters[0].spec.role == "balance":
+                loads = bucket.pieces(bucket.sums, bucket.kept)
+                known = bucket.pieces(bucket.weights, bucket.kept)
+                for (parameter, _, load_E), (*_, known_E) in zip(loads, known, strict=True):
+                    yield parameter.spec.name, load_E, known_E
+
     # Values, as the passes of a stage need them.
 
     def fetch(self, unit: Module) -> None:

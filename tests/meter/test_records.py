@@ -32,6 +32,17 @@ def test_values_of_one_name_are_combined_within_the_step(how, expected, kinds):
     assert reduced(*(("x", value, how) for value in values)) == {"x": expected}
 
 
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [("last", [3.0, -5.0]), ("sum", [4.0, -1.0]), ("mean", [2.0, -0.5]), ("max", [3.0, 4.0])]
+    + [("min", [1.0, -5.0])],
+)
+def test_rows_are_combined_element_by_element(how, expected):
+    rows = (torch.tensor([1.0, 4.0]), torch.tensor([3.0, -5.0]))
+    found = reduced(("a", 7.0, how), *(("x", row, how) for row in rows), ("y", 8.0, how))
+    assert found == {"a": 7.0, "x": expected, "y": 8.0}
+
+
 def test_more_metrics_than_one_padded_vector():
     hows = ("last", "sum", "mean", "max", "min")
     entries = [(f"{how}{i}", float(i), how) for how in hows for i in range(100)]

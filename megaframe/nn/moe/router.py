@@ -96,7 +96,7 @@ class Router(Module):
         with torch.no_grad():
             share_RE = scores_RE / scores_RE.sum(-1, keepdim=True)
             entropy = -(torch.special.xlogy(share_RE, share_RE) * counted_R1).sum()
-        frame.tally.add(f"router_entropy/{self.name}", entropy)
+        frame.tally.add(self.balance.spec.name, entropy)
         for name, loss in losses.items():
             frame.tally.add_loss(name, loss.detach())
             gates = _Also.apply(gates, loss * frame.scale)

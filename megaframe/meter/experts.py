@@ -1,0 +1,82 @@
+"""What is worth knowing of experts: how busy they are, how sure their routers, what is dropped.
+
+All of it is made of numbers that a step has anyway: the load is the gradient of what a router knows
+of it, already summed over the ranks. Layers that another rank has are zeros here, so that all ranks
+record the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from megaframe.config import RunConfig
+from megaframe.meter.records import How
+from megaframe.nn.tally import Tally
+from megaframe.spec import ParamSpec, share
+
+Record = tuple[str, Tensor, How]
+"""Name, row and kind, as `Meter.record` takes them."""
+
+
+class ExpertMeter:
+    """specs: of the whole model, which tell the layers. ranks: those that divide experts."""
+
+    def __init__(self, config: RunConfig, specs: Iterable[ParamSpec], ranks: int) -> None:
+        moe = config.model.moe
+        assert moe is not None
+        self._moe, self._every = moe, config.meter.experts_every
+        self._place = {
+            spec.name: place
+            for place, spec in enumerate(spec for spec in specs if spec.role == "balance")
+        }
+        spans = (share(moe.experts, index, ranks) for index in range(ranks))
+        self._spans = [slice(start, start + size) for start, size in spans]
+
+    def records(
+        self,
+        loads: Iterable[tuple[str, Tensor, Tensor]],
+        tallies: Iterable[Tally],
+        tokens: int,
+        step: int,
+    ) -> Iterator[Record]:
+        """Of step `step`, in which `tokens` tokens had a loss. loads: for each router here the name
+        of what it knows of the load, the load [E] of the whole step, and what it knows. Rows are in
+        the order of the layers that have experts."""
+        found = {name: (load_E.double(), kept_E) for name, load_E, kept_E in loads}
+        device = next((load.device for load, _ in found.values()), torch.device("cpu"))
+        rows = {
+            name: torch.zeros(len(self._place), dtype=torch.float64, device=device)
+            for name in ("max_load", "rank_load", "entropy", "bias_norm")
+        }
+        for name, (load_E, kept_E) in found.items():
+            place = self._place[name]
+            rows["max_load"][place] = _worst(load_E)
+            rows["rank_load"][place] = _worst(
+                torch.stack([load_E[span].sum() for span in self._spans])
+            )
+            if self._moe.balance == "bias":
+                rows["bias_norm"][place] = kept_E.norm()
+        dropped = torch.zeros((), dtype=torch.float64, device=device)
+        for tally in tallies:
+            for name, value in tally.counts.items():
+                if name == "dropped_choices":
+                    dropped += value
+                else:
+                    rows["entropy"][self._place[name]] += value / tokens
+        for name, row in rows.items():
+            yield f"experts/{name}", row, "sum" if name == "entropy" else "max"
+        choices = tokens * self._moe.top_k * len(self._place)
+        yield "experts/dropped", dropped / choices, "sum"
+        if self._every and step % self._every == 0:
+            none = torch.zeros(self._moe.experts, dtype=torch.float64, device=device)
+            for name, place in self._place.items():
+                yield f"experts/tokens/{place}", found.get(name, (none, none))[0], "max"
+
+
+def _worst(load: Tensor) -> Tensor:
+    """Maximum over mean; 1 where there is no load at all."""
+    mean = load.mean()
+    return torch.where(mean > 0, load.max() / mean, 1.0)

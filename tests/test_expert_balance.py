@@ -1,0 +1,60 @@
+"""The default balance on a stream that is skewed: experts get equally busy, and nothing is lost."""
+
+import numpy as np
+import pytest
+import torch
+
+from megaframe.config import RunConfig
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh
+from megaframe.meter import StepTimer
+from megaframe.microbatch import Microbatch
+from megaframe.pipeline import Pipeline
+
+ROWS, SEQ, VOCAB, STEPS, LAST = 32, 32, 61, 300, 20
+
+
+def skewed(step):
+    """Sequences that count in steps of one of four sizes, from a start after Zipf's law, with a
+    tenth of noise."""
+    generator = np.random.default_rng(step)
+    often = 1 / np.arange(1, VOCAB)
+    start = generator.choice(VOCAB - 1, (ROWS, 1), p=often / often.sum())
+    stride = 1 + generator.choice(4, (ROWS, 1), p=[0.7, 0.2, 0.07, 0.03])
+    tokens = (start + stride * np.arange(SEQ + 1)) % (VOCAB - 1)
+    noise = generator.random(tokens.shape) < 0.1
+    tokens = torch.from_numpy(
+        np.where(noise, generator.integers(0, VOCAB - 1, tokens.shape), tokens)
+    )
+    samples = torch.arange(ROWS) + ROWS * step
+    return Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), samples)
+
+
+def trained(balance):
+    """Mean loss, and maximum over mean load of the layer with the worst, of the last steps."""
+    config = RunConfig(
+        model={
+            **{"layers": 2, "hidden": 32, "heads": 2, "vocab": VOCAB},
+            "moe": {"experts": 8, "ffn": 32, "balance": balance},
+        },
+        train={"seq": SEQ, "global_batch": ROWS, "microbatch": ROWS, "precision": "fp32"},
+        optim={"lr": 1e-3, "schedule": "constant", "warmup": 10},
+    )
+    mesh = Mesh(Layout(), device="cpu")
+    pipeline = Pipeline(config, mesh, StepTimer().time)
+    pipeline.optimizer.initialise(1)
+    losses, loads = [], {}
+    for step in range(STEPS):
+        outcome = pipeline.train([skewed(step)], step, 1 / (ROWS * SEQ))
+        if step >= STEPS - LAST:
+            losses.append(float(outcome.loss) / (ROWS * SEQ))
+            for name, load, _ in pipeline.optimizer.loads():
+                loads[name] = loads.get(name, 0.0) + load
+    return np.mean(losses), max(float(load.max() / load.mean()) for load in loads.values())
+
+
+def test_the_default_balances_a_skewed_stream_without_hurting_the_loss(pool):
+    (found,), (without,) = (pool.run(1, trained, balance) for balance in ("bias", "none"))
+    (loss, load), (loss_without, load_without) = found, without
+    assert load < 1.1 < 1.2 < load_without
+    assert loss == pytest.approx(loss_without, rel=0.01)
