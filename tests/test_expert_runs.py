@@ -42,7 +42,8 @@ def test_a_run_goes_on_under_other_layouts_of_experts(pool, overrides, tmp_path)
             assert sum(row) == 2 * line["tokens"]
             worst = max(row) / (sum(row) / 6)
             assert line["experts"]["max_load"][int(place)] == pytest.approx(worst)
-            assert 1.0 <= line["experts"]["rank_load"][int(place)] <= worst + 1e-9
+            # Of six experts some of four ranks have two.
+            assert 1.0 <= line["experts"]["rank_load"][int(place)] <= worst * 4 / 3 + 1e-9
     assert other["experts"]["rank_load"] == [1.0] * 4
 
 

@@ -34,8 +34,13 @@ def test_values_of_one_name_are_combined_within_the_step(how, expected, kinds):
 
 @pytest.mark.parametrize(
     ("how", "expected"),
-    [("last", [3.0, -5.0]), ("sum", [4.0, -1.0]), ("mean", [2.0, -0.5]), ("max", [3.0, 4.0])]
-    + [("min", [1.0, -5.0])],
+    [
+        ("last", [3.0, -5.0]),
+        ("sum", [4.0, -1.0]),
+        ("mean", [2.0, -0.5]),
+        ("max", [3.0, 4.0]),
+        ("min", [1.0, -5.0]),
+    ],
 )
 def test_rows_are_combined_element_by_element(how, expected):
     rows = (torch.tensor([1.0, 4.0]), torch.tensor([3.0, -5.0]))
