@@ -1,0 +1,51 @@
+"""The Mixtral block of Hugging Face transformers, with its default way of computing experts."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import torch
+from experts_workload import SHAPES, answer, parser, report, seconds_of, tensors
+from torch import Tensor
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--implementation", help="of the experts: eager, batched_mm, grouped_mm")
+    given = arguments.parse_args()
+    shape = SHAPES[given.shape]
+    numbers = tensors(shape, given.precision)
+    config = MixtralConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.width,
+        num_local_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+    )
+    if given.implementation:
+        config._experts_implementation = given.implementation
+    layer = MixtralSparseMoeBlock(config).to(numbers.x.dtype)
+    with torch.no_grad():
+        layer.gate.weight.copy_(numbers.router)
+        layer.experts.gate_up_proj.copy_(numbers.up)
+        layer.experts.down_proj.copy_(numbers.down)
+    x = numbers.x[None].requires_grad_()
+
+    def step() -> Tensor:
+        layer.zero_grad()
+        x.grad = None
+        out = layer(x)
+        out.backward(numbers.d_out[None])
+        return out.detach()
+
+    seconds = seconds_of(step, given.steps)
+    out = step()
+    experts = layer.experts
+    gradients = (layer.gate.weight.grad, experts.gate_up_proj.grad, experts.down_proj.grad)
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    report(shape, seconds, answer(out, x.grad, *gradients), versions)
+
+
+if __name__ == "__main__":
+    main()

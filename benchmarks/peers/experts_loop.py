@@ -1,0 +1,80 @@
+"""A layer of experts as one writes it first: a module for each expert, and a loop over them."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import torch
+import torch.nn.functional as F
+from experts_workload import SHAPES, answer, parser, report, seconds_of, tensors
+from torch import Tensor, nn
+
+
+class Expert(nn.Module):
+    """A gated MLP."""
+
+    def __init__(self, hidden: int, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, width, bias=False)
+        self.up = nn.Linear(hidden, width, bias=False)
+        self.down = nn.Linear(width, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Layer(nn.Module):
+    """Softmax over the chosen experts' logits, and the weighted sum of what they give."""
+
+    def __init__(self, hidden: int, width: int, experts: int, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.router = nn.Linear(hidden, experts, bias=False)
+        self.experts = nn.ModuleList(Expert(hidden, width) for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = F.softmax(self.router(x).float(), -1)
+        weights, chosen = scores.topk(self.top_k, -1)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            row, choice = (chosen == number).nonzero(as_tuple=True)
+            if len(row):
+                out.index_add_(0, row, expert(x[row]) * weights[row, choice, None])
+        return out
+
+
+def main() -> None:
+    given = parser(__doc__).parse_args()
+    shape = SHAPES[given.shape]
+    numbers = tensors(shape, given.precision)
+    layer = Layer(shape.hidden, shape.width, shape.experts, shape.top_k).to(numbers.x.dtype)
+    with torch.no_grad():
+        layer.router.weight.copy_(numbers.router)
+        for index, expert in enumerate(layer.experts):
+            gate, up = numbers.up[index].chunk(2)
+            expert.gate.weight.copy_(gate)
+            expert.up.weight.copy_(up)
+            expert.down.weight.copy_(numbers.down[index])
+    x = numbers.x.requires_grad_()
+
+    def step() -> Tensor:
+        layer.zero_grad()
+        x.grad = None
+        out = layer(x)
+        out.backward(numbers.d_out)
+        return out.detach()
+
+    seconds = seconds_of(step, given.steps)
+    out = step()
+    gate, up, down = (
+        torch.stack([getattr(expert, name).weight.grad for expert in layer.experts])
+        for name in ("gate", "up", "down")
+    )
+    both = torch.stack((gate, up), 1)
+    loss = answer(out, x.grad, layer.router.weight.grad, both, down)
+    report(shape, seconds, loss, {"torch": version("torch")})
+
+
+if __name__ == "__main__":
+    main()

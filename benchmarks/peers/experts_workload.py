@@ -1,0 +1,115 @@
+"""One layer of experts, forward and backward: a router, its choice, gated MLPs, their sum.
+
+All contenders get the same tokens, weights and gradient of the output. What they answer is the mean
+square of the output and of each gradient, summed, which is the "loss" that must be equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import resource
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    """experts of `width`, of which each of `tokens` tokens of `hidden` goes to `top_k`."""
+
+    tokens: int
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+
+
+SHAPES = {
+    "mixtral": Shape(2048, 512, 1792, 8, 2),
+    "fine-grained": Shape(2048, 512, 256, 64, 6),
+}
+"""Mixtral's ratio of widths; and many narrow experts, as in DeepSeek-V3 and Qwen3."""
+_STD = 0.03
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The arguments that every contender takes."""
+    arguments = argparse.ArgumentParser(description=description)
+    arguments.add_argument("--shape", choices=SHAPES, required=True)
+    arguments.add_argument("--precision", choices=("fp32", "bf16"), required=True)
+    arguments.add_argument("--steps", type=int, required=True, help="timed passes")
+    return arguments
+
+
+@dataclass(frozen=True)
+class Given:
+    """x, d_out [tokens, hidden]; router [experts, hidden]; up [experts, 2 * width, hidden], the
+    gates first; down [experts, hidden, width]."""
+
+    x: Tensor
+    d_out: Tensor
+    router: Tensor
+    up: Tensor
+    down: Tensor
+
+
+def tensors(shape: Shape, precision: str) -> Given:
+    """The same numbers for everybody."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1234)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+
+    def normal(*size: int, std: float = 1.0) -> Tensor:
+        return (torch.randn(size, generator=generator) * std).to(dtype)
+
+    rows, matrices = (shape.tokens, shape.hidden), (shape.experts, 2 * shape.width, shape.hidden)
+    return Given(
+        normal(*rows),
+        normal(*rows),
+        normal(shape.experts, shape.hidden, std=_STD),
+        normal(*matrices, std=_STD),
+        normal(shape.experts, shape.hidden, shape.width, std=_STD),
+    )
+
+
+def answer(*results: Tensor) -> float:
+    """The number that all contenders must agree on."""
+    return math.fsum(float(result.float().square().mean()) for result in results)
+
+
+def seconds_of(work: Callable[[], object], passes: int) -> list[float]:
+    """Times of so many passes, after two that are not counted."""
+    work(), work()
+    found = []
+    for _ in range(passes):
+        start = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - start)
+    return found
+
+
+def report(
+    shape: Shape,
+    seconds: list[float],
+    loss: float,
+    versions: Mapping[str, str],
+    overhead: float | None = None,
+) -> None:
+    """Print the measurement as the harness reads it."""
+    found = {
+        "tokens_per_second": shape.tokens / statistics.median(seconds),
+        "best_tokens_per_second": shape.tokens / min(seconds),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "loss": loss,
+        "versions": dict(versions),
+        "overhead": overhead,
+    }
+    print(json.dumps(found))
