@@ -98,18 +98,20 @@ class Parameter:
         grad_OI = self.grad.view(left_TO.shape[-1], right_TI.shape[-1])
         product_into(grad_OI, left_TO.t(), right_TI, scale=scale, add=add)
 
-    def add_products(self, left_NO: Tensor, right_NI: Tensor, counts: Sequence[int]) -> None:
-        """The same for matrices [E, O, I], of each of which there are counts[e] rows."""
+    def add_products(
+        self, counts: Sequence[int], lefts_nO: Sequence[Tensor], rights_nI: Sequence[Tensor]
+    ) -> None:
+        """The same for matrices [E, O, I], of each of which there are counts[e] rows, given for
+        those that have any."""
         if self.frozen:
             return
         add = not self._begin()
-        grads_EOI = self.grad.view(len(counts), left_NO.shape[-1], right_NI.shape[-1])
-        start = 0
+        grads_EOI = self.grad.view(len(counts), -1, self.grad.shape[-1])
+        pairs = zip(lefts_nO, rights_nI, strict=True)
         for grad_OI, count in zip(grads_EOI, counts, strict=True):
-            rows = slice(start, start + count)
-            start += count
             if count:
-                product_into(grad_OI, left_NO[rows].t(), right_NI[rows], add=add)
+                left, right = next(pairs)
+                product_into(grad_OI, left.t(), right, add=add)
             elif not add:
                 grad_OI.zero_()
 

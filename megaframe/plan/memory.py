@@ -218,20 +218,22 @@ def block_bytes(config: RunConfig, layer: int) -> int:
     else:
         statistics += norms
     size = elements * width + statistics * max(4, width)
-    inner = (2 if model.activation == "swiglu" else 1) + (not selective)
-    size += _expert_bytes(config, inner) if experts else inner * model.ffn * width
+    up = 2 if model.activation == "swiglu" else 1
+    inner = up + (not selective)
+    size += _expert_bytes(config, up, inner) if experts else inner * model.ffn * width
     return tokens * size
 
 
-def _expert_bytes(config: RunConfig, inner: int) -> int:
-    """Bytes that experts and their router keep of a token beside what it normalises. inner: times
-    that each keeps its inner width."""
+def _expert_bytes(config: RunConfig, up: int, inner: int) -> int:
+    """Bytes that experts and their router keep of a token beside what it normalises. up, inner:
+    times that an expert and a shared one keep their inner width."""
     model, width = config.model, WIDTH[config.train.precision]
     moe = model.moe
     assert moe is not None
-    of_one = inner * (moe.ffn or model.ffn)
+    of_one = moe.ffn or model.ffn
     copies = config.parallel.expert_tensor  # each of these has the rows of all, and part of a width
-    elements = moe.top_k * (copies * (model.hidden + 1) + of_one) + moe.shared * of_one
+    elements = moe.top_k * (copies * (model.hidden + 1) + up * of_one)
+    elements += moe.shared * inner * of_one
     if moe.jitter:
         elements += 2 * model.hidden
     balanced = moe.balance_loss > 0 and moe.balance != "none"

@@ -9,9 +9,8 @@ Shape legend: N rows of all experts of this rank, I inputs, O outputs, F inner w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +20,8 @@ from megaframe.config import Model, Moe
 from megaframe.nn.frame import Frame
 from megaframe.nn.mlp import activate
 from megaframe.parameter import Module, Parameter
-from megaframe.product import product_into
+from megaframe.product import product, product_into
 from megaframe.spec import Normal, ParamSpec
-
-Between = Callable[[Tensor, Tensor], Tensor]
-"""What lies between the products: of rows and of the weight of each."""
 
 
 class Experts(Module):
@@ -34,7 +30,7 @@ class Experts(Module):
     def __init__(self, name: str, model: Model, moe: Moe, output_std: float) -> None:
         width = moe.ffn or model.ffn
         gated = model.activation == "swiglu"
-        self._between = partial(_weighted, model.activation)
+        self.activation = model.activation
         used = Fraction(moe.top_k, moe.experts)
         every = {0: (1,) * moe.experts}
         self.up = Parameter(
@@ -66,79 +62,64 @@ class Experts(Module):
         self, x_NH: Tensor, gates_N: Tensor, counts: Sequence[int], frame: Frame
     ) -> Tensor:
         """x [N, hidden], counts[i] rows of expert i, times the gates, to the same shape."""
-        up = _Grouped.apply(x_NH, gates_N, self.up, counts, frame, None)
-        if frame.selective:
-            return _Grouped.apply(up, gates_N, self.down, counts, frame, self._between)
-        return _Grouped.apply(self._between(up, gates_N), gates_N, self.down, counts, frame, None)
+        return _Experts.apply(x_NH, gates_N, self, counts, frame)
 
 
-def _weighted(activation: str, x_NO: Tensor, gates_N: Tensor) -> Tensor:
-    return _Weighted.apply(x_NO, gates_N, activation)
-
-
-class _Weighted(torch.autograd.Function):
-    """activate(x) times a weight for each row. Keeps its inputs only."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gates: Tensor, activation: str) -> Tensor:
-        ctx.save_for_backward(x, gates)
-        ctx.activation = activation
-        return activate(activation, x) * gates[:, None]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, None]:
-        (x, gates), dy = ctx.saved_tensors, gradients[0]
-        x = x.detach().requires_grad_()
-        with torch.enable_grad():
-            active = activate(ctx.activation, x)
-        active.backward(dy * gates[:, None])
-        return x.grad, torch.linalg.vecdot(dy, active.detach()), None
-
-
-class _Grouped(torch.autograd.Function):
-    """Each expert's rows times its matrix; with `between`, of that of the rows."""
+class _Experts(torch.autograd.Function):
+    """Expert after expert, so that what lies between its products stays in cache. Keeps what comes
+    of the first one only; the rest is made again from it."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
-        gates: Tensor,
-        weight: Parameter,
+        x_NH: Tensor,
+        gates_N: Tensor,
+        experts: Experts,
         counts: Sequence[int],
         frame: Frame,
-        between: Between | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, gates)
-        ctx.weight, ctx.counts, ctx.frame, ctx.between = weight, counts, frame, between
-        return _products(x if between is None else between(x, gates), weight, counts, out=True)
+        up_EOH, down_EHF = _matrices(experts.up, counts), _matrices(experts.down, counts)
+        y_NH, ups = torch.empty_like(x_NH), []
+        for expert, rows in spans(counts):
+            up = product(x_NH[rows], up_EOH[expert].t())
+            inner = activate(experts.activation, up).mul_(gates_N[rows, None])
+            product_into(y_NH[rows], inner, down_EHF[expert].t(), add=False)
+            ups.append(up)
+        ctx.save_for_backward(x_NH, gates_N, *ups)
+        ctx.experts, ctx.counts, ctx.frame = experts, counts, frame
+        return y_NH
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (x, gates), dy = ctx.saved_tensors, gradients[0]
-        weight, counts, between = ctx.weight, ctx.counts, ctx.between
-        source, dgates = x, None
-        if between is not None:
-            x, gates = x.detach().requires_grad_(), gates.detach().requires_grad_()
+        (x_NH, gates_N, *ups), dy_NH = ctx.saved_tensors, gradients[0].contiguous()
+        experts, counts = ctx.experts, ctx.counts
+        up_EOH, down_EHF = _matrices(experts.up, counts), _matrices(experts.down, counts)
+        dx_NH, dgates_N = torch.empty_like(x_NH), torch.empty_like(gates_N)
+        inners, d_ups = [], []
+        for (expert, rows), up in zip(spans(counts), ups, strict=True):
+            d_inner = product(dy_NH[rows], down_EHF[expert])
+            up = up.detach().requires_grad_()
             with torch.enable_grad():
-                source = between(x, gates)
-        dx: Tensor | None = _products(dy, weight, counts, out=False)
-        rows = source.detach()
-        ctx.frame.later.do(lambda: weight.add_products(dy, rows, counts))
-        if between is not None:
-            source.backward(dx)
-            dx, dgates = x.grad, gates.grad
-        return dx, dgates, None, None, None, None
+                active = activate(experts.activation, up)
+            gates_n1 = gates_N[rows, None]
+            inners.append(active.detach() * gates_n1)
+            torch.linalg.vecdot(d_inner, active.detach(), out=dgates_N[rows])
+            (d_up,) = torch.autograd.grad(active, up, d_inner.mul_(gates_n1))
+            product_into(dx_NH[rows], d_up, up_EOH[expert], add=False)
+            d_ups.append(d_up)
+
+        def weights() -> None:
+            pieces = [rows for _, rows in spans(counts)]
+            experts.up.add_products(counts, d_ups, [x_NH[rows] for rows in pieces])
+            experts.down.add_products(counts, [dy_NH[rows] for rows in pieces], inners)
+
+        ctx.frame.later.do(weights)
+        return dx_NH, dgates_N, None, None, None
 
 
-def _products(x: Tensor, weight: Parameter, counts: Sequence[int], *, out: bool) -> Tensor:
-    """[N, I] to [N, O], or with `out` false back, [N, O] to [N, I]."""
-    inputs = weight.value.shape[-1]
-    matrices_EOI = weight.value.view(len(counts), -1, inputs)
-    y = x.new_empty(len(x), matrices_EOI.shape[1] if out else inputs)
-    for expert, piece in spans(counts):
-        matrix = matrices_EOI[expert]
-        product_into(y[piece], x[piece], matrix.t() if out else matrix, add=False)
-    return y
+def _matrices(weight: Parameter, counts: Sequence[int]) -> Tensor:
+    """[experts, outputs, inputs]."""
+    return weight.value.view(len(counts), -1, weight.value.shape[-1])
 
 
 def spans(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:

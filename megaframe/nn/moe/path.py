@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.comm import Group, Pending
@@ -39,44 +40,37 @@ class Pick:
 
     def __init__(self, index: Tensor, rows: int) -> None:
         self.index, self.rows = index, rows
-        order = index.argsort(stable=True)
-        picked = index[order]
-        times = torch.bincount(picked, minlength=rows)
-        first = times.cumsum(0) - times
-        nth = torch.arange(len(index), device=index.device) - first[picked]
-        most = int(times.max()) if rows else 0
-        self._places = index.new_zeros((rows, most))
-        self._places[picked, nth] = order
-        self._missing = None
-        if rows * most > len(index):
-            self._missing = torch.arange(most, device=index.device) >= times[:, None]
+        self._order = index.argsort(stable=True)
+        times = torch.bincount(index, minlength=rows)
+        self._ends = F.pad(times.cumsum(0), (1, 0))
 
     def there(self, x: Tensor) -> Pending[Tensor]:
         return Pending(x.index_select(0, self.index))
 
     def back(self, y: Tensor) -> Pending[Tensor]:
-        most, other = self._places.shape[1], y.shape[1:]
-        if not len(y) or not most:
-            return Pending(y.new_zeros((self.rows, *other)))
-        found = y.index_select(0, self._places.flatten()).view(self.rows, most, *other)
-        if self._missing is not None:
-            missing = self._missing.view(self.rows, most, *(1 for _ in other))
-            found.masked_fill_(missing, 0.0)
-        return Pending(found.squeeze(1) if most == 1 else found.sum(1))
+        if not len(y):
+            return Pending(y.new_zeros((self.rows, *y.shape[1:])))
+        sums = F.embedding_bag(
+            self._order, y.reshape(len(y), -1), self._ends, mode="sum", include_last_offset=True
+        )
+        return Pending(sums.view(self.rows, *y.shape[1:]))
 
 
-class Choose(Pick):
-    """Elements `index` of rows [R, K], flat."""
+class Choose:
+    """Elements `index` of rows [R, K], flat, of which each is chosen at most once."""
+
+    travels = False
 
     def __init__(self, index: Tensor, rows: int, choices: int) -> None:
-        super().__init__(index, rows * choices)
-        self._shape = rows, choices
+        self.index, self._shape = index, (rows, choices)
 
     def there(self, x: Tensor) -> Pending[Tensor]:
-        return super().there(x.flatten())
+        return Pending(x.flatten().index_select(0, self.index))
 
     def back(self, y: Tensor) -> Pending[Tensor]:
-        return Pending(super().back(y).wait().view(self._shape))
+        x = y.new_zeros(self._shape)
+        x.view(-1).index_copy_(0, self.index, y)
+        return Pending(x)
 
 
 @dataclass(frozen=True)
