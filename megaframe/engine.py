@@ -22,6 +22,7 @@ from megaframe.meter import Part
 from megaframe.microbatch import Microbatch
 from megaframe.nn.frame import rows_of
 from megaframe.nn.tally import Tally
+from megaframe.nn.turns import HandOver, Pair
 from megaframe.optim.health import Sign, sign
 from megaframe.optim.optimizer import Optimizer, Update
 from megaframe.parameter import Module
@@ -29,6 +30,7 @@ from megaframe.schedule import Action, Kind, Schedule
 from megaframe.stage import Done, Stage
 
 Timer = Callable[[Part], AbstractContextManager[object]]
+_ALONE: Mapping[Action, Action] = {}
 _FORWARD_ONLY = (Kind.F, Kind.SEND_F, Kind.RECV_F)
 
 
@@ -55,17 +57,27 @@ class Engine:
     ) -> None:
         self.stages, self.optimizer, self.mesh, self.time = stages, optimizer, mesh, time
         self.rank = mesh.coordinate["pipeline"]
+        self.pair = Pair()
 
     def run(
-        self, schedule: Schedule, microbatches: Sequence[Microbatch], step: int, scale: float
+        self,
+        schedule: Schedule,
+        microbatches: Sequence[Microbatch],
+        step: int,
+        scale: float,
+        paired: Mapping[Action, Action] = _ALONE,
     ) -> Outcome:
         """Execute this rank's list on the microbatches of optimizer step `step`; gradients are
-        those of scale * (sum of the losses). The list ends with the update."""
+        those of scale * (sum of the losses). The list ends with the update. paired: forwards that
+        run by turns with the backward right behind them."""
         self.optimizer.start_step()
         passes = _Passes(self, schedule, microbatches, step, scale)
         update: Update | None = None
-        for action, following in self._with_following(schedule.ranks[self.rank]):
-            if action.kind is Kind.UPDATE:
+        actions = iter(self._with_following(schedule.ranks[self.rank]))
+        for action, following in actions:
+            if action in paired:
+                passes.do_both(action, *next(actions))
+            elif action.kind is Kind.UPDATE:
                 with self.time("communication"):
                     self.optimizer.wait()
                 with self.time("optimizer"):
@@ -145,12 +157,27 @@ class _Passes:
         else:
             self._receive(Kind.B, stage, number, stage + 1)
 
+    def do_both(self, forward: Action, backward: Action, following: Module | None) -> None:
+        """Run a forward and a backward by turns. following: as in `do`, after both."""
+        (f, of_f), (b, of_b) = ((a.stage, a.microbatch) for a in (forward, backward))
+        assert f is not None and of_f is not None and b is not None and of_b is not None
+        self._engine.pair.run(
+            lambda hand_over: self._forward(f, of_f, None, hand_over),
+            lambda hand_over: self._backward(b, of_b, following, hand_over),
+        )
+
     def finish(self) -> None:
         """Wait until everything has left."""
         while self._sent:
             self._sent.popleft().wait()
 
-    def _forward(self, number: int, microbatch: int, following: Module | None) -> None:
+    def _forward(
+        self,
+        number: int,
+        microbatch: int,
+        following: Module | None,
+        hand_over: HandOver | None = None,
+    ) -> None:
         stage = self._engine.stages[number]
         x = None if stage.plan.first else self._take(Kind.F, number, microbatch)
         data = self._microbatches[microbatch]
@@ -160,7 +187,8 @@ class _Passes:
             self._forwards[number] += 1
             last = self._forwards[number] == len(self._microbatches)
             done = partial(self._engine.optimizer.reduce, last=last)
-            y = stage.forward(microbatch, data, self._step, self._scale, x, done, following)
+            step, scale = self._step, self._scale
+            y = stage.forward(microbatch, data, step, scale, x, done, following, hand_over)
             self.signs.append(sign(False, number, microbatch, y))
         if stage.end is not None:
             self.loss += y
@@ -170,12 +198,18 @@ class _Passes:
         else:
             self._pass_on(Kind.F, number, microbatch, y, number + 1)
 
-    def _backward(self, number: int, microbatch: int, following: Module | None) -> None:
+    def _backward(
+        self,
+        number: int,
+        microbatch: int,
+        following: Module | None,
+        hand_over: HandOver | None = None,
+    ) -> None:
         stage = self._engine.stages[number]
         gradient = None if stage.plan.last else self._take(Kind.B, number, microbatch)
         split = (number, microbatch) in self._split
         done = None if split else self._done(number)
-        gradient = stage.backward(microbatch, gradient, done, following, split=split)
+        gradient = stage.backward(microbatch, gradient, done, following, hand_over, split=split)
         self.signs.append(sign(True, number, microbatch, gradient))
         if not stage.plan.first:
             self._pass_on(Kind.B, number, microbatch, gradient, number - 1)

@@ -22,8 +22,9 @@ from megaframe.optim.optimizer import Optimizer, Tied
 from megaframe.plan.context import exchanging_ranks
 from megaframe.plan.experts import near_experts
 from megaframe.plan.schedules import forward_schedule, step_schedule
-from megaframe.plan.stages import stage_plans
-from megaframe.schedule import Schedule, lower
+from megaframe.plan.stages import stage_costs, stage_plans
+from megaframe.schedule import Action, Schedule, lower
+from megaframe.schedule.pairs import pairs, together
 from megaframe.spec import copies_of
 from megaframe.stage import Stage, build_stages
 
@@ -62,24 +63,29 @@ class Pipeline:
         self._engine = Engine(self.stages, self.optimizer, mesh, time)
 
         @lru_cache(_KEPT)
-        def lowered(microbatches: int, train: bool) -> Schedule:
+        def lowered(microbatches: int, train: bool) -> tuple[Schedule, Mapping[Action, Action]]:
             if not train:
-                return lower(forward_schedule(rank_of, microbatches))
+                return lower(forward_schedule(rank_of, microbatches)), {}
             known = microbatches == self.schedule.microbatches
-            return lower(self.schedule if known else step_schedule(config, microbatches))
+            schedule = self.schedule if known else step_schedule(config, microbatches)
+            if not config.parallel.expert_overlap:
+                return lower(schedule), {}
+            paired = pairs(schedule, stage_costs(config, stage_plans(config)))
+            ranks = tuple(together(rank, paired) for rank in lower(schedule).ranks)
+            return Schedule(ranks), paired
 
         self._lowered = lowered
 
     def train(self, microbatches: Sequence[Microbatch], step: int, scale: float) -> Outcome:
         """One optimizer step; see `Engine.run`. The microbatches are of whole samples."""
-        schedule = self._lowered(len(microbatches), True)
+        schedule, paired = self._lowered(len(microbatches), True)
         depth = self._depth
         ahead = [look_ahead(one, depth) for one in microbatches] if depth else microbatches
-        return self._engine.run(schedule, self._parts(ahead), step, scale)
+        return self._engine.run(schedule, self._parts(ahead), step, scale, paired)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Loss sum without gradients; see `Engine.evaluate`."""
-        schedule = self._lowered(len(microbatches), False)
+        schedule, _ = self._lowered(len(microbatches), False)
         return self._engine.evaluate(schedule, self._parts(microbatches))
 
     def _parts(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:

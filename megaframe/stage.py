@@ -29,6 +29,7 @@ from megaframe.nn.dropout import dropout_key
 from megaframe.nn.frame import Frame, make_frame
 from megaframe.nn.moe.dispatch import Places
 from megaframe.nn.tally import Tally
+from megaframe.nn.turns import HandOver
 from megaframe.parameter import PRECISIONS, Module, Parameter
 from megaframe.plan.stages import StagePlan
 from megaframe.spec import ParamSpec
@@ -151,18 +152,20 @@ class Stage:
         x: Tensor | None = None,
         done: Done | None = None,
         following: Module | None = None,
+        hand_over: HandOver | None = None,
     ) -> Tensor:
         """Run microbatch `number` and keep what its backward needs.
 
         x: [rows, hidden], what came of the stage before; None on the first. Returns the same for
         the next stage; on the last one the loss sum over valid tokens, fp64 scalar, whose gradients
         are of scale * (loss sum). `done` is told of the head. following: the unit whose values are
-        needed next, after this pass.
+        needed next, after this pass. hand_over: lets the work that runs beside this go on.
         """
         model = self.config.model
         random = model.dropout > 0 or (model.moe is not None and model.moe.jitter > 0)
         key = dropout_key(self.config.run.seed, step) if random else None
         flight = Flight(self._frame(microbatch, key, scale))
+        flight.frame.turn.hand_over = hand_over
         self._flights[number] = flight
         values = self._values(self.units, following)
         if self.embedding is not None:
@@ -190,6 +193,7 @@ class Stage:
         gradient: Tensor | None = None,
         done: Done | None = None,
         following: Module | None = None,
+        hand_over: HandOver | None = None,
         *,
         split: bool = False,
     ) -> Tensor:
@@ -198,11 +202,12 @@ class Stage:
 
         gradient: of this stage's output, None on the last stage. Returns that of its input, on the
         first stage of what came of the embedding. `done` is told of the units that this call
-        completes; `following` as in `forward`.
+        completes; `following` and `hand_over` as in `forward`.
         """
         flight = self._flights[number] if split else self._flights.pop(number)
         frame = flight.frame
         frame.later.hold = split
+        frame.turn.hand_over = hand_over
 
         def finish(unit: Module) -> None:
             if split:

@@ -58,6 +58,9 @@ class Parallel(Section):
     """How tokens reach their experts: `all_to_all` directly; `all_gather` every token to all ranks
     of the expert axis, for few of them; `hierarchical` within a node first and then across, in
     fewer and larger messages; `deduplicated` once to each node, and from there on."""
+    expert_overlap: bool = False
+    """Run a forward and the backward behind it in the schedule by turns, one computing while the
+    tokens of the other travel. Such pairs are in interleaved and V-shaped schedules."""
     zero: Annotated[int, Field(ge=0, le=3)] = 0
     """What data ranks shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights."""
     reduce_precision: Literal["master", "bf16"] = "master"

@@ -23,6 +23,7 @@ from megaframe.nn.ring import Circle
 from megaframe.nn.rotary import Rotary
 from megaframe.nn.tally import Tally
 from megaframe.nn.tiles import Sight
+from megaframe.nn.turns import Turn
 
 
 class Later:
@@ -60,7 +61,8 @@ class Frame:
     backward. chunks: parts in which rows travel between tensor ranks; symmetric: they do so within
     the products of forward (`comm/symmetric.py`). labels_T: of all tokens. experts: where they
     lie. scale: that of the gradients of losses. tally: what is counted on the way. later:
-    where the backward of this microbatch puts its weight gradients."""
+    where the backward of this microbatch puts its weight gradients. turn: what layers call before
+    they wait for a transfer."""
 
     batch: int
     length: int
@@ -78,6 +80,7 @@ class Frame:
     scale: float
     tally: Tally
     later: Later = field(default_factory=Later)
+    turn: Turn = field(default_factory=Turn)
 
     @property
     def tokens(self) -> int:

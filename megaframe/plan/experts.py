@@ -50,6 +50,8 @@ def expert_mistakes(config: RunConfig) -> Iterator[str]:
                 )
         return
     yield from _router(moe)
+    if parallel.expert_overlap:
+        yield from _overlap(parallel)
     width = moe.ffn or model.ffn
     if parallel.expert > moe.experts:
         yield (
@@ -66,6 +68,20 @@ def expert_mistakes(config: RunConfig) -> Iterator[str]:
             f"model.moe.first={moe.first} and model.moe.every={moe.every} leave none of "
             f"model.layers={model.layers} with experts; use model.moe.first=0 and "
             "model.moe.every=1, or leave model.moe out"
+        )
+
+
+def _overlap(parallel: Parallel) -> Iterator[str]:
+    if parallel.expert * parallel.expert_tensor == 1 or parallel.pipeline == 1:
+        yield (
+            f"parallel.expert_overlap=true does nothing with parallel.expert={parallel.expert} and "
+            f"parallel.pipeline={parallel.pipeline}; use 2 or more of both, or "
+            "parallel.expert_overlap=false"
+        )
+    if parallel.zero == 3:
+        yield (
+            "parallel.expert_overlap=true runs two passes at a time, and parallel.zero=3 brings "
+            "the weights of one; use parallel.zero=2 or less, or parallel.expert_overlap=false"
         )
 
 

@@ -15,6 +15,7 @@ MODELS = {
     "groups": {**GATED, "moe": {**MOE, "experts": 8, "groups": 4, "top_groups": 2, "top_k": 3}},
 }
 FOUR = {"expert": 4}
+V_SHAPED = {"pipeline": 2, "chunks": 2, "schedule": "dualpipe-v", "expert_overlap": True}
 LAYOUTS = [
     ("bias", 2, {"expert": 2}, {}),
     ("bias", 2, {"expert_tensor": 2}, {"recompute": "selective"}),
@@ -22,6 +23,8 @@ LAYOUTS = [
     ("bias", 4, {"tensor": 2, "expert": 2, "expert_tensor": 2, "zero": 1}, {}),
     ("bias", 4, {"context": 2, "expert": 4, "zero": 3}, {"recompute": "full"}),
     ("bias", 4, {"pipeline": 2, "expert": 2, "chunks": 2, "schedule": "zb-v"}, {}),
+    ("bias", 4, {**V_SHAPED, "expert": 2, "zero": 2}, {"recompute": "full"}),
+    ("global", 4, {**V_SHAPED, "expert": 2, "dispatch": "all_gather"}, {}),
     ("sequence", 2, {"context": 2, "expert": 2}, {"microbatch": 4}),
     ("sequence", 4, {"tensor": 2, "context": 2, "expert": 2, "zero": 2}, {}),
     ("sequence", 4, {**FOUR, "dispatch": "all_gather"}, {"recompute": "selective"}),

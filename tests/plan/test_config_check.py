@@ -410,6 +410,19 @@ EXPERTS = "model.moe={experts: 8, groups: 4}"
             "use model.moe.first=0 and model.moe.every=1, or leave model.moe out",
         ),
         (
+            (EXPERTS, "parallel.expert_overlap=true", "parallel.pipeline=2"),
+            "parallel.expert_overlap=true does nothing with parallel.expert=1 and "
+            "parallel.pipeline=2; use 2 or more of both, or parallel.expert_overlap=false",
+        ),
+        (
+            (
+                *(EXPERTS, "parallel.expert_overlap=true", "parallel.pipeline=2"),
+                *("parallel.expert=2", "parallel.zero=3"),
+            ),
+            "parallel.expert_overlap=true runs two passes at a time, and parallel.zero=3 brings "
+            "the weights of one; use parallel.zero=2 or less, or parallel.expert_overlap=false",
+        ),
+        (
             (EXPERTS, "model.moe.groups=3"),
             "model.moe.groups=3 does not divide model.moe.experts=8; use 2 or 4",
         ),

@@ -32,12 +32,12 @@ class MixtureOfExperts(Module):
         normed = norm(x)
         chosen, gates = self.router(normed, frame)
         way = route(chosen, self.router.moe.experts, frame.experts)
-        going = there(way.rows)
+        going = there(way.rows, frame.turn)
         ticket = going.depart(normed)
-        weights = there(way.gates).cross(gates)
+        weights = there(way.gates, frame.turn).cross(gates)
         shared = None if self.shared is None else self.shared(normed, _same, frame)
         made = self.experts(going.arrive(ticket), weights, way.counts, frame)
-        out = back(way.rows).cross(made)
+        out = back(way.rows, frame.turn).cross(made)
         return out if shared is None else out + shared
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megaframe.comm import Group, Pending
 from megaframe.comm.uneven import all_gather_uneven, all_to_all_uneven, reduce_scatter_uneven
+from megaframe.nn.turns import Turn
 
 
 class Step(Protocol):
@@ -115,22 +116,23 @@ _Move = tuple[bool, Callable[[Tensor], Pending[Tensor]]]
 """Whether it travels, and what it does."""
 
 
-def there(path: Path) -> Passage:
+def there(path: Path, turn: Turn) -> Passage:
     """The way out: [R, ...] to [N, ...]."""
-    return Passage(path, _out(path), _home(path))
+    return Passage(_out(path), _home(path), turn)
 
 
-def back(path: Path) -> Passage:
+def back(path: Path, turn: Turn) -> Passage:
     """The way home: [N, ...] to [R, ...]."""
-    return Passage(path, _home(path), _out(path))
+    return Passage(_home(path), _out(path), turn)
 
 
 class Passage:
     """One way along a path. What is done between `depart` and `arrive` is done while rows travel;
-    in backward, where gradients go the other way, so is the backward of that."""
+    in backward, where gradients go the other way, so is the backward of that. turn: lets others
+    work before it waits."""
 
-    def __init__(self, path: Path, moves: Sequence[_Move], reverse: Sequence[_Move]) -> None:
-        self.moves, self.reverse = moves, reverse
+    def __init__(self, moves: Sequence[_Move], reverse: Sequence[_Move], turn: Turn) -> None:
+        self.moves, self.reverse, self._turn = moves, reverse, turn
         self.trip: _Trip
 
     def depart(self, x: Tensor) -> Tensor:
@@ -144,6 +146,12 @@ class Passage:
     def cross(self, x: Tensor) -> Tensor:
         """Both at once."""
         return self.arrive(self.depart(x))
+
+    def end(self) -> Tensor:
+        """What arrives of the trip that was begun."""
+        if any(travels for travels, _ in self.moves):
+            self._turn.pass_on()
+        return self.trip.end()
 
 
 def _out(path: Path) -> list[_Move]:
@@ -185,14 +193,14 @@ class _Depart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.passage.trip.end(), None
+        return ctx.passage.end(), None
 
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ticket: Tensor, passage: Passage) -> Tensor:
         ctx.passage = passage
-        return passage.trip.end()
+        return passage.end()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -1,0 +1,56 @@
+"""Pairs: forwards that can run together with the backward behind them, each computing while what
+the other has sent travels.
+
+Together they need at the start what both need, and so a pair is only made where the backward's
+gradient is there by then if every action runs as soon as it can. Such pairs wait for nothing that
+waits for them: along every edge of the schedule that time of a start grows.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from megaframe.schedule.actions import Action, Kind
+from megaframe.schedule.costs import Costs
+from megaframe.schedule.schedule import Schedule
+from megaframe.schedule.simulate import simulate
+
+
+def pairs(schedule: Schedule, costs: Costs) -> dict[Action, Action]:
+    """The forward and the backward of each pair in a schedule that `check` accepts."""
+    timeline = simulate(schedule, costs)
+    found = {one.action: one for compute in timeline.compute for one in compute}
+    last = len(schedule.rank_of) - 1
+    paired: dict[Action, Action] = {}
+    for compute in timeline.compute:
+        for first, second in pairwise(compute):
+            forward, backward = first.action, second.action
+            if (forward.kind, backward.kind) != (Kind.F, Kind.B):
+                continue
+            assert backward.stage is not None
+            kind, stage = (Kind.B, backward.stage + 1) if backward.stage < last else (Kind.F, last)
+            maker = found[Action(kind, stage, backward.microbatch)]
+            if maker.end <= first.start:
+                paired[forward] = backward
+    return paired
+
+
+def together(actions: tuple[Action, ...], paired: dict[Action, Action]) -> tuple[Action, ...]:
+    """A rank's lowered actions with those of each pair next to each other: what lies between them
+    comes before, but for what the forward sends."""
+    ordered: list[Action] = []
+    waiting: tuple[Action, Action] | None = None
+    sends: list[Action] = []
+    for action in actions:
+        if action in paired:
+            waiting = action, paired[action]
+        elif waiting is None:
+            ordered.append(action)
+        elif action == waiting[1]:
+            ordered += [*waiting, *sends]
+            waiting, sends = None, []
+        elif action.kind is Kind.SEND_F:
+            sends.append(action)
+        else:
+            ordered.append(action)
+    return tuple(ordered)

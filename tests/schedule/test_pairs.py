@@ -1,0 +1,93 @@
+"""Pairs of a forward and a backward: what they need is there, and a schedule of them ends."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaframe.schedule import Kind, Schedule, generate, lower
+from megaframe.schedule.check import check
+from megaframe.schedule.costs import Costs
+from megaframe.schedule.pairs import pairs, together
+
+
+def paired(name, ranks, chunks, microbatches):
+    schedule = generate(name, ranks, chunks, microbatches)
+    return schedule, pairs(schedule, Costs())
+
+
+@pytest.mark.parametrize(("name", "share"), [("interleaved", 0.2), ("dualpipe-v", 0.4)])
+def test_many_backwards_behind_a_forward_find_a_partner_in_long_steps(name, share):
+    schedule, found = paired(name, 2, 2, 32)
+    behind = sum(
+        (a.kind, b.kind) == (Kind.F, Kind.B) for rank in schedule.ranks for a, b in pairwise(rank)
+    )
+    assert share * behind < len(found) <= behind
+
+
+def test_there_are_none_where_each_backward_waits_for_the_forward_before():
+    assert paired("1f1b", 4, 1, 16)[1] == {}
+
+
+def test_the_steps_of_the_parity_tests_have_some():
+    assert len(paired("dualpipe-v", 2, 2, 4)[1]) >= 4
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(["interleaved", "dualpipe-v", "zb-v", "1f1b", "zb-h1"]),
+    st.integers(2, 4),
+    st.integers(1, 4),
+)
+def test_a_schedule_of_pairs_runs_to_its_end(name, ranks, rounds):
+    chunks = 1 if name in ("1f1b", "zb-h1") else 2
+    schedule, found = paired(name, ranks, chunks, 2 * ranks * rounds)
+    lowered = lower(schedule)
+    ordered = Schedule(tuple(together(rank, found) for rank in lowered.ranks))
+    check(ordered)
+    for before, after in zip(lowered.ranks, ordered.ranks, strict=True):
+        assert sorted(map(str, before)) == sorted(map(str, after))
+        for first, second in found.items():
+            if first in after:
+                at = after.index(first)
+                assert after[at + 1] == second
+    assert ends_by_pairs(ordered, found)
+
+
+def ends_by_pairs(schedule, found):
+    """Whether all actions run when those of a pair start at once, and what is sent leaves in the
+    order of the lists."""
+    rank_of, last = schedule.rank_of, len(schedule.rank_of) - 1
+    done, at = set(), [0] * len(schedule.ranks)
+
+    def ready(action):
+        if action.kind is Kind.F:
+            return action.stage == 0 or (Kind.F, action.stage - 1, action.microbatch) in there
+        if action.kind is Kind.B:
+            before = (Kind.B, action.stage + 1, action.microbatch)
+            own = (Kind.F, action.stage, action.microbatch) in done
+            return own and (action.stage == last or before in there)
+        return True
+
+    there, moved = set(), True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.ranks):
+            while at[rank] < len(actions):
+                action = actions[at[rank]]
+                both = [action, found[action]] if action in found else [action]
+                if not all(map(ready, both)):
+                    break
+                for one in both:
+                    key = (one.kind, one.stage, one.microbatch)
+                    done.add(key)
+                    step = {Kind.F: 1, Kind.B: -1}.get(one.kind)
+                    if step is not None and rank_of[min(last, one.stage + step)] == rank:
+                        there.add(key)
+                    if one.kind in (Kind.SEND_F, Kind.SEND_B):
+                        kind = Kind.F if one.kind is Kind.SEND_F else Kind.B
+                        there.add((kind, one.stage, one.microbatch))
+                at[rank] += len(both)
+                moved = True
+    return all(at[rank] == len(actions) for rank, actions in enumerate(schedule.ranks))
