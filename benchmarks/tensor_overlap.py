@@ -106,6 +106,8 @@ def measure(given: argparse.Namespace) -> Seconds:
     from megaframe.mesh import Mesh
     from megaframe.nn.context import Context
     from megaframe.nn.frame import Frame
+    from megaframe.nn.moe.dispatch import Places
+    from megaframe.nn.tally import Tally
 
     torch.set_num_threads(1)
     torch.manual_seed(given.rank)
@@ -125,6 +127,10 @@ def measure(given: argparse.Namespace) -> Seconds:
             selective=False,
             chunks=CHUNKS.get(way, 1),
             symmetric=False,
+            labels_T=torch.zeros(given.rows, dtype=torch.int64),
+            experts=Places(),
+            scale=1.0,
+            tally=Tally(),
         )
         for way in WAYS
     }
