@@ -1,7 +1,14 @@
 """Whole runs with experts: a checkpoint of one layout goes on under others, and what is metered."""
 
 import pytest
+import torch
 from test_pretrain import lines, train
+
+from megaframe.checkpoint import Slice, open_checkpoint
+from megaframe.config import load
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh
+from megaframe.trainer import Trainer, resolve
 
 EXPERTS = {
     "model__layers": 4,
@@ -53,3 +60,85 @@ def test_what_is_dropped_is_metered(pool, overrides, tmp_path):
     for line in lines(tmp_path / "run"):
         assert 0.5 <= line["experts"]["dropped"] < 1.0
     assert "model.moe.capacity=0.5" in (tmp_path / "run/run.log").read_text()
+
+
+DENSE = {"model__activation": "swiglu", "model__ffn": 24, "model__layers": 2}
+KEPT = {"train__eval_every": 1, "train__eval_samples": 8}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [(1, {}), (4, {"expert": 2, "expert_tensor": 2, "zero": 3}), (4, {"pipeline": 2, "expert": 2})],
+)
+def test_experts_that_start_from_a_dense_run_answer_as_it_did(
+    ranks, parallel, pool, overrides, tmp_path
+):
+    keys = overrides(run__dir=tmp_path / "dense", **DENSE, **KEPT, checkpoint__every=4)
+    pool.run(1, train, [*keys, "train.steps=4"])
+    more = {f"parallel__{key}": value for key, value in parallel.items()}
+    upcycled = overrides(
+        model__moe="{experts: 4, top_k: 2}",
+        checkpoint__upcycle=tmp_path / "dense/checkpoints/step-00000004",
+        optim__lr=1e-12,
+        optim__min_lr=0,
+        train__steps=1,
+        train__microbatch=1,
+        **{**DENSE, **KEPT, **more},
+    )
+    pool.run(ranks, train, upcycled)
+    (found,), (*_, wanted) = lines(tmp_path / "run"), lines(tmp_path / "dense")
+    assert found["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=1e-9)
+
+
+def test_narrow_experts_start_from_parts_in_turn(pool, overrides, tmp_path):
+    keys = overrides(run__dir=tmp_path / "dense", **DENSE, checkpoint__every=1)
+    pool.run(1, train, [*keys, "train.steps=1"])
+    checkpoint = tmp_path / "dense/checkpoints/step-00000001"
+    upcycled = {"checkpoint__upcycle": checkpoint, "checkpoint__every": 1, "train__steps": 1}
+    moe = {"model__moe": "{experts: 6, ffn: 8}", "optim__lr": 1e-12, "optim__min_lr": 0}
+    pool.run(2, train, overrides(**DENSE, **upcycled, **moe, parallel__expert=2))
+    dense, found = whole(checkpoint), whole(tmp_path / "run/checkpoints/step-00000001")
+    for expert in range(6):
+        part = slice(expert % 3 * 8, expert % 3 * 8 + 8)
+        up, down = (found[f"blocks.1.moe.experts.{name}.weight"] for name in ("up", "down"))
+        same = {"rtol": 0, "atol": 1e-9}
+        torch.testing.assert_close(up[expert], dense["blocks.1.mlp.up.weight"][:, part], **same)
+        torch.testing.assert_close(down[expert], dense["blocks.1.mlp.down.weight"][:, part], **same)
+
+
+def whole(path):
+    """All weights of a checkpoint."""
+    with open_checkpoint(path) as checkpoint:
+        tensors = {
+            name: torch.empty(saved.shape, dtype=torch.float64)
+            for name, saved in checkpoint.tensors.items()
+            if not name.startswith("optimizer.")
+        }
+        checkpoint.load([Slice(n, tuple(t.shape), (0,) * t.dim(), t) for n, t in tensors.items()])
+    return tensors
+
+
+def test_what_cannot_be_upcycled_is_said_at_once(pool, overrides, tmp_path):
+    keys = overrides(run__dir=tmp_path / "dense", **DENSE, checkpoint__every=1)
+    pool.run(1, train, [*keys, "train.steps=1"])
+    wrong = overrides(
+        **{**DENSE, "model__ffn": 20},
+        model__moe="{experts: 4, ffn: 16, shared: 1}",
+        checkpoint__upcycle=tmp_path / "dense/checkpoints/step-00000001",
+    )
+    with pytest.raises(AssertionError) as caught:
+        pool.run(1, refused, wrong)
+    for line in (
+        "does not fit",
+        "model.ffn is 24 there and 20 here",
+        "model.moe.ffn=16 does not divide the model.ffn=20 whose parts experts are to be",
+        "model.moe.shared=1 has nothing to start from; use model.moe.shared=0",
+    ):
+        assert line in str(caught.value)
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def refused(keys):
+    """The mistake itself, not the line that the entry prints of it."""
+    config = resolve(load(None, keys))
+    Trainer(config, Mesh(Layout(), device="cpu"))

@@ -171,24 +171,24 @@ def _require_file(path: Path, saved: int) -> None:
         raise UserError(f"checkpoint file {path} is damaged: {size} bytes instead of {saved}")
 
 
-def find(folder: Path, resume: str) -> Path | None:
-    """The checkpoint that `checkpoint.resume` asks for.
+def find(folder: Path, resume: str, key: str = "checkpoint.resume") -> Path | None:
+    """The checkpoint that a key of the config asks for.
 
     `latest` is the one that the pointer in `folder` names, or else the newest whole one (with a
     warning); None where there is none yet. Anything else is the path of a checkpoint. Raises
     UserError where what was asked for is missing or damaged.
     """
-    return _newest(folder) if resume == "latest" else _given(Path(resume))
+    return _newest(folder) if resume == "latest" else _given(Path(resume), key)
 
 
-def _given(path: Path) -> Path:
+def _given(path: Path, key: str) -> Path:
     if not path.is_dir():
-        raise UserError(f"checkpoint.resume={path}: there is no such folder")
+        raise UserError(f"{key}={path}: there is no such folder")
     if is_temporary(path.name):
-        raise UserError(f"checkpoint.resume={path} is a save that was never finished")
+        raise UserError(f"{key}={path} is a save that was never finished")
     inside = checkpoints(path)
     if inside and not (path / MANIFEST).exists():
-        raise UserError(f"checkpoint.resume={path} holds checkpoints; give one, as {inside[0]}")
+        raise UserError(f"{key}={path} holds checkpoints; give one, as {inside[0]}")
     open_checkpoint(path).close()
     return path
 

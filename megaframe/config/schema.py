@@ -237,6 +237,8 @@ class Checkpoint(Section):
     resume: str | None = None
     """`latest` continues from the run folder's newest checkpoint (a fresh start where there is
     none yet); a path continues from that checkpoint."""
+    upcycle: str | None = None
+    """Path of a checkpoint of a dense run, whose MLPs the experts of a new run start from."""
 
 
 class Meter(Section):

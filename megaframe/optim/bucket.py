@@ -115,6 +115,10 @@ class Bucket:
         """Set the initial weights."""
         for parameter, box, weights in self.pieces(self.weights, self.kept):
             fill(weights, parameter.spec, box, seed)
+        self.begin()
+
+    def begin(self) -> None:
+        """Take the weights as they are for those that a run begins with."""
         if self.optimizer is not None:
             self.optimizer.start(self.weights)
         self.gather()

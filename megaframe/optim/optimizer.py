@@ -171,6 +171,12 @@ class Optimizer:
         for bucket in self.buckets:
             bucket.initialise(seed)
 
+    def start_from_weights(self) -> None:
+        """Begin anew with the weights that were loaded since."""
+        self._residents.clear()
+        for bucket in self.buckets:
+            bucket.begin()
+
     def loads(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Of each router here the name of what it knows of the load of its experts, their load [E]
         in the last step over all ranks, and what it knows [E]."""

@@ -1,0 +1,110 @@
+"""Every way of sending brings every row to every expert that it chose, and home again, whatever the
+routing: no tokens for an expert, all for one, none for a rank, choices that are dropped. And it
+moves the bytes of its closed form.
+"""
+
+from itertools import chain
+
+import pytest
+import torch
+
+from megaframe.layout import Layout
+from megaframe.mesh import EXPERT_SETS, Mesh
+from megaframe.nn.moe.dispatch import SENT_NOWHERE, Places, route
+from megaframe.nn.moe.path import back, there
+from megaframe.nn.turns import Turn
+from megaframe.spec import share
+
+RANKS, NEAR, EXPERTS, ROWS, CHOICES, WIDTH = 4, 2, 6, 9, 2, 3
+KINDS = ("all_to_all", "all_gather", "hierarchical", "deduplicated")
+ROUTINGS = {
+    "random": lambda order, rank: order,
+    "all to one rank": lambda order, rank: torch.tensor([[4, 2]]).repeat(ROWS, 1),
+    "one expert takes all": lambda order, rank: torch.tensor([[3, SENT_NOWHERE]]).repeat(ROWS, 1),
+    "experts without rows": lambda order, rank: torch.tensor([[0, 5]]).repeat(ROWS, 1),
+    "some choices are dropped": lambda order, rank: order.masked_fill(order % 3 == 0, SENT_NOWHERE),
+    "nothing is sent": lambda order, rank: torch.full_like(order, SENT_NOWHERE),
+    "a rank without rows": lambda order, rank: order[: 0 if rank == 1 else ROWS],
+}
+
+
+def chosen_by(routing, rank):
+    """What the rows of a rank choose, int64 [rows, choices]."""
+    generator = torch.Generator().manual_seed(rank)
+    order = torch.rand(ROWS, EXPERTS, generator=generator).argsort(1)[:, :CHOICES]
+    return ROUTINGS[routing](order, rank)
+
+
+def rows_of(rank, count):
+    number = 100.0 * rank + torch.arange(count, dtype=torch.float64)
+    return torch.stack((number, number**2, -number), 1)
+
+
+def sent(kind):
+    """On every routing: rows of each own expert, what they come to at home, the gates that come
+    home, and bytes of the way out over the whole axis, near and far."""
+    mesh = Mesh(Layout(data=RANKS, expert=RANKS), device="cpu", timeout=60)
+    mesh.add_groups(EXPERT_SETS)
+    near, far = mesh.divide_experts(NEAR)
+    places = Places(mesh.group("expert"), near, far, mesh.group("expert_tensor"), kind=kind)
+    groups, turn, found = (places.axis, near, far), Turn(), {}
+    for routing in ROUTINGS:
+        chosen = chosen_by(routing, mesh.rank)
+        x = rows_of(mesh.rank, len(chosen))
+        way = route(chosen, EXPERTS, places)
+        for group in groups:
+            group.traffic.take()
+        arrived = there(way.rows, turn).cross(x)
+        moved = [group.traffic.take()[0] for group in groups]
+        gates = there(way.gates, turn).cross(torch.ones(len(chosen), CHOICES, dtype=x.dtype))
+        home = back(way.rows, turn).cross(arrived * gates[:, None])
+        again = back(way.gates, turn).cross(gates)
+        found[routing] = (arrived.split(way.counts), home, again, moved)
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_reach_their_experts_and_come_home(kind, pool):
+    of_ranks = pool.run(RANKS, sent, kind)
+    owner = [rank for rank in range(RANKS) for _ in range(share(EXPERTS, rank, RANKS)[1])]
+    for routing in ROUTINGS:
+        chosen = [chosen_by(routing, rank) for rank in range(RANKS)]
+        for rank, found in enumerate(of_ranks):
+            by_expert, home, gates, moved = found[routing]
+            assert len(by_expert) == owner.count(rank)
+            for expert, arrived in enumerate(by_expert, owner.index(rank)):
+                wanted = [
+                    rows_of(source, len(of_one))[(of_one == expert).any(1)]
+                    for source, of_one in enumerate(chosen)
+                ]
+                assert sorted(arrived.tolist()) == sorted(torch.cat(wanted).tolist())
+            valid = chosen[rank] != SENT_NOWHERE
+            assert torch.equal(home, rows_of(rank, len(valid)) * valid.sum(1, keepdim=True))
+            assert torch.equal(gates, valid.double())
+            assert moved == closed_form(kind, rank, chosen, owner), routing
+
+
+def closed_form(kind, rank, chosen, owner):
+    """Bytes that a rank sends on the way out, over the whole axis, near and far."""
+    row = 8 * WIDTH
+    node, place = divmod(rank, NEAR)
+    here = range(node * NEAR, node * NEAR + NEAR)
+    ranks = [[[owner[e] for e in row if e >= 0] for row in one.tolist()] for one in chosen]
+    mine = [*chain.from_iterable(ranks[rank])]
+    if kind == "all_to_all":
+        return [row * sum(to != rank for to in mine), 0, 0]
+    if kind == "all_gather":
+        return [row * (RANKS - 1) * len(chosen[rank]), 0, 0]
+    if kind == "hierarchical":
+        near = sum(to % NEAR != place for to in mine)
+        passing = [
+            to for other in here for to in chain.from_iterable(ranks[other]) if to % NEAR == place
+        ]
+        return [0, row * near, row * sum(to // NEAR != node for to in passing)]
+    far = sum(len({to // NEAR for to in choices} - {node}) for choices in ranks[rank])
+    arrived = [
+        to for source in range(place, RANKS, NEAR) for to in chain.from_iterable(ranks[source])
+    ]
+    near = sum(to // NEAR == node and to % NEAR != place for to in arrived)
+    return [0, row * near, row * far]
