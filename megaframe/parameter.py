@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.product import product_into
@@ -114,6 +115,17 @@ class Parameter:
                 product_into(grad_OI, left.t(), right, add=add)
             elif not add:
                 grad_OI.zero_()
+
+    def add_grouped(self, left_NO: Tensor, right_NI: Tensor, ends_E: Tensor) -> None:
+        """The same of rows that lie expert after expert, as one operation."""
+        if self.frozen:
+            return
+        add = not self._begin()
+        made_EOI = F.grouped_mm(left_NO.t(), right_NI, offs=ends_E).view(self.grad.shape)
+        if add:
+            self.grad.add_(made_EOI)
+        else:
+            self.grad.copy_(made_EOI)
 
     def add_rows(self, index_T: Tensor, gradient_TI: Tensor) -> None:
         """grad[index] += gradient, row by row: the gradient of a look-up."""
