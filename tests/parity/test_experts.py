@@ -12,7 +12,10 @@ MODELS = {
     "bias": {**GATED, "moe": {**MOE, "shared": 1}},
     "sequence": {**GATED, "moe": {**MOE, "balance": "sequence", "score": "softmax", "every": 2}},
     "global": {"moe": {**MOE, "balance": "global", "z_loss": 0.05, "jitter": 0.2, "first": 1}},
-    "groups": {**GATED, "moe": {**MOE, "experts": 8, "groups": 4, "top_groups": 2, "top_k": 3}},
+    "groups": {
+        **GATED,
+        "moe": {**MOE, "experts": 8, "groups": 4, "top_groups": 2, "top_k": 3, "balance": "none"},
+    },
 }
 FOUR = {"expert": 4}
 V_SHAPED = {"pipeline": 2, "chunks": 2, "schedule": "dualpipe-v", "expert_overlap": True}
