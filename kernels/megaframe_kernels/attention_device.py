@@ -60,14 +60,20 @@ def _rows(
 
 
 @triton.jit
-def _scores(
-    product: tl.tensor, scale: tl.tensor, cap: tl.tensor, CAP: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Scores in units of log 2, and the slope that the cap gives them."""
+def _scores(product: tl.tensor, scale: tl.tensor, cap: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
+    """Scores in units of log 2."""
     if CAP:
-        bent = tanh(product * (scale / cap))
-        return bent * (cap * LOG2_E), 1.0 - bent * bent
-    return product * (scale * LOG2_E), 1.0
+        return tanh(product * (scale / cap)) * (cap * LOG2_E)
+    return product * (scale * LOG2_E)
+
+
+@triton.jit
+def _slope(d_s: tl.tensor, s: tl.tensor, cap: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
+    """Gradient of the products from that of capped scores."""
+    if CAP:
+        bent = s / (cap * LOG2_E)
+        return d_s * (1.0 - bent * bent)
+    return d_s
 
 
 @triton.jit
@@ -97,7 +103,7 @@ def _attend(
     """Add a block of keys to the running result (Dao et al. 2022)."""
     key = block * N + tl.arange(0, N)
     k_ND = _rows(k, key, k_stride, keys, width, MASK, WIDTH, EVEN)
-    s, _ = _scores(product(q, tl.trans(k_ND), None, PRECISION), scale, cap, CAP)
+    s = _scores(product(q, tl.trans(k_ND), None, PRECISION), scale, cap, CAP)
     if MASK:
         seen = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
         s = tl.where(seen, s, -float("inf"))
@@ -248,13 +254,13 @@ def _query_gradient(
     key = block * N + tl.arange(0, N)
     k_ND = _rows(k, key, k_stride, keys, width, MASK, WIDTH, EVEN)
     v_ND = _rows(v, key, v_stride, keys, width, MASK, WIDTH, EVEN)
-    s, slope = _scores(product(q, tl.trans(k_ND), None, PRECISION), scale, cap, CAP)
+    s = _scores(product(q, tl.trans(k_ND), None, PRECISION), scale, cap, CAP)
     p = tl.exp2(s - sums[:, None])
     if MASK:
         seen = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
         p = tl.where(seen, p, 0.0)
     d_p = product(d_out, tl.trans(v_ND), None, PRECISION)
-    d_s = p * (d_p - less[:, None]) * slope
+    d_s = _slope(p * (d_p - less[:, None]), s, cap, CAP)
     return product(d_s.to(k_ND.dtype), k_ND, d_q, PRECISION)
 
 
@@ -368,14 +374,14 @@ def _key_gradients(
     else:
         sums, less = tl.load(lse + query), tl.load(delta + query)
     sums = tl.where(sums == -float("inf"), float("inf"), sums * LOG2_E)
-    s, slope = _scores(product(k, tl.trans(q_MD), None, PRECISION), scale, cap, CAP)
+    s = _scores(product(k, tl.trans(q_MD), None, PRECISION), scale, cap, CAP)
     p = tl.exp2(s - sums[None, :])
     if MASK:
         seen = (query[None, :] >= first[:, None]) & (query[None, :] < last[:, None])
         p = tl.where(seen, p, 0.0)
     d_v = product(p.to(d_out_MD.dtype), d_out_MD, d_v, PRECISION)
     d_p = product(v, tl.trans(d_out_MD), None, PRECISION)
-    d_s = p * (d_p - less[None, :]) * slope
+    d_s = _slope(p * (d_p - less[None, :]), s, cap, CAP)
     d_k = product(d_s.to(q_MD.dtype), q_MD, d_k, PRECISION)
     return d_k, d_v
 

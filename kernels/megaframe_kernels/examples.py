@@ -17,8 +17,12 @@ from megaframe_kernels import (
     adamw,
     attention,
     cross_entropy,
+    fp8,
+    grouped,
     norm,
+    permute,
     rotary,
+    router,
     square_sum,
 )
 
@@ -115,6 +119,53 @@ def _attention() -> Iterator[Example]:
     yield Example("head 128, fp32", partial(call, 128, torch.float32, None, False))
 
 
+def _router() -> Iterator[Example]:
+    def call(experts: int, sigmoid: bool) -> None:
+        logits = _shaped(8192, experts, dtype=torch.float32)
+        bias = _shaped(experts, dtype=torch.float32) if sigmoid else None
+        weights, chosen = router.launch_forward(logits, 8, bias, sigmoid, True)
+        router.launch_backward(weights, logits, weights, chosen, sigmoid, True)
+
+    yield Example("64 experts, softmax", partial(call, 64, False))
+    yield Example("256 experts, sigmoid", partial(call, 256, True))
+
+
+def _permutation() -> Iterator[Example]:
+    def call(experts: int) -> None:
+        chosen = _shaped(8192, 8, dtype=torch.int32)
+        order, places, _ = permute.launch_order(chosen, experts)
+        x, weights = _shaped(8192, 4096), _shaped(8192, 8, dtype=torch.float32)
+        rows = permute.launch_gather(x, order, None, 8)
+        permute.launch_gather(x, order, weights, 8)
+        permute.launch_combine(rows, weights, places)
+        permute.launch_inner(x, rows, places, weights)
+
+    yield Example("64 experts, 8 of them", partial(call, 64))
+
+
+def _grouped() -> Iterator[Example]:
+    def call(dtype: torch.dtype, moved: bool) -> None:
+        order = _shaped(16384, dtype=torch.int32)
+        x = _shaped(8192 if moved else 16384, 4096, dtype=dtype)
+        weights, ends = _shaped(8, 14336, 4096, dtype=dtype), _shaped(8, dtype=torch.int32)
+        given = (ends, order, order, 2) if moved else (ends, None, None)
+        y = grouped.launch_multiply(x, weights, *given)
+        grouped.launch_multiply(y, weights.transpose(1, 2), ends, order, None)
+        grouped.launch_weight_gradient(y, x, weights, *given)
+
+    yield Example("8 experts", partial(call, torch.bfloat16, False))
+    yield Example("8 experts, rows moved", partial(call, torch.bfloat16, True))
+
+
+def _quantise() -> Iterator[Example]:
+    def call(block: tuple[int, int]) -> None:
+        fp8.launch_quantise(_shaped(8192, 4096), torch.float8_e4m3fn, *block, False)
+
+    for name, block in (("tensor", (0, 0)), ("row", (1, 0)), ("1 x 128", (1, 128))):
+        yield Example(name, partial(call, block), least_chip=90)
+    yield Example("128 x 128", partial(call, (128, 128)), least_chip=90)
+
+
 EXAMPLES: dict[str, Callable[[], Iterable[Example]]] = {
     "norm": _norms,
     "activation": _activations,
@@ -123,5 +174,9 @@ EXAMPLES: dict[str, Callable[[], Iterable[Example]]] = {
     "adamw": _adamw,
     "square_sum": _square_sum,
     "attention": _attention,
+    "router": _router,
+    "permute": _permutation,
+    "grouped_product": _grouped,
+    "quantise": _quantise,
 }
 """By the name of a kernel."""

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megaframe_kernels.device import capability, ceil_div, launch, power_of_2
+from megaframe_kernels.device_math import INTERPRETED
 from megaframe_kernels.installed import missing_cuda, missing_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
@@ -62,6 +63,21 @@ def _block(x: Tensor, block: tuple[int, int] | None) -> tuple[int, int]:
 
 
 @triton.jit
+def _narrow(value: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """To 8 bits, ties to even. The interpreter loses the carry of a mantissa that rounds up to the
+    next power of two, so there numbers are brought to the grid of the type first."""
+    if INTERPRETED:
+        exponent = ((value.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
+        if tl.float8e4nv == KIND:
+            exponent = tl.maximum(exponent, -6) - 3
+        else:
+            exponent = tl.maximum(exponent, -14) - 2
+        step = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+        value = ((value / step + 12582912.0) - 12582912.0) * step
+    return value.to(KIND)
+
+
+@triton.jit
 def _scale_of(largest: tl.tensor, MOST: tl.constexpr, POWER_OF_TWO: tl.constexpr) -> tl.tensor:
     scale = tl.maximum(largest, 1e-30) * (1.0 / MOST)
     if POWER_OF_TWO:  # the exponent, one up unless nothing follows it
@@ -97,7 +113,7 @@ def _quantise_block(
     scale = _scale_of(tl.max(tl.max(tl.abs(value), 1), 0), MOST, POWER_OF_TWO)
     tl.store(scales + tl.program_id(0), scale)
     result = tl.minimum(tl.maximum(tl.div_rn(value, scale + value * 0.0), -MOST), MOST)
-    tl.store(out + row * width + column, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * width + column, _narrow(result, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -133,7 +149,7 @@ def _quantise(
     value = tl.load(x + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
     result = tl.div_rn(value, tl.load(scale) + value * 0.0)
     result = tl.minimum(tl.maximum(result, -MOST), MOST)
-    tl.store(out + row * width + column, result.to(out.dtype.element_ty), mask=column < width)
+    tl.store(out + row * width + column, _narrow(result, out.dtype.element_ty), mask=column < width)
 
 
 def launch_quantise(

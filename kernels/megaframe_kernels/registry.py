@@ -10,22 +10,33 @@ from megaframe_kernels import (
     adamw,
     attention,
     cross_entropy,
+    fp8,
+    grouped,
     linear_cross_entropy,
     norm,
+    permute,
     rotary,
+    router,
     square_sum,
 )
 from megaframe_kernels.kernel import Kernel
 
-_MODULES = (
-    attention,
-    norm,
-    activation,
-    rotary,
-    cross_entropy,
-    linear_cross_entropy,
-    adamw,
-    square_sum,
+_ALL = (
+    norm.KERNEL,
+    activation.KERNEL,
+    rotary.KERNEL,
+    attention.KERNEL,
+    cross_entropy.KERNEL,
+    linear_cross_entropy.KERNEL,
+    adamw.KERNEL,
+    square_sum.KERNEL,
+    router.KERNEL,
+    permute.ORDER,
+    permute.PERMUTE,
+    permute.UNPERMUTE,
+    grouped.KERNEL,
+    fp8.QUANTISE,
+    fp8.SCALED_PRODUCT,
 )
-KERNELS: Mapping[str, Kernel] = MappingProxyType({m.KERNEL.name: m.KERNEL for m in _MODULES})
+KERNELS: Mapping[str, Kernel] = MappingProxyType({kernel.name: kernel for kernel in _ALL})
 """What `select` chooses implementations for."""

@@ -1,8 +1,8 @@
 """Router of a mixture of experts: scores, the k best experts of a token, and their weights.
 
-Experts are chosen by score plus bias, and weighed by score alone: the bias balances the load without
-touching the gradient (Wang et al. 2024). Ties go to the expert with the lower number, so that every
-rank and every precision agrees with itself. Shape legend: T tokens, E experts, K chosen.
+Experts are chosen by score plus bias, and weighed by score alone: the bias balances the load
+without touching the gradient (Wang et al. 2024). Ties go to the expert with the lower number, so
+that every rank agrees. Shape legend: T tokens, E experts, K chosen.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def reference(
     scores = wide.softmax(-1) if score == "softmax" else wide.sigmoid()
     by = scores.detach() if bias_E is None else scores.detach() + bias_E.to(wide.dtype)
     # A stable sort, because topk promises no order between equals.
-    experts = by.sort(-1, descending=True, stable=True).indices[:, :k]
+    experts = by.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     weights = scores.gather(1, experts)
     if normalise:
         weights = weights / weights.sum(-1, keepdim=True)

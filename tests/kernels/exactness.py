@@ -60,7 +60,8 @@ def check(
     """Compare an implementation with the reference on the same numbers in fp64.
 
     Gradients flow from all floating outputs, each with random weights. length: of the longest sum
-    of the forward pass; gradient_length: of the backward pass. Returns what was computed.
+    of the forward pass; gradient_length: of the backward pass; how: as `assert_close` has it.
+    Returns what was computed.
     """
     options = options or {}
     implementation = kernel.implementations[name]
