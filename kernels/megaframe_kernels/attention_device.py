@@ -39,21 +39,24 @@ def _visits(
 @triton.jit
 def _rows(
     base: tl.tensor,
-    row: tl.tensor,
+    block: tl.tensor,
     stride: tl.tensor,
     length: tl.tensor,
     width: tl.tensor,
     MASK: tl.constexpr,
+    ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     EVEN: tl.constexpr,
 ) -> tl.tensor:
-    """Rows [row, D] of a matrix; what is outside is 0."""
-    column = tl.arange(0, WIDTH)
-    at = base + row[:, None].to(tl.int64) * stride + column[None, :]
+    """A block of rows [row, D] of a matrix; what is outside is 0. The block's place is one number
+    of 64 bits, the places in it have 32: they stay in registers from one block to the next."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    at = base + tl.cast(block, tl.int64) * ROWS * stride + (row[:, None] * stride + column[None, :])
     if MASK:
+        inside = row[:, None] < length - block * ROWS
         if EVEN:
-            return tl.load(at, mask=row[:, None] < length, other=0.0)
-        return tl.load(at, mask=(row[:, None] < length) & (column[None, :] < width), other=0.0)
+            return tl.load(at, mask=inside, other=0.0)
+        return tl.load(at, mask=inside & (column[None, :] < width), other=0.0)
     if EVEN:
         return tl.load(at)
     return tl.load(at, mask=column[None, :] < width, other=0.0)
@@ -102,7 +105,7 @@ def _attend(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add a block of keys to the running result (Dao et al. 2022)."""
     key = block * N + tl.arange(0, N)
-    k_ND = _rows(k, key, k_stride, keys, width, MASK, WIDTH, EVEN)
+    k_ND = _rows(k, block, k_stride, keys, width, MASK, N, WIDTH, EVEN)
     s = _scores(product(q, tl.trans(k_ND), None, PRECISION), scale, cap, CAP)
     if MASK:
         seen = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
@@ -113,7 +116,7 @@ def _attend(
         shift = tl.where(highest == -float("inf"), 0.0, highest)
     p = tl.exp2(s - shift[:, None])
     decay = tl.exp2(top - shift)
-    v_ND = _rows(v, key, v_stride, keys, width, MASK, WIDTH, EVEN)
+    v_ND = _rows(v, block, v_stride, keys, width, MASK, N, WIDTH, EVEN)
     out = out * decay[:, None]
     out = product(p.to(v_ND.dtype), v_ND, out, PRECISION)
     return out, highest, total * decay + tl.sum(p, 1)
@@ -154,7 +157,8 @@ def forward(
 ) -> None:
     blocks = tl.cdiv(queries, M)
     # The last queries of a causal mask see most: they start first.
-    query = (blocks - 1 - tl.program_id(0) % blocks) * M + tl.arange(0, M)
+    mine = blocks - 1 - tl.program_id(0) % blocks
+    query = mine * M + tl.arange(0, M)
     head = (tl.program_id(0) // blocks) % heads
     batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
     inside = query < queries
@@ -162,9 +166,8 @@ def forward(
     stop = tl.load(stops + batch * queries + query, mask=inside, other=0)
     low, high, whole_low, whole_high = _visits(start, stop, inside, keys, N)
     group = head // per_group
-    q_MD = _rows(
-        q + batch * q_batch + head * q_head, query, q_stride, queries, width, True, WIDTH, EVEN
-    )
+    q_rows = q + batch * q_batch + head * q_head
+    q_MD = _rows(q_rows, mine, q_stride, queries, width, True, M, WIDTH, EVEN)
     k_rows, v_rows = k + batch * k_batch + group * k_head, v + batch * v_batch + group * v_head
     total = tl.zeros([M], tl.float32)
     top = total - float("inf")
@@ -252,8 +255,8 @@ def _query_gradient(
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
     key = block * N + tl.arange(0, N)
-    k_ND = _rows(k, key, k_stride, keys, width, MASK, WIDTH, EVEN)
-    v_ND = _rows(v, key, v_stride, keys, width, MASK, WIDTH, EVEN)
+    k_ND = _rows(k, block, k_stride, keys, width, MASK, N, WIDTH, EVEN)
+    v_ND = _rows(v, block, v_stride, keys, width, MASK, N, WIDTH, EVEN)
     s = _scores(product(q, tl.trans(k_ND), None, PRECISION), scale, cap, CAP)
     p = tl.exp2(s - sums[:, None])
     if MASK:
@@ -302,7 +305,8 @@ def backward_queries(
     PRECISION: tl.constexpr,
 ) -> None:
     blocks = tl.cdiv(queries, M)
-    query = (blocks - 1 - tl.program_id(0) % blocks) * M + tl.arange(0, M)
+    mine = blocks - 1 - tl.program_id(0) % blocks
+    query = mine * M + tl.arange(0, M)
     head = (tl.program_id(0) // blocks) % heads
     batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
     inside = query < queries
@@ -311,8 +315,8 @@ def backward_queries(
     low, high, whole_low, whole_high = _visits(start, stop, inside, keys, N)
     group = head // per_group
     q_rows, d_rows = q + batch * q_batch + head * q_head, d_out + batch * d_batch + head * d_head
-    q_MD = _rows(q_rows, query, q_stride, queries, width, True, WIDTH, EVEN)
-    d_out_MD = _rows(d_rows, query, d_stride, queries, width, True, WIDTH, EVEN)
+    q_MD = _rows(q_rows, mine, q_stride, queries, width, True, M, WIDTH, EVEN)
+    d_out_MD = _rows(d_rows, mine, d_stride, queries, width, True, M, WIDTH, EVEN)
     at = (batch * heads + head) * queries + query
     sums = tl.load(lse + at, mask=inside, other=-float("inf"))
     sums = tl.where(sums == -float("inf"), float("inf"), sums * LOG2_E)  # of nothing seen: p = 0
@@ -366,8 +370,8 @@ def _key_gradients(
     """Scores and their gradients stand on their heads here, [N, M]: no product needs a transpose of
     what was computed."""
     query = block * M + tl.arange(0, M)
-    q_MD = _rows(q, query, q_stride, queries, width, MASK, WIDTH, EVEN)
-    d_out_MD = _rows(d_out, query, d_stride, queries, width, MASK, WIDTH, EVEN)
+    q_MD = _rows(q, block, q_stride, queries, width, MASK, M, WIDTH, EVEN)
+    d_out_MD = _rows(d_out, block, d_stride, queries, width, MASK, M, WIDTH, EVEN)
     if MASK:
         sums = tl.load(lse + query, mask=query < queries, other=-float("inf"))
         less = tl.load(delta + query, mask=query < queries, other=0.0)
@@ -426,7 +430,8 @@ def backward_keys(
 ) -> None:
     """All query heads of a group in one program: their sum has one order, and needs no atomics."""
     blocks, groups = tl.cdiv(keys, N), heads // per_group
-    key = (tl.program_id(0) % blocks) * N + tl.arange(0, N)
+    mine = tl.program_id(0) % blocks
+    key = mine * N + tl.arange(0, N)
     group = (tl.program_id(0) // blocks) % groups
     batch = (tl.program_id(0) // blocks // groups).to(tl.int64)
     inside = key < keys
@@ -434,8 +439,8 @@ def backward_keys(
     last = tl.load(lasts + batch * keys + key, mask=inside, other=0)
     low, high, whole_low, whole_high = _visits(first, last, inside, queries, M)
     k_rows, v_rows = k + batch * k_batch + group * k_head, v + batch * v_batch + group * v_head
-    k_ND = _rows(k_rows, key, k_stride, keys, width, True, WIDTH, EVEN)
-    v_ND = _rows(v_rows, key, v_stride, keys, width, True, WIDTH, EVEN)
+    k_ND = _rows(k_rows, mine, k_stride, keys, width, True, N, WIDTH, EVEN)
+    v_ND = _rows(v_rows, mine, v_stride, keys, width, True, N, WIDTH, EVEN)
     k_sum, v_sum = tl.zeros([N, WIDTH], tl.float32), tl.zeros([N, WIDTH], tl.float32)
     left = whole_low - low
     for head in range(group * per_group, (group + 1) * per_group):

@@ -1,9 +1,9 @@
 """Quantisation to 8-bit floats, with one scale for a tensor, for each row, or for each block.
 
-A scale is what the numbers are to be multiplied by to get the original back. It is exact: the largest
-magnitude over the largest number of the type, optionally rounded up to a power of two, by which
-multiplication is free of error. A tensor needs two passes, because its scale depends on all of it; rows
-and blocks take one.
+A scale is what the numbers are to be multiplied by to get the original back. It is exact: the
+largest magnitude over the largest number of the type, optionally rounded up to a power of two, by
+which multiplication is free of error. A tensor needs two passes, because its scale depends on all
+of it; rows and blocks take one.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Tiles are dealt out on the device from where the experts' rows end, so the host never waits to learn
 how many tokens an expert got. Rows can be fetched from the tokens they are of, and written to the
-choices they are for, which spares a pass over memory on either side. Shape legend: T tokens, K experts
-chosen by each, P = T K places (choices in the order of experts), E experts, N outputs, H inputs.
+choices they are for, which spares a pass over memory on either side. Shape legend: T tokens, K
+experts chosen by each, P = T K places (choices in the order of experts), E experts, N outputs, H
+inputs.
 """
 
 from __future__ import annotations
@@ -344,7 +345,7 @@ class _Product(torch.autograd.Function):
         gather, scatter = order if ctx.gather else None, order if ctx.scatter else None
         d_x = d_weights = None
         if ctx.needs_input_grad[0]:
-            # Read from where they were written, and summed over the choices of a token in one order.
+            # Read from where they were written; the choices of a token are summed in one order.
             d_x = _multiply_op(gradients[0], weights.transpose(1, 2), ends, scatter, None, 1)
             d_x = permute.combine(d_x, None, places) if ctx.gather else d_x
         if ctx.needs_input_grad[1]:

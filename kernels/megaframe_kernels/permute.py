@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megaframe_kernels import cuda_library
 from megaframe_kernels.device import ceil_div, launch, power_of_2
 from megaframe_kernels.installed import missing_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_place, refuse_types
@@ -31,7 +32,7 @@ class Order:
     """Where the choices of a batch go.
 
     order: the choice (t K + k) at each place, int32 [P]. places: the place of each choice, int32
-    [T, K]. ends: where each expert's places end, int32 [E]: expert e has ends[e - 1] .. ends[e] - 1.
+    [T, K]. ends: where each expert's places end, int32 [E]; it begins where the one before ends.
     """
 
     order_P: Tensor
@@ -240,13 +241,29 @@ def launch_inner(d_out_TH: Tensor, y_PH: Tensor, places_TK: Tensor, like: Tensor
     return d_weights
 
 
+def launch_order_cuda(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference_order`, in CUDA C++."""
+    flat = experts_TK.contiguous()
+    blocks = cuda_library.count("megaframe_expert_order_blocks", flat.numel())
+    order, places = flat.new_empty(flat.numel()), torch.empty_like(flat)
+    ends, starts = flat.new_empty(count), flat.new_empty(blocks, count)
+    outputs = (t.data_ptr() for t in (starts, order, places, ends))
+    given = flat.data_ptr(), flat.numel(), count, *outputs
+    cuda_library.call("megaframe_expert_order", flat, *given)
+    return order, places, ends
+
+
 _order_op = torch.library.custom_op("megaframe::expert_order", launch_order, mutates_args=())
+_order_cuda_op = torch.library.custom_op(
+    "megaframe::expert_order_cuda", launch_order_cuda, mutates_args=()
+)
 _gather_op = torch.library.custom_op("megaframe::expert_gather", launch_gather, mutates_args=())
 combine = torch.library.custom_op("megaframe::expert_combine", launch_combine, mutates_args=())
 _inner_op = torch.library.custom_op("megaframe::expert_inner", launch_inner, mutates_args=())
 
 
 @_order_op.register_fake
+@_order_cuda_op.register_fake
 def _(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     def empty(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.int32, device=experts_TK.device)
@@ -306,6 +323,11 @@ def _order_refuses(experts_TK: Tensor, count: int) -> str | None:
     return refuse_place(experts_TK)
 
 
+def _cuda_order_refuses(experts_TK: Tensor, count: int) -> str | None:
+    reason = _order_refuses(experts_TK, count)
+    return reason or (None if experts_TK.is_cuda else "experts are on no GPU")
+
+
 def _unpermute_refuses(y_PH: Tensor, weights_TK: Tensor | None, *_: Any) -> str | None:
     return refuse_types(y_PH, weights_TK)
 
@@ -317,7 +339,12 @@ def _permute_refuses(x_TH: Tensor, *_: Any) -> str | None:
 ORDER = Kernel(
     "expert_order",
     reference_order,
-    {"triton": Implementation("triton", _order_op, missing_nothing, _order_refuses)},
+    {
+        "triton": Implementation("triton", _order_op, missing_nothing, _order_refuses),
+        "cuda": Implementation(
+            "cuda", _order_cuda_op, cuda_library.missing_library, _cuda_order_refuses
+        ),
+    },
 )
 PERMUTE = Kernel(
     "permute",

@@ -17,6 +17,7 @@ from megaframe_kernels import (
     permute,
     rotary,
     router,
+    scattered,
     square_sum,
 )
 from megaframe_kernels.kernel import Kernel
@@ -30,6 +31,8 @@ _ALL = (
     linear_cross_entropy.KERNEL,
     adamw.KERNEL,
     square_sum.KERNEL,
+    scattered.ADAMW,
+    scattered.SQUARE_SUM,
     router.KERNEL,
     permute.ORDER,
     permute.PERMUTE,

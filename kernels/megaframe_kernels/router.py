@@ -126,13 +126,13 @@ def _backward(
     total = tl.zeros([TOKENS], tl.float32)
     inner = tl.zeros([TOKENS], tl.float32)
     for place in range(0, k):
-        at = token * k + place
-        chosen = tl.load(experts + at, mask=token < tokens, other=-1)
-        given = tl.load(d_weights + at, mask=token < tokens, other=0.0).to(tl.float32)
+        choice = token * k + place
+        chosen = tl.load(experts + choice, mask=token < tokens, other=-1)
+        given = tl.load(d_weights + choice, mask=token < tokens, other=0.0).to(tl.float32)
         here = expert[None, :] == chosen[:, None]
         d_scores += tl.where(here, given[:, None], 0.0)
         total += tl.sum(tl.where(here, scores, 0.0), 1)
-        inner += given * tl.load(weights + at, mask=token < tokens, other=0.0)
+        inner += given * tl.load(weights + choice, mask=token < tokens, other=0.0)
     if NORMALISE:  # of w = s / sum(s): (d_w - sum(d_w w)) / sum(s), for the chosen
         among = tl.zeros([TOKENS, EXPERTS], tl.float32)
         for place in range(0, k):

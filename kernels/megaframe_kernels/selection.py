@@ -1,7 +1,7 @@
 """Which implementation runs: by a committed table of measurements, or by name.
 
-The table `choices.json` has an order per chip and kernel, fastest first, written from what
-`benchmarks/gpu_check.py` measured; nothing is timed when a run starts, so that two runs on one kind
+The table `choices.json` has an order per chip and kernel, fastest first, to be written from what
+`benchmarks/gpu_check.py` measures; nothing is timed when a run starts, so that two runs on one kind
 of chip compute alike. Of the order the first implementation that can run is taken, and of those
 that cannot the reason is kept. One that was asked for by name runs or is an error.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,15 @@ UNMEASURED = "unmeasured"
 
 @dataclass(frozen=True)
 class Choice:
-    """Calls a kernel by the first of `order` that can run. named: asked for by name."""
+    """Calls a kernel by the first of `order` that takes the arguments, else by its reference.
+
+    order: implementations that this machine has, best first. absent: those that would come before,
+    with what keeps them away. named: asked for by name.
+    """
 
     kernel: Kernel
-    order: tuple[str, ...]
+    order: tuple[Implementation, ...]
+    absent: Mapping[str, str]
     named: bool = False
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
@@ -38,33 +43,19 @@ class Choice:
 
     def find(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
         """What runs for these arguments."""
-        for name in self.order:
-            if name == REFERENCE:
-                break
-            implementation = self.kernel.implementations[name]
-            reason = implementation.why_not(*arguments, **options)
+        for implementation in self.order:
+            reason = implementation.refuses(*arguments, **options)
             if reason is None:
                 return implementation.run
             if self.named:
-                raise KernelError(f"kernels.{self.kernel.name}={name} cannot run here: {reason}")
+                asked = f"kernels.{self.kernel.name}={implementation.name}"
+                raise KernelError(f"{asked} cannot run here: {reason}")
         return self.kernel.reference
 
-    def missing(self) -> dict[str, str]:
-        """Of the implementations before the first that is here, what keeps them away."""
-        found: dict[str, str] = {}
-        for name in self.order:
-            reason = None if name == REFERENCE else self._of(name).missing()
-            if reason is None:
-                break
-            found[name] = reason
-        return found
-
+    @property
     def active(self) -> str:
-        """The first implementation that this machine has."""
-        return next(n for n in self.order if n == REFERENCE or self._of(n).missing() is None)
-
-    def _of(self, name: str) -> Implementation:
-        return self.kernel.implementations[name]
+        """What runs where nothing is refused."""
+        return self.order[0].name if self.order else REFERENCE
 
 
 def select(
@@ -74,23 +65,45 @@ def select(
 ) -> dict[str, Choice]:
     """A choice for each kernel.
 
+    kernels: those that will be used; the CUDA kernels among their implementations are built here.
     overrides: names of implementations by kernel. chip: as `chip_name` gives it, by default that of
-    this machine. Raises KernelError for an override that names nothing.
+    this machine. Raises KernelError for an override that names nothing, or nothing that is here.
     """
     overrides = overrides or {}
     for name in overrides:
         _check(f"kernels.{name}", name, tuple(kernels))
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     measured = table.get(chip or chip_name(), {})
-    chosen = {}
-    for name, kernel in kernels.items():
-        if name in overrides:
-            _check(f"kernels.{name}={overrides[name]}", overrides[name], kernel.names())
-            chosen[name] = Choice(kernel, (overrides[name],), named=True)
-        else:
-            order = measured.get(name) or table[UNMEASURED].get(name, [])
-            chosen[name] = Choice(kernel, (*(n for n in order if n != REFERENCE), REFERENCE))
-    return chosen
+    return {
+        name: _override(kernel, overrides[name])
+        if name in overrides
+        else _choose(kernel, measured.get(name) or table[UNMEASURED].get(name, []))
+        for name, kernel in kernels.items()
+    }
+
+
+def _choose(kernel: Kernel, order: Sequence[str]) -> Choice:
+    present, absent = [], {}
+    for name in order:
+        if name == REFERENCE:
+            break
+        reason = kernel.implementations[name].missing()
+        if reason is None:
+            present.append(kernel.implementations[name])
+        elif not present:
+            absent[name] = reason
+    return Choice(kernel, tuple(present), absent)
+
+
+def _override(kernel: Kernel, name: str) -> Choice:
+    _check(f"kernels.{kernel.name}={name}", name, kernel.names())
+    if name == REFERENCE:
+        return Choice(kernel, (), {}, named=True)
+    implementation = kernel.implementations[name]
+    reason = implementation.missing()
+    if reason is not None:
+        raise KernelError(f"kernels.{kernel.name}={name} cannot run here: {reason}")
+    return Choice(kernel, (implementation,), {}, named=True)
 
 
 def chip_name() -> str:
