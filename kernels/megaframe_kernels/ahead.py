@@ -68,7 +68,7 @@ class Usage:
 def compile_example(example: Example, chip: int) -> Iterator[Usage]:
     """Compile every kernel that an example launches, for one chip."""
     launches: list[Launch] = []
-    with captured(launches.append):
+    with captured(launches.append, chip):
         example.call()
     for one in launches:
         yield _compile(one, example.name, chip)
@@ -105,13 +105,12 @@ def _describe(value: Any, constant: bool) -> tuple[str, bool]:
 
 def _read(kernel: str, example: str, chip: int, compiled: Any) -> Usage:
     """What the assembler says when it assembles the kernel's PTX once more and is asked."""
-    arch = re.search(r"\.target (\w+)", compiled.asm["ptx"])
+    arch = re.findall(r"\.target (\w+)", compiled.asm["ptx"])[0]
     tool = _TOOLS / ("ptxas-blackwell" if chip >= 100 else "ptxas")
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder, "kernel.ptx")
         ptx.write_text(compiled.asm["ptx"])
-        assert arch is not None
-        command = (str(tool), "-v", "--gpu-name", arch.group(1), str(ptx), "-o", f"{ptx}.o")
+        command = (str(tool), "-v", "--gpu-name", arch, str(ptx), "-o", f"{ptx}.o")
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     matrix = [m for m in ("wgmma", "tcgen05.mma", "mma.sync") if m in compiled.asm["ptx"]]
     return Usage(
@@ -151,6 +150,7 @@ def main(examples: Mapping[str, Callable[[], Iterable[Example]]] = EXAMPLES) -> 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chips", type=int, nargs="+", default=list(CHIPS), choices=CHIPS)
     parser.add_argument("--kernels", nargs="+", default=list(examples), choices=list(examples))
+    parser.add_argument("--examples", default="", metavar="TEXT", help="those whose name has it")
     arguments = parser.parse_args()
     if INTERPRETED:
         parser.error("the interpreter is on; unset TRITON_INTERPRET")
@@ -158,6 +158,7 @@ def main(examples: Mapping[str, Callable[[], Iterable[Example]]] = EXAMPLES) -> 
         usage
         for name in arguments.kernels
         for example in examples[name]()
+        if arguments.examples in example.name
         for chip in arguments.chips
         if chip >= example.least_chip
         for usage in compile_example(example, chip)

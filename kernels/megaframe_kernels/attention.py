@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +18,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megaframe_kernels import attention_device
-from megaframe_kernels.device import ceil_div, launch, power_of_2
+from megaframe_kernels.device import ceil_div, generation, launch, power_of_2, shared_memory
 from megaframe_kernels.installed import missing_cuda, missing_flash_attention, missing_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 from megaframe_kernels.spans import Spans
 
 _WIDEST = 256
+_SHARED_OF_WIDEST = 112 * 1024
+"""Bytes of shared memory that heads wider than 128 take before Hopper."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +38,23 @@ class Blocks:
     stages: int
 
 
-FORWARD = {64: Blocks(128, 64, 4, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 64, 8, 2)}
-"""Blocks of 16-bit numbers by the padded width of a head; what is in between takes the next."""
-BACKWARD_QUERIES = {
+Table: TypeAlias = dict[int, Blocks]
+"""By the padded width of a head; what is in between takes the next."""
+
+FORWARD: Table = {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 64, 8, 2)}
+BACKWARD_QUERIES: Table = {
     64: Blocks(128, 64, 8, 2),
     128: Blocks(128, 64, 8, 2),
-    256: Blocks(64, 32, 8, 1),
+    256: Blocks(64, 32, 8, 2),
 }
-BACKWARD_KEYS = {64: Blocks(64, 128, 8, 2), 128: Blocks(64, 128, 8, 2), 256: Blocks(32, 64, 8, 1)}
-_WIDE_NUMBERS = Blocks(32, 32, 4, 1)
+BACKWARD_KEYS: dict[int, Table] = {
+    8: {64: Blocks(32, 128, 8, 2), 128: Blocks(64, 64, 8, 1), 256: Blocks(32, 32, 8, 2)},
+    9: {64: Blocks(32, 128, 8, 2), 128: Blocks(16, 128, 8, 2), 256: Blocks(32, 32, 8, 2)},
+    10: {64: Blocks(32, 128, 8, 2), 128: Blocks(32, 128, 8, 1), 256: Blocks(16, 64, 8, 1)},
+}
+"""Of 16-bit numbers, by generation of the chip: the largest that stay in registers, where each
+assembler fills them in its own way."""
+WIDE_NUMBERS = Blocks(32, 16, 8, 1)
 """For fp32, whose products take the slow units whatever the blocks are."""
 
 
@@ -90,10 +100,10 @@ def _scale(query: Tensor, scale: float | None) -> float:
     return query.shape[-1] ** -0.5 if scale is None else scale
 
 
-def choose_blocks(table: dict[int, Blocks], x: Tensor) -> Blocks:
+def choose_blocks(table: Table, x: Tensor) -> Blocks:
     """Of a table, for heads as wide as those of x."""
     if x.dtype == torch.float32:
-        return _WIDE_NUMBERS
+        return WIDE_NUMBERS
     return table[min(wide for wide in table if wide >= x.shape[-1])]
 
 
@@ -206,7 +216,7 @@ def launch_backward(
     )
     options = _options(query, scale, softcap)
     by_query = query_blocks or choose_blocks(BACKWARD_QUERIES, query)
-    by_key = key_blocks or choose_blocks(BACKWARD_KEYS, query)
+    by_key = key_blocks or choose_blocks(BACKWARD_KEYS[generation(query)], query)
     saved = (query, key, value, d_out, lse, delta)
     launch(
         attention_device.backward_queries,
@@ -402,6 +412,10 @@ def _refuses(
 ) -> str | None:
     if query.shape[-1] > _WIDEST:
         return f"a head is {query.shape[-1]} wide; at most {_WIDEST} fits in registers"
+    if query.is_cuda and query.shape[-1] > 128:
+        room = shared_memory(query.device.index)
+        if room < _SHARED_OF_WIDEST:
+            return f"{room} bytes of shared memory are too few for heads wider than 128"
     if value.shape[-1] != query.shape[-1]:
         return f"values are {value.shape[-1]} wide and queries {query.shape[-1]}"
     if query.shape[2] % key.shape[2]:

@@ -442,6 +442,8 @@ def backward_keys(
     k_ND = _rows(k_rows, mine, k_stride, keys, width, True, N, WIDTH, EVEN)
     v_ND = _rows(v_rows, mine, v_stride, keys, width, True, N, WIDTH, EVEN)
     k_sum, v_sum = tl.zeros([N, WIDTH], tl.float32), tl.zeros([N, WIDTH], tl.float32)
+    if WIDTH > 128:  # registers do for one loop only
+        whole_low, whole_high = high, high
     left = whole_low - low
     for head in range(group * per_group, (group + 1) * per_group):
         q_rows, d_rows = (
@@ -456,12 +458,13 @@ def backward_keys(
                 last, queries, width, q_stride, d_stride, scale, cap, CAP, True, M, WIDTH, EVEN,
                 PRECISION,
             )  # fmt: skip
-        for block in range(whole_low, whole_high):
-            k_sum, v_sum = _key_gradients(
-                k_sum, v_sum, k_ND, v_ND, q_rows, d_rows, lse + at, delta + at, block, first,
-                last, queries, width, q_stride, d_stride, scale, cap, CAP, False, M, WIDTH, EVEN,
-                PRECISION,
-            )  # fmt: skip
+        if WIDTH <= 128:
+            for block in range(whole_low, whole_high):
+                k_sum, v_sum = _key_gradients(
+                    k_sum, v_sum, k_ND, v_ND, q_rows, d_rows, lse + at, delta + at, block, first,
+                    last, queries, width, q_stride, d_stride, scale, cap, CAP, False, M, WIDTH,
+                    EVEN, PRECISION,
+                )  # fmt: skip
     column = tl.arange(0, WIDTH)
     at = ((batch * keys + key)[:, None] * groups + group) * width + column[None, :]
     written = inside[:, None] & (column[None, :] < width)

@@ -36,7 +36,13 @@ class Launch:
     stages: int
 
 
-_CAPTURE: ContextVar[Callable[[Launch], None] | None] = ContextVar("capture", default=None)
+@dataclass(frozen=True)
+class _Capture:
+    take: Callable[[Launch], None]
+    chip: int
+
+
+_CAPTURE: ContextVar[_Capture | None] = ContextVar("capture", default=None)
 
 
 def launch(
@@ -52,7 +58,7 @@ def launch(
         return
     capture = _CAPTURE.get()
     if capture is not None:
-        capture(Launch(kernel, grid, arguments, constants, warps, stages))
+        capture.take(Launch(kernel, grid, arguments, constants, warps, stages))
         return
     place = next(a.device for a in arguments if isinstance(a, Tensor))
     if place.type == "cuda" and place.index != torch.cuda.current_device():
@@ -63,13 +69,30 @@ def launch(
 
 
 @contextmanager
-def captured(take: Callable[[Launch], None]) -> Iterator[None]:
-    """Hand launches to `take` instead of running them."""
-    token = _CAPTURE.set(take)
+def captured(take: Callable[[Launch], None], chip: int) -> Iterator[None]:
+    """Hand launches for a chip (its compute capability, such as 90) to `take`, and run none."""
+    token = _CAPTURE.set(_Capture(take, chip))
     try:
         yield
     finally:
         _CAPTURE.reset(token)
+
+
+def generation(tensor: Tensor) -> int:
+    """Whose matrix units a kernel is shaped for: 8 (Ampere, and what resembles it), 9 or 10."""
+    capture = _CAPTURE.get()
+    if capture is not None:
+        return capture.chip // 10
+    if tensor.device.type != "cuda":
+        return 9
+    major = capability(tensor.device.index)[0]
+    return {9: 9, 10: 10, 11: 10}.get(major, 8)
+
+
+@functools.lru_cache
+def shared_memory(index: int) -> int:
+    """Bytes of shared memory that a program may have on a GPU."""
+    return torch.cuda.get_device_properties(index).shared_memory_per_block_optin
 
 
 @functools.lru_cache

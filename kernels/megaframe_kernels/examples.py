@@ -115,8 +115,10 @@ def _attention() -> Iterator[Example]:
 
     for width in (64, 96, 128, 256):
         yield Example(f"head {width}", partial(call, width, torch.bfloat16, None, False))
-    yield Example("head 128, cap, sinks", partial(call, 128, torch.bfloat16, 30.0, True))
-    yield Example("head 128, fp32", partial(call, 128, torch.float32, None, False))
+        given = (width, torch.bfloat16, 30.0, True)
+        yield Example(f"head {width}, cap, sinks", partial(call, *given))
+    for width in (128, 256):
+        yield Example(f"head {width}, fp32", partial(call, width, torch.float32, None, False))
 
 
 def _router() -> Iterator[Example]:

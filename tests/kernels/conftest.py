@@ -1,5 +1,21 @@
-"""Kernels run in Triton's interpreter here; that must be said before they are imported."""
+"""Tests of kernels run on a GPU where there is one, else in Triton's interpreter.
+
+Which of the two must be said before the kernels are imported.
+"""
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def tensors_are_made_there():
+    if not torch.cuda.is_available():
+        yield
+        return
+    with torch.device("cuda"):
+        yield

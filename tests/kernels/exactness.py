@@ -3,13 +3,19 @@
 import torch
 from megaframe_kernels.kernel import KernelError
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def rand(*shape, dtype=torch.float32, seed=0, scale=1.0):
-    """Normal numbers in a precision, the same on every call."""
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+    """Normal numbers in a precision, the same on every call and every device."""
+    numbers = torch.randn(shape, generator=generator(seed), device="cpu")
+    return (numbers * scale).to(dtype).to(DEVICE)
+
+
+def generator(seed):
+    """Of random numbers; for the CPU, as generators of devices differ."""
+    return torch.Generator("cpu").manual_seed(seed)
 
 
 def tensors(tree):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exactness import DTYPES, check, rand
+from exactness import DEVICE, DTYPES, check, rand
 from megaframe_kernels import attention
 from megaframe_kernels.attention import KERNEL, launch_backward, launch_forward
 from megaframe_kernels.spans import find_spans
@@ -26,34 +26,34 @@ def hold(given, spans, **options):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_causal_with_grouped_heads(dtype):
     given = heads(70, batch=2, n=4, g=2, dtype=dtype)
-    hold(given, find_spans(2, 70, 70, "cpu"), need_lse=True)
+    hold(given, find_spans(2, 70, 70, DEVICE), need_lse=True)
 
 
 def test_blocks_without_a_mask_and_windows():
     # 130 tokens in blocks of 32: some blocks are seen whole, some in part, some by nobody.
-    hold(heads(130, n=1), find_spans(1, 130, 130, "cpu"))
-    hold(heads(130, n=1), find_spans(1, 130, 130, "cpu", window=40))
-    hold(heads(67, n=1), find_spans(1, 67, 67, "cpu", causal=False))
+    hold(heads(130, n=1), find_spans(1, 130, 130, DEVICE))
+    hold(heads(130, n=1), find_spans(1, 130, 130, DEVICE, window=40))
+    hold(heads(67, n=1), find_spans(1, 67, 67, DEVICE, causal=False))
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed_documents(causal):
     documents = (rand(2, 75, seed=4) > 1.2).cumsum(1)
     spans = find_spans(
-        2, 75, 75, "cpu", causal=causal, query_documents=documents, key_documents=documents
+        2, 75, 75, DEVICE, causal=causal, query_documents=documents, key_documents=documents
     )
     hold(heads(75, batch=2), spans)
 
 
 @pytest.mark.parametrize("width", [8, 24, 96])
 def test_widths_that_are_no_power_of_two(width):
-    hold(heads(20, width=width), find_spans(1, 20, 20, "cpu"))
+    hold(heads(20, width=width), find_spans(1, 20, 20, DEVICE))
 
 
 def test_softcap_sinks_and_scale():
     given = heads(45, n=4, g=2)
     sinks = rand(4, seed=9).requires_grad_()
-    spans = find_spans(1, 45, 45, "cpu", window=9)
+    spans = find_spans(1, 45, 45, DEVICE, window=9)
     options = {"softcap": 2.0, "scale": 0.7, "need_lse": True}
     length = 45 * 4
 
@@ -83,7 +83,7 @@ def test_softcap_sinks_and_scale():
 def test_queries_that_see_nothing_give_zero_and_get_no_gradient():
     documents = torch.tensor([[0, 0, 3, 3, 5]])
     spans = find_spans(
-        1, 5, 5, "cpu", query_documents=documents, key_documents=torch.tensor([[0, 1, 3, 4, 4]])
+        1, 5, 5, DEVICE, query_documents=documents, key_documents=torch.tensor([[0, 1, 3, 4, 4]])
     )
     given = heads(5)
     hold(given, spans)
@@ -95,7 +95,7 @@ def test_queries_that_see_nothing_give_zero_and_get_no_gradient():
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (0, 4), (3, 0), (33, 5)])
 def test_odd_and_empty_sizes(queries, keys):
-    spans = find_spans(1, queries, keys, "cpu", causal=False)
+    spans = find_spans(1, queries, keys, DEVICE, causal=False)
     given = heads(queries, keys)
     if keys:
         hold(given, spans)
@@ -107,7 +107,7 @@ def test_odd_and_empty_sizes(queries, keys):
 def test_large_scores_and_strided_heads():
     fused = rand(1, 40, 2, 4, 16, scale=20.0)
     given = tuple(fused[..., i, :].detach().requires_grad_() for i in (0, 1, 3))
-    spans = find_spans(1, 40, 40, "cpu")
+    spans = find_spans(1, 40, 40, DEVICE)
     # A score of 10^4 carries its rounding into the exponential.
     check(KERNEL, "triton", (*given, spans), {}, 40 * 1000**2, scale=50.0)
 
@@ -117,7 +117,7 @@ def test_a_ring_of_tiles_is_the_whole():
     final ones."""
     query, key, value = (x.detach() for x in heads(48, n=2, g=2))
     d_out = rand(1, 48, 2, 16, seed=8)
-    whole = find_spans(1, 48, 48, "cpu", window=30)
+    whole = find_spans(1, 48, 48, DEVICE, window=30)
     want, want_lse = launch_forward(query, key, value, *whole.tensors[:2], None, None, None)
     truth = launch_backward(
         d_out, None, query, key, value, want, want_lse, *whole.tensors, None, None, None
@@ -126,7 +126,7 @@ def test_a_ring_of_tiles_is_the_whole():
     others = torch.arange(12, 36)
     results = []
     for keys in (mine, others):
-        spans = find_spans(1, 24, 24, "cpu", window=30, query_places=mine, key_places=keys)
+        spans = find_spans(1, 24, 24, DEVICE, window=30, query_places=mine, key_places=keys)
         part = (query[:, mine], key[:, keys], value[:, keys])
         results.append((spans, part, launch_forward(*part, *spans.tensors[:2], None, None, None)))
     lse = torch.stack([r[2][1] for r in results]).logsumexp(0)
@@ -145,7 +145,7 @@ def test_a_ring_of_tiles_is_the_whole():
 
 
 def test_gradients_are_bitwise_repeatable():
-    given, spans = heads(40, n=4, dtype=torch.bfloat16), find_spans(1, 40, 40, "cpu")
+    given, spans = heads(40, n=4, dtype=torch.bfloat16), find_spans(1, 40, 40, DEVICE)
 
     def gradients():
         out, _ = attention.run_triton(*given, spans)
@@ -156,7 +156,9 @@ def test_gradients_are_bitwise_repeatable():
 
 
 def test_torch_does_the_same():
-    given, spans = heads(24, n=4, g=2), find_spans(1, 24, 24, "cpu")
+    given, spans = heads(24, n=4, g=2), find_spans(1, 24, 24, DEVICE)
     check(KERNEL, "torch", (*given, spans), {}, 24 * 4, scale=0.5)
-    reason = KERNEL.implementations["torch"].why_not(*given, find_spans(1, 24, 24, "cpu", window=3))
+    reason = KERNEL.implementations["torch"].why_not(
+        *given, find_spans(1, 24, 24, DEVICE, window=3)
+    )
     assert "window" in reason

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exactness import DTYPES, check, rand
+from exactness import DEVICE, DTYPES, check, generator, rand
 from megaframe_kernels import cross_entropy, linear_cross_entropy
 from megaframe_kernels.cross_entropy import IGNORE
 
@@ -15,7 +15,7 @@ OPTIONS = [
 
 
 def labels(tokens, vocab):
-    chosen = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(7))
+    chosen = torch.randint(0, vocab, (tokens,), generator=generator(7), device="cpu").to(DEVICE)
     chosen[1::3] = IGNORE
     return chosen
 

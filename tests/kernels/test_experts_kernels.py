@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exactness import DTYPES, check, rand
+from exactness import DEVICE, DTYPES, check, generator, rand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megaframe_kernels import grouped, permute, router
@@ -27,10 +27,9 @@ def test_router_of_strided_low_precision_logits_with_ties(dtype):
 
 def order_of(tokens, k, experts, seed=0, skipped=()):
     """Choices of a batch, some experts left without tokens, and their order."""
-    allowed = torch.tensor([e for e in range(experts) if e not in skipped])
-    generator = torch.Generator().manual_seed(seed)
-    draws = torch.rand(tokens, len(allowed), generator=generator).argsort(1)[:, :k]
-    chosen = allowed[draws].to(torch.int32)
+    allowed = torch.tensor([e for e in range(experts) if e not in skipped], device="cpu")
+    draws = torch.rand(tokens, len(allowed), generator=generator(seed), device="cpu")
+    chosen = allowed[draws.argsort(1)[:, :k]].to(torch.int32).to(DEVICE)
     return chosen, permute.Order(*permute.reference_order(chosen, experts))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exactness import rand
+from exactness import DEVICE, rand
 from megaframe_kernels import permute
 from megaframe_kernels.registry import KERNELS
 from megaframe_kernels.selection import select
@@ -18,7 +18,7 @@ def leaf(*shape, seed=0, dtype=torch.float32):
 
 
 def attention_arguments():
-    spans = find_spans(1, 6, 6, "cpu")
+    spans = find_spans(1, 6, 6, DEVICE)
     heads = leaf(1, 6, 2, 16), leaf(1, 6, 1, 16, seed=1), leaf(1, 6, 1, 16, seed=2)
     return (*heads, *spans.tensors, leaf(2, seed=3), 0.5, 3.0)
 
@@ -74,7 +74,7 @@ def test_a_block_compiles_whole():
     given = (
         *(leaf(1, 5, 32), leaf(32), leaf(32, 64), leaf(32, 32)),
         *(leaf(40, 32), torch.tensor([1, 2, -100, 0, 3])),
-        *(find_spans(1, 5, 5, "cpu"), rand(5, 8), rand(5, 8, seed=1)),
+        *(find_spans(1, 5, 5, DEVICE), rand(5, 8), rand(5, 8, seed=1)),
     )
     leaves = [g for g in given if isinstance(g, torch.Tensor) and g.requires_grad]
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)

@@ -1,6 +1,8 @@
 """Spans against masks written out."""
 
 import torch
+from exactness import DEVICE
+from exactness import generator as generator_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megaframe_kernels.spans import find_spans
@@ -16,10 +18,11 @@ from megaframe_kernels.spans import find_spans
     documents=st.booleans(),
 )
 def test_spans_are_the_mask_from_both_sides(seed, queries, keys, causal, window, documents):
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator_of(seed)
 
     def ascending(*shape):
-        return torch.randint(0, 9, shape, generator=generator).sort(-1).values
+        drawn = torch.randint(0, 9, shape, generator=generator, device="cpu")
+        return drawn.sort(-1).values.to(DEVICE)
 
     places = {"query_places": ascending(queries), "key_places": ascending(keys)}
     numbers = {}
@@ -28,7 +31,7 @@ def test_spans_are_the_mask_from_both_sides(seed, queries, keys, causal, window,
             "query_documents": ascending(2, queries) // 3,
             "key_documents": ascending(2, keys) // 3,
         }
-    spans = find_spans(2, queries, keys, "cpu", causal=causal, window=window, **places, **numbers)
+    spans = find_spans(2, queries, keys, DEVICE, causal=causal, window=window, **places, **numbers)
     apart = places["query_places"][:, None] - places["key_places"]
     seen = torch.ones(2, queries, keys, dtype=torch.bool)
     if causal:
@@ -45,7 +48,7 @@ def test_spans_are_the_mask_from_both_sides(seed, queries, keys, causal, window,
 
 
 def test_plain_spans():
-    assert find_spans(1, 4, 4, "cpu").plain
-    assert find_spans(1, 4, 4, "cpu", window=2).plain
-    assert not find_spans(1, 3, 4, "cpu").plain
-    assert not find_spans(1, 4, 4, "cpu", causal=False).plain
+    assert find_spans(1, 4, 4, DEVICE).plain
+    assert find_spans(1, 4, 4, DEVICE, window=2).plain
+    assert not find_spans(1, 3, 4, DEVICE).plain
+    assert not find_spans(1, 4, 4, DEVICE, causal=False).plain
