@@ -150,7 +150,7 @@ def main(examples: Mapping[str, Callable[[], Iterable[Example]]] = EXAMPLES) -> 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chips", type=int, nargs="+", default=list(CHIPS), choices=CHIPS)
     parser.add_argument("--kernels", nargs="+", default=list(examples), choices=list(examples))
-    parser.add_argument("--examples", default="", metavar="TEXT", help="those whose name has it")
+    parser.add_argument("--example", metavar="NAME", help="the one of this name alone")
     arguments = parser.parse_args()
     if INTERPRETED:
         parser.error("the interpreter is on; unset TRITON_INTERPRET")
@@ -158,7 +158,7 @@ def main(examples: Mapping[str, Callable[[], Iterable[Example]]] = EXAMPLES) -> 
         usage
         for name in arguments.kernels
         for example in examples[name]()
-        if arguments.examples in example.name
+        if arguments.example in (None, example.name)
         for chip in arguments.chips
         if chip >= example.least_chip
         for usage in compile_example(example, chip)

@@ -24,7 +24,7 @@ from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 from megaframe_kernels.spans import Spans
 
 _WIDEST = 256
-_SHARED_OF_WIDEST = 112 * 1024
+_SHARED_OF_WIDEST = 136 * 1024
 """Bytes of shared memory that heads wider than 128 take before Hopper."""
 
 
@@ -54,7 +54,7 @@ BACKWARD_KEYS: dict[int, Table] = {
 }
 """Of 16-bit numbers, by generation of the chip: the largest that stay in registers, where each
 assembler fills them in its own way."""
-WIDE_NUMBERS = Blocks(32, 16, 8, 1)
+WIDE_NUMBERS, WIDE_NUMBERS_OF_KEYS = Blocks(32, 16, 8, 1), Blocks(32, 32, 8, 1)
 """For fp32, whose products take the slow units whatever the blocks are."""
 
 
@@ -100,10 +100,10 @@ def _scale(query: Tensor, scale: float | None) -> float:
     return query.shape[-1] ** -0.5 if scale is None else scale
 
 
-def choose_blocks(table: Table, x: Tensor) -> Blocks:
+def choose_blocks(table: Table, x: Tensor, wide_numbers: Blocks = WIDE_NUMBERS) -> Blocks:
     """Of a table, for heads as wide as those of x."""
     if x.dtype == torch.float32:
-        return WIDE_NUMBERS
+        return wide_numbers
     return table[min(wide for wide in table if wide >= x.shape[-1])]
 
 
@@ -216,7 +216,9 @@ def launch_backward(
     )
     options = _options(query, scale, softcap)
     by_query = query_blocks or choose_blocks(BACKWARD_QUERIES, query)
-    by_key = key_blocks or choose_blocks(BACKWARD_KEYS[generation(query)], query)
+    by_key = key_blocks or choose_blocks(
+        BACKWARD_KEYS[generation(query)], query, WIDE_NUMBERS_OF_KEYS
+    )
     saved = (query, key, value, d_out, lse, delta)
     launch(
         attention_device.backward_queries,

@@ -41,7 +41,7 @@ def test_sizes_have_the_same_cases_and_work_that_counts():
     real, tiny = list(cases(REAL)), list(cases(TINY))
     assert [c.kernel for c in real] == [c.kernel for c in tiny]
     for case in real:
-        assert case.forward.bytes > 1e6 or case.forward.flops > 1e12
+        assert case.forward.bytes > 1e5 or case.forward.flops > 1e10
     causal = next(c for c in real if c.kernel == "attention")
     assert causal.forward.flops == pytest.approx(4 * 8192**2 / 2 * 32 * 128, rel=1e-3)
     assert causal.backward.flops == 2.5 * causal.forward.flops
