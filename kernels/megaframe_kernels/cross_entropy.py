@@ -322,10 +322,10 @@ def run_triton(
 ) -> Tensor:
     """As the reference."""
     whole = vocab or logits_TV.shape[1]
-    parts = _forward_op(logits_TV, labels_T, start, whole, label_smoothing, softcap)
+    partition_T, label_T = _forward_op(logits_TV, labels_T, start, whole, label_smoothing, softcap)
     if join is not None:
-        parts = joined(*parts, join)
-    return losses(*parts, labels_T, z_loss)
+        partition_T, label_T = joined(partition_T, label_T, join)
+    return losses(partition_T, label_T, labels_T, z_loss)
 
 
 def run_torch(logits_TV: Tensor, labels_T: Tensor, *, label_smoothing: float = 0.0) -> Tensor:

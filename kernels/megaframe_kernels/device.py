@@ -92,7 +92,7 @@ def generation(tensor: Tensor) -> int:
 @functools.lru_cache
 def shared_memory(index: int) -> int:
     """Bytes of shared memory that a program may have on a GPU."""
-    return torch.cuda.get_device_properties(index).shared_memory_per_block_optin
+    return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
 
 
 @functools.lru_cache

@@ -108,9 +108,10 @@ def _square_sum() -> Iterator[Example]:
 def _attention() -> Iterator[Example]:
     def call(width: int, dtype: torch.dtype, softcap: float | None, sinks: bool) -> None:
         q, k = _shaped(1, 8192, 32, width, dtype=dtype), _shaped(1, 8192, 8, width, dtype=dtype)
-        spans = [_shaped(1, 8192, dtype=torch.int32) for _ in range(4)]
+        ends = _shaped(1, 8192, dtype=torch.int32)
         sink = _shaped(32) if sinks else None
-        out, lse = attention.launch_forward(q, k, k, *spans[:2], sink, None, softcap)
+        out, lse = attention.launch_forward(q, k, k, ends, ends, sink, None, softcap)
+        spans = ends, ends, ends, ends
         attention.launch_backward(out, None, q, k, k, out, lse, *spans, sink, None, softcap)
 
     for width in (64, 96, 128, 256):

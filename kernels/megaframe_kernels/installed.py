@@ -62,7 +62,7 @@ def missing_cuda() -> str | None:
 
 def versions() -> dict[str, str]:
     """Versions of torch, Triton and of the libraries that are here."""
-    found = {"torch": torch.__version__}
+    found = {"torch": str(torch.__version__)}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     for package in ("triton", "liger-kernel", "flash-attn", "apex", "transformer-engine"):

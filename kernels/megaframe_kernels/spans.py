@@ -85,8 +85,12 @@ def spans_from(
     key = torch.arange(keys, device=starts.device).expand(starts.shape[0], -1).contiguous()
     first = torch.searchsorted(stops.long().contiguous(), key, right=True)
     last = torch.searchsorted(starts.long().contiguous(), key, right=True)
-    four = (t.to(torch.int32).contiguous() for t in (starts, stops, first, last))
-    return Spans(*four, plain=plain, window=window)
+
+    def narrow(x: Tensor) -> Tensor:
+        return x.to(torch.int32).contiguous()
+
+    ends = narrow(starts), narrow(stops), narrow(first), narrow(last)
+    return Spans(*ends, plain, window)
 
 
 def _places(places: Tensor | None, length: int, device: torch.device | str) -> Tensor:
