@@ -41,7 +41,17 @@ class Blocks:
 Table: TypeAlias = dict[int, Blocks]
 """By the padded width of a head; what is in between takes the next."""
 
-FORWARD: Table = {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 64, 8, 2)}
+_FORWARD_OF_WARPGROUPS: Table = {
+    64: Blocks(128, 128, 8, 3),
+    128: Blocks(128, 128, 8, 2),
+    256: Blocks(64, 64, 8, 2),
+}
+FORWARD: dict[int, Table] = {
+    8: {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 64, 8, 2)},
+    9: _FORWARD_OF_WARPGROUPS,
+    10: _FORWARD_OF_WARPGROUPS,
+}
+"""Of 16-bit numbers, by generation of the chip."""
 BACKWARD_QUERIES: Table = {
     64: Blocks(128, 64, 8, 2),
     128: Blocks(128, 64, 8, 2),
@@ -52,8 +62,7 @@ BACKWARD_KEYS: dict[int, Table] = {
     9: {64: Blocks(32, 128, 8, 2), 128: Blocks(16, 128, 8, 2), 256: Blocks(32, 32, 8, 2)},
     10: {64: Blocks(32, 128, 8, 2), 128: Blocks(32, 128, 8, 1), 256: Blocks(16, 64, 8, 1)},
 }
-"""Of 16-bit numbers, by generation of the chip: the largest that stay in registers, where each
-assembler fills them in its own way."""
+"""The largest blocks that stay in registers, which each assembler fills in its own way."""
 WIDE_NUMBERS, WIDE_NUMBERS_OF_KEYS = Blocks(32, 16, 8, 1), Blocks(32, 32, 8, 1)
 """For fp32, whose products take the slow units whatever the blocks are."""
 
@@ -137,7 +146,7 @@ def launch_forward(
     batch, queries, heads, width = query.shape
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     lse = query.new_empty(batch, heads, queries, dtype=torch.float32)
-    blocks = blocks or choose_blocks(FORWARD, query)
+    blocks = blocks or choose_blocks(FORWARD[generation(query)], query)
     launch(
         attention_device.forward,
         (ceil_div(queries, blocks.queries) * heads * batch,),

@@ -23,7 +23,7 @@ from megaframe_kernels.kernel import Implementation, Kernel, refuse_place, refus
 
 IGNORE = -100
 """The label of tokens that have no loss."""
-_BLOCK = 4096
+_BLOCK = 8192
 _GRADIENT_BLOCK = 2048
 
 Join: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -118,28 +118,37 @@ def _forward(
     CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row a program: running maximum and sum of exponentials (Milakov and Gimelshein 2018)."""
+    """One row a program: running maxima and sums of exponentials (Milakov and Gimelshein 2018).
+
+    Each few neighbours have a maximum of their own until the row ends: threads need not meet in
+    the loop.
+    """
     row = tl.program_id(0).to(tl.int64)
-    top, total, plain = -float("inf"), 0.0, 0.0
+    total = tl.zeros([BLOCK // 8], tl.float32)
+    top, plain = total - float("inf"), total
+    place = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     for first in range(0, words, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        at = logits + row * stride + column
-        z = tl.load(at, mask=column < words, other=-float("inf")).to(tl.float32)
+        inside = first + place < words
+        at = logits + row * stride + first + place
+        z = tl.load(at, mask=inside, other=-float("inf")).to(tl.float32)
         if CAP:
-            z = tl.where(column < words, cap * tanh(z / cap), -float("inf"))
-        highest = tl.maximum(top, tl.max(z, 0))
-        total = total * tl.exp(top - highest) + tl.sum(tl.exp(z - highest), 0)
+            z = tl.where(inside, cap * tanh(z / cap), -float("inf"))
+        highest = tl.maximum(top, tl.max(z, 1))
+        shift = tl.where(highest == -float("inf"), 0.0, highest)
+        total = total * tl.exp(top - shift) + tl.sum(tl.exp(z - shift[:, None]), 1)
         top = highest
         if SMOOTH:
-            plain += tl.sum(tl.where(column < words, z, 0.0), 0)
-    tl.store(partitions + row, top + tl.log(total))
+            plain += tl.sum(tl.where(inside, z, 0.0), 1)
+    highest = tl.max(top, 0)
+    partition = highest + tl.log(tl.sum(total * tl.exp(top - highest), 0))
+    tl.store(partitions + row, partition)
     here = tl.load(labels + row) - start
     inside = (here >= 0) & (here < words)
     label = tl.load(logits + row * stride + here, mask=inside, other=0.0).to(tl.float32)
     if CAP:
         label = cap * tanh(label / cap)
     if SMOOTH:
-        label = (1.0 - smoothing) * label + spread * plain
+        label = (1.0 - smoothing) * label + spread * tl.sum(plain, 0)
     tl.store(targets + row, label)
 
 

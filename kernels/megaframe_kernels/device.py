@@ -84,7 +84,7 @@ def generation(tensor: Tensor) -> int:
     if capture is not None:
         return capture.chip // 10
     if tensor.device.type != "cuda":
-        return 9
+        return 8
     major = capability(tensor.device.index)[0]
     return {9: 9, 10: 10, 11: 10}.get(major, 8)
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megaframe_kernels import permute
-from megaframe_kernels.device import capability, ceil_div, launch, power_of_2
+from megaframe_kernels.device import capability, ceil_div, generation, launch, power_of_2
 from megaframe_kernels.device_math import product
 from megaframe_kernels.installed import missing_cuda, missing_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
@@ -35,8 +35,8 @@ class Tiles:
     stages: int
 
 
-FORWARD = Tiles(128, 128, 64, 8, 3)
-WEIGHTS = Tiles(128, 128, 64, 8, 3)
+TILES = {8: Tiles(128, 128, 64, 8, 3), 9: Tiles(128, 256, 64, 8, 3), 10: Tiles(128, 256, 64, 8, 3)}
+"""Of 16-bit numbers, by generation of the chip."""
 _WIDE_NUMBERS = Tiles(32, 32, 32, 4, 2)
 """For fp32."""
 
@@ -91,6 +91,17 @@ def _find_tile(
 
 
 @triton.jit
+def _walk(program: tl.tensor, down: tl.tensor, across: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """A program's tile. Programs that run together share eight rows of tiles, or fewer at the end:
+    what they read of either side stays in the cache."""
+    together = 8 * across
+    first = program // together * 8
+    tall = tl.minimum(down - first, 8)
+    rest = program % together
+    return first + rest % tall, rest // tall
+
+
+@triton.jit
 def _multiply(
     x: tl.tensor,
     weights: tl.tensor,
@@ -113,7 +124,8 @@ def _multiply(
     PRECISION: tl.constexpr,
 ) -> None:
     across = tl.cdiv(outputs, COLUMNS)
-    expert, first, end = _find_tile(ends, tl.program_id(0) // across, experts, ROWS, EXPERTS)
+    tile, right = _walk(tl.program_id(0), tl.num_programs(0) // across, across)
+    expert, first, end = _find_tile(ends, tile, experts, ROWS, EXPERTS)
     if expert >= experts:
         return
     place = first + tl.arange(0, ROWS)
@@ -121,7 +133,7 @@ def _multiply(
     row = place.to(tl.int64)
     if gather is not None:
         row = (tl.load(gather + place, mask=inside, other=0) // chosen).to(tl.int64)
-    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
+    column = right * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
     matrix = weights + expert.to(tl.int64) * expert_stride
     left = x + row[:, None] * x_stride + depth[None, :]
@@ -161,10 +173,10 @@ def _multiply_transposed(
 ) -> None:
     """d_weights[e] = sum over the places of e of d_y[p]^T x[p]; 0 for an expert without places."""
     down, across = tl.cdiv(outputs, ROWS), tl.cdiv(inputs, COLUMNS)
-    expert = tl.program_id(0) // (down * across)
-    tile = tl.program_id(0) % (down * across)
-    output = (tile // across) * ROWS + tl.arange(0, ROWS)
-    column = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
+    expert, tile = tl.program_id(0) // (down * across), tl.program_id(0) % (down * across)
+    below, right = _walk(tile, down, across)
+    output = below * ROWS + tl.arange(0, ROWS)
+    column = right * COLUMNS + tl.arange(0, COLUMNS)
     start = 0
     if expert > 0:
         start = tl.load(ends + expert - 1)
@@ -188,8 +200,10 @@ def _multiply_transposed(
     tl.store(d_weights + at, total.to(d_weights.dtype.element_ty), mask=written)
 
 
-def _choose(x: Tensor, tiles: Tiles) -> tuple[Tiles, str]:
-    return (_WIDE_NUMBERS, "ieee") if x.dtype == torch.float32 else (tiles, "tf32")
+def _choose(x: Tensor, tiles: Tiles | None) -> tuple[Tiles, str]:
+    wide = x.dtype == torch.float32
+    chosen = _WIDE_NUMBERS if wide else TILES[generation(x)]
+    return tiles or chosen, "ieee" if wide else "tf32"
 
 
 def _adjacent(x: Tensor) -> Tensor:
@@ -203,7 +217,7 @@ def launch_multiply(
     gather_P: Tensor | None,
     scatter_P: Tensor | None,
     chosen: int = 1,
-    tiles: Tiles = FORWARD,
+    tiles: Tiles | None = None,
 ) -> Tensor:
     """y [P, N]; place p reads row gather[p] // chosen and writes row scatter[p]. Weights may lie
     transposed in memory."""
@@ -247,7 +261,7 @@ def launch_weight_gradient(
     gather_P: Tensor | None,
     scatter_P: Tensor | None,
     chosen: int = 1,
-    tiles: Tiles = WEIGHTS,
+    tiles: Tiles | None = None,
 ) -> Tensor:
     """Gradient of the weights."""
     d_y, x = _adjacent(d_y), _adjacent(x)
