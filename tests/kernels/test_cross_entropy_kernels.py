@@ -27,7 +27,7 @@ def test_cross_entropy(options, dtype):
     check(cross_entropy.KERNEL, "triton", (logits, labels(7, 45)), options, 45)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (0, 5), (3, 5000)])
+@pytest.mark.parametrize("shape", [(1, 1), (0, 5), (3, 9000)])
 def test_odd_sizes(shape):
     logits = rand(*shape).requires_grad_()
     given = (logits, labels(*shape))
