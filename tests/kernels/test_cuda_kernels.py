@@ -120,6 +120,9 @@ def test_scattered_square_sum(library, dtype):
     torch.testing.assert_close(got, want, rtol=1e-13, atol=0.0)
     torch.testing.assert_close(scattered.run_triton_square_sum(tensors), want, rtol=1e-13, atol=0.0)
     assert torch.equal(got, scattered.run_cuda_square_sum(tensors))
+    many = list(whole[: 70 * 3].split(3))  # more than a launch takes
+    want = scattered.reference_square_sum(many)
+    torch.testing.assert_close(scattered.run_cuda_square_sum(many), want, rtol=1e-13, atol=0.0)
     whole[30000] = float("nan")
     assert scattered.run_cuda_square_sum(tensors).isnan()
 

@@ -45,3 +45,10 @@ def test_the_largest_number_survives():
     got, scales = fp8.run_triton(x)
     assert fp8.restore(got, scales)[0, 0] == pytest.approx(1e30, rel=1e-6)
     assert torch.isfinite(got.float()).all()
+
+
+@pytest.mark.parametrize("block", [None, (1, 0)])
+def test_a_scale_that_is_a_power_of_two_stays(block):
+    x = torch.tensor([[448.0, 1.0], [448.0, -448.0]])
+    got, scales = fp8.run_triton(x, torch.float8_e4m3fn, block, True)
+    assert (scales == 1).all() and torch.equal(got.float(), x)
