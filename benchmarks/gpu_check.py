@@ -9,6 +9,7 @@ another implementation says so itself; the order of speed goes into the table th
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -25,6 +26,10 @@ sys.path[:0] = [str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 _MINUTES = 8.0
 _TESTS_MINUTES = 3.0
 _TRAINING_MINUTES = 1.0
+_WORTH_COMPILING = frozenset(
+    ("norm", "activation", "rotary", "cross_entropy", "adamw", "square_sum", "router", "quantise")
+)
+"""Where a compiler can be a rival. Each takes seconds to compile."""
 COMPILED = "compiled"
 """The reference under torch.compile, as a name among implementations."""
 
@@ -96,9 +101,9 @@ def runs_of(kernel: Any, dry: bool) -> dict[str, Callable[..., Any]]:
 
     here = {n: i.run for n, i in kernel.implementations.items() if i.missing() is None}
     here["reference"] = kernel.reference
-    # Of hundreds of tensors the compiler would make hundreds of kernels, for minutes.
-    if not dry and not kernel.name.startswith("scattered"):
-        here[COMPILED] = torch.compile(kernel.reference)
+    if kernel.name in _WORTH_COMPILING and not dry:
+        torch._dynamo.reset()
+        here[COMPILED] = torch.compile(kernel.reference, dynamic=False)
     return here
 
 
@@ -164,7 +169,7 @@ def measure(case: Any, tiny: Any, ceilings: Ceilings, dry: bool) -> Iterator[Mea
             if reason:
                 yield Measurement(*label, trouble=reason)
                 continue
-            error = error_of(kernel, run, tiny)
+            error = None if name == COMPILED else error_of(kernel, run, tiny)
             forth, back = time_case(case, run, dry)
         except Exception as broken:
             yield Measurement(*label, trouble=_first_line(broken))
@@ -198,9 +203,10 @@ def order_of(measurements: Sequence[Measurement], most_error: float = 0.05) -> l
 
 def run_tests(dry: bool) -> str:
     """The kernels' tests on this GPU; how they ended."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", str(ROOT / "tests" / "kernels")]
-    if dry:
-        command[-1] += "/test_spans.py"
+    tests = ROOT / "tests" / "kernels"
+    command = [sys.executable, "-m", "pytest", "-q", str(tests / "test_spans.py" if dry else tests)]
+    if importlib.util.find_spec("xdist") and not dry:
+        command += ["-n", "4"]  # most of their time is Triton's compiler
     try:
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=60 * _TESTS_MINUTES
