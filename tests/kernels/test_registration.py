@@ -70,6 +70,21 @@ def block(x, gain, gate_up, down, logits_weight, labels, spans, cos, sin):
     return losses.sum() + CHOICES["linear_cross_entropy"](flat, logits_weight, labels)
 
 
+def test_a_step_compiles_whole():
+    def step(weights, grads, mean, square):
+        CHOICES["adamw"](weights, grads, mean, square, None, **numbers)
+        quantised, scales = CHOICES["quantise"](weights.view(3, 7), torch.float8_e4m3fn, (1, 0))
+        return CHOICES["square_sum"](grads), quantised.float() * scales
+
+    numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.1, "step": 2}
+    given = [rand(21, seed=i).abs() for i in range(4)]
+    mine = [t.clone() for t in given]
+    want = step(*given)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*mine), want, rtol=0, atol=0)
+    torch.testing.assert_close(mine, given, rtol=0, atol=0)
+
+
 def test_a_block_compiles_whole():
     given = (
         *(leaf(1, 5, 32), leaf(32), leaf(32, 64), leaf(32, 32)),
