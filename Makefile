@@ -8,7 +8,7 @@ BIN := .venv/bin
 DEMO := runs/demo-data
 TRAIN := $(BIN)/python pretrain_gpt.py --config configs/demo.yaml
 
-.PHONY: demo test clean
+.PHONY: demo test gpu-check clean
 
 demo: $(DEMO)/python.idx
 	$(TRAIN) $(OVERRIDES)
@@ -19,6 +19,10 @@ test: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+# Tests and measures the kernels on the GPU that is here, with the Python that has its torch.
+gpu-check:
+	$(PYTHON) benchmarks/gpu_check.py
 
 $(DEMO)/corpus.jsonl: | .venv/ready
 	$(BIN)/python tools/demo_corpus.py --output $@

@@ -1,8 +1,32 @@
-"""Packaging of megaframe. The pinned set that the tests ran with is constraints.txt."""
+"""Packaging of megaframe. The pinned set that the tests ran with is constraints.txt.
 
+`MEGAFRAME_BUILD_CUDA=1 pip install .` builds the CUDA kernels ahead; otherwise they are built when
+a GPU first needs them.
+"""
+
+import os
+import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+HERE = Path(__file__).resolve().parent
+
+
+class BuildWithKernels(build_py):
+    """Adds the CUDA kernels, where they are asked for."""
+
+    def run(self) -> None:
+        super().run()
+        if os.environ.get("MEGAFRAME_BUILD_CUDA") != "1":
+            return
+        sys.path.insert(0, str(HERE / "kernels"))
+        from megaframe_kernels.cuda_build import CHIPS, build, prebuilt
+
+        whole = HERE / "kernels" if self.editable_mode else Path(self.build_lib)
+        build(whole / "megaframe_kernels" / prebuilt().name, CHIPS)
+
 
 wandb = ["wandb>=0.22,<0.32"]
 tensorboard = ["tensorboard>=2.18,<2.22"]
@@ -28,8 +52,21 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     python_requires=">=3.10",
-    packages=find_packages(include=["megaframe", "megaframe.*"]),
-    package_data={"megaframe": ["py.typed"]},
+    packages=[
+        *find_packages(include=["megaframe", "megaframe.*"]),
+        "megaframe_kernels",
+        "megaframe_kernels.cuda",
+    ],
+    package_dir={
+        "megaframe_kernels": "kernels/megaframe_kernels",
+        "megaframe_kernels.cuda": "kernels/cuda",
+    },
+    package_data={
+        "megaframe": ["py.typed"],
+        "megaframe_kernels": ["choices.json"],
+        "megaframe_kernels.cuda": ["*.cu", "*.cuh"],
+    },
+    cmdclass={"build_py": BuildWithKernels},
     install_requires=[
         "torch>=2.9,<2.14",
         "numpy>=1.26,<2.5",
@@ -40,6 +77,8 @@ setup(
         "sentencepiece>=0.2.3,<0.3",
         "rich>=13.9,<16",
         "xxhash>=3.5,<5",
+        # What torch's builds for GPUs bring themselves; on a CPU the kernels' tests interpret it.
+        "triton>=3.5,<3.8; sys_platform == 'linux'",
     ],
     extras_require={
         "wandb": wandb,

@@ -1,0 +1,261 @@
+"""What the bench of kernels runs: arguments of real sizes, or of tiny ones, and the least work.
+
+`bytes` and `flops` count what an implementation cannot avoid: each input read once, each output
+written once, each product of a causal half. What one moves beyond that counts against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megaframe_kernels import permute
+from megaframe_kernels.spans import find_spans
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one pass: bytes moved, and floating-point operations where those decide."""
+
+    bytes: float = 0.0
+    flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments for a kernel, and the least work.
+
+    arguments: makes them, with gradients where they have one. backward: None where nothing has a
+    gradient. length: of the longest sum.
+    """
+
+    kernel: str
+    name: str
+    arguments: Callable[[], tuple[Any, ...]]
+    forward: Work
+    backward: Work | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    length: int = 1
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model. width: of a head. length: tokens of a sample. parameters: of a flat shard, or of
+    so many tensors."""
+
+    tokens: int
+    hidden: int
+    ffn: int
+    vocab: int
+    heads: int
+    width: int
+    length: int
+    experts: int
+    parameters: int
+    tensors: int
+
+
+REAL = Sizes(16384, 4096, 14336, 128256, 32, 128, 8192, 8, 2**28, 256)
+"""About Llama 3 8B; a pass is well over launch overhead, and its data over the cache."""
+TINY = Sizes(32, 64, 96, 128, 2, 16, 16, 4, 4096, 5)
+"""For a check that everything runs."""
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:
+    """Normal numbers on the default device. Never zeros: they run faster than data does."""
+    return torch.randn(shape).to(dtype).requires_grad_(grad)
+
+
+def cases(s: Sizes) -> Iterator[Case]:
+    """All cases of a size."""
+    yield from _elementwise(s)
+    yield from _losses(s)
+    yield from _optimizer(s)
+    yield from _attention(s)
+    yield from _experts(s)
+    yield from _quantise(s)
+
+
+def _elementwise(s: Sizes) -> Iterator[Case]:
+    row = 2.0 * s.tokens * s.hidden
+    for kind in ("rmsnorm", "layernorm"):
+
+        def norm(kind: str = kind) -> tuple[Any, ...]:
+            gain = random(s.hidden, dtype=torch.float32, grad=True)
+            bias = random(s.hidden, dtype=torch.float32, grad=True) if kind == "layernorm" else None
+            x, residual = (random(s.tokens, s.hidden, grad=True) for _ in range(2))
+            return x, gain, bias, residual
+
+        options = {"kind": kind}
+        name = f"{kind} {s.hidden} + residual"
+        yield Case("norm", name, norm, Work(4 * row), Work(4 * row), options, s.tokens)
+
+    def swiglu() -> tuple[Any, ...]:
+        return random(s.tokens, 2 * s.ffn, grad=True), "swiglu"
+
+    wide = 2.0 * s.tokens * s.ffn
+    yield Case("activation", f"swiglu {s.ffn}", swiglu, Work(3 * wide), Work(5 * wide))
+
+    def rotary() -> tuple[Any, ...]:
+        x = random(s.tokens // s.length, s.length, s.heads, s.width, grad=True)
+        angle = torch.randn(s.length, s.width // 2)
+        return x, angle.cos(), angle.sin()
+
+    heads = 2.0 * s.tokens * s.heads * s.width
+    yield Case("rotary", f"{s.heads} heads", rotary, Work(2 * heads), Work(2 * heads), length=2)
+
+
+def _losses(s: Sizes) -> Iterator[Case]:
+    tokens = s.tokens // 2
+    logits = 2.0 * tokens * s.vocab
+
+    def labels() -> Tensor:
+        return torch.randint(0, s.vocab, (tokens,))
+
+    def cross_entropy() -> tuple[Any, ...]:
+        return random(tokens, s.vocab, grad=True), labels()
+
+    name = f"vocabulary {s.vocab}"
+    given = Work(logits), Work(2 * logits)
+    yield Case("cross_entropy", name, cross_entropy, *given, length=s.vocab)
+
+    def linear() -> tuple[Any, ...]:
+        hidden, weight = random(tokens, s.hidden, grad=True), random(s.vocab, s.hidden, grad=True)
+        return hidden, (weight.detach() / s.hidden**0.5).requires_grad_(), labels()
+
+    # The gradients are made in forward, so all three products count there.
+    work = Work(flops=6.0 * tokens * s.vocab * s.hidden)
+    yield Case("linear_cross_entropy", name, linear, work, length=s.vocab + tokens)
+
+
+def _optimizer(s: Sizes) -> Iterator[Case]:
+    numbers = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
+
+    def flat() -> tuple[Any, ...]:
+        wide = [random(s.parameters, dtype=torch.float32) for _ in range(3)]
+        return (*wide, random(s.parameters, dtype=torch.float32).square(), random(s.parameters))
+
+    work = Work(4.0 * 7 * s.parameters + 2.0 * s.parameters)
+    yield Case("adamw", "fp32, bf16 copy", flat, work, options=numbers)
+
+    def span() -> tuple[Any, ...]:
+        return (random(s.parameters, dtype=torch.float32),)
+
+    yield Case("square_sum", "fp32", span, Work(4.0 * s.parameters), length=s.parameters)
+    count = s.tensors
+    each = s.parameters // count
+
+    def lists() -> tuple[Any, ...]:
+        def many(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+            return [random(each, dtype=dtype) for _ in range(count)]
+
+        return many(), many(), many(), [t.square() for t in many()], many(torch.bfloat16)
+
+    name = f"{count} tensors of {each}"
+    yield Case("scattered_adamw", name, lists, Work(30.0 * each * count), options=numbers)
+
+    def gradients() -> tuple[Any, ...]:
+        return ([random(each, dtype=torch.float32) for _ in range(count)],)
+
+    yield Case("scattered_square_sum", name, gradients, Work(4.0 * each * count))
+
+
+def _attention(s: Sizes) -> Iterator[Case]:
+    def make(groups: int, window: int | None, packed: bool) -> Callable[[], tuple[Any, ...]]:
+        def arguments() -> tuple[Any, ...]:
+            documents = None
+            if packed:
+                documents = (torch.arange(s.length) // max(s.length // 8, 1))[None]
+            where = torch.get_default_device()
+            spans = find_spans(
+                1,
+                s.length,
+                s.length,
+                where,
+                window=window,
+                query_documents=documents,
+                key_documents=documents,
+            )
+            heads = (random(1, s.length, n, s.width, grad=True) for n in (s.heads, groups, groups))
+            return (*heads, spans)
+
+        return arguments
+
+    pairs = s.length * (s.length + 1) / 2
+    window = s.length // 8
+    near = window * (window + 1) / 2 + (s.length - window) * window
+    inside = 8 * (s.length // 8) * (s.length // 8 + 1) / 2
+    groups = max(s.heads // 4, 1)
+    for name, seen, arguments in (
+        ("causal", pairs, make(s.heads, None, False)),
+        ("causal, grouped heads", pairs, make(groups, None, False)),
+        ("window", near, make(groups, window, False)),
+        ("packed", inside, make(groups, None, True)),
+    ):
+        product = 2.0 * seen * s.heads * s.width
+        whole = f"{name}, head {s.width}, {s.length} tokens"
+        work = Work(flops=2 * product), Work(flops=5 * product)
+        yield Case("attention", whole, arguments, *work, length=s.length * s.heads)
+
+
+def _experts(s: Sizes) -> Iterator[Case]:
+    k = 2
+
+    def router() -> tuple[Any, ...]:
+        return random(s.tokens, s.experts, dtype=torch.float32, grad=True), k
+
+    small = 4.0 * s.tokens * (s.experts + 2 * k)
+    yield Case("router", f"{s.experts} experts", router, Work(small), Work(small + small))
+
+    def chosen() -> Tensor:
+        return torch.randint(0, s.experts, (s.tokens, k)).int()
+
+    def order() -> tuple[Any, ...]:
+        return chosen(), s.experts
+
+    yield Case("expert_order", f"{s.experts} experts", order, Work(12.0 * s.tokens * k))
+
+    def rows(grown: bool) -> Callable[[], tuple[Any, ...]]:
+        def arguments() -> tuple[Any, ...]:
+            order_P, places_TK, _ = permute.reference_order(chosen(), s.experts)
+            if not grown:
+                return random(s.tokens, s.hidden, grad=True), order_P, places_TK
+            weights = torch.rand(s.tokens, k).requires_grad_()
+            return random(s.tokens * k, s.hidden, grad=True), weights, order_P, places_TK
+
+        return arguments
+
+    row = 2.0 * s.tokens * s.hidden
+    few = Work((1 + k) * row)
+    yield Case("permute", f"{k} of {s.experts}", rows(False), few, few, length=k)
+    back = Work((1 + 3 * k) * row)
+    yield Case("unpermute", f"{k} of {s.experts}", rows(True), few, back, length=s.hidden)
+
+    def grouped(moved: bool) -> Callable[[], tuple[Any, ...]]:
+        def arguments() -> tuple[Any, ...]:
+            order_P, places_TK, ends = permute.reference_order(chosen(), s.experts)
+            x = random(s.tokens if moved else s.tokens * k, s.hidden, grad=True)
+            weights = random(s.experts, s.ffn, s.hidden).div_(s.hidden**0.5).requires_grad_()
+            return (x, weights, ends, order_P, places_TK) if moved else (x, weights, ends)
+
+        return arguments
+
+    product = 2.0 * s.tokens * k * s.hidden * s.ffn
+    for name, moved in ((f"{s.experts} experts", False), (f"{s.experts} experts, gather", True)):
+        work = Work(flops=product), Work(flops=2 * product)
+        options = {"gather": True} if moved else {}
+        length = max(s.hidden, s.ffn, s.tokens)
+        yield Case("grouped_product", name, grouped(moved), *work, options, length)
+
+
+def _quantise(s: Sizes) -> Iterator[Case]:
+    for name, block in (("tensor", None), ("row", (1, 0)), ("128 x 128", (128, 128))):
+
+        def arguments(block: tuple[int, int] | None = block) -> tuple[Any, ...]:
+            return random(s.tokens, s.hidden), torch.float8_e4m3fn, block
+
+        passes = 5.0 if block is None else 3.0
+        yield Case("quantise", name, arguments, Work(passes * s.tokens * s.hidden))

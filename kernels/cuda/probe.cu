@@ -1,0 +1,8 @@
+// Whether this build of CUDA can use the GPU here at all: a driver may be older than the compiler.
+
+#include "launch.cuh"
+
+MEGAFRAME_EXPORT int megaframe_probe() {
+  const cudaError_t error = cudaFree(nullptr);
+  return static_cast<int>(error);
+}

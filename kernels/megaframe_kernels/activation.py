@@ -1,0 +1,208 @@
+"""SwiGLU, GELU and squared ReLU, computed again in backward from their input.
+
+Saving the input alone is what lets a block keep one wide activation instead of two. SwiGLU reads
+gate and up from the two halves of one row, as the fused linear before it writes them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megaframe_kernels.device import ceil_div, launch, power_of_2, rows_of
+from megaframe_kernels.installed import missing_liger, missing_nothing
+from megaframe_kernels.kernel import Implementation, Kernel, never, refuse_types
+
+KINDS = ("swiglu", "gelu", "gelu_tanh", "relu2")
+_TILE = 2048
+_COLUMNS = 1024
+
+
+def reference(x: Tensor, kind: str) -> Tensor:
+    """x [..., F] to the same shape; for swiglu [..., 2F] = (gate, up) to silu(gate) up [..., F].
+
+    gelu: x Phi(x), or its tanh form (Hendrycks and Gimpel 2016). relu2: max(x, 0)^2 (So et al.
+    2021). swiglu: Shazeer 2020.
+    """
+    if kind == "swiglu":
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+    if kind == "relu2":
+        return F.relu(x).square()
+    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+@triton.jit
+def _tile(
+    rows: tl.tensor, width: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Rows, columns and mask of this program."""
+    across = tl.cdiv(width, COLUMNS)
+    row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    return row, column, (row < rows) & (column < width)
+
+
+@triton.jit
+def _gelu_share(value: tl.tensor, TANH: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """gelu(x) / x, and the slope of that."""
+    if TANH:
+        # Beyond 20 the share is 0 or 1 in fp32, and the cube may overflow.
+        near = tl.minimum(tl.maximum(value, -20.0), 20.0)
+        share = tl.sigmoid(1.5957691216057308 * (near + 0.044715 * near * near * near))
+        inner = 1.5957691216057308 * (1.0 + 0.134145 * near * near)
+        return share, share * (1.0 - share) * inner
+    share = 0.5 + 0.5 * tl.erf(value * 0.7071067811865476)
+    return share, 0.3989422804014327 * tl.exp(-0.5 * value * value)
+
+
+@triton.jit
+def _forward(
+    x: tl.tensor,
+    y: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    stride: tl.tensor,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    row, column, inside = _tile(rows, width, ROWS, COLUMNS)
+    value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    if KIND == "swiglu":
+        up = tl.load(x + row * stride + width + column, mask=inside, other=0.0)
+        result = value * tl.sigmoid(value) * up.to(tl.float32)
+    elif KIND == "relu2":
+        positive = tl.maximum(value, 0.0)
+        result = positive * positive
+    else:
+        share, _ = _gelu_share(value, KIND == "gelu_tanh")
+        result = value * share
+    tl.store(y + row * width + column, result.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(
+    d_y: tl.tensor,
+    x: tl.tensor,
+    d_x: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    d_stride: tl.tensor,
+    stride: tl.tensor,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    row, column, inside = _tile(rows, width, ROWS, COLUMNS)
+    value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    given = tl.load(d_y + row * d_stride + column, mask=inside, other=0.0).to(tl.float32)
+    at = d_x + row * width + column
+    if KIND == "swiglu":
+        up = tl.load(x + row * stride + width + column, mask=inside, other=0.0).to(tl.float32)
+        share = tl.sigmoid(value)
+        at = d_x + row * (2 * width) + column
+        d_up = given * value * share
+        tl.store(at + width, d_up.to(d_x.dtype.element_ty), mask=inside)
+        result = given * up * share * (1.0 + value * (1.0 - share))
+    elif KIND == "relu2":
+        result = given * 2.0 * tl.maximum(value, 0.0)
+    else:
+        share, slope = _gelu_share(value, KIND == "gelu_tanh")
+        near = tl.minimum(tl.maximum(value, -20.0), 20.0)
+        result = given * (share + near * slope)
+    tl.store(at, result.to(d_x.dtype.element_ty), mask=inside)
+
+
+def _shape(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
+    """Grid and tile."""
+    columns = min(power_of_2(max(width, 16)), _COLUMNS)
+    tall = _TILE // columns
+    grid = (ceil_div(rows, tall) * ceil_div(width, columns),)
+    return grid, {"ROWS": tall, "COLUMNS": columns}
+
+
+def launch_forward(x: Tensor, kind: str) -> Tensor:
+    """y."""
+    flat = rows_of(x)
+    width = flat.shape[1] // 2 if kind == "swiglu" else flat.shape[1]
+    y = x.new_empty(*x.shape[:-1], width)
+    grid, tile = _shape(flat.shape[0], width)
+    launch(_forward, grid, flat, y, flat.shape[0], width, flat.stride(0), KIND=kind, **tile)
+    return y
+
+
+def launch_backward(d_y: Tensor, x: Tensor, kind: str) -> Tensor:
+    """Gradient of x."""
+    flat, d_flat = rows_of(x), rows_of(d_y)
+    d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows, width = d_flat.shape
+    grid, tile = _shape(rows, width)
+    strides = d_flat.stride(0), flat.stride(0)
+    launch(_backward, grid, d_flat, flat, d_x, rows, width, *strides, KIND=kind, **tile)
+    return d_x
+
+
+_forward_op = torch.library.custom_op("megaframe::activation", launch_forward, mutates_args=())
+_backward_op = torch.library.custom_op(
+    "megaframe::activation_backward", launch_backward, mutates_args=()
+)
+
+
+@_forward_op.register_fake
+def _(x: Tensor, kind: str) -> Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2 if kind == "swiglu" else x.shape[-1])
+
+
+@_backward_op.register_fake
+def _(d_y: Tensor, x: Tensor, kind: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.kind = inputs[1]
+
+
+def _differentiate(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    return _backward_op(gradients[0], *ctx.saved_tensors, ctx.kind), None
+
+
+_forward_op.register_autograd(_differentiate, setup_context=_keep)
+
+
+def run_liger(x: Tensor, kind: str) -> Tensor:
+    """As the reference, by Liger-Kernel."""
+    from liger_kernel.transformers import functional
+
+    return functional.liger_swiglu(*(part.contiguous() for part in x.chunk(2, -1)))
+
+
+def _refuses(x: Tensor, kind: str) -> str | None:
+    if kind == "swiglu" and x.shape[-1] % 2:
+        return f"a row of {x.shape[-1]} has no two halves"
+    return refuse_types(x)
+
+
+def _liger_refuses(x: Tensor, kind: str) -> str | None:
+    if kind != "swiglu":
+        return "it is used for swiglu only"
+    return None if x.is_cuda else "tensors are not on a GPU"
+
+
+KERNEL = Kernel(
+    "activation",
+    reference,
+    {
+        "triton": Implementation("triton", _forward_op, missing_nothing, _refuses),
+        "torch": Implementation("torch", reference, missing_nothing, never),
+        "liger": Implementation("liger", run_liger, missing_liger, _liger_refuses),
+    },
+    # The argument of an exponential reaches 10 where the result matters, and its rounding with it.
+    constant=16.0,
+)

@@ -1,0 +1,316 @@
+"""AdamW over a flat shard in one pass: master weights, moments, and the copy that the model reads.
+
+The clipping factor and the flag that skips a step stay on the device: no step waits for the host to
+read a norm. Random bits of stochastic rounding are a function of the seed and of the element's
+number in the whole span, so they are the same however it is divided into shards.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megaframe_kernels.device import ceil_div, launch
+from megaframe_kernels.device_math import random_bits, round_stochastically
+from megaframe_kernels.installed import missing_apex, missing_nothing
+from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
+
+_BLOCK = 2048
+
+
+def reference(
+    weights: Tensor,
+    grads: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    copy: Tensor | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    divisor: Tensor | None = None,
+    skip: Tensor | None = None,
+    seed: int | None = None,
+    first: int = 0,
+) -> tuple[Tensor, ...]:
+    """One step, in place (Loshchilov and Hutter 2019); returns what changed.
+
+    All are flat and equally long. g = grads / divisor; mean = beta1 mean + (1 - beta1) g; square
+    likewise of g^2; w = w (1 - lr decay) - lr (mean / (1 - beta1^step)) / (sqrt(square / (1 -
+    beta2^step)) + eps). copy: becomes the weights, rounded. divisor, skip: scalars on the device;
+    where skip is 1 nothing changes. seed: bf16 results are rounded stochastically, which the
+    reference leaves out; first: number of the first element in the whole span.
+    """
+    wide = torch.promote_types(weights.dtype, torch.float32)
+    g = grads.to(wide) if divisor is None else grads.to(wide) / divisor.to(wide)
+    new_mean = mean.to(wide).lerp(g, 1.0 - beta1)
+    new_square = square.to(wide) * beta2 + g * g * (1.0 - beta2)
+    scale = (new_square / (1.0 - beta2**step)).sqrt() + eps
+    moved = weights.to(wide) * (1.0 - lr * weight_decay)
+    moved = moved - lr * new_mean / (1.0 - beta1**step) / scale
+    changed = [(mean, new_mean), (square, new_square), (weights, moved)]
+    if copy is not None:
+        changed.append((copy, moved))
+    for old, new in changed:
+        kept = old if skip is None else torch.where(skip.bool(), old, new.to(old.dtype))
+        old.copy_(new if skip is None else kept)
+    return tuple(old for old, _ in changed)
+
+
+@triton.jit
+def _store(
+    at: tl.tensor, value: tl.tensor, bits: tl.tensor, inside: tl.tensor, STOCHASTIC: tl.constexpr
+) -> None:
+    if STOCHASTIC and at.dtype.element_ty == tl.bfloat16:
+        value = round_stochastically(value, bits)
+    tl.store(at, value.to(at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _step(
+    weights: tl.tensor,
+    grads: tl.tensor,
+    mean: tl.tensor,
+    square: tl.tensor,
+    copy: tl.tensor,
+    divisor: tl.tensor,
+    skip: tl.tensor,
+    length: tl.tensor,
+    seed: tl.tensor,
+    first: tl.tensor,
+    beta1: tl.tensor,
+    beta2: tl.tensor,
+    eps: tl.tensor,
+    keep: tl.tensor,
+    rate: tl.tensor,
+    unbias: tl.tensor,
+    STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """keep: 1 - lr decay. rate: lr / (1 - beta1^step). unbias: (1 - beta2^step)^(-1/2)."""
+    if skip is not None:  # noqa: SIM102 (compiled without a flag, there is none to load)
+        if tl.load(skip) != 0.0:
+            return
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < length
+    g = tl.load(grads + place, mask=inside, other=0.0).to(tl.float32)
+    if divisor is not None:
+        g /= tl.load(divisor).to(tl.float32)
+    m = tl.load(mean + place, mask=inside, other=0.0).to(tl.float32)
+    m += (1.0 - beta1) * (g - m)
+    v = tl.load(square + place, mask=inside, other=0.0).to(tl.float32)
+    v = beta2 * v + (1.0 - beta2) * g * g
+    w = tl.load(weights + place, mask=inside, other=0.0).to(tl.float32)
+    w = w * keep - rate * m / (tl.sqrt(v) * unbias + eps)
+    bits, mean_bits, square_bits = place, place, place
+    if STOCHASTIC:
+        bits, mean_bits, square_bits, _ = random_bits(seed, place + first)
+    _store(mean + place, m, mean_bits, inside, STOCHASTIC)
+    _store(square + place, v, square_bits, inside, STOCHASTIC)
+    _store(weights + place, w, bits, inside, STOCHASTIC)
+    if copy is not None:
+        _store(copy + place, w, bits, inside, STOCHASTIC)
+
+
+def launch_step(
+    weights: Tensor,
+    grads: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    copy: Tensor | None,
+    divisor: Tensor | None,
+    skip: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    seed: int | None,
+    first: int,
+) -> None:
+    """As the reference, on a GPU."""
+    launch(
+        _step,
+        (ceil_div(weights.numel(), _BLOCK),),
+        weights,
+        grads,
+        mean,
+        square,
+        copy,
+        divisor,
+        skip,
+        weights.numel(),
+        seed or 0,
+        first,
+        beta1,
+        beta2,
+        eps,
+        1.0 - lr * weight_decay,
+        lr / (1.0 - beta1**step),
+        1.0 / math.sqrt(1.0 - beta2**step),
+        STOCHASTIC=seed is not None,
+        BLOCK=_BLOCK,
+        warps=8,
+    )
+
+
+_step_op = torch.library.custom_op(
+    "megaframe::adamw_", launch_step, mutates_args=("weights", "mean", "square", "copy")
+)
+
+
+def run_triton(
+    weights: Tensor,
+    grads: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    copy: Tensor | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    divisor: Tensor | None = None,
+    skip: Tensor | None = None,
+    seed: int | None = None,
+    first: int = 0,
+) -> tuple[Tensor, ...]:
+    """As the reference; the only one that rounds stochastically."""
+    numbers = (lr, beta1, beta2, eps, weight_decay, step, seed, first)
+    _step_op(weights, grads, mean, square, copy, divisor, skip, *numbers)
+    return (mean, square, weights) if copy is None else (mean, square, weights, copy)
+
+
+def run_torch(
+    weights: Tensor,
+    grads: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    copy: Tensor | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    divisor: Tensor | None = None,
+    skip: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """As the reference, by torch's fused AdamW and a copy; it divides the gradients in place."""
+    torch._fused_adamw_(
+        [weights],
+        [grads],
+        [mean],
+        [square],
+        [],
+        [torch.full((), step, dtype=torch.float32, device=weights.device)],
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=divisor,
+        found_inf=skip,
+    )
+    if copy is None:
+        return mean, square, weights
+    copy.copy_(weights)
+    return mean, square, weights, copy
+
+
+def run_apex(
+    weights: Tensor,
+    grads: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    copy: Tensor | None = None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+) -> tuple[Tensor, ...]:
+    """As the reference, by NVIDIA apex and a copy."""
+    import amp_C
+
+    overflow = torch.zeros(1, dtype=torch.int32, device=weights.device)
+    lists = [[grads], [weights], [mean], [square]]
+    numbers = (lr, beta1, beta2, eps, step, 1, 1, weight_decay)  # decoupled decay, bias corrected
+    amp_C.multi_tensor_adam(65536, overflow, lists, *numbers)
+    if copy is None:
+        return mean, square, weights
+    copy.copy_(weights)
+    return mean, square, weights, copy
+
+
+def _refuses(
+    weights: Tensor,
+    grads: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    copy: Tensor | None = None,
+    *,
+    divisor: Tensor | None = None,
+    skip: Tensor | None = None,
+    **_: Any,
+) -> str | None:
+    tensors = (weights, grads, mean, square, copy)
+    if any(t is not None and not t.is_contiguous() for t in tensors):
+        return "a span is not contiguous"
+    return refuse_types(*tensors, divisor, skip)
+
+
+def _library_refuses(
+    weights: Tensor,
+    grads: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    copy: Tensor | None = None,
+    *,
+    seed: int | None = None,
+    **_: Any,
+) -> str | None:
+    if seed is not None:
+        return "it does not round stochastically"
+    kinds = {t.dtype for t in (weights, grads, mean, square)}
+    return None if len(kinds) == 1 else "weights, gradients and moments must be of one type"
+
+
+def _apex_refuses(
+    weights: Tensor,
+    *rest: Any,
+    divisor: Tensor | None = None,
+    skip: Tensor | None = None,
+    **options: Any,
+) -> str | None:
+    if divisor is not None or skip is not None:
+        return "it neither divides gradients nor skips a step"
+    return _library_refuses(weights, *rest, **options)
+
+
+KERNEL = Kernel(
+    "adamw",
+    reference,
+    {
+        "triton": Implementation("triton", run_triton, missing_nothing, _refuses),
+        "torch": Implementation("torch", run_torch, missing_nothing, _library_refuses),
+        "apex": Implementation("apex", run_apex, missing_apex, _apex_refuses),
+    },
+    constant=8.0,
+)

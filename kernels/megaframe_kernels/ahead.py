@@ -1,0 +1,171 @@
+"""Compiles what the wrappers launch, for chips that are not here, and reads what the code needs.
+
+    python -m megaframe_kernels.ahead --chips 80 90 100
+
+prints, per kernel and chip, registers and bytes of shared memory, stack and spilled registers, as
+the assembler reports them; any stack or spill ends it with status 1. Wrappers are called with
+tensors that have a shape and a type but no memory, so the sizes can be those of real runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from megaframe_kernels.device import INTERPRETED, Launch, captured
+from megaframe_kernels.examples import EXAMPLES, Example
+
+CHIPS = (80, 90, 100)
+SHARED_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes of shared memory that a program may have, by compute capability."""
+_TYPES = {
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+}
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the machine code of one kernel needs; registers per thread, the rest in bytes."""
+
+    kernel: str
+    example: str
+    chip: int
+    registers: int
+    stack: int
+    shared: int
+    spill_stores: int
+    spill_loads: int
+    matrix: str
+
+    @property
+    def clean(self) -> bool:
+        """Whether all stays in registers and fits in shared memory."""
+        spilled = self.stack or self.spill_stores or self.spill_loads
+        return not spilled and self.shared <= SHARED_LIMITS[self.chip]
+
+
+def compile_example(example: Example, chip: int) -> Iterator[Usage]:
+    """Compile every kernel that an example launches, for one chip."""
+    launches: list[Launch] = []
+    with captured(launches.append, chip):
+        example.call()
+    for one in launches:
+        yield _compile(one, example.name, chip)
+
+
+def _compile(one: Launch, example: str, chip: int) -> Usage:
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    values = dict(zip(one.kernel.arg_names, one.arguments, strict=False)) | one.constants
+    for index, name in enumerate(one.kernel.arg_names):
+        kind, aligned = _describe(values[name], name in one.constants)
+        signature[name] = kind
+        if kind == "constexpr":
+            constants[(index,)] = values[name]
+        elif aligned:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(one.kernel, signature, constants, attributes)
+    options = {"num_warps": one.warps, "num_stages": one.stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
+    return _read(one.kernel.__name__, example, chip, compiled)
+
+
+def _describe(value: Any, constant: bool) -> tuple[str, bool]:
+    """A value as Triton's launcher would describe it: its type, and whether 16 divides it."""
+    if constant or value is None or (isinstance(value, int) and value == 1):
+        return "constexpr", False
+    if isinstance(value, Tensor):
+        return _TYPES[value.dtype], True
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64", value % 16 == 0
+    return "fp32", False
+
+
+def _read(kernel: str, example: str, chip: int, compiled: Any) -> Usage:
+    """What the assembler says when it assembles the kernel's PTX once more and is asked."""
+    arch = re.findall(r"\.target (\w+)", compiled.asm["ptx"])[0]
+    tool = _TOOLS / ("ptxas-blackwell" if chip >= 100 else "ptxas")
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder, "kernel.ptx")
+        ptx.write_text(compiled.asm["ptx"])
+        command = (str(tool), "-v", "--gpu-name", arch, str(ptx), "-o", f"{ptx}.o")
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    matrix = [m for m in ("wgmma", "tcgen05.mma", "mma.sync") if m in compiled.asm["ptx"]]
+    return Usage(
+        kernel,
+        example,
+        chip,
+        _number(r"Used (\d+) registers", report),
+        _number(r"(\d+) bytes stack frame", report),
+        compiled.metadata.shared,
+        _number(r"(\d+) bytes spill stores", report),
+        _number(r"(\d+) bytes spill loads", report),
+        matrix[0] if matrix else "",
+    )
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    if found is None:
+        raise RuntimeError(f"the assembler's report has no {pattern!r}:\n{text}")
+    return int(found.group(1))
+
+
+def table(usages: Iterable[Usage]) -> str:
+    """The usages as aligned text; those that spill are marked."""
+    rows = [f"{'kernel':<24}{'example':<34}{'sm':>4}{'regs':>6}{'shared':>8}{'spills':>8}  matrix"]
+    for u in usages:
+        spills = u.stack + u.spill_stores + u.spill_loads
+        rows.append(
+            f"{u.kernel:<24}{u.example:<34}{u.chip:>4}{u.registers:>6}{u.shared:>8}{spills:>8}"
+            f"  {u.matrix}{'' if u.clean else '  <- does not fit'}"
+        )
+    return "\n".join(rows)
+
+
+def main(examples: Mapping[str, Callable[[], Iterable[Example]]] = EXAMPLES) -> int:
+    """The command; the exit status says whether all is clean."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--chips", type=int, nargs="+", default=list(CHIPS), choices=CHIPS)
+    parser.add_argument("--kernels", nargs="+", default=list(examples), choices=list(examples))
+    parser.add_argument("--example", metavar="NAME", help="the one of this name alone")
+    arguments = parser.parse_args()
+    if INTERPRETED:
+        parser.error("the interpreter is on; unset TRITON_INTERPRET")
+    usages = [
+        usage
+        for name in arguments.kernels
+        for example in examples[name]()
+        if arguments.example in (None, example.name)
+        for chip in arguments.chips
+        if chip >= example.least_chip
+        for usage in compile_example(example, chip)
+    ]
+    print(table(usages))
+    return 0 if all(usage.clean for usage in usages) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

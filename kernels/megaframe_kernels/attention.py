@@ -1,0 +1,481 @@
+"""Attention that never holds the scores, forward and backward, over the spans that queries see.
+
+Backward makes the scores again from the log-sum-exp of each query, and divides its work twice: once
+by queries for their gradient, once by keys for theirs. No two programs add to one place, so results
+are bitwise repeatable. Shape legend: B samples, Q queries, K keys, N query heads, G key and value
+heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megaframe_kernels import attention_device
+from megaframe_kernels.device import ceil_div, generation, launch, power_of_2, shared_memory
+from megaframe_kernels.installed import missing_cuda, missing_flash_attention, missing_nothing
+from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
+from megaframe_kernels.spans import Spans
+
+_WIDEST = 256
+_SHARED_OF_WIDEST = 136 * 1024
+"""Bytes of shared memory that heads wider than 128 take before Hopper."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """queries, keys: of a block. warps, stages: as Triton has them."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+Table: TypeAlias = dict[int, Blocks]
+"""By the padded width of a head; what is in between takes the next."""
+
+_FORWARD_OF_WARPGROUPS: Table = {
+    64: Blocks(128, 128, 8, 3),
+    128: Blocks(128, 128, 8, 2),
+    256: Blocks(64, 64, 8, 2),
+}
+FORWARD: dict[int, Table] = {
+    8: {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 64, 8, 2)},
+    9: _FORWARD_OF_WARPGROUPS,
+    10: _FORWARD_OF_WARPGROUPS,
+}
+"""Of 16-bit numbers, by generation of the chip."""
+BACKWARD_QUERIES: Table = {
+    64: Blocks(128, 64, 8, 2),
+    128: Blocks(128, 64, 8, 2),
+    256: Blocks(64, 32, 8, 2),
+}
+BACKWARD_KEYS: dict[int, Table] = {
+    8: {64: Blocks(32, 128, 8, 2), 128: Blocks(64, 64, 8, 1), 256: Blocks(32, 32, 8, 2)},
+    9: {64: Blocks(32, 128, 8, 2), 128: Blocks(16, 128, 8, 2), 256: Blocks(32, 32, 8, 2)},
+    10: {64: Blocks(32, 128, 8, 2), 128: Blocks(32, 128, 8, 1), 256: Blocks(16, 64, 8, 1)},
+}
+"""The largest blocks that stay in registers, which each assembler fills in its own way."""
+WIDE_NUMBERS, WIDE_NUMBERS_OF_KEYS = Blocks(32, 16, 8, 1), Blocks(32, 32, 8, 1)
+"""For fp32, whose products take the slow units whatever the blocks are."""
+
+
+def reference(
+    query_BQND: Tensor,
+    key_BKGD: Tensor,
+    value_BKGD: Tensor,
+    spans: Spans,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks_N: Tensor | None = None,
+    need_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """softmax(scale q k) v over the keys that a query sees; 0 where it sees none.
+
+    Query head n uses key head n // (N / G). scale: by default D^(-1/2). softcap: scores s become
+    cap tanh(s / cap). sinks: one more score a head, whose value is 0. Returns [B, Q, N, D] and,
+    if needed, the log-sum-exp of the scores (sinks included), at least fp32 [B, N, Q].
+    """
+    wide = torch.promote_types(query_BQND.dtype, torch.float32)
+    query, key, value = (x.to(wide).transpose(1, 2) for x in (query_BQND, key_BKGD, value_BKGD))
+    repeat = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    scores = query @ key.transpose(2, 3) * _scale(query_BQND, scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~spans.mask()[:, None], -math.inf)
+    if sinks_N is not None:
+        sinks = sinks_N.to(wide)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks), -1)
+    elif not scores.shape[-1]:
+        scores = scores.new_full((*scores.shape[:3], 1), -math.inf)
+    lse = scores.logsumexp(-1)
+    nothing = lse == -math.inf
+    shift = lse.masked_fill(nothing, 0.0)
+    probabilities = (scores - shift[..., None]).exp()[..., : key.shape[2]]
+    out = (probabilities @ value).transpose(1, 2).to(query_BQND.dtype)
+    return out, lse if need_lse else None
+
+
+def _scale(query: Tensor, scale: float | None) -> float:
+    return query.shape[-1] ** -0.5 if scale is None else scale
+
+
+def choose_blocks(table: Table, x: Tensor, wide_numbers: Blocks = WIDE_NUMBERS) -> Blocks:
+    """Of a table, for heads as wide as those of x."""
+    if x.dtype == torch.float32:
+        return wide_numbers
+    return table[min(wide for wide in table if wide >= x.shape[-1])]
+
+
+def _options(x: Tensor, scale: float | None, softcap: float | None) -> dict[str, Any]:
+    width = power_of_2(max(x.shape[-1], 16))
+    return {
+        "CAP": softcap is not None,
+        "WIDTH": width,
+        "EVEN": width == x.shape[-1],
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+    }
+
+
+def _adjacent(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def launch_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    stops: Tensor,
+    sinks: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    blocks: Blocks | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Out [B, Q, N, D] and log-sum-exp, fp32 [B, N, Q]."""
+    query, key, value = _adjacent(query), _adjacent(key), _adjacent(value)
+    batch, queries, heads, width = query.shape
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    lse = query.new_empty(batch, heads, queries, dtype=torch.float32)
+    blocks = blocks or choose_blocks(FORWARD[generation(query)], query)
+    launch(
+        attention_device.forward,
+        (ceil_div(queries, blocks.queries) * heads * batch,),
+        query,
+        key,
+        value,
+        sinks,
+        starts,
+        stops,
+        out,
+        lse,
+        queries,
+        key.shape[1],
+        heads,
+        heads // key.shape[2],
+        width,
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        _scale(query, scale),
+        softcap or 1.0,
+        M=blocks.queries,
+        N=blocks.keys,
+        warps=blocks.warps,
+        stages=blocks.stages,
+        **_options(query, scale, softcap),
+    )
+    return out, lse
+
+
+def launch_backward(
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: Tensor,
+    stops: Tensor,
+    first: Tensor,
+    last: Tensor,
+    sinks: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    query_blocks: Blocks | None = None,
+    key_blocks: Blocks | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and sinks (empty without them).
+
+    Of a ring, `out` and `lse` are those over all keys, and the keys here a part of them.
+    """
+    query, key, value, d_out = (_adjacent(x) for x in (query, key, value, d_out))
+    batch, queries, heads, width = query.shape
+    delta = torch.empty_like(lse)
+    tall = 64
+    launch(
+        attention_device.mean_gradients,
+        (ceil_div(queries, tall) * heads * batch,),
+        d_out,
+        out.contiguous(),
+        None if d_lse is None else d_lse.contiguous(),
+        delta,
+        queries,
+        heads,
+        width,
+        *d_out.stride()[:3],
+        M=tall,
+        WIDTH=power_of_2(width),
+    )
+    sizes = (queries, key.shape[1], heads, heads // key.shape[2], width)
+    strides = (s for x in (query, key, value, d_out) for s in x.stride()[:3])
+    numbers = (*sizes, *strides, _scale(query, scale), softcap or 1.0)
+    d_query, d_key, d_value = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
+    )
+    options = _options(query, scale, softcap)
+    by_query = query_blocks or choose_blocks(BACKWARD_QUERIES, query)
+    by_key = key_blocks or choose_blocks(
+        BACKWARD_KEYS[generation(query)], query, WIDE_NUMBERS_OF_KEYS
+    )
+    saved = (query, key, value, d_out, lse, delta)
+    launch(
+        attention_device.backward_queries,
+        (ceil_div(queries, by_query.queries) * heads * batch,),
+        *saved,
+        starts,
+        stops,
+        d_query,
+        *numbers,
+        M=by_query.queries,
+        N=by_query.keys,
+        warps=by_query.warps,
+        stages=by_query.stages,
+        **options,
+    )
+    launch(
+        attention_device.backward_keys,
+        (ceil_div(key.shape[1], by_key.keys) * key.shape[2] * batch,),
+        *saved,
+        first,
+        last,
+        d_key,
+        d_value,
+        *numbers,
+        M=by_key.queries,
+        N=by_key.keys,
+        warps=by_key.warps,
+        stages=by_key.stages,
+        **options,
+    )
+    d_sinks = query.new_empty(0)
+    if sinks is not None:
+        share = (sinks.float()[None, :, None] - lse).exp()
+        d_sinks = -(share * delta).sum((0, 2)).to(sinks.dtype)
+    return d_query, d_key, d_value, d_sinks
+
+
+@torch.library.custom_op("megaframe::attention", mutates_args=())
+def _forward_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    stops: Tensor,
+    first: Tensor,
+    last: Tensor,
+    sinks: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    return launch_forward(query, key, value, starts, stops, sinks, scale, softcap)
+
+
+@torch.library.custom_op("megaframe::attention_backward", mutates_args=())
+def _backward_op(
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: Tensor,
+    stops: Tensor,
+    first: Tensor,
+    last: Tensor,
+    sinks: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    saved = (query, key, value, out, lse, starts, stops, first, last, sinks)
+    return launch_backward(d_out, d_lse, *saved, scale, softcap)
+
+
+@_forward_op.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, queries, heads, _width = query.shape
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    return out, query.new_empty(batch, heads, queries, dtype=torch.float32)
+
+
+@_backward_op.register_fake
+def _(
+    d_out: Tensor, d_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    sinks = rest[6]
+    kept = tuple(
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
+    )
+    return *kept, query.new_empty(0) if sinks is None else torch.empty_like(sinks)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, starts, stops, first, last, sinks, ctx.scale, ctx.softcap = inputs
+    ctx.save_for_backward(query, key, value, *output, starts, stops, first, last, sinks)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    d_out, d_lse = gradients
+    saved = ctx.saved_tensors
+    d_out = torch.zeros_like(saved[3]) if d_out is None else d_out
+    *three, d_sinks = _backward_op(d_out, d_lse, *saved, ctx.scale, ctx.softcap)
+    return (*three, None, None, None, None, None if saved[-1] is None else d_sinks, None, None)
+
+
+_forward_op.register_autograd(_differentiate, setup_context=_keep)
+
+
+def run_triton(
+    query_BQND: Tensor,
+    key_BKGD: Tensor,
+    value_BKGD: Tensor,
+    spans: Spans,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks_N: Tensor | None = None,
+    need_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """As the reference."""
+    given = (query_BQND, key_BKGD, value_BKGD, *spans.tensors, sinks_N)
+    out, lse = _forward_op(*given, scale, softcap)
+    return out, lse if need_lse else None
+
+
+def _run_torch(
+    query_BQND: Tensor,
+    key_BKGD: Tensor,
+    value_BKGD: Tensor,
+    spans: Spans,
+    *,
+    scale: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """As the reference, by the fastest of torch's own attentions that takes these."""
+    out = F.scaled_dot_product_attention(
+        query_BQND.transpose(1, 2),
+        key_BKGD.transpose(1, 2),
+        value_BKGD.transpose(1, 2),
+        is_causal=True,
+        scale=scale,
+        enable_gqa=query_BQND.shape[2] != key_BKGD.shape[2],
+    )
+    return out.transpose(1, 2), None
+
+
+def _run_torch_flash(*given: Any, **options: Any) -> tuple[Tensor, None]:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return _run_torch(*given, **options)
+
+
+def _run_cudnn(*given: Any, **options: Any) -> tuple[Tensor, None]:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return _run_torch(*given, **options)
+
+
+def _run_flash_attention(
+    query_BQND: Tensor,
+    key_BKGD: Tensor,
+    value_BKGD: Tensor,
+    spans: Spans,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """As the reference, by the package flash-attn, in its deterministic mode."""
+    from flash_attn import flash_attn_func
+
+    window = (-1, -1) if spans.window is None else (spans.window - 1, 0)
+    out = flash_attn_func(
+        query_BQND,
+        key_BKGD,
+        value_BKGD,
+        softmax_scale=scale,
+        causal=True,
+        window_size=window,
+        softcap=softcap or 0.0,
+        deterministic=True,
+    )
+    return out, None
+
+
+def _refuses(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Spans,
+    *,
+    sinks_N: Tensor | None = None,
+    **_: Any,
+) -> str | None:
+    if query.shape[-1] > _WIDEST:
+        return f"a head is {query.shape[-1]} wide; at most {_WIDEST} fits in registers"
+    if query.is_cuda and query.shape[-1] > 128:
+        room = shared_memory(query.device.index)
+        if room < _SHARED_OF_WIDEST:
+            return f"{room} bytes of shared memory are too few for heads wider than 128"
+    if value.shape[-1] != query.shape[-1]:
+        return f"values are {value.shape[-1]} wide and queries {query.shape[-1]}"
+    if query.shape[2] % key.shape[2]:
+        return f"{query.shape[2]} query heads cannot share {key.shape[2]} key heads"
+    if len({query.dtype, key.dtype, value.dtype}) > 1:
+        return "queries, keys and values are of different types"
+    return refuse_types(query, key, value, sinks_N)
+
+
+def _library_refuses(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Spans,
+    *,
+    sinks_N: Tensor | None = None,
+    need_lse: bool = False,
+    **_: Any,
+) -> str | None:
+    if not spans.plain:
+        return "documents or the tiles of a ring are not a plain causal mask"
+    if sinks_N is not None or need_lse:
+        return "it has no sinks and gives no log-sum-exp"
+    return None
+
+
+def _torch_refuses(*given: Any, softcap: float | None = None, **options: Any) -> str | None:
+    if softcap is not None or given[3].window is not None:
+        return "torch's attention has neither softcap nor window without a mask"
+    return _library_refuses(*given, **options)
+
+
+def _gpu_refuses(query: Tensor, *given: Any, **options: Any) -> str | None:
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
+        return "it takes bf16 and fp16 on a GPU"
+    return _torch_refuses(query, *given, **options)
+
+
+def _flash_refuses(query: Tensor, *given: Any, **options: Any) -> str | None:
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
+        return "it takes bf16 and fp16 on a GPU"
+    return _library_refuses(query, *given, **options)
+
+
+_ALL = (
+    Implementation("triton", run_triton, missing_nothing, _refuses),
+    Implementation("torch", _run_torch, missing_nothing, _torch_refuses),
+    Implementation("torch-flash", _run_torch_flash, missing_cuda, _gpu_refuses),
+    Implementation("cudnn", _run_cudnn, missing_cuda, _gpu_refuses),
+    Implementation("flash-attn", _run_flash_attention, missing_flash_attention, _flash_refuses),
+)
+KERNEL = Kernel("attention", reference, {one.name: one for one in _ALL}, constant=8.0)

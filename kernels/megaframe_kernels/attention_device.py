@@ -1,0 +1,472 @@
+"""Device code of attention; `attention.py` says what it computes.
+
+Forward and backward walk the same way: a program has a block of queries (or keys), knows from their
+spans which blocks of keys (or queries) any of them sees, and which of those all of them see; only
+the others are masked. Scores are in units of log 2, because exponentials of 2 are what the hardware
+has. Shape legend: M queries of a block, N keys of a block, D width of a head.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megaframe_kernels.device_math import product, tanh
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOG_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _visits(
+    start: tl.tensor,
+    stop: tl.tensor,
+    inside: tl.tensor,
+    length: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Blocks low .. high - 1 hold all that the spans do; whole_low .. whole_high - 1 of them are in
+    every span."""
+    low = tl.min(tl.where(inside, start, length), 0) // BLOCK
+    high = tl.maximum(tl.cdiv(tl.max(tl.where(inside, stop, 0), 0), BLOCK), low)
+    whole_low = tl.cdiv(tl.max(tl.where(inside, start, 0), 0), BLOCK)
+    whole_low = tl.minimum(tl.maximum(whole_low, low), high)
+    whole_high = tl.min(tl.where(inside, stop, length), 0) // BLOCK
+    whole_high = tl.maximum(tl.minimum(whole_high, high), whole_low)
+    return low, high, whole_low, whole_high
+
+
+@triton.jit
+def _rows(
+    base: tl.tensor,
+    block: tl.tensor,
+    stride: tl.tensor,
+    length: tl.tensor,
+    width: tl.tensor,
+    MASK: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EVEN: tl.constexpr,
+) -> tl.tensor:
+    """A block of rows [row, D] of a matrix; what is outside is 0. The block's place is one number
+    of 64 bits, the places in it have 32: they stay in registers from one block to the next."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    at = base + tl.cast(block, tl.int64) * ROWS * stride + (row[:, None] * stride + column[None, :])
+    if MASK:
+        inside = row[:, None] < length - block * ROWS
+        if EVEN:
+            return tl.load(at, mask=inside, other=0.0)
+        return tl.load(at, mask=inside & (column[None, :] < width), other=0.0)
+    if EVEN:
+        return tl.load(at)
+    return tl.load(at, mask=column[None, :] < width, other=0.0)
+
+
+@triton.jit
+def _scores(product: tl.tensor, scale: tl.tensor, cap: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
+    """Scores in units of log 2."""
+    if CAP:
+        return tanh(product * (scale / cap)) * (cap * LOG2_E)
+    return product * (scale * LOG2_E)
+
+
+@triton.jit
+def _slope(d_s: tl.tensor, s: tl.tensor, cap: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
+    """Gradient of the products from that of capped scores."""
+    if CAP:
+        bent = s / (cap * LOG2_E)
+        return d_s * (1.0 - bent * bent)
+    return d_s
+
+
+@triton.jit
+def _attend(
+    out: tl.tensor,
+    top: tl.tensor,
+    total: tl.tensor,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    block: tl.tensor,
+    start: tl.tensor,
+    stop: tl.tensor,
+    keys: tl.tensor,
+    width: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    CAP: tl.constexpr,
+    MASK: tl.constexpr,
+    N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Add a block of keys to the running result (Dao et al. 2022)."""
+    key = block * N + tl.arange(0, N)
+    k_ND = _rows(k, block, k_stride, keys, width, MASK, N, WIDTH, EVEN)
+    s = _scores(product(q, tl.trans(k_ND), None, PRECISION), scale, cap, CAP)
+    if MASK:
+        seen = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
+        s = tl.where(seen, s, -float("inf"))
+    highest = tl.maximum(top, tl.max(s, 1))
+    shift = highest
+    if MASK:  # a query that has seen nothing yet
+        shift = tl.where(highest == -float("inf"), 0.0, highest)
+    p = tl.exp2(s - shift[:, None])
+    decay = tl.exp2(top - shift)
+    v_ND = _rows(v, block, v_stride, keys, width, MASK, N, WIDTH, EVEN)
+    out = out * decay[:, None]
+    out = product(p.to(v_ND.dtype), v_ND, out, PRECISION)
+    return out, highest, total * decay + tl.sum(p, 1)
+
+
+@triton.jit
+def forward(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    sinks: tl.tensor,
+    starts: tl.tensor,
+    stops: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    queries: tl.tensor,
+    keys: tl.tensor,
+    heads: tl.tensor,
+    per_group: tl.tensor,
+    width: tl.tensor,
+    q_batch: tl.tensor,
+    q_stride: tl.tensor,
+    q_head: tl.tensor,
+    k_batch: tl.tensor,
+    k_stride: tl.tensor,
+    k_head: tl.tensor,
+    v_batch: tl.tensor,
+    v_stride: tl.tensor,
+    v_head: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    CAP: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    blocks = tl.cdiv(queries, M)
+    # The last queries of a causal mask see most: they start first.
+    mine = blocks - 1 - tl.program_id(0) % blocks
+    query = mine * M + tl.arange(0, M)
+    head = (tl.program_id(0) // blocks) % heads
+    batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
+    inside = query < queries
+    start = tl.load(starts + batch * queries + query, mask=inside, other=0)
+    stop = tl.load(stops + batch * queries + query, mask=inside, other=0)
+    low, high, whole_low, whole_high = _visits(start, stop, inside, keys, N)
+    group = head // per_group
+    q_rows = q + batch * q_batch + head * q_head
+    q_MD = _rows(q_rows, mine, q_stride, queries, width, True, M, WIDTH, EVEN)
+    k_rows, v_rows = k + batch * k_batch + group * k_head, v + batch * v_batch + group * v_head
+    total = tl.zeros([M], tl.float32)
+    top = total - float("inf")
+    if sinks is not None:
+        top = total + tl.load(sinks + head).to(tl.float32) * LOG2_E
+        total += 1.0
+    result = tl.zeros([M, WIDTH], tl.float32)
+    left = whole_low - low
+    for visit in range(0, left + high - whole_high):
+        block = tl.where(visit < left, low + visit, whole_high + visit - left)
+        result, top, total = _attend(
+            result, top, total, q_MD, k_rows, v_rows, block, start, stop, keys, width,
+            k_stride, v_stride, scale, cap, CAP, True, N, WIDTH, EVEN, PRECISION,
+        )  # fmt: skip
+    for block in range(whole_low, whole_high):
+        result, top, total = _attend(
+            result, top, total, q_MD, k_rows, v_rows, block, start, stop, keys, width,
+            k_stride, v_stride, scale, cap, CAP, False, N, WIDTH, EVEN, PRECISION,
+        )  # fmt: skip
+    some = total > 0.0
+    result = result / tl.where(some, total, 1.0)[:, None]
+    column = tl.arange(0, WIDTH)
+    at = out + ((batch * queries + query)[:, None] * heads + head) * width + column[None, :]
+    written = inside[:, None] & (column[None, :] < width)
+    tl.store(at, result.to(out.dtype.element_ty), mask=written)
+    sums = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LOG_2, -float("inf"))
+    tl.store(lse + (batch * heads + head) * queries + query, sums, mask=inside)
+
+
+@triton.jit
+def mean_gradients(
+    d_out: tl.tensor,
+    out: tl.tensor,
+    d_lse: tl.tensor,
+    delta: tl.tensor,
+    queries: tl.tensor,
+    heads: tl.tensor,
+    width: tl.tensor,
+    d_batch: tl.tensor,
+    d_stride: tl.tensor,
+    d_head: tl.tensor,
+    M: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """delta = sum(d_out out) - d_lse: what every score of a query gets less."""
+    blocks = tl.cdiv(queries, M)
+    query = (tl.program_id(0) % blocks) * M + tl.arange(0, M)
+    head = (tl.program_id(0) // blocks) % heads
+    batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    inside = (query[:, None] < queries) & (column[None, :] < width)
+    at = batch * d_batch + query[:, None].to(tl.int64) * d_stride + head * d_head + column[None, :]
+    given = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32)
+    at = ((batch * queries + query)[:, None] * heads + head) * width + column[None, :]
+    result = tl.sum(given * tl.load(out + at, mask=inside, other=0.0).to(tl.float32), 1)
+    at = (batch * heads + head) * queries + query
+    if d_lse is not None:
+        result -= tl.load(d_lse + at, mask=query < queries, other=0.0)
+    tl.store(delta + at, result, mask=query < queries)
+
+
+@triton.jit
+def _query_gradient(
+    d_q: tl.tensor,
+    q: tl.tensor,
+    d_out: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    sums: tl.tensor,
+    less: tl.tensor,
+    block: tl.tensor,
+    start: tl.tensor,
+    stop: tl.tensor,
+    keys: tl.tensor,
+    width: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    CAP: tl.constexpr,
+    MASK: tl.constexpr,
+    N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    key = block * N + tl.arange(0, N)
+    k_ND = _rows(k, block, k_stride, keys, width, MASK, N, WIDTH, EVEN)
+    v_ND = _rows(v, block, v_stride, keys, width, MASK, N, WIDTH, EVEN)
+    s = _scores(product(q, tl.trans(k_ND), None, PRECISION), scale, cap, CAP)
+    p = tl.exp2(s - sums[:, None])
+    if MASK:
+        seen = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
+        p = tl.where(seen, p, 0.0)
+    d_p = product(d_out, tl.trans(v_ND), None, PRECISION)
+    d_s = _slope(p * (d_p - less[:, None]), s, cap, CAP)
+    return product(d_s.to(k_ND.dtype), k_ND, d_q, PRECISION)
+
+
+@triton.jit
+def backward_queries(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    d_out: tl.tensor,
+    lse: tl.tensor,
+    delta: tl.tensor,
+    starts: tl.tensor,
+    stops: tl.tensor,
+    d_q: tl.tensor,
+    queries: tl.tensor,
+    keys: tl.tensor,
+    heads: tl.tensor,
+    per_group: tl.tensor,
+    width: tl.tensor,
+    q_batch: tl.tensor,
+    q_stride: tl.tensor,
+    q_head: tl.tensor,
+    k_batch: tl.tensor,
+    k_stride: tl.tensor,
+    k_head: tl.tensor,
+    v_batch: tl.tensor,
+    v_stride: tl.tensor,
+    v_head: tl.tensor,
+    d_batch: tl.tensor,
+    d_stride: tl.tensor,
+    d_head: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    CAP: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    blocks = tl.cdiv(queries, M)
+    mine = blocks - 1 - tl.program_id(0) % blocks
+    query = mine * M + tl.arange(0, M)
+    head = (tl.program_id(0) // blocks) % heads
+    batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
+    inside = query < queries
+    start = tl.load(starts + batch * queries + query, mask=inside, other=0)
+    stop = tl.load(stops + batch * queries + query, mask=inside, other=0)
+    low, high, whole_low, whole_high = _visits(start, stop, inside, keys, N)
+    group = head // per_group
+    q_rows, d_rows = q + batch * q_batch + head * q_head, d_out + batch * d_batch + head * d_head
+    q_MD = _rows(q_rows, mine, q_stride, queries, width, True, M, WIDTH, EVEN)
+    d_out_MD = _rows(d_rows, mine, d_stride, queries, width, True, M, WIDTH, EVEN)
+    at = (batch * heads + head) * queries + query
+    sums = tl.load(lse + at, mask=inside, other=-float("inf"))
+    sums = tl.where(sums == -float("inf"), float("inf"), sums * LOG2_E)  # of nothing seen: p = 0
+    less = tl.load(delta + at, mask=inside, other=0.0)
+    k_rows, v_rows = k + batch * k_batch + group * k_head, v + batch * v_batch + group * v_head
+    result = tl.zeros([M, WIDTH], tl.float32)
+    left = whole_low - low
+    for visit in range(0, left + high - whole_high):
+        block = tl.where(visit < left, low + visit, whole_high + visit - left)
+        result = _query_gradient(
+            result, q_MD, d_out_MD, k_rows, v_rows, sums, less, block, start, stop, keys, width,
+            k_stride, v_stride, scale, cap, CAP, True, N, WIDTH, EVEN, PRECISION,
+        )  # fmt: skip
+    for block in range(whole_low, whole_high):
+        result = _query_gradient(
+            result, q_MD, d_out_MD, k_rows, v_rows, sums, less, block, start, stop, keys, width,
+            k_stride, v_stride, scale, cap, CAP, False, N, WIDTH, EVEN, PRECISION,
+        )  # fmt: skip
+    column = tl.arange(0, WIDTH)
+    at = d_q + ((batch * queries + query)[:, None] * heads + head) * width + column[None, :]
+    written = inside[:, None] & (column[None, :] < width)
+    tl.store(at, (result * scale).to(d_q.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def _key_gradients(
+    d_k: tl.tensor,
+    d_v: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    q: tl.tensor,
+    d_out: tl.tensor,
+    lse: tl.tensor,
+    delta: tl.tensor,
+    block: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    queries: tl.tensor,
+    width: tl.tensor,
+    q_stride: tl.tensor,
+    d_stride: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    CAP: tl.constexpr,
+    MASK: tl.constexpr,
+    M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Scores and their gradients stand on their heads here, [N, M]: no product needs a transpose of
+    what was computed."""
+    query = block * M + tl.arange(0, M)
+    q_MD = _rows(q, block, q_stride, queries, width, MASK, M, WIDTH, EVEN)
+    d_out_MD = _rows(d_out, block, d_stride, queries, width, MASK, M, WIDTH, EVEN)
+    if MASK:
+        sums = tl.load(lse + query, mask=query < queries, other=-float("inf"))
+        less = tl.load(delta + query, mask=query < queries, other=0.0)
+    else:
+        sums, less = tl.load(lse + query), tl.load(delta + query)
+    sums = tl.where(sums == -float("inf"), float("inf"), sums * LOG2_E)
+    s = _scores(product(k, tl.trans(q_MD), None, PRECISION), scale, cap, CAP)
+    p = tl.exp2(s - sums[None, :])
+    if MASK:
+        seen = (query[None, :] >= first[:, None]) & (query[None, :] < last[:, None])
+        p = tl.where(seen, p, 0.0)
+    d_v = product(p.to(d_out_MD.dtype), d_out_MD, d_v, PRECISION)
+    d_p = product(v, tl.trans(d_out_MD), None, PRECISION)
+    d_s = _slope(p * (d_p - less[None, :]), s, cap, CAP)
+    d_k = product(d_s.to(q_MD.dtype), q_MD, d_k, PRECISION)
+    return d_k, d_v
+
+
+@triton.jit
+def backward_keys(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    d_out: tl.tensor,
+    lse: tl.tensor,
+    delta: tl.tensor,
+    firsts: tl.tensor,
+    lasts: tl.tensor,
+    d_k: tl.tensor,
+    d_v: tl.tensor,
+    queries: tl.tensor,
+    keys: tl.tensor,
+    heads: tl.tensor,
+    per_group: tl.tensor,
+    width: tl.tensor,
+    q_batch: tl.tensor,
+    q_stride: tl.tensor,
+    q_head: tl.tensor,
+    k_batch: tl.tensor,
+    k_stride: tl.tensor,
+    k_head: tl.tensor,
+    v_batch: tl.tensor,
+    v_stride: tl.tensor,
+    v_head: tl.tensor,
+    d_batch: tl.tensor,
+    d_stride: tl.tensor,
+    d_head: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    CAP: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """All query heads of a group in one program: their sum has one order, and needs no atomics."""
+    blocks, groups = tl.cdiv(keys, N), heads // per_group
+    mine = tl.program_id(0) % blocks
+    key = mine * N + tl.arange(0, N)
+    group = (tl.program_id(0) // blocks) % groups
+    batch = (tl.program_id(0) // blocks // groups).to(tl.int64)
+    inside = key < keys
+    first = tl.load(firsts + batch * keys + key, mask=inside, other=0)
+    last = tl.load(lasts + batch * keys + key, mask=inside, other=0)
+    low, high, whole_low, whole_high = _visits(first, last, inside, queries, M)
+    k_rows, v_rows = k + batch * k_batch + group * k_head, v + batch * v_batch + group * v_head
+    k_ND = _rows(k_rows, mine, k_stride, keys, width, True, N, WIDTH, EVEN)
+    v_ND = _rows(v_rows, mine, v_stride, keys, width, True, N, WIDTH, EVEN)
+    k_sum, v_sum = tl.zeros([N, WIDTH], tl.float32), tl.zeros([N, WIDTH], tl.float32)
+    if WIDTH > 128:  # registers do for one loop only
+        whole_low, whole_high = high, high
+    left = whole_low - low
+    for head in range(group * per_group, (group + 1) * per_group):
+        q_rows, d_rows = (
+            q + batch * q_batch + head * q_head,
+            d_out + batch * d_batch + head * d_head,
+        )
+        at = (batch * heads + head) * queries
+        for visit in range(0, left + high - whole_high):
+            block = tl.where(visit < left, low + visit, whole_high + visit - left)
+            k_sum, v_sum = _key_gradients(
+                k_sum, v_sum, k_ND, v_ND, q_rows, d_rows, lse + at, delta + at, block, first,
+                last, queries, width, q_stride, d_stride, scale, cap, CAP, True, M, WIDTH, EVEN,
+                PRECISION,
+            )  # fmt: skip
+        if WIDTH <= 128:
+            for block in range(whole_low, whole_high):
+                k_sum, v_sum = _key_gradients(
+                    k_sum, v_sum, k_ND, v_ND, q_rows, d_rows, lse + at, delta + at, block, first,
+                    last, queries, width, q_stride, d_stride, scale, cap, CAP, False, M, WIDTH,
+                    EVEN, PRECISION,
+                )  # fmt: skip
+    column = tl.arange(0, WIDTH)
+    at = ((batch * keys + key)[:, None] * groups + group) * width + column[None, :]
+    written = inside[:, None] & (column[None, :] < width)
+    tl.store(d_k + at, (k_sum * scale).to(d_k.dtype.element_ty), mask=written)
+    tl.store(d_v + at, v_sum.to(d_v.dtype.element_ty), mask=written)

@@ -1,0 +1,408 @@
+"""Cross-entropy with label smoothing and z-loss, of whole logits or of one rank's part of them.
+
+Two numbers a token carry everything: the log-partition and the smoothed logit of the label. Those
+of parts of a vocabulary are joined to those of the whole by one log-sum-exp and one sum, so a rank
+that has a part runs the same two kernels. Shape legend: T tokens, V vocabulary (of this rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megaframe_kernels.device import ceil_div, launch, power_of_2
+from megaframe_kernels.device_math import tanh
+from megaframe_kernels.installed import missing_liger, missing_nothing
+from megaframe_kernels.kernel import Implementation, Kernel, refuse_place, refuse_types
+
+IGNORE = -100
+"""The label of tokens that have no loss."""
+_BLOCK = 8192
+_GRADIENT_BLOCK = 2048
+
+Join: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Of a rank's log-partitions and label logits [T] those of all ranks: log-sum-exp, and sum."""
+
+
+def reference_parts(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    start: int,
+    vocab: int,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-partition and smoothed label logit of each token, at least fp32 [T].
+
+    The logits are those of the words from `start` on, of `vocab` in all; a label outside adds 0.
+    softcap: logits x become cap tanh(x / cap).
+    """
+    z = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    here = labels_T - start
+    inside = (here >= 0) & (here < z.shape[1])
+    at = here.masked_fill(~inside, 0)[:, None]
+    label = z.gather(1, at)[:, 0] * inside if z.shape[1] else z.sum(1)
+    return z.logsumexp(1), (1.0 - label_smoothing) * label + label_smoothing / vocab * z.sum(1)
+
+
+def losses(partition_T: Tensor, label_T: Tensor, labels_T: Tensor, z_loss: float) -> Tensor:
+    """Loss of each token from what is known of the whole vocabulary; 0 where it is ignored."""
+    loss = partition_T - label_T + z_loss * partition_T.square()
+    return torch.where(labels_T == IGNORE, 0.0, loss)
+
+
+def reference(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    start: int = 0,
+    vocab: int | None = None,
+    join: Join | None = None,
+) -> Tensor:
+    """Loss of each token, at least fp32 [T]; 0 where the label is IGNORE.
+
+    lse(z) - (1 - s) z[label] - s mean(z) + z_loss lse(z)^2 (Szegedy et al. 2016; de Brebisson and
+    Vincent 2016). With `join`, of a vocabulary whose part from `start` on is here.
+    """
+    whole = vocab or logits_TV.shape[1]
+    parts = reference_parts(logits_TV, labels_T, start, whole, label_smoothing, softcap)
+    if join is not None:
+        parts = joined(*parts, join)
+    return losses(*parts, labels_T, z_loss)
+
+
+class _Joined(torch.autograd.Function):
+    """All ranks have the same losses and the same gradient of them, so backward needs nobody."""
+
+    @staticmethod
+    def forward(ctx: Any, partition: Tensor, label: Tensor, join: Join) -> tuple[Tensor, Tensor]:
+        whole, whole_label = join(partition.clone(), label.clone())
+        ctx.save_for_backward(partition, whole)
+        return whole, whole_label
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        partition, whole = ctx.saved_tensors
+        return gradients[0] * (partition - whole).exp(), gradients[1], None
+
+
+def joined(partition_T: Tensor, label_T: Tensor, join: Join) -> tuple[Tensor, Tensor]:
+    """What `join` makes of this rank's numbers, differentiable."""
+    return _Joined.apply(partition_T, label_T, join)
+
+
+@triton.jit
+def _forward(
+    logits: tl.tensor,
+    labels: tl.tensor,
+    partitions: tl.tensor,
+    targets: tl.tensor,
+    stride: tl.tensor,
+    words: tl.tensor,
+    start: tl.tensor,
+    smoothing: tl.tensor,
+    spread: tl.tensor,
+    cap: tl.tensor,
+    SMOOTH: tl.constexpr,
+    CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One row a program: running maxima and sums of exponentials (Milakov and Gimelshein 2018).
+
+    Each few neighbours have a maximum of their own until the row ends: threads need not meet in
+    the loop.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BLOCK // 8], tl.float32)
+    top, plain = total - float("inf"), total
+    place = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    for first in range(0, words, BLOCK):
+        inside = first + place < words
+        at = logits + row * stride + first + place
+        z = tl.load(at, mask=inside, other=-float("inf")).to(tl.float32)
+        if CAP:
+            z = tl.where(inside, cap * tanh(z / cap), -float("inf"))
+        highest = tl.maximum(top, tl.max(z, 1))
+        shift = tl.where(highest == -float("inf"), 0.0, highest)
+        total = total * tl.exp(top - shift) + tl.sum(tl.exp(z - shift[:, None]), 1)
+        top = highest
+        if SMOOTH:
+            plain += tl.sum(tl.where(inside, z, 0.0), 1)
+    highest = tl.max(top, 0)
+    partition = highest + tl.log(tl.sum(total * tl.exp(top - highest), 0))
+    tl.store(partitions + row, partition)
+    here = tl.load(labels + row) - start
+    inside = (here >= 0) & (here < words)
+    label = tl.load(logits + row * stride + here, mask=inside, other=0.0).to(tl.float32)
+    if CAP:
+        label = cap * tanh(label / cap)
+    if SMOOTH:
+        label = (1.0 - smoothing) * label + spread * tl.sum(plain, 0)
+    tl.store(targets + row, label)
+
+
+@triton.jit
+def _backward(
+    d_partitions: tl.tensor,
+    d_targets: tl.tensor,
+    logits: tl.tensor,
+    labels: tl.tensor,
+    partitions: tl.tensor,
+    d_logits: tl.tensor,
+    stride: tl.tensor,
+    d_stride: tl.tensor,
+    words: tl.tensor,
+    start: tl.tensor,
+    smoothing: tl.tensor,
+    spread: tl.tensor,
+    cap: tl.tensor,
+    SMOOTH: tl.constexpr,
+    CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """d_partition exp(z - partition) + d_target (label's share), times the slope of the cap."""
+    across = tl.cdiv(words, BLOCK)
+    row = (tl.program_id(0) // across).to(tl.int64)
+    column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(logits + row * stride + column, mask=column < words, other=0.0).to(tl.float32)
+    if CAP:
+        bent = tanh(z / cap)
+        z = cap * bent
+    d_target = tl.load(d_targets + row)
+    result = tl.load(d_partitions + row) * tl.exp(z - tl.load(partitions + row))
+    share = tl.where(column == tl.load(labels + row) - start, 1.0, 0.0)
+    if SMOOTH:
+        share = (1.0 - smoothing) * share + spread
+    result += d_target * share
+    if CAP:
+        result *= 1.0 - bent * bent
+    at = d_logits + row * d_stride + column
+    tl.store(at, result.to(d_logits.dtype.element_ty), mask=column < words)
+
+
+def launch_forward(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    start: int,
+    vocab: int,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `reference_parts`, fp32."""
+    flat = logits_TV if logits_TV.stride(1) == 1 else logits_TV.contiguous()
+    rows, words = flat.shape
+    partition = flat.new_empty(rows, dtype=torch.float32)
+    label = torch.empty_like(partition)
+    launch(
+        _forward,
+        (rows,),
+        flat,
+        labels_T.contiguous(),
+        partition,
+        label,
+        flat.stride(0),
+        words,
+        start,
+        label_smoothing,
+        label_smoothing / vocab,
+        softcap or 1.0,
+        SMOOTH=label_smoothing != 0.0,
+        CAP=softcap is not None,
+        BLOCK=min(_BLOCK, power_of_2(max(words, 16))),
+        warps=8,
+    )
+    return partition, label
+
+
+def launch_backward(
+    d_partition_T: Tensor,
+    d_label_T: Tensor,
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    partition_T: Tensor,
+    d_logits_TV: Tensor,
+    start: int,
+    vocab: int,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> None:
+    """Write the gradient of the logits, which may be where the logits are."""
+    rows, words = logits_TV.shape
+    block = min(_GRADIENT_BLOCK, power_of_2(max(words, 16)))
+    launch(
+        _backward,
+        (rows * ceil_div(words, block),),
+        d_partition_T.contiguous(),
+        d_label_T.contiguous(),
+        logits_TV,
+        labels_T.contiguous(),
+        partition_T,
+        d_logits_TV,
+        logits_TV.stride(0),
+        d_logits_TV.stride(0),
+        words,
+        start,
+        label_smoothing,
+        label_smoothing / vocab,
+        softcap or 1.0,
+        SMOOTH=label_smoothing != 0.0,
+        CAP=softcap is not None,
+        BLOCK=block,
+    )
+
+
+def _gradient(
+    d_partition_T: Tensor,
+    d_label_T: Tensor,
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    partition_T: Tensor,
+    start: int,
+    vocab: int,
+    label_smoothing: float,
+    softcap: float | None,
+) -> Tensor:
+    flat = logits_TV if logits_TV.stride(1) == 1 else logits_TV.contiguous()
+    d_logits = torch.empty_like(flat, memory_format=torch.contiguous_format)
+    given = (d_partition_T, d_label_T, flat, labels_T, partition_T, d_logits)
+    launch_backward(*given, start, vocab, label_smoothing, softcap)
+    return d_logits
+
+
+_forward_op = torch.library.custom_op(
+    "megaframe::cross_entropy_parts", launch_forward, mutates_args=()
+)
+_backward_op = torch.library.custom_op(
+    "megaframe::cross_entropy_gradient", _gradient, mutates_args=()
+)
+
+
+@_forward_op.register_fake
+def _(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    start: int,
+    vocab: int,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    shape = logits_TV.shape[:1]
+    return tuple(logits_TV.new_empty(shape, dtype=torch.float32) for _ in range(2))  # type: ignore[return-value]
+
+
+@_backward_op.register_fake
+def _(d_partition_T: Tensor, d_label_T: Tensor, logits_TV: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(logits_TV, memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, labels, *ctx.rest = inputs
+    ctx.save_for_backward(logits, labels, output[0])
+
+
+def _differentiate(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    return _backward_op(*gradients, *ctx.saved_tensors, *ctx.rest), None, None, None, None, None
+
+
+_forward_op.register_autograd(_differentiate, setup_context=_keep)
+
+
+def run_triton(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    start: int = 0,
+    vocab: int | None = None,
+    join: Join | None = None,
+) -> Tensor:
+    """As the reference."""
+    whole = vocab or logits_TV.shape[1]
+    partition_T, label_T = _forward_op(logits_TV, labels_T, start, whole, label_smoothing, softcap)
+    if join is not None:
+        partition_T, label_T = joined(partition_T, label_T, join)
+    return losses(partition_T, label_T, labels_T, z_loss)
+
+
+def run_torch(logits_TV: Tensor, labels_T: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
+    """As the reference, by torch's own cross-entropy."""
+    wide = torch.promote_types(logits_TV.dtype, torch.float32)
+    return F.cross_entropy(
+        logits_TV.to(wide),
+        labels_T,
+        ignore_index=IGNORE,
+        reduction="none",
+        label_smoothing=label_smoothing,
+    )
+
+
+def run_liger(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """As the reference, by Liger-Kernel; it writes the gradient over the logits."""
+    from liger_kernel.transformers import functional
+
+    return functional.liger_cross_entropy(
+        logits_TV,
+        labels_T,
+        ignore_index=IGNORE,
+        reduction="none",
+        label_smoothing=label_smoothing,
+        lse_square_scale=z_loss,
+        softcap=softcap,
+    )
+
+
+def _refuses(logits_TV: Tensor, labels_T: Tensor, **_: Any) -> str | None:
+    if not logits_TV.shape[1]:
+        return "a vocabulary of 0 words has no log-partition"
+    return refuse_types(logits_TV) or refuse_place(labels_T)
+
+
+def refuses_parts(
+    *_: Any, join: Join | None = None, vocab: int | None = None, start: int = 0, **__: Any
+) -> str | None:
+    """Why a library that knows whole vocabularies only cannot run, or None."""
+    return "it has no form for a part of a vocabulary" if join or vocab or start else None
+
+
+def _torch_refuses(
+    *_: Any, z_loss: float = 0.0, softcap: float | None = None, **options: Any
+) -> str | None:
+    if z_loss or softcap is not None:
+        return "torch has neither z-loss nor softcap"
+    return refuses_parts(**options)
+
+
+def _liger_refuses(logits_TV: Tensor, labels_T: Tensor, **options: Any) -> str | None:
+    return refuses_parts(**options) or (None if logits_TV.is_cuda else "tensors are on no GPU")
+
+
+KERNEL = Kernel(
+    "cross_entropy",
+    reference,
+    {
+        "triton": Implementation("triton", run_triton, missing_nothing, _refuses),
+        "torch": Implementation("torch", run_torch, missing_nothing, _torch_refuses),
+        "liger": Implementation("liger", run_liger, missing_liger, _liger_refuses),
+    },
+    constant=8.0,
+)

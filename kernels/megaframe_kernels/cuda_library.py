@@ -1,0 +1,109 @@
+"""The CUDA C++ kernels of `kernels/cuda`: a library that is built at first use and kept.
+
+It takes addresses, lengths and a stream, and holds nothing of torch: it builds in seconds, and one
+build serves every version of torch. What stands in the way of it is told in one line, and the
+kernels do without.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megaframe_kernels.cuda_build import CHIPS, BuildError, build, cached, prebuilt
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Numbers that the sources know the types by."""
+_POINTER, _LENGTH, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES = {
+    "megaframe_probe": (ctypes.c_int, ()),
+    "megaframe_adamw": (
+        ctypes.c_int,
+        (_POINTER, _POINTER, ctypes.c_int, _POINTER, *([_NUMBER] * 6), *([_POINTER] * 3)),
+    ),
+    "megaframe_square_sum_blocks": (_LENGTH, (_POINTER, ctypes.c_int)),
+    "megaframe_square_sum": (
+        ctypes.c_int,
+        (_POINTER, _POINTER, ctypes.c_int, ctypes.c_int, _POINTER, _POINTER),
+    ),
+    "megaframe_expert_order_blocks": (ctypes.c_int, (_LENGTH,)),
+    "megaframe_expert_order": (
+        ctypes.c_int,
+        (_POINTER, _LENGTH, ctypes.c_int, *([_POINTER] * 5)),
+    ),
+}
+
+
+def load(library: Path) -> ctypes.CDLL:
+    """A built library, its functions typed."""
+    try:
+        loaded = ctypes.CDLL(str(library))
+    except OSError as error:
+        raise BuildError(f"the built CUDA kernels do not load: {error}") from error
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name, None)
+        if function is not None:
+            function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+@functools.lru_cache
+def _find() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    major, minor = torch.cuda.get_device_capability()
+    chip = 10 * major + minor
+    try:
+        path = prebuilt() if prebuilt().is_file() and chip in CHIPS else cached(chip)
+        if not path.is_file():
+            build(path, (chip,))
+        loaded = load(path)
+    except (BuildError, OSError) as error:
+        return str(error)
+    code = loaded.megaframe_probe()
+    return loaded if code == 0 else f"the CUDA kernels find no GPU that they can use: error {code}"
+
+
+def missing_library() -> str | None:
+    """Why the CUDA kernels cannot be used, or None; builds them if need be."""
+    found = _find()
+    return found if isinstance(found, str) else None
+
+
+def call(name: str, like: Tensor, *arguments: object) -> None:
+    """Call a function of the library on a tensor's GPU, with that GPU's stream as its last one."""
+    found = _find()
+    if isinstance(found, str):
+        raise BuildError(found)
+    if like.device.type == "cuda":
+        with torch.cuda.device(like.device):
+            stream = torch.cuda.current_stream(like.device).cuda_stream
+            code = getattr(found, name)(*arguments, stream)
+    else:
+        code = getattr(found, name)(*arguments, None)
+    if code:
+        raise RuntimeError(f"{name} ended with CUDA error {code}")
+
+
+def count(name: str, *arguments: object) -> int:
+    """What a function of the library that launches nothing says."""
+    found = _find()
+    if isinstance(found, str):
+        raise BuildError(found)
+    return getattr(found, name)(*arguments)
+
+
+def addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    """Of tensors, for a call; it must outlive the call."""
+    return (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+
+
+def lengths(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
+    """Of tensors, in elements."""
+    return (ctypes.c_int64 * len(tensors))(*(t.numel() for t in tensors))

@@ -1,0 +1,129 @@
+"""Launching Triton kernels: on a GPU, in Triton's interpreter, or into a compiler without a GPU.
+
+Every launch passes through `launch`, so that `captured` can collect what a wrapper would launch for
+given shapes: the ahead-of-time compiler then compiles exactly what a GPU would run, with the types,
+block sizes and warps that the wrapper chose, and no second list of signatures can go stale.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether kernels run in Triton's interpreter; fixed when this is imported."""
+_INTERPRETED_PROCESSORS = 3
+_TYPICAL_PROCESSORS = 132
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What would run: the kernel, its arguments by position, constants by name, and options."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Sequence[Any]
+    constants: dict[str, Any]
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class _Capture:
+    take: Callable[[Launch], None]
+    chip: int
+
+
+_CAPTURE: ContextVar[_Capture | None] = ContextVar("capture", default=None)
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *arguments: Any,
+    warps: int = 4,
+    stages: int = 2,
+    **constants: Any,
+) -> None:
+    """Run a Triton kernel over a grid of programs; an empty grid runs nothing."""
+    if 0 in grid:
+        return
+    capture = _CAPTURE.get()
+    if capture is not None:
+        capture.take(Launch(kernel, grid, arguments, constants, warps, stages))
+        return
+    place = next(a.device for a in arguments if isinstance(a, Tensor))
+    if place.type == "cuda" and place.index != torch.cuda.current_device():
+        with torch.cuda.device(place):
+            kernel[grid](*arguments, num_warps=warps, num_stages=stages, **constants)
+    else:
+        kernel[grid](*arguments, num_warps=warps, num_stages=stages, **constants)
+
+
+@contextmanager
+def captured(take: Callable[[Launch], None], chip: int) -> Iterator[None]:
+    """Hand launches for a chip (its compute capability, such as 90) to `take`, and run none."""
+    token = _CAPTURE.set(_Capture(take, chip))
+    try:
+        yield
+    finally:
+        _CAPTURE.reset(token)
+
+
+def generation(tensor: Tensor) -> int:
+    """Whose matrix units a kernel is shaped for: 8 (Ampere, and what resembles it), 9 or 10."""
+    capture = _CAPTURE.get()
+    if capture is not None:
+        return capture.chip // 10
+    if tensor.device.type != "cuda":
+        return 8
+    major = capability(tensor.device.index)[0]
+    return {9: 9, 10: 10, 11: 10}.get(major, 8)
+
+
+@functools.lru_cache
+def shared_memory(index: int) -> int:
+    """Bytes of shared memory that a program may have on a GPU."""
+    return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+
+
+@functools.lru_cache
+def _count_processors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def processors(tensor: Tensor) -> int:
+    """Multiprocessors of the GPU that a tensor is on; what an H200 has for one that is nowhere."""
+    if tensor.device.type == "cuda":
+        return _count_processors(tensor.device.index)
+    return _INTERPRETED_PROCESSORS if tensor.device.type == "cpu" else _TYPICAL_PROCESSORS
+
+
+@functools.lru_cache
+def capability(index: int) -> tuple[int, int]:
+    """Compute capability of a GPU."""
+    return torch.cuda.get_device_capability(index)
+
+
+def power_of_2(number: int) -> int:
+    """The least power of two that is not below a number of at least 1."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def ceil_div(number: int, by: int) -> int:
+    """Quotient rounded up."""
+    return -(-number // by)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """A tensor as rows [rows, width] whose elements are adjacent; copied only where it must be."""
+    flat = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(0, 0)
+    return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()

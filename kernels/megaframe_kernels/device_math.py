@@ -1,0 +1,53 @@
+"""Functions of tiles that several kernels share."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def product(
+    a: tl.tensor, b: tl.tensor, add: tl.tensor, PRECISION: tl.constexpr = "tf32"
+) -> tl.tensor:
+    """add + a b in fp32; `add` may be None.
+
+    The interpreter multiplies the bits of bf16 as if they were integers; in fp32 the products are
+    the same numbers.
+    """
+    if INTERPRETED and a.dtype == tl.bfloat16:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, add, input_precision=PRECISION)
+
+
+@triton.jit
+def tanh(x: tl.tensor) -> tl.tensor:
+    """Hyperbolic tangent in fp32, to a few units in the last place.
+
+    Near 0 the quotient of exponentials would cancel; a series takes its place.
+    """
+    small = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - small) / (1.0 + small)
+    square = x * x
+    near = x * (1.0 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
+    return tl.where(tl.abs(x) < 0.2, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def random_bits(
+    seed: tl.tensor, index: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Four tiles of 32 random bits, by seed and 64-bit index (Salmon et al. 2011)."""
+    low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)
+    return tl.philox(seed, low, high, low * 0, low * 0)
+
+
+@triton.jit
+def round_stochastically(x: tl.tensor, bits: tl.tensor) -> tl.tensor:
+    """fp32 to bf16: up with the probability that makes the mean exact."""
+    pattern = x.to(tl.uint32, bitcast=True)
+    raised = (pattern + (bits & 0xFFFF)) & 0xFFFF0000
+    finite = (pattern & 0x7F800000) != 0x7F800000
+    return tl.where(finite, raised.to(tl.float32, bitcast=True), x).to(tl.bfloat16)

@@ -1,0 +1,185 @@
+"""Real sizes of each kernel, with tensors that have no memory: what is compiled without a GPU.
+
+Each example calls the functions that launch, forward and backward, as a training step would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megaframe_kernels import (
+    activation,
+    adamw,
+    attention,
+    cross_entropy,
+    fp8,
+    grouped,
+    norm,
+    permute,
+    rotary,
+    router,
+    square_sum,
+)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call with real sizes. least_chip: the compute capability from which on it can run."""
+
+    name: str
+    call: Callable[[], None]
+    least_chip: int = 80
+
+
+def _shaped(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _norms() -> Iterator[Example]:
+    def call(width: int, center: bool, added: bool, dtype: torch.dtype = torch.bfloat16) -> None:
+        x, gain = _shaped(8192, width, dtype=dtype), _shaped(width, dtype=torch.float32)
+        bias = gain if center else None
+        y, total, means, scales = norm.launch_forward(
+            x, x if added else None, gain, bias, center, 1e-5
+        )
+        norm.launch_backward(
+            y, total if added else None, total if added else x, gain, means, scales, center
+        )
+
+    for width, center, added in ((128, False, False), (4096, False, True), (16384, True, True)):
+        kind = "layernorm" if center else "rmsnorm"
+        name = f"{kind} {width}{' + residual' if added else ''}"
+        yield Example(name, partial(call, width, center, added))
+
+
+def _activations() -> Iterator[Example]:
+    def call(kind: str) -> None:
+        x = _shaped(8192, 2 * 14336 if kind == "swiglu" else 16384)
+        activation.launch_backward(activation.launch_forward(x, kind), x, kind)
+
+    for kind in activation.KINDS:
+        yield Example(kind, partial(call, kind))
+
+
+def _rotary() -> Iterator[Example]:
+    def call(half: int) -> None:
+        x, table = _shaped(2, 8192, 32, 128), _shaped(8192, half, dtype=torch.float32)
+        rotary.launch_turn(x, table, table, False)
+
+    yield Example("32 heads of 128", partial(call, 64))
+    yield Example("a part of each head", partial(call, 32))
+
+
+def _cross_entropy() -> Iterator[Example]:
+    def call(smoothing: float, softcap: float | None) -> None:
+        logits, labels = _shaped(8192, 128256), _shaped(8192, dtype=torch.int64)
+        given = (0, 128256, smoothing, softcap)
+        partition, label = cross_entropy.launch_forward(logits, labels, *given)
+        cross_entropy.launch_backward(partition, label, logits, labels, partition, logits, *given)
+
+    yield Example("plain", partial(call, 0.0, None))
+    yield Example("label smoothing, softcap", partial(call, 0.1, 30.0))
+
+
+def _adamw() -> Iterator[Example]:
+    def call(weights: torch.dtype, grads: torch.dtype, seed: int | None) -> None:
+        w, g = _shaped(2**27, dtype=weights), _shaped(2**27, dtype=grads)
+        scalar = _shaped(dtype=torch.float32)
+        copy = _shaped(2**27) if weights == torch.float32 else None
+        numbers = (1e-3, 0.9, 0.95, 1e-8, 0.1, 5, seed, 0)
+        adamw.launch_step(w, g, w, w, copy, scalar, scalar, *numbers)
+
+    yield Example("fp32 master, bf16 copy", partial(call, torch.float32, torch.float32, None))
+    yield Example("bf16, stochastic", partial(call, torch.bfloat16, torch.bfloat16, 1))
+
+
+def _square_sum() -> Iterator[Example]:
+    def call(dtype: torch.dtype) -> None:
+        square_sum.launch_sum(_shaped(2**27, dtype=dtype))
+
+    yield Example("fp32", partial(call, torch.float32))
+
+
+def _attention() -> Iterator[Example]:
+    def call(width: int, dtype: torch.dtype, softcap: float | None, sinks: bool) -> None:
+        q, k = _shaped(1, 8192, 32, width, dtype=dtype), _shaped(1, 8192, 8, width, dtype=dtype)
+        ends = _shaped(1, 8192, dtype=torch.int32)
+        sink = _shaped(32) if sinks else None
+        out, lse = attention.launch_forward(q, k, k, ends, ends, sink, None, softcap)
+        spans = ends, ends, ends, ends
+        attention.launch_backward(out, None, q, k, k, out, lse, *spans, sink, None, softcap)
+
+    for width in (64, 96, 128, 256):
+        yield Example(f"head {width}", partial(call, width, torch.bfloat16, None, False))
+        given = (width, torch.bfloat16, 30.0, True)
+        yield Example(f"head {width}, cap, sinks", partial(call, *given))
+    for width in (128, 256):
+        yield Example(f"head {width}, fp32", partial(call, width, torch.float32, None, False))
+
+
+def _router() -> Iterator[Example]:
+    def call(experts: int, sigmoid: bool) -> None:
+        logits = _shaped(8192, experts, dtype=torch.float32)
+        bias = _shaped(experts, dtype=torch.float32) if sigmoid else None
+        weights, chosen = router.launch_forward(logits, 8, bias, sigmoid, True)
+        router.launch_backward(weights, logits, weights, chosen, sigmoid, True)
+
+    yield Example("64 experts, softmax", partial(call, 64, False))
+    yield Example("256 experts, sigmoid", partial(call, 256, True))
+
+
+def _permutation() -> Iterator[Example]:
+    def call(experts: int) -> None:
+        chosen = _shaped(8192, 8, dtype=torch.int32)
+        order, places, _ = permute.launch_order(chosen, experts)
+        x, weights = _shaped(8192, 4096), _shaped(8192, 8, dtype=torch.float32)
+        rows = permute.launch_gather(x, order, None, 8)
+        permute.launch_gather(x, order, weights, 8)
+        permute.launch_combine(rows, weights, places)
+        permute.launch_inner(x, rows, places, weights)
+
+    yield Example("64 experts, 8 of them", partial(call, 64))
+
+
+def _grouped() -> Iterator[Example]:
+    def call(dtype: torch.dtype, moved: bool) -> None:
+        order = _shaped(16384, dtype=torch.int32)
+        x = _shaped(8192 if moved else 16384, 4096, dtype=dtype)
+        weights, ends = _shaped(8, 14336, 4096, dtype=dtype), _shaped(8, dtype=torch.int32)
+        given = (ends, order, order, 2) if moved else (ends, None, None)
+        y = grouped.launch_multiply(x, weights, *given)
+        grouped.launch_multiply(y, weights.transpose(1, 2), ends, order, None)
+        grouped.launch_weight_gradient(y, x, weights, *given)
+
+    yield Example("8 experts", partial(call, torch.bfloat16, False))
+    yield Example("8 experts, rows moved", partial(call, torch.bfloat16, True))
+
+
+def _quantise() -> Iterator[Example]:
+    def call(block: tuple[int, int]) -> None:
+        fp8.launch_quantise(_shaped(8192, 4096), torch.float8_e4m3fn, *block, False)
+
+    for name, block in (("tensor", (0, 0)), ("row", (1, 0)), ("1 x 128", (1, 128))):
+        yield Example(name, partial(call, block), least_chip=90)
+    yield Example("128 x 128", partial(call, (128, 128)), least_chip=90)
+
+
+EXAMPLES: dict[str, Callable[[], Iterable[Example]]] = {
+    "norm": _norms,
+    "activation": _activations,
+    "rotary": _rotary,
+    "cross_entropy": _cross_entropy,
+    "adamw": _adamw,
+    "square_sum": _square_sum,
+    "attention": _attention,
+    "router": _router,
+    "permute": _permutation,
+    "grouped_product": _grouped,
+    "quantise": _quantise,
+}
+"""By the name of a kernel."""

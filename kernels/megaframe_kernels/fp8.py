@@ -1,0 +1,285 @@
+"""Quantisation to 8-bit floats, with one scale for a tensor, for each row, or for each block.
+
+A scale is what the numbers are to be multiplied by to get the original back. It is exact: the
+largest magnitude over the largest number of the type, optionally rounded up to a power of two, by
+which multiplication is free of error. A tensor needs two passes, because its scale depends on all
+of it; rows and blocks take one.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megaframe_kernels.device import capability, ceil_div, launch, power_of_2
+from megaframe_kernels.device_math import INTERPRETED
+from megaframe_kernels.installed import missing_cuda, missing_nothing
+from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
+
+TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_WIDEST = 16384
+_TILE = 4096
+_LEAST = 1e-30
+"""Below this the largest magnitude counts as this: a block of zeros gets a scale."""
+
+
+def reference(
+    x_RC: Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    block: tuple[int, int] | None = None,
+    power_of_two: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """x [R, C] in 8 bits, and the fp32 scales that bring it back.
+
+    block: rows and columns that share a scale, [ceil(R / rows), ceil(C / columns)] scales; a number
+    of at most 0 means all. Without a block, one scale, [1, 1].
+    """
+    rows, columns = _block(x_RC, block)
+    wide = x_RC.to(torch.float32)
+    down, across = ceil_div(x_RC.shape[0], rows), ceil_div(x_RC.shape[1], columns)
+    padding = (0, across * columns - x_RC.shape[1], 0, down * rows - x_RC.shape[0])
+    blocks = torch.nn.functional.pad(wide, padding).view(down, rows, across, columns)
+    scale = blocks.abs().amax((1, 3)).clamp_min(_LEAST) * (1.0 / torch.finfo(dtype).max)
+    if power_of_two:
+        scale = torch.exp2(torch.ceil(torch.log2(scale)))
+    by = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    by = by[: x_RC.shape[0], : x_RC.shape[1]]
+    largest = torch.finfo(dtype).max
+    return (wide / by).clamp(-largest, largest).to(dtype), scale
+
+
+def restore(quantised_RC: Tensor, scales: Tensor, block: tuple[int, int] | None = None) -> Tensor:
+    """What 8 bits and scales stand for, in fp32."""
+    rows, columns = _block(quantised_RC, block)
+    by = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    return quantised_RC.to(torch.float32) * by[: quantised_RC.shape[0], : quantised_RC.shape[1]]
+
+
+def _block(x: Tensor, block: tuple[int, int] | None) -> tuple[int, int]:
+    rows, columns = (0, 0) if block is None else block
+    return rows if rows > 0 else max(x.shape[0], 1), columns if columns > 0 else max(x.shape[1], 1)
+
+
+@triton.jit
+def _narrow(value: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """To 8 bits, ties to even. The interpreter loses the carry of a mantissa that rounds up to the
+    next power of two, so there numbers are brought to the grid of the type first."""
+    if INTERPRETED:
+        exponent = ((value.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
+        if tl.float8e4nv == KIND:
+            exponent = tl.maximum(exponent, -6) - 3
+        else:
+            exponent = tl.maximum(exponent, -14) - 2
+        step = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+        value = ((value / step + 12582912.0) - 12582912.0) * step
+    return value.to(KIND)
+
+
+@triton.jit
+def _scale_of(largest: tl.tensor, MOST: tl.constexpr, POWER_OF_TWO: tl.constexpr) -> tl.tensor:
+    scale = tl.maximum(largest, 1e-30) * (1.0 / MOST)
+    if POWER_OF_TWO:  # the exponent, one up unless nothing follows it
+        bits = scale.to(tl.int32, bitcast=True)
+        up = tl.where((bits & 0x7FFFFF) != 0, 1, 0)
+        scale = (((bits >> 23) + up) << 23).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def _quantise_block(
+    x: tl.tensor,
+    out: tl.tensor,
+    scales: tl.tensor,
+    height: tl.tensor,
+    width: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    stride: tl.tensor,
+    MOST: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """One block a program."""
+    across = tl.cdiv(width, columns)
+    down, right = tl.program_id(0) // across, tl.program_id(0) % across
+    row = (down.to(tl.int64) * rows + tl.arange(0, ROWS))[:, None]
+    column = (right * columns + tl.arange(0, COLUMNS))[None, :]
+    inside = (row < height) & (tl.arange(0, ROWS)[:, None] < rows)
+    inside = inside & (column < width) & (tl.arange(0, COLUMNS)[None, :] < columns)
+    value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    scale = _scale_of(tl.max(tl.max(tl.abs(value), 1), 0), MOST, POWER_OF_TWO)
+    tl.store(scales + tl.program_id(0), scale)
+    result = tl.minimum(tl.maximum(tl.div_rn(value, scale + value * 0.0), -MOST), MOST)
+    tl.store(out + row * width + column, _narrow(result, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _largest(
+    x: tl.tensor, parts: tl.tensor, height: tl.tensor, width: tl.tensor, stride: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Largest magnitude of a few rows."""
+    top = tl.zeros([BLOCK], tl.float32)
+    for row in range(tl.program_id(0), height, tl.num_programs(0)):
+        for first in range(0, width, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            at = x + tl.cast(row, tl.int64) * stride + column
+            value = tl.load(at, mask=column < width, other=0.0)
+            top = tl.maximum(top, tl.abs(value.to(tl.float32)))
+    tl.store(parts + tl.program_id(0), tl.max(top, 0))
+
+
+@triton.jit
+def _quantise(
+    x: tl.tensor,
+    out: tl.tensor,
+    scale: tl.tensor,
+    width: tl.tensor,
+    stride: tl.tensor,
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """By one scale that is known."""
+    across = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // across).to(tl.int64)
+    column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
+    result = tl.div_rn(value, tl.load(scale) + value * 0.0)
+    result = tl.minimum(tl.maximum(result, -MOST), MOST)
+    tl.store(out + row * width + column, _narrow(result, out.dtype.element_ty), mask=column < width)
+
+
+def launch_quantise(
+    x_RC: Tensor, dtype: torch.dtype, rows: int, columns: int, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    """As the reference."""
+    x = x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()
+    height, width = x.shape
+    whole = rows <= 0 and columns <= 0
+    rows, columns = _block(x, (rows, columns))
+    out = torch.empty(height, width, dtype=dtype, device=x.device)
+    most = torch.finfo(dtype).max
+    if whole:
+        return out, _launch_whole(x, out, most, power_of_two)
+    grid = ceil_div(height, rows), ceil_div(width, columns)
+    scales = x.new_empty(grid, dtype=torch.float32)
+    tile = power_of_2(rows), power_of_2(columns)
+    launch(
+        _quantise_block,
+        (grid[0] * grid[1],),
+        x,
+        out,
+        scales,
+        height,
+        width,
+        rows,
+        columns,
+        x.stride(0),
+        MOST=most,
+        POWER_OF_TWO=power_of_two,
+        ROWS=tile[0],
+        COLUMNS=tile[1],
+        warps=min(16, max(1, tile[0] * tile[1] // 512)),
+    )
+    return out, scales
+
+
+def _launch_whole(x: Tensor, out: Tensor, most: float, power_of_two: bool) -> Tensor:
+    height, width = x.shape
+    parts = x.new_zeros(max(1, min(height, 1024)), dtype=torch.float32)
+    block = min(_TILE, power_of_2(max(width, 16)))
+    grid = (min(height, len(parts)) if width else 0,)
+    launch(_largest, grid, x, parts, height, width, x.stride(0), BLOCK=block)
+    scale = parts.amax().clamp_min(_LEAST) * (1.0 / most)
+    if power_of_two:
+        scale = torch.exp2(torch.ceil(torch.log2(scale)))
+    grid = (height * ceil_div(width, block),)
+    launch(_quantise, grid, x, out, scale, width, x.stride(0), MOST=most, BLOCK=block)
+    return scale.view(1, 1)
+
+
+_quantise_op = torch.library.custom_op("megaframe::quantise", launch_quantise, mutates_args=())
+
+
+@_quantise_op.register_fake
+def _(
+    x_RC: Tensor, dtype: torch.dtype, rows: int, columns: int, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    down, across = _block(x_RC, (rows, columns))
+    shape = ceil_div(x_RC.shape[0], down), ceil_div(x_RC.shape[1], across)
+    if rows <= 0 and columns <= 0:
+        shape = 1, 1
+    return torch.empty_like(
+        x_RC, dtype=dtype, memory_format=torch.contiguous_format
+    ), x_RC.new_empty(shape, dtype=torch.float32)
+
+
+def run_triton(
+    x_RC: Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    block: tuple[int, int] | None = None,
+    power_of_two: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """As the reference."""
+    rows, columns = (0, 0) if block is None else block
+    return _quantise_op(x_RC, dtype, rows, columns, power_of_two)
+
+
+def _refuses(
+    x_RC: Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    block: tuple[int, int] | None = None,
+    power_of_two: bool = False,
+) -> str | None:
+    rows, columns = _block(x_RC, block)
+    if block is not None and power_of_2(rows) * power_of_2(columns) > _WIDEST:
+        return f"a block of {rows} x {columns} does not fit in registers"
+    if dtype not in TYPES:
+        return f"{dtype} is none of {', '.join(map(str, TYPES))}"
+    if x_RC.is_cuda and capability(x_RC.device.index) < (8, 9):
+        return "8-bit floats need compute capability 8.9"
+    return refuse_types(x_RC)
+
+
+QUANTISE = Kernel(
+    "quantise",
+    reference,
+    {"triton": Implementation("triton", run_triton, missing_nothing, _refuses)},
+    constant=1.0,
+)
+
+
+def reference_product(a_MK: Tensor, b_NK: Tensor, a_scales: Tensor, b_scales: Tensor) -> Tensor:
+    """a b^T of quantised matrices, bf16 [M, N]; scales of each row ([M, 1], [N, 1]) or of each
+    tensor ([1, 1])."""
+    a, b = restore(a_MK, a_scales, (1, 0)), restore(b_NK, b_scales, (1, 0))
+    if a_scales.shape[0] == 1:
+        a, b = restore(a_MK, a_scales), restore(b_NK, b_scales)
+    return (a @ b.t()).to(torch.bfloat16)
+
+
+def run_scaled_product(a_MK: Tensor, b_NK: Tensor, a_scales: Tensor, b_scales: Tensor) -> Tensor:
+    """As the reference, by torch's scaled product."""
+    by_row = a_scales.shape[0] > 1
+    scales = (a_scales, b_scales.t()) if by_row else (a_scales[0, 0], b_scales[0, 0])
+    return torch._scaled_mm(
+        a_MK, b_NK.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=torch.bfloat16
+    )
+
+
+def _product_refuses(a_MK: Tensor, b_NK: Tensor, a_scales: Tensor, b_scales: Tensor) -> str | None:
+    if not a_MK.is_cuda or capability(a_MK.device.index) < (8, 9):
+        return "torch's scaled product needs a GPU of compute capability 8.9"
+    if a_MK.shape[1] % 16 or b_NK.shape[0] % 16:
+        return "torch's scaled product needs dims that 16 divides"
+    return None
+
+
+SCALED_PRODUCT = Kernel(
+    "scaled_product",
+    reference_product,
+    {"torch": Implementation("torch", run_scaled_product, missing_cuda, _product_refuses)},
+)

@@ -1,0 +1,439 @@
+"""Grouped matrix product: each expert's rows times its own matrix, in one launch.
+
+Tiles are dealt out on the device from where the experts' rows end, so the host never waits to learn
+how many tokens an expert got. Rows can be fetched from the tokens they are of, and written to the
+choices they are for, which spares a pass over memory on either side. Shape legend: T tokens, K
+experts chosen by each, P = T K places (choices in the order of experts), E experts, N outputs, H
+inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megaframe_kernels import permute
+from megaframe_kernels.device import capability, ceil_div, generation, launch, power_of_2
+from megaframe_kernels.device_math import product
+from megaframe_kernels.installed import missing_cuda, missing_nothing
+from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Rows, columns and depth of a tile; warps and stages as Triton has them."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+TILES = {8: Tiles(128, 128, 64, 8, 3), 9: Tiles(128, 256, 64, 8, 3), 10: Tiles(128, 256, 64, 8, 3)}
+"""Of 16-bit numbers, by generation of the chip."""
+_WIDE_NUMBERS = Tiles(32, 32, 32, 4, 2)
+"""For fp32."""
+
+
+def reference(
+    x: Tensor,
+    weights_ENH: Tensor,
+    ends_E: Tensor,
+    order_P: Tensor | None = None,
+    places_TK: Tensor | None = None,
+    *,
+    gather: bool = False,
+    scatter: bool = False,
+) -> Tensor:
+    """y[p] = x[p] weights[e]^T for the expert e that place p belongs to.
+
+    ends, order, places: the fields of `permute.Order`; places beyond the last end give 0. gather:
+    x [T, H] are tokens, x[order[p] // K] is meant; otherwise x is [P, H]. scatter: y[p] is written
+    to y[order[p]], so that y [P, N] is by token and choice.
+    """
+    rows = x
+    if gather and order_P is not None and places_TK is not None:
+        rows = x[order_P.long() // max(places_TK.shape[1], 1)]
+    place = torch.arange(rows.shape[0], device=rows.device)
+    out = rows.new_zeros(rows.shape[0], weights_ENH.shape[1])
+    start = 0
+    for weight, end in zip(weights_ENH, ends_E.tolist(), strict=True):
+        mine = (place >= start) & (place < end)
+        out = out + torch.where(mine[:, None], rows, 0.0) @ weight.t()
+        start = end
+    if scatter and order_P is not None:
+        return torch.zeros_like(out).index_copy(0, order_P.long(), out)
+    return out
+
+
+@triton.jit
+def _find_tile(
+    ends: tl.tensor, tile: tl.tensor, count: tl.tensor, ROWS: tl.constexpr, EXPERTS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Expert of a tile of rows (`count` if there is no such tile), its first place, and where the
+    expert's places end."""
+    expert = tl.arange(0, EXPERTS)
+    known = expert < count
+    end = tl.load(ends + expert, mask=known, other=0)
+    start = tl.load(ends + expert - 1, mask=known & (expert > 0), other=0)
+    tiles = tl.where(known, tl.cdiv(end - start, ROWS), 0)
+    until = tl.cumsum(tiles, 0)
+    mine = tl.sum(tl.where(known & (until <= tile), 1, 0), 0)
+    here = expert == mine
+    first = tl.sum(tl.where(here, start + (tile - until + tiles) * ROWS, 0), 0)
+    return mine, first, tl.sum(tl.where(here, end, 0), 0)
+
+
+@triton.jit
+def _walk(program: tl.tensor, down: tl.tensor, across: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """A program's tile. Programs that run together share eight rows of tiles, or fewer at the end:
+    what they read of either side stays in the cache."""
+    together = 8 * across
+    first = program // together * 8
+    tall = tl.minimum(down - first, 8)
+    rest = program % together
+    return first + rest % tall, rest // tall
+
+
+@triton.jit
+def _multiply(
+    x: tl.tensor,
+    weights: tl.tensor,
+    ends: tl.tensor,
+    gather: tl.tensor,
+    scatter: tl.tensor,
+    out: tl.tensor,
+    experts: tl.tensor,
+    outputs: tl.tensor,
+    inputs: tl.tensor,
+    chosen: tl.tensor,
+    x_stride: tl.tensor,
+    expert_stride: tl.tensor,
+    output_stride: tl.tensor,
+    input_stride: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    across = tl.cdiv(outputs, COLUMNS)
+    tile, right = _walk(tl.program_id(0), tl.num_programs(0) // across, across)
+    expert, first, end = _find_tile(ends, tile, experts, ROWS, EXPERTS)
+    if expert >= experts:
+        return
+    place = first + tl.arange(0, ROWS)
+    inside = place < end
+    row = place.to(tl.int64)
+    if gather is not None:
+        row = (tl.load(gather + place, mask=inside, other=0) // chosen).to(tl.int64)
+    column = right * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    matrix = weights + expert.to(tl.int64) * expert_stride
+    left = x + row[:, None] * x_stride + depth[None, :]
+    right = matrix + column[None, :] * output_stride + depth[:, None] * input_stride
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, inputs, DEPTH):
+        known = start + depth < inputs
+        a = tl.load(left + start, mask=inside[:, None] & known[None, :], other=0.0)
+        within = known[:, None] & (column[None, :] < outputs)
+        b = tl.load(right + start * input_stride, mask=within, other=0.0)
+        total = product(a, b, total, PRECISION)
+    to = place.to(tl.int64)
+    if scatter is not None:
+        to = tl.load(scatter + place, mask=inside, other=0).to(tl.int64)
+    at = out + to[:, None] * outputs + column[None, :]
+    written = inside[:, None] & (column[None, :] < outputs)
+    tl.store(at, total.to(out.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def _multiply_transposed(
+    d_y: tl.tensor,
+    x: tl.tensor,
+    ends: tl.tensor,
+    gather: tl.tensor,
+    scatter: tl.tensor,
+    d_weights: tl.tensor,
+    outputs: tl.tensor,
+    inputs: tl.tensor,
+    chosen: tl.tensor,
+    d_stride: tl.tensor,
+    x_stride: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """d_weights[e] = sum over the places of e of d_y[p]^T x[p]; 0 for an expert without places."""
+    down, across = tl.cdiv(outputs, ROWS), tl.cdiv(inputs, COLUMNS)
+    expert, tile = tl.program_id(0) // (down * across), tl.program_id(0) % (down * across)
+    below, right = _walk(tile, down, across)
+    output = below * ROWS + tl.arange(0, ROWS)
+    column = right * COLUMNS + tl.arange(0, COLUMNS)
+    start = 0
+    if expert > 0:
+        start = tl.load(ends + expert - 1)
+    end = tl.load(ends + expert)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(start, end, DEPTH):
+        place = first + tl.arange(0, DEPTH)
+        inside = place < end
+        row, from_row = place.to(tl.int64), place.to(tl.int64)
+        if scatter is not None:
+            row = tl.load(scatter + place, mask=inside, other=0).to(tl.int64)
+        if gather is not None:
+            from_row = (tl.load(gather + place, mask=inside, other=0) // chosen).to(tl.int64)
+        at = d_y + row[None, :] * d_stride + output[:, None]
+        a = tl.load(at, mask=inside[None, :] & (output[:, None] < outputs), other=0.0)
+        at = x + from_row[:, None] * x_stride + column[None, :]
+        b = tl.load(at, mask=inside[:, None] & (column[None, :] < inputs), other=0.0)
+        total = product(a, b, total, PRECISION)
+    at = expert.to(tl.int64) * outputs * inputs + output[:, None] * inputs + column[None, :]
+    written = (output[:, None] < outputs) & (column[None, :] < inputs)
+    tl.store(d_weights + at, total.to(d_weights.dtype.element_ty), mask=written)
+
+
+def _choose(x: Tensor, tiles: Tiles | None) -> tuple[Tiles, str]:
+    wide = x.dtype == torch.float32
+    chosen = _WIDE_NUMBERS if wide else TILES[generation(x)]
+    return tiles or chosen, "ieee" if wide else "tf32"
+
+
+def _adjacent(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def launch_multiply(
+    x: Tensor,
+    weights_ENH: Tensor,
+    ends_E: Tensor,
+    gather_P: Tensor | None,
+    scatter_P: Tensor | None,
+    chosen: int = 1,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """y [P, N]; place p reads row gather[p] // chosen and writes row scatter[p]. Weights may lie
+    transposed in memory."""
+    x = _adjacent(x)
+    places = x.shape[0] if gather_P is None else gather_P.shape[0]
+    experts, outputs, inputs = weights_ENH.shape
+    # Zeros: what lies beyond the last expert's end is written by nobody.
+    out = x.new_zeros(places, outputs)
+    tiles, precision = _choose(x, tiles)
+    launch(
+        _multiply,
+        ((ceil_div(places, tiles.rows) + experts) * ceil_div(outputs, tiles.columns),),
+        x,
+        weights_ENH,
+        ends_E,
+        gather_P,
+        scatter_P,
+        out,
+        experts,
+        outputs,
+        inputs,
+        chosen,
+        x.stride(0),
+        *weights_ENH.stride(),
+        ROWS=tiles.rows,
+        COLUMNS=tiles.columns,
+        DEPTH=tiles.depth,
+        EXPERTS=power_of_2(max(experts, 2)),
+        PRECISION=precision,
+        warps=tiles.warps,
+        stages=tiles.stages,
+    )
+    return out
+
+
+def launch_weight_gradient(
+    d_y: Tensor,
+    x: Tensor,
+    weights_ENH: Tensor,
+    ends_E: Tensor,
+    gather_P: Tensor | None,
+    scatter_P: Tensor | None,
+    chosen: int = 1,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """Gradient of the weights."""
+    d_y, x = _adjacent(d_y), _adjacent(x)
+    experts, outputs, inputs = weights_ENH.shape
+    d_weights = torch.empty_like(weights_ENH, memory_format=torch.contiguous_format)
+    tiles, precision = _choose(x, tiles)
+    launch(
+        _multiply_transposed,
+        (experts * ceil_div(outputs, tiles.rows) * ceil_div(inputs, tiles.columns),),
+        d_y,
+        x,
+        ends_E,
+        gather_P,
+        scatter_P,
+        d_weights,
+        outputs,
+        inputs,
+        chosen,
+        d_y.stride(0),
+        x.stride(0),
+        ROWS=tiles.rows,
+        COLUMNS=tiles.columns,
+        DEPTH=tiles.depth,
+        PRECISION=precision,
+        warps=tiles.warps,
+        stages=tiles.stages,
+    )
+    return d_weights
+
+
+@torch.library.custom_op("megaframe::grouped_product", mutates_args=())
+def _multiply_op(
+    x: Tensor,
+    weights_ENH: Tensor,
+    ends_E: Tensor,
+    gather_P: Tensor | None,
+    scatter_P: Tensor | None,
+    chosen: int,
+) -> Tensor:
+    return launch_multiply(x, weights_ENH, ends_E, gather_P, scatter_P, chosen)
+
+
+@torch.library.custom_op("megaframe::grouped_weight_gradient", mutates_args=())
+def _weight_op(
+    d_y: Tensor,
+    x: Tensor,
+    weights_ENH: Tensor,
+    ends_E: Tensor,
+    gather_P: Tensor | None,
+    scatter_P: Tensor | None,
+    chosen: int,
+) -> Tensor:
+    return launch_weight_gradient(d_y, x, weights_ENH, ends_E, gather_P, scatter_P, chosen)
+
+
+@_multiply_op.register_fake
+def _(
+    x: Tensor,
+    weights_ENH: Tensor,
+    ends_E: Tensor,
+    gather_P: Tensor | None,
+    scatter_P: Tensor | None,
+    chosen: int,
+) -> Tensor:
+    places = x.shape[0] if gather_P is None else gather_P.shape[0]
+    return x.new_empty(places, weights_ENH.shape[1])
+
+
+@_weight_op.register_fake
+def _(d_y: Tensor, x: Tensor, weights_ENH: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(weights_ENH, memory_format=torch.contiguous_format)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        ends: Tensor,
+        order: Tensor | None,
+        places: Tensor | None,
+        gather: bool,
+        scatter: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weights, ends, order, places)
+        ctx.chosen = 1 if places is None else max(places.shape[1], 1)
+        ctx.gather, ctx.scatter = gather, scatter
+        moved = order if gather else None, order if scatter else None
+        return _multiply_op(x, weights, ends, *moved, ctx.chosen)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights, ends, order, places = ctx.saved_tensors
+        gather, scatter = order if ctx.gather else None, order if ctx.scatter else None
+        d_x = d_weights = None
+        if ctx.needs_input_grad[0]:
+            # Read from where they were written; the choices of a token are summed in one order.
+            d_x = _multiply_op(gradients[0], weights.transpose(1, 2), ends, scatter, None, 1)
+            d_x = permute.combine(d_x, None, places) if ctx.gather else d_x
+        if ctx.needs_input_grad[1]:
+            moved = gather, scatter
+            d_weights = _weight_op(gradients[0], x, weights, ends, *moved, ctx.chosen)
+        return d_x, d_weights, None, None, None, None, None
+
+
+def run_triton(
+    x: Tensor,
+    weights_ENH: Tensor,
+    ends_E: Tensor,
+    order_P: Tensor | None = None,
+    places_TK: Tensor | None = None,
+    *,
+    gather: bool = False,
+    scatter: bool = False,
+) -> Tensor:
+    """As the reference."""
+    return _Product.apply(x, weights_ENH, ends_E, order_P, places_TK, gather, scatter)
+
+
+def run_torch(
+    x: Tensor,
+    weights_ENH: Tensor,
+    ends_E: Tensor,
+    order_P: Tensor | None = None,
+    places_TK: Tensor | None = None,
+    *,
+    gather: bool = False,
+    scatter: bool = False,
+) -> Tensor:
+    """As the reference, by torch's grouped product between two passes that move rows."""
+    if gather and order_P is not None and places_TK is not None:
+        x = x.index_select(0, order_P // max(places_TK.shape[1], 1))
+    out = torch._grouped_mm(x, weights_ENH.transpose(1, 2), offs=ends_E)
+    if scatter and order_P is not None:
+        return torch.empty_like(out).index_copy(0, order_P.long(), out)
+    return out
+
+
+def _refuses(
+    x: Tensor,
+    weights_ENH: Tensor,
+    ends_E: Tensor,
+    order_P: Tensor | None = None,
+    places_TK: Tensor | None = None,
+    *,
+    gather: bool = False,
+    scatter: bool = False,
+) -> str | None:
+    given = (ends_E, order_P, places_TK)
+    if any(t is not None and t.dtype != torch.int32 for t in given):
+        return "ends, order and places must be int32"
+    if (gather or scatter) and (order_P is None or places_TK is None):
+        return "rows can be moved only by an order and places"
+    if x.dtype != weights_ENH.dtype:
+        return f"rows in {x.dtype} and weights in {weights_ENH.dtype}"
+    return refuse_types(x, weights_ENH)
+
+
+def _torch_refuses(x: Tensor, *_: Any, **__: Any) -> str | None:
+    if not x.is_cuda or x.dtype != torch.bfloat16:
+        return "torch's grouped product takes bf16 on a GPU"
+    if capability(x.device.index)[0] < 9:
+        return "torch's grouped product needs compute capability 9.0"
+    return None
+
+
+KERNEL = Kernel(
+    "grouped_product",
+    reference,
+    {
+        "triton": Implementation("triton", run_triton, missing_nothing, _refuses),
+        "torch": Implementation("torch", run_torch, missing_cuda, _torch_refuses),
+    },
+)

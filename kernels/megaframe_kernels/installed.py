@@ -1,0 +1,73 @@
+"""Which other libraries are here that a kernel may be left to.
+
+Nothing is imported to find out: a broken library must not break a run that does without it. The
+PyPI package `apex` is not NVIDIA's library of that name, which is built from source;
+they are told apart by what their folder holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+
+def missing_nothing() -> None:
+    """What torch and Triton give is always here."""
+
+
+@functools.lru_cache
+def _folder(module: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+@functools.lru_cache
+def missing_liger() -> str | None:
+    """Why Liger-Kernel cannot be used, or None."""
+    return None if _folder("liger_kernel") else "Liger-Kernel is not installed: liger-kernel"
+
+
+@functools.lru_cache
+def missing_flash_attention() -> str | None:
+    """Why the package flash-attn cannot be used, or None."""
+    return None if _folder("flash_attn") else "flash-attn is not installed"
+
+
+@functools.lru_cache
+def missing_apex() -> str | None:
+    """Why NVIDIA's apex cannot be used, or None."""
+    folder = _folder("apex")
+    if folder is None:
+        return "NVIDIA apex is not installed"
+    if not (folder / "multi_tensor_apply").is_dir():
+        return "the installed package `apex` is not NVIDIA's, which is built from its repository"
+    if importlib.util.find_spec("amp_C") is None:
+        return "NVIDIA apex was installed without its CUDA extensions"
+    return None
+
+
+def missing_cuda() -> str | None:
+    """Why nothing can run on a GPU, or None."""
+    return None if torch.cuda.is_available() else "torch sees no GPU"
+
+
+def versions() -> dict[str, str]:
+    """Versions of torch, Triton and of the libraries that are here."""
+    found = {"torch": str(torch.__version__)}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    for package in ("triton", "liger-kernel", "flash-attn", "apex", "transformer-engine"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

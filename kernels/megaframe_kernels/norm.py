@@ -1,0 +1,284 @@
+"""LayerNorm and RMSNorm with an optional residual added first, in one pass over memory each way.
+
+Backward keeps a few programs alive that walk over the rows: each sums its share of the gradient of
+the gain in registers, and the shares are added at the end. Their number depends on the GPU alone,
+so the order of sums does too, and results are bitwise repeatable. Statistics are taken of the sum
+as it is stored, in low precision: what backward reads back is then what forward normalised.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaframe_kernels import norm_device
+from megaframe_kernels.device import (
+    ceil_div,
+    launch,
+    power_of_2,
+    processors,
+    rows_of,
+)
+from megaframe_kernels.installed import missing_liger, missing_nothing
+from megaframe_kernels.kernel import Implementation, Kernel, never, refuse_types
+
+_WIDEST = 16384
+_WHOLE = 8192
+"""The widest row that backward keeps in registers."""
+_TILE = 4096
+"""Elements of a program's tile, where rows are narrower than that."""
+
+
+def reference(
+    x: Tensor,
+    gain: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    kind: str = "rmsnorm",
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """t = x + residual; y = normalised t times gain (plus bias), over the last dim.
+
+    x, residual [..., width], gain, bias [width]. Returns (y, t). rmsnorm: t / sqrt(mean(t^2) + eps)
+    (Zhang and Sennrich 2019). layernorm: (t - mean) / sqrt(variance + eps) (Ba et al. 2016).
+    """
+    total = x if residual is None else x + residual
+    wide = total.to(torch.promote_types(total.dtype, torch.float32))
+    if kind == "layernorm":
+        wide = wide - wide.mean(-1, keepdim=True)
+    y = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * gain
+    if bias is not None:
+        y = y + bias
+    return y.to(total.dtype), total
+
+
+def _shape(width: int) -> tuple[int, int, int]:
+    """Rows and width of a tile, and warps for it: 16 to 32 elements a thread."""
+    padded = power_of_2(max(width, 16))
+    rows = max(1, _TILE // 4 // padded)
+    return rows, padded, min(16, max(1, rows * padded // 512))
+
+
+def launch_forward(
+    x: Tensor, residual: Tensor | None, gain: Tensor, bias: Tensor | None, center: bool, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y, total (empty without a residual), means (empty for rmsnorm) and scales, fp32 [rows]."""
+    flat = rows_of(x)
+    rows, width = flat.shape
+    added = None if residual is None else rows_of(residual)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    total = x.new_empty(0) if added is None else torch.empty_like(y)
+    scales = x.new_empty(rows, dtype=torch.float32)
+    means = torch.empty_like(scales) if center else scales.new_empty(0)
+    tile_rows, tile_width, warps = _shape(width)
+    launch(
+        norm_device.forward,
+        (ceil_div(rows, tile_rows),),
+        flat,
+        added,
+        gain.contiguous(),
+        None if bias is None else bias.contiguous(),
+        y,
+        total,
+        means,
+        scales,
+        rows,
+        width,
+        flat.stride(0),
+        0 if added is None else added.stride(0),
+        eps,
+        CENTER=center,
+        ROWS=tile_rows,
+        WIDTH=tile_width,
+        warps=warps,
+    )
+    return y, total, means, scales
+
+
+def launch_backward(
+    d_y: Tensor,
+    d_total: Tensor | None,
+    total: Tensor,
+    gain: Tensor,
+    means: Tensor,
+    scales: Tensor,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of total, gain and bias (empty without one)."""
+    flat, d_flat = rows_of(total), rows_of(d_y)
+    d_added = None if d_total is None else rows_of(d_total)
+    rows, width = flat.shape
+    tile_rows, tile_width, warps = _shape(width)
+    wide = tile_width > _WHOLE
+    programs = min(processors(total) * max(1, 16 // warps), max(1, ceil_div(rows, tile_rows)))
+    d_x = torch.empty_like(total, memory_format=torch.contiguous_format)
+    d_gain = scales.new_empty(programs, width) if rows else scales.new_zeros(programs, width)
+    d_bias = torch.zeros_like(d_gain) if with_bias and not wide else None
+    launch(
+        norm_device.backward_wide if wide else norm_device.backward,
+        (programs if rows else 0,),
+        d_flat,
+        d_added,
+        flat,
+        gain.contiguous(),
+        means,
+        scales,
+        d_x,
+        d_gain,
+        *(() if wide else (d_bias,)),
+        rows,
+        width,
+        d_flat.stride(0),
+        0 if d_added is None else d_added.stride(0),
+        flat.stride(0),
+        CENTER=means.numel() > 0,
+        warps=warps,
+        **({"HALF": tile_width // 2} if wide else {"ROWS": tile_rows, "WIDTH": tile_width}),
+    )
+    bias_sum = gain.new_empty(0)
+    if with_bias:
+        parts = d_flat if d_bias is None else d_bias
+        bias_sum = parts.sum(0, dtype=torch.float32).to(gain.dtype)
+    return d_x, d_gain.sum(0).to(gain.dtype), bias_sum
+
+
+_forward_op = torch.library.custom_op("megaframe::norm", launch_forward, mutates_args=())
+_backward_op = torch.library.custom_op("megaframe::norm_backward", launch_backward, mutates_args=())
+
+
+@_forward_op.register_fake
+def _(
+    x: Tensor, residual: Tensor | None, gain: Tensor, bias: Tensor | None, center: bool, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
+    scales = x.new_empty(rows, dtype=torch.float32)
+    total = x.new_empty(0) if residual is None else torch.empty_like(y)
+    return y, total, scales.new_empty(rows if center else 0), scales
+
+
+@_backward_op.register_fake
+def _(
+    d_y: Tensor,
+    d_total: Tensor | None,
+    total: Tensor,
+    gain: Tensor,
+    means: Tensor,
+    scales: Tensor,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    d_x = torch.empty_like(total, memory_format=torch.contiguous_format)
+    shape = gain.shape if with_bias else (0,)
+    return d_x, gain.new_empty(gain.shape), gain.new_empty(shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, residual, gain, bias, _, _ = inputs
+    _, total, means, scales = output
+    ctx.save_for_backward(x if residual is None else total, gain, means, scales)
+    ctx.added, ctx.with_bias = residual is not None, bias is not None
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    total, gain, means, scales = ctx.saved_tensors
+    d_y, d_total = gradients[0], gradients[1] if ctx.added else None
+    d_y = torch.zeros_like(total) if d_y is None else d_y
+    d_x, d_gain, d_bias = _backward_op(d_y, d_total, total, gain, means, scales, ctx.with_bias)
+    return (
+        d_x,
+        d_x if ctx.added else None,
+        d_gain,
+        d_bias.to(ctx.bias_dtype) if ctx.with_bias else None,
+        None,
+        None,
+    )
+
+
+_forward_op.register_autograd(_differentiate, setup_context=_keep)
+
+
+def run_triton(
+    x: Tensor,
+    gain: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    kind: str = "rmsnorm",
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """As the reference."""
+    y, total, _, _ = _forward_op(x, residual, gain, bias, kind == "layernorm", eps)
+    return y, x if residual is None else total
+
+
+def run_torch(
+    x: Tensor,
+    gain: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    kind: str = "rmsnorm",
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """As the reference, by torch's own norms."""
+    total = x if residual is None else x + residual
+    shape = (total.shape[-1],)
+    gain = gain.to(total.dtype)
+    if kind == "layernorm":
+        return F.layer_norm(
+            total, shape, gain, None if bias is None else bias.to(total.dtype), eps
+        ), total
+    y = F.rms_norm(total, shape, gain, eps)
+    return y if bias is None else y + bias.to(total.dtype), total
+
+
+def run_liger(
+    x: Tensor,
+    gain: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    kind: str = "rmsnorm",
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """As the reference, by Liger-Kernel."""
+    from liger_kernel.transformers import functional
+
+    total = x if residual is None else x + residual
+    if kind == "layernorm":
+        bias = torch.zeros_like(gain) if bias is None else bias
+        return functional.liger_layer_norm(total, gain, bias, eps), total
+    return functional.liger_rms_norm(total, gain, eps, in_place=False), total
+
+
+def _refuses(
+    x: Tensor, gain: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, **_: Any
+) -> str | None:
+    if x.shape[-1] > _WIDEST:
+        return f"a row of {x.shape[-1]} does not fit in registers; at most {_WIDEST} does"
+    return refuse_types(x, gain, bias, residual)
+
+
+def _liger_refuses(
+    x: Tensor, gain: Tensor, bias: Tensor | None = None, *_: Any, kind: str = "rmsnorm", **__: Any
+) -> str | None:
+    if bias is not None and kind == "rmsnorm":
+        return "Liger's RMSNorm has no bias"
+    return None if x.is_cuda else "tensors are not on a GPU"
+
+
+KERNEL = Kernel(
+    "norm",
+    reference,
+    {
+        "triton": Implementation("triton", run_triton, missing_nothing, _refuses),
+        "torch": Implementation("torch", run_torch, missing_nothing, never),
+        "liger": Implementation("liger", run_liger, missing_liger, _liger_refuses),
+    },
+)

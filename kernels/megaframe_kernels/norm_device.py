@@ -1,0 +1,202 @@
+"""Device code of LayerNorm and RMSNorm; `norm.py` says what it computes and why it is so divided.
+
+A row up to 8192 wide lies in registers whole. In backward a wider one would not, beside the sum of
+the gradient of the gain, which must stay there: it is read in two halves twice, the second
+time from the cache.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def forward(
+    x: tl.tensor,
+    residual: tl.tensor,
+    gain: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    total: tl.tensor,
+    means: tl.tensor,
+    scales: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    x_stride: tl.tensor,
+    residual_stride: tl.tensor,
+    eps: tl.tensor,
+    CENTER: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    inside = (row[:, None] < rows) & (column[None, :] < width)
+    value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+    if residual is not None:
+        at = residual + row[:, None] * residual_stride + column[None, :]
+        added = value.to(tl.float32) + tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        value = added.to(total.dtype.element_ty)
+        tl.store(total + row[:, None] * width + column[None, :], value, mask=inside)
+    value = value.to(tl.float32)
+    if CENTER:
+        mean = tl.sum(value, 1) / width
+        tl.store(means + row, mean, mask=row < rows)
+        value = tl.where(inside, value - mean[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(value * value, 1) / width + eps)
+    tl.store(scales + row, scale, mask=row < rows)
+    result = value * scale[:, None]
+    result *= tl.load(gain + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    if bias is not None:
+        result += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + row[:, None] * width + column[None, :], result.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def backward(
+    d_y: tl.tensor,
+    d_total: tl.tensor,
+    total: tl.tensor,
+    gain: tl.tensor,
+    means: tl.tensor,
+    scales: tl.tensor,
+    d_x: tl.tensor,
+    d_gain: tl.tensor,
+    d_bias: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    d_y_stride: tl.tensor,
+    d_total_stride: tl.tensor,
+    total_stride: tl.tensor,
+    CENTER: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """With n = (t - mean) scale and g = d_y gain: d_t = scale (g - n mean(g n) [- mean(g)])."""
+    column = tl.arange(0, WIDTH)
+    within = column[None, :] < width
+    factor = tl.load(gain + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    gain_sum = tl.zeros([ROWS, WIDTH], tl.float32)
+    if d_bias is not None:
+        bias_sum = tl.zeros([ROWS, WIDTH], tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)
+        inside = (row[:, None] < rows) & within
+        at = row[:, None] * total_stride + column[None, :]
+        normed = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
+        at = row[:, None] * d_y_stride + column[None, :]
+        inner = tl.load(d_y + at, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(scales + row, mask=row < rows, other=0.0)[:, None]
+        if CENTER:
+            normed -= tl.load(means + row, mask=row < rows, other=0.0)[:, None]
+            normed = tl.where(inside, normed, 0.0)
+        normed *= scale
+        gain_sum += inner * normed
+        if d_bias is not None:
+            bias_sum += inner
+        inner *= factor
+        result = inner - normed * (tl.sum(inner * normed, 1) / width)[:, None]
+        if CENTER:
+            result -= (tl.sum(inner, 1) / width)[:, None]
+        result *= scale
+        if d_total is not None:
+            at = row[:, None] * d_total_stride + column[None, :]
+            result += tl.load(d_total + at, mask=inside, other=0.0).to(tl.float32)
+        at = row[:, None] * width + column[None, :]
+        tl.store(d_x + at, result.to(d_x.dtype.element_ty), mask=inside)
+    mine = tl.program_id(0) * width + column
+    tl.store(d_gain + mine, tl.sum(gain_sum, 0), mask=column < width)
+    if d_bias is not None:
+        tl.store(d_bias + mine, tl.sum(bias_sum, 0), mask=column < width)
+
+
+@triton.jit
+def _read_half(
+    d_y: tl.tensor,
+    total: tl.tensor,
+    gain: tl.tensor,
+    mean: tl.tensor,
+    scale: tl.tensor,
+    first: tl.tensor,
+    width: tl.tensor,
+    HALF: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Of half a row: places, d_y, the normalised row and the gradient of the normalised row."""
+    column = first + tl.arange(0, HALF)
+    inside = column < width
+    normed = (tl.load(total + column, mask=inside, other=0.0).to(tl.float32) - mean) * scale
+    normed = tl.where(inside, normed, 0.0)
+    given = tl.load(d_y + column, mask=inside, other=0.0).to(tl.float32)
+    return column, given, normed, given * tl.load(gain + column, mask=inside, other=0.0)
+
+
+@triton.jit
+def _finish_half(
+    d_total: tl.tensor,
+    d_x: tl.tensor,
+    column: tl.tensor,
+    inner: tl.tensor,
+    normed: tl.tensor,
+    slope: tl.tensor,
+    shift: tl.tensor,
+    scale: tl.tensor,
+    width: tl.tensor,
+) -> None:
+    result = (inner - normed * slope - shift) * scale
+    if d_total is not None:
+        result += tl.load(d_total + column, mask=column < width, other=0.0).to(tl.float32)
+    tl.store(d_x + column, result.to(d_x.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def backward_wide(
+    d_y: tl.tensor,
+    d_total: tl.tensor,
+    total: tl.tensor,
+    gain: tl.tensor,
+    means: tl.tensor,
+    scales: tl.tensor,
+    d_x: tl.tensor,
+    d_gain: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    d_y_stride: tl.tensor,
+    d_total_stride: tl.tensor,
+    total_stride: tl.tensor,
+    CENTER: tl.constexpr,
+    HALF: tl.constexpr,
+) -> None:
+    """As `backward` without a bias, a row at a time."""
+    low_gain, high_gain = tl.zeros([HALF], tl.float32), tl.zeros([HALF], tl.float32)
+    for block in range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.cast(block, tl.int64)
+        y_row, t_row, x_row = d_y + row * d_y_stride, total + row * total_stride, d_x + row * width
+        added = d_total
+        if d_total is not None:
+            added = d_total + row * d_total_stride
+        scale = tl.load(scales + row)
+        mean = 0.0
+        if CENTER:
+            mean = tl.load(means + row)
+        _, _, normed, inner = _read_half(y_row, t_row, gain, mean, scale, 0, width, HALF)
+        slope, shift = tl.sum(inner * normed, 0), tl.sum(inner, 0)
+        _, _, normed, inner = _read_half(y_row, t_row, gain, mean, scale, HALF, width, HALF)
+        slope = (slope + tl.sum(inner * normed, 0)) / width
+        shift = (shift + tl.sum(inner, 0)) / width
+        if not CENTER:
+            shift = 0.0
+        # Without a barrier the compiler holds the halves in registers instead of reading again.
+        tl.debug_barrier()
+        column, given, normed, inner = _read_half(y_row, t_row, gain, mean, scale, 0, width, HALF)
+        low_gain += given * normed
+        _finish_half(added, x_row, column, inner, normed, slope, shift, scale, width)
+        column, given, normed, inner = _read_half(
+            y_row, t_row, gain, mean, scale, HALF, width, HALF
+        )
+        high_gain += given * normed
+        _finish_half(added, x_row, column, inner, normed, slope, shift, scale, width)
+    mine = tl.program_id(0) * width
+    low, high = tl.arange(0, HALF), HALF + tl.arange(0, HALF)
+    tl.store(d_gain + mine + low, low_gain, mask=low < width)
+    tl.store(d_gain + mine + high, high_gain, mask=high < width)

@@ -1,0 +1,358 @@
+"""Rows of tokens in the order of their experts, and back.
+
+A counting sort in three steps, none of which adds to a place that another program adds to: a block
+counts its choices per expert, the counts are summed along blocks, and a block writes its choices
+where they belong. The order is stable (by expert, then by token), so it is the same on every run.
+Shape legend: T tokens, K experts chosen by each, E experts, P = T K places, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megaframe_kernels import cuda_library
+from megaframe_kernels.device import ceil_div, launch, power_of_2
+from megaframe_kernels.installed import missing_nothing
+from megaframe_kernels.kernel import Implementation, Kernel, refuse_place, refuse_types
+
+_CHOICES = 128
+_TILE = 16384
+_COLUMNS = 1024
+_MOST_EXPERTS = 1024
+
+
+@dataclass(frozen=True)
+class Order:
+    """Where the choices of a batch go.
+
+    order: the choice (t K + k) at each place, int32 [P]. places: the place of each choice, int32
+    [T, K]. ends: where each expert's places end, int32 [E]; it begins where the one before ends.
+    """
+
+    order_P: Tensor
+    places_TK: Tensor
+    ends_E: Tensor
+
+
+def reference_order(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The fields of `Order` from the experts that tokens chose, of `count` in all."""
+    flat = experts_TK.reshape(-1).long()
+    order = flat.argsort(stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(flat), device=flat.device)
+    ends = torch.bincount(flat, minlength=count)[:count].cumsum(0)
+    return order.int(), places.view(experts_TK.shape).int(), ends.int()
+
+
+@triton.jit
+def _count(
+    experts: tl.tensor,
+    counts: tl.tensor,
+    choices: tl.tensor,
+    count: tl.tensor,
+    CHOICES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+) -> None:
+    choice = tl.program_id(0) * CHOICES + tl.arange(0, CHOICES)
+    chosen = tl.load(experts + choice, mask=choice < choices, other=-1)
+    expert = tl.arange(0, EXPERTS)
+    here = (chosen[:, None] == expert[None, :]).to(tl.int32)
+    at = tl.program_id(0) * count + expert
+    tl.store(counts + at, tl.sum(here, 0), mask=expert < count)
+
+
+@triton.jit
+def _place(
+    experts: tl.tensor,
+    starts: tl.tensor,
+    order: tl.tensor,
+    places: tl.tensor,
+    choices: tl.tensor,
+    count: tl.tensor,
+    CHOICES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+) -> None:
+    choice = tl.program_id(0) * CHOICES + tl.arange(0, CHOICES)
+    inside = choice < choices
+    chosen = tl.load(experts + choice, mask=inside, other=-1)
+    expert = tl.arange(0, EXPERTS)
+    here = (chosen[:, None] == expert[None, :]).to(tl.int32)
+    start = tl.load(starts + tl.program_id(0) * count + expert, mask=expert < count, other=0)
+    before = tl.cumsum(here, 0) - here + start[None, :]
+    place = tl.sum(before * here, 1)
+    tl.store(places + choice, place, mask=inside)
+    tl.store(order + place, choice, mask=inside)
+
+
+def launch_order(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference_order`."""
+    flat = experts_TK.contiguous()
+    choices = flat.numel()
+    padded = power_of_2(max(count, 16))
+    block = max(16, min(_CHOICES, _TILE // padded))
+    blocks = ceil_div(choices, block)
+    counts = torch.empty(blocks, count, dtype=torch.int32, device=flat.device)
+    tile = {"CHOICES": block, "EXPERTS": padded}
+    launch(_count, (blocks,), flat, counts, choices, count, **tile)
+    along = counts.cumsum(0, dtype=torch.int32)
+    totals = counts.sum(0, dtype=torch.int32)
+    ends = totals.cumsum(0, dtype=torch.int32)
+    starts = along - counts + (ends - totals)
+    order = torch.empty(choices, dtype=torch.int32, device=flat.device)
+    places = torch.empty_like(flat, dtype=torch.int32)
+    launch(_place, (blocks,), flat, starts.contiguous(), order, places, choices, count, **tile)
+    return order, places, ends
+
+
+def reference_permute(x_TH: Tensor, order_P: Tensor, places_TK: Tensor) -> Tensor:
+    """Each token's row at each of its places, [P, H]."""
+    return x_TH[order_P.long() // max(places_TK.shape[1], 1)]
+
+
+def reference_unpermute(
+    y_PH: Tensor, weights_TK: Tensor | None, order_P: Tensor, places_TK: Tensor
+) -> Tensor:
+    """Sum over its places of each token's rows times their weights (1 without), [T, H]."""
+    wide = torch.promote_types(y_PH.dtype, torch.float32)
+    rows = y_PH[places_TK.long()].to(wide)
+    if weights_TK is not None:
+        rows = rows * weights_TK.to(wide)[..., None]
+    return rows.sum(1).to(y_PH.dtype)
+
+
+@triton.jit
+def _gather(
+    x: tl.tensor,
+    order: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    k: tl.tensor,
+    stride: tl.tensor,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """out[p] = x[order[p] // k], times the weight of the choice where there are weights."""
+    across = tl.cdiv(width, COLUMNS)
+    place = (tl.program_id(0) // across).to(tl.int64)
+    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
+    choice = tl.load(order + place)
+    row = (choice // k).to(tl.int64)
+    value = tl.load(x + row * stride + column, mask=column < width, other=0.0)
+    if weights is not None:
+        value = value.to(tl.float32) * tl.load(weights + choice).to(tl.float32)
+    tl.store(out + place * width + column, value.to(out.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def _combine(
+    y: tl.tensor,
+    weights: tl.tensor,
+    places: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    k: tl.tensor,
+    stride: tl.tensor,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """out[t] = sum over j of weights[t, j] y[places[t, j]]."""
+    across = tl.cdiv(width, COLUMNS)
+    token = (tl.program_id(0) // across).to(tl.int64)
+    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for j in range(0, k):
+        place = tl.load(places + token * k + j).to(tl.int64)
+        row = tl.load(y + place * stride + column, mask=column < width, other=0.0).to(tl.float32)
+        if weights is not None:
+            row *= tl.load(weights + token * k + j).to(tl.float32)
+        total += row
+    tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def _inner(
+    d_out: tl.tensor,
+    y: tl.tensor,
+    places: tl.tensor,
+    d_weights: tl.tensor,
+    width: tl.tensor,
+    k: tl.tensor,
+    d_stride: tl.tensor,
+    stride: tl.tensor,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """d_weights[t, j] = d_out[t] . y[places[t, j]]."""
+    choice = tl.program_id(0).to(tl.int64)
+    token, place = choice // k, tl.load(places + choice).to(tl.int64)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for first in range(0, width, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        given = tl.load(d_out + token * d_stride + column, mask=column < width, other=0.0)
+        row = tl.load(y + place * stride + column, mask=column < width, other=0.0)
+        total += given.to(tl.float32) * row.to(tl.float32)
+    tl.store(d_weights + choice, tl.sum(total, 0).to(d_weights.dtype.element_ty))
+
+
+def _columns(width: int) -> int:
+    return min(_COLUMNS, power_of_2(max(width, 16)))
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def launch_gather(x_TH: Tensor, order_P: Tensor, weights: Tensor | None, k: int) -> Tensor:
+    """Rows of x at their places, [P, H]."""
+    x, width = _rows(x_TH), x_TH.shape[1]
+    out = x.new_empty(order_P.shape[0], width)
+    columns = _columns(width)
+    weights = None if weights is None else weights.contiguous()
+    grid = (order_P.shape[0] * ceil_div(width, columns),)
+    launch(_gather, grid, x, order_P, weights, out, width, k, x.stride(0), COLUMNS=columns)
+    return out
+
+
+def launch_combine(y_PH: Tensor, weights: Tensor | None, places_TK: Tensor) -> Tensor:
+    """Sums of rows, [T, H]."""
+    y, width = _rows(y_PH), y_PH.shape[1]
+    tokens, k = places_TK.shape
+    out = y.new_empty(tokens, width)
+    columns = _columns(width)
+    weights = None if weights is None else weights.contiguous()
+    grid = (tokens * ceil_div(width, columns),)
+    launch(_combine, grid, y, weights, places_TK, out, width, k, y.stride(0), COLUMNS=columns)
+    return out
+
+
+def launch_inner(d_out_TH: Tensor, y_PH: Tensor, places_TK: Tensor, like: Tensor) -> Tensor:
+    """Gradient of the weights, [T, K]."""
+    d_out, y = _rows(d_out_TH), _rows(y_PH)
+    d_weights = torch.empty_like(like, memory_format=torch.contiguous_format)
+    width = y.shape[1]
+    sizes = (width, places_TK.shape[1], d_out.stride(0), y.stride(0))
+    columns = _columns(width)
+    given = (d_out, y, places_TK, d_weights)
+    launch(_inner, (places_TK.numel(),), *given, *sizes, COLUMNS=columns)
+    return d_weights
+
+
+def launch_order_cuda(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference_order`, in CUDA C++."""
+    flat = experts_TK.contiguous()
+    blocks = cuda_library.count("megaframe_expert_order_blocks", flat.numel())
+    order, places = flat.new_empty(flat.numel()), torch.empty_like(flat)
+    ends, starts = flat.new_empty(count), flat.new_empty(blocks, count)
+    outputs = (t.data_ptr() for t in (starts, order, places, ends))
+    given = flat.data_ptr(), flat.numel(), count, *outputs
+    cuda_library.call("megaframe_expert_order", flat, *given)
+    return order, places, ends
+
+
+_order_op = torch.library.custom_op("megaframe::expert_order", launch_order, mutates_args=())
+_order_cuda_op = torch.library.custom_op(
+    "megaframe::expert_order_cuda", launch_order_cuda, mutates_args=()
+)
+_gather_op = torch.library.custom_op("megaframe::expert_gather", launch_gather, mutates_args=())
+combine = torch.library.custom_op("megaframe::expert_combine", launch_combine, mutates_args=())
+_inner_op = torch.library.custom_op("megaframe::expert_inner", launch_inner, mutates_args=())
+
+
+@_order_op.register_fake
+@_order_cuda_op.register_fake
+def _(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.int32, device=experts_TK.device)
+
+    return empty(experts_TK.numel()), empty(*experts_TK.shape), empty(count)
+
+
+@_gather_op.register_fake
+def _(x_TH: Tensor, order_P: Tensor, weights: Tensor | None, k: int) -> Tensor:
+    return x_TH.new_empty(order_P.shape[0], x_TH.shape[1])
+
+
+@combine.register_fake
+def _(y_PH: Tensor, weights: Tensor | None, places_TK: Tensor) -> Tensor:
+    return y_PH.new_empty(places_TK.shape[0], y_PH.shape[1])
+
+
+@_inner_op.register_fake
+def _(d_out_TH: Tensor, y_PH: Tensor, places_TK: Tensor, like: Tensor) -> Tensor:
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, order_P: Tensor, places_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(places_TK)
+        return _gather_op(x_TH, order_P, None, places_TK.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return combine(gradients[0], None, *ctx.saved_tensors), None, None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, y_PH: Tensor, weights_TK: Tensor | None, order_P: Tensor, places_TK: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(y_PH, weights_TK, order_P, places_TK)
+        return combine(y_PH, weights_TK, places_TK)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        y, weights, order, places = ctx.saved_tensors
+        d_y = _gather_op(gradients[0], order, weights, places.shape[1])
+        d_weights = None
+        if weights is not None and ctx.needs_input_grad[1]:
+            d_weights = _inner_op(gradients[0], y, places, weights)
+        return d_y, d_weights, None, None
+
+
+def _order_refuses(experts_TK: Tensor, count: int) -> str | None:
+    if count > _MOST_EXPERTS:
+        return f"{count} experts; it takes at most {_MOST_EXPERTS}"
+    if experts_TK.dtype != torch.int32:
+        return f"experts are {experts_TK.dtype}, not int32"
+    return refuse_place(experts_TK)
+
+
+def _cuda_order_refuses(experts_TK: Tensor, count: int) -> str | None:
+    reason = _order_refuses(experts_TK, count)
+    return reason or (None if experts_TK.is_cuda else "experts are on no GPU")
+
+
+def _unpermute_refuses(y_PH: Tensor, weights_TK: Tensor | None, *_: Any) -> str | None:
+    return refuse_types(y_PH, weights_TK)
+
+
+def _permute_refuses(x_TH: Tensor, *_: Any) -> str | None:
+    return refuse_types(x_TH)
+
+
+ORDER = Kernel(
+    "expert_order",
+    reference_order,
+    {
+        "triton": Implementation("triton", _order_op, missing_nothing, _order_refuses),
+        "cuda": Implementation(
+            "cuda", _order_cuda_op, cuda_library.missing_library, _cuda_order_refuses
+        ),
+    },
+)
+PERMUTE = Kernel(
+    "permute",
+    reference_permute,
+    {"triton": Implementation("triton", _Permute.apply, missing_nothing, _permute_refuses)},
+)
+UNPERMUTE = Kernel(
+    "unpermute",
+    reference_unpermute,
+    {"triton": Implementation("triton", _Unpermute.apply, missing_nothing, _unpermute_refuses)},
+)

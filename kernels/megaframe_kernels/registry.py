@@ -1,0 +1,45 @@
+"""All kernels by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from megaframe_kernels import (
+    activation,
+    adamw,
+    attention,
+    cross_entropy,
+    fp8,
+    grouped,
+    linear_cross_entropy,
+    norm,
+    permute,
+    rotary,
+    router,
+    scattered,
+    square_sum,
+)
+from megaframe_kernels.kernel import Kernel
+
+_ALL = (
+    norm.KERNEL,
+    activation.KERNEL,
+    rotary.KERNEL,
+    attention.KERNEL,
+    cross_entropy.KERNEL,
+    linear_cross_entropy.KERNEL,
+    adamw.KERNEL,
+    square_sum.KERNEL,
+    scattered.ADAMW,
+    scattered.SQUARE_SUM,
+    router.KERNEL,
+    permute.ORDER,
+    permute.PERMUTE,
+    permute.UNPERMUTE,
+    grouped.KERNEL,
+    fp8.QUANTISE,
+    fp8.SCALED_PRODUCT,
+)
+KERNELS: Mapping[str, Kernel] = MappingProxyType({kernel.name: kernel for kernel in _ALL})
+"""What `select` chooses implementations for."""

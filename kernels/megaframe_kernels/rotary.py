@@ -1,0 +1,152 @@
+"""Rotary positions (Su et al. 2021): halves of a head are turned against each other.
+
+Cosine and sine are read once for all heads of a token. Backward is the turn the other way, so
+nothing of the input is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megaframe_kernels.device import ceil_div, launch, power_of_2
+from megaframe_kernels.installed import missing_nothing
+from megaframe_kernels.kernel import Implementation, Kernel, never, refuse_types
+
+_TILE = 2048
+"""Pairs that a program turns."""
+
+
+def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """(a, b) -> (a cos - b sin, b cos + a sin) for a = x[..., i], b = x[..., i + R].
+
+    x [B, S, N, D]; cos, sin [S, R] or [B, S, R] with 2R <= D; what lies beyond 2R stays. Cosine and
+    sine get no gradient.
+    """
+    half = cos.shape[-1]
+    kind = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = cos.detach().to(kind).unsqueeze(-2), sin.detach().to(kind).unsqueeze(-2)
+    first, second, rest = x.to(kind).split((half, half, x.shape[-1] - 2 * half), -1)
+    turned = (first * cos - second * sin, second * cos + first * sin, rest)
+    return torch.cat(turned, -1).to(x.dtype)
+
+
+@triton.jit
+def _turn(
+    x: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    y: tl.tensor,
+    tokens: tl.tensor,
+    length: tl.tensor,
+    heads: tl.tensor,
+    head_width: tl.tensor,
+    half: tl.tensor,
+    batch_stride: tl.tensor,
+    token_stride: tl.tensor,
+    head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    BACK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+) -> None:
+    across = tl.cdiv(heads, HEADS)
+    token = (tl.program_id(0) // across).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    head = (tl.program_id(0) % across) * HEADS + tl.arange(0, HEADS)
+    pair = tl.arange(0, HALF)
+    batch, place = token // length, token % length
+    at = batch * table_stride + place * half
+    inside = (token < tokens)[:, None] & (pair < half)[None, :]
+    cosine = tl.load(cos + at[:, None] + pair[None, :], mask=inside, other=0.0).to(tl.float32)
+    sine = tl.load(sin + at[:, None] + pair[None, :], mask=inside, other=0.0).to(tl.float32)
+    if BACK:
+        sine = -sine
+    cosine, sine = cosine[:, None, :], sine[:, None, :]
+    start = (batch * batch_stride + place * token_stride)[:, None] + head[None, :] * head_stride
+    out = (token * heads)[:, None] * head_width + head[None, :] * head_width
+    here = (token < tokens)[:, None] & (head < heads)[None, :]
+    inside = here[:, :, None] & (pair < half)[None, None, :]
+    at, to = x + start[:, :, None] + pair[None, None, :], y + out[:, :, None] + pair[None, None, :]
+    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
+    tl.store(to, (first * cosine - second * sine).to(y.dtype.element_ty), mask=inside)
+    tl.store(to + half, (second * cosine + first * sine).to(y.dtype.element_ty), mask=inside)
+    if REST > 0:
+        column = 2 * half + tl.arange(0, REST)
+        inside = here[:, :, None] & (column < head_width)[None, None, :]
+        rest = tl.load(x + start[:, :, None] + column[None, None, :], mask=inside, other=0.0)
+        tl.store(y + out[:, :, None] + column[None, None, :], rest, mask=inside)
+
+
+def launch_turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    """x turned, or turned back."""
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        x = x.contiguous()
+    batch, length, heads, width = x.shape
+    half = cos.shape[-1]
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    padded = power_of_2(max(half, 1))
+    tall = min(power_of_2(max(heads, 1)), max(1, _TILE // padded))
+    tokens = max(1, _TILE // (padded * tall))
+    launch(
+        _turn,
+        (ceil_div(batch * length, tokens) * ceil_div(heads, tall),),
+        x,
+        cos.contiguous(),
+        sin.contiguous(),
+        y,
+        batch * length,
+        length,
+        heads,
+        width,
+        half,
+        *x.stride()[:3],
+        length * half if cos.dim() == 3 else 0,
+        BACK=back,
+        TOKENS=tokens,
+        HEADS=tall,
+        HALF=padded,
+        REST=power_of_2(width - 2 * half) if width > 2 * half else 0,
+    )
+    return y
+
+
+_turn_op = torch.library.custom_op("megaframe::rotary", launch_turn, mutates_args=())
+
+
+@_turn_op.register_fake
+def _(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, cos, sin, ctx.back = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _differentiate(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    return _turn_op(gradients[0], *ctx.saved_tensors, not ctx.back), None, None, None
+
+
+_turn_op.register_autograd(_differentiate, setup_context=_keep)
+
+
+def run_triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As the reference."""
+    return _turn_op(x, cos.detach(), sin.detach(), False)
+
+
+KERNEL = Kernel(
+    "rotary",
+    reference,
+    {
+        "triton": Implementation("triton", run_triton, missing_nothing, refuse_types),
+        "torch": Implementation("torch", reference, missing_nothing, never),
+    },
+)

@@ -1,0 +1,263 @@
+"""Router of a mixture of experts: scores, the k best experts of a token, and their weights.
+
+Experts are chosen by score plus bias, and weighed by score alone: the bias balances the load
+without touching the gradient (Wang et al. 2024). Ties go to the expert with the lower number, so
+that every rank agrees. Shape legend: T tokens, E experts, K chosen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megaframe_kernels.device import ceil_div, launch, power_of_2
+from megaframe_kernels.installed import missing_nothing
+from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
+
+_TILE = 2048
+_MOST_EXPERTS = 1024
+
+
+def reference(
+    logits_TE: Tensor,
+    k: int,
+    bias_E: Tensor | None = None,
+    *,
+    score: str = "softmax",
+    normalise: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Weights, at least fp32 [T, K], and experts, int32 [T, K], best first.
+
+    score: softmax or sigmoid of the logits. bias: added to scores for the choice only. normalise:
+    the weights of a token are divided by their sum.
+    """
+    wide = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    scores = wide.softmax(-1) if score == "softmax" else wide.sigmoid()
+    by = scores.detach() if bias_E is None else scores.detach() + bias_E.to(wide.dtype)
+    # A stable sort, because topk promises no order between equals.
+    experts = by.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    weights = scores.gather(1, experts)
+    if normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, experts.to(torch.int32)
+
+
+@triton.jit
+def _scores(logits: tl.tensor, known: tl.tensor, SIGMOID: tl.constexpr) -> tl.tensor:
+    if SIGMOID:
+        return tl.where(known, tl.sigmoid(logits), 0.0)
+    top = tl.max(tl.where(known, logits, -float("inf")), 1)
+    grown = tl.where(known, tl.exp(logits - top[:, None]), 0.0)
+    return grown / tl.sum(grown, 1)[:, None]
+
+
+@triton.jit
+def _forward(
+    logits: tl.tensor,
+    bias: tl.tensor,
+    weights: tl.tensor,
+    experts: tl.tensor,
+    tokens: tl.tensor,
+    count: tl.tensor,
+    k: tl.tensor,
+    stride: tl.tensor,
+    SIGMOID: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.arange(0, EXPERTS)
+    known = expert[None, :] < count
+    inside = (token[:, None] < tokens) & known
+    at = logits + token[:, None] * stride + expert[None, :]
+    scores = _scores(tl.load(at, mask=inside, other=0.0).to(tl.float32), known, SIGMOID)
+    by = scores
+    if bias is not None:
+        by += tl.load(bias + expert, mask=expert < count, other=0.0).to(tl.float32)[None, :]
+    by = tl.where(known, by, -float("inf"))
+    rank = tl.arange(0, CHOSEN)
+    best = tl.zeros([TOKENS, CHOSEN], tl.int32)
+    share = tl.zeros([TOKENS, CHOSEN], tl.float32)
+    for place in range(0, k):
+        chosen = tl.argmax(by, 1, tie_break_left=True)
+        here = expert[None, :] == chosen[:, None]
+        value = tl.sum(tl.where(here, scores, 0.0), 1)
+        by = tl.where(here, -float("inf"), by)
+        now = rank[None, :] == place
+        best = tl.where(now, chosen[:, None], best)
+        share = tl.where(now, value[:, None], share)
+    if NORMALISE:
+        share = share / tl.sum(share, 1)[:, None]
+    at = token[:, None] * k + rank[None, :]
+    written = (token[:, None] < tokens) & (rank[None, :] < k)
+    tl.store(weights + at, share, mask=written)
+    tl.store(experts + at, best, mask=written)
+
+
+@triton.jit
+def _backward(
+    d_weights: tl.tensor,
+    logits: tl.tensor,
+    weights: tl.tensor,
+    experts: tl.tensor,
+    d_logits: tl.tensor,
+    tokens: tl.tensor,
+    count: tl.tensor,
+    k: tl.tensor,
+    stride: tl.tensor,
+    SIGMOID: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.arange(0, EXPERTS)
+    known = expert[None, :] < count
+    inside = (token[:, None] < tokens) & known
+    at = token[:, None] * stride + expert[None, :]
+    scores = _scores(tl.load(logits + at, mask=inside, other=0.0).to(tl.float32), known, SIGMOID)
+    d_scores = tl.zeros([TOKENS, EXPERTS], tl.float32)
+    total = tl.zeros([TOKENS], tl.float32)
+    inner = tl.zeros([TOKENS], tl.float32)
+    for place in range(0, k):
+        choice = token * k + place
+        chosen = tl.load(experts + choice, mask=token < tokens, other=-1)
+        given = tl.load(d_weights + choice, mask=token < tokens, other=0.0).to(tl.float32)
+        here = expert[None, :] == chosen[:, None]
+        d_scores += tl.where(here, given[:, None], 0.0)
+        total += tl.sum(tl.where(here, scores, 0.0), 1)
+        inner += given * tl.load(weights + choice, mask=token < tokens, other=0.0)
+    if NORMALISE:  # of w = s / sum(s): (d_w - sum(d_w w)) / sum(s), for the chosen
+        among = tl.zeros([TOKENS, EXPERTS], tl.float32)
+        for place in range(0, k):
+            chosen = tl.load(experts + token * k + place, mask=token < tokens, other=-1)
+            among += tl.where(expert[None, :] == chosen[:, None], 1.0, 0.0)
+        total = tl.where(total == 0.0, 1.0, total)
+        d_scores = (d_scores - among * inner[:, None]) / total[:, None]
+    if SIGMOID:
+        result = d_scores * scores * (1.0 - scores)
+    else:
+        result = scores * (d_scores - tl.sum(d_scores * scores, 1)[:, None])
+    at = token[:, None] * count + expert[None, :]
+    tl.store(d_logits + at, result.to(d_logits.dtype.element_ty), mask=inside)
+
+
+def _shape(tokens: int, experts: int) -> tuple[tuple[int], dict[str, int]]:
+    padded = power_of_2(max(experts, 16))
+    tall = max(1, _TILE // padded)
+    return (ceil_div(tokens, tall),), {"TOKENS": tall, "EXPERTS": padded}
+
+
+def launch_forward(
+    logits_TE: Tensor, k: int, bias_E: Tensor | None, sigmoid: bool, normalise: bool
+) -> tuple[Tensor, Tensor]:
+    """As the reference, weights in fp32."""
+    flat = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
+    tokens, count = flat.shape
+    weights = flat.new_empty(tokens, k, dtype=torch.float32)
+    experts = flat.new_empty(tokens, k, dtype=torch.int32)
+    grid, tile = _shape(tokens, count)
+    bias = None if bias_E is None else bias_E.contiguous()
+    options = {"SIGMOID": sigmoid, "NORMALISE": normalise, "CHOSEN": power_of_2(k), **tile}
+    given = (flat, bias, weights, experts, tokens, count, k, flat.stride(0))
+    launch(_forward, grid, *given, **options)
+    return weights, experts
+
+
+def launch_backward(
+    d_weights_TK: Tensor,
+    logits_TE: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    sigmoid: bool,
+    normalise: bool,
+) -> Tensor:
+    """Gradient of the logits."""
+    flat = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
+    tokens, count = flat.shape
+    d_logits = torch.empty_like(flat, memory_format=torch.contiguous_format)
+    grid, tile = _shape(tokens, count)
+    launch(
+        _backward,
+        grid,
+        d_weights_TK.contiguous(),
+        flat,
+        weights_TK,
+        experts_TK,
+        d_logits,
+        tokens,
+        count,
+        weights_TK.shape[1],
+        flat.stride(0),
+        SIGMOID=sigmoid,
+        NORMALISE=normalise,
+        **tile,
+    )
+    return d_logits
+
+
+_forward_op = torch.library.custom_op("megaframe::router", launch_forward, mutates_args=())
+_backward_op = torch.library.custom_op(
+    "megaframe::router_backward", launch_backward, mutates_args=()
+)
+
+
+@_forward_op.register_fake
+def _(
+    logits_TE: Tensor, k: int, bias_E: Tensor | None, sigmoid: bool, normalise: bool
+) -> tuple[Tensor, Tensor]:
+    shape = (logits_TE.shape[0], k)
+    weights = logits_TE.new_empty(shape, dtype=torch.float32)
+    return weights, logits_TE.new_empty(shape, dtype=torch.int32)
+
+
+@_backward_op.register_fake
+def _(d_weights_TK: Tensor, logits_TE: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(logits_TE, memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, _, _, ctx.sigmoid, ctx.normalise = inputs
+    ctx.save_for_backward(logits, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    d_logits = _backward_op(gradients[0], *ctx.saved_tensors, ctx.sigmoid, ctx.normalise)
+    return d_logits, None, None, None, None
+
+
+_forward_op.register_autograd(_differentiate, setup_context=_keep)
+
+
+def run_triton(
+    logits_TE: Tensor,
+    k: int,
+    bias_E: Tensor | None = None,
+    *,
+    score: str = "softmax",
+    normalise: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """As the reference."""
+    return _forward_op(logits_TE, k, bias_E, score == "sigmoid", normalise)
+
+
+def _refuses(logits_TE: Tensor, k: int, bias_E: Tensor | None = None, **_: Any) -> str | None:
+    count = logits_TE.shape[1]
+    if not 0 < k <= count <= _MOST_EXPERTS:
+        return f"{k} of {count} experts; it takes 1 to all of at most {_MOST_EXPERTS}"
+    return refuse_types(logits_TE, bias_E)
+
+
+KERNEL = Kernel(
+    "router",
+    reference,
+    {"triton": Implementation("triton", run_triton, missing_nothing, _refuses)},
+    constant=8.0,
+)

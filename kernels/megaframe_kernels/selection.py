@@ -1,0 +1,121 @@
+"""Which implementation runs: by a committed table of measurements, or by name.
+
+The table `choices.json` has an order per chip and kernel, fastest first, to be written from what
+`benchmarks/gpu_check.py` measures; nothing is timed when a run starts, so that two runs on one kind
+of chip compute alike. Of the order the first implementation that can run is taken, and of those
+that cannot the reason is kept. One that was asked for by name runs or is an error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaframe_kernels.kernel import REFERENCE, Implementation, Kernel, KernelError
+
+TABLE = Path(__file__).with_name("choices.json")
+UNMEASURED = "unmeasured"
+"""The entry of the table for chips that have none."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Calls a kernel by the first of `order` that takes the arguments, else by its reference.
+
+    order: implementations that this machine has, best first. absent: those that would come before,
+    with what keeps them away. named: asked for by name.
+    """
+
+    kernel: Kernel
+    order: tuple[Implementation, ...]
+    absent: Mapping[str, str]
+    named: bool = False
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """As the kernel's reference."""
+        return self.find(*arguments, **options)(*arguments, **options)
+
+    def find(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
+        """What runs for these arguments."""
+        for implementation in self.order:
+            reason = implementation.refuses(*arguments, **options)
+            if reason is None:
+                return implementation.run
+            if self.named:
+                asked = f"kernels.{self.kernel.name}={implementation.name}"
+                raise KernelError(f"{asked} cannot run here: {reason}")
+        return self.kernel.reference
+
+    @property
+    def active(self) -> str:
+        """What runs where nothing is refused."""
+        return self.order[0].name if self.order else REFERENCE
+
+
+def select(
+    kernels: Mapping[str, Kernel],
+    overrides: Mapping[str, str] | None = None,
+    chip: str | None = None,
+) -> dict[str, Choice]:
+    """A choice for each kernel.
+
+    kernels: those that will be used; the CUDA kernels among their implementations are built here.
+    overrides: names of implementations by kernel. chip: as `chip_name` gives it, by default that of
+    this machine. Raises KernelError for an override that names nothing, or nothing that is here.
+    """
+    overrides = overrides or {}
+    for name in overrides:
+        _check(f"kernels.{name}", name, tuple(kernels))
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    measured = table.get(chip or chip_name(), {})
+    return {
+        name: _override(kernel, overrides[name])
+        if name in overrides
+        else _choose(kernel, measured.get(name) or table[UNMEASURED].get(name, []))
+        for name, kernel in kernels.items()
+    }
+
+
+def _choose(kernel: Kernel, order: Sequence[str]) -> Choice:
+    present, absent = [], {}
+    for name in order:
+        if name == REFERENCE:
+            break
+        reason = kernel.implementations[name].missing()
+        if reason is None:
+            present.append(kernel.implementations[name])
+        elif not present:
+            absent[name] = reason
+    return Choice(kernel, tuple(present), absent)
+
+
+def _override(kernel: Kernel, name: str) -> Choice:
+    _check(f"kernels.{kernel.name}={name}", name, kernel.names())
+    if name == REFERENCE:
+        return Choice(kernel, (), {}, named=True)
+    implementation = kernel.implementations[name]
+    reason = implementation.missing()
+    if reason is not None:
+        raise KernelError(f"kernels.{kernel.name}={name} cannot run here: {reason}")
+    return Choice(kernel, (implementation,), {}, named=True)
+
+
+def chip_name() -> str:
+    """A GPU's name as a key: h200 for NVIDIA H200; cpu without a GPU."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    words = torch.cuda.get_device_name().lower().split()
+    return "-".join(w for w in words if w not in ("nvidia", "geforce", "tesla"))
+
+
+def _check(what: str, name: str, valid: tuple[str, ...]) -> None:
+    if name not in valid:
+        near = difflib.get_close_matches(name, valid, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise KernelError(f"{what}: no {name!r}; {hint}valid are {', '.join(valid)}")

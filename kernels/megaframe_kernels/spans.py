@@ -1,0 +1,99 @@
+"""Spans: which keys each query sees, as one run of keys for each query.
+
+Causal masks, sliding windows, packed documents and the tiles of a ring all let a query see one run
+of keys, whose ends never go back from a query to the next. Then each key is seen by one run of
+queries too: two pairs of numbers a token describe the mask from both sides, and the same few lines
+of a kernel find which blocks to visit and which of those need no mask. They are made once for a
+batch and serve every layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Query q of sample b sees keys starts[b, q] .. stops[b, q] - 1, none where that is empty; key
+    k is seen by queries first[b, k] .. last[b, k] - 1. All int32, ascending along a sample.
+
+    plain: nothing but a causal mask (with `window`) over equally many queries and keys, which other
+    libraries can be told in their own words.
+    """
+
+    starts: Tensor
+    stops: Tensor
+    first: Tensor
+    last: Tensor
+    plain: bool = False
+    window: int | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Starts, stops, first and last."""
+        return self.starts, self.stops, self.first, self.last
+
+    def mask(self) -> Tensor:
+        """[B, Q, K], true where a query sees a key."""
+        key = torch.arange(self.first.shape[1], device=self.starts.device)
+        return (key >= self.starts[..., None]) & (key < self.stops[..., None])
+
+
+def find_spans(
+    batch: int,
+    queries: int,
+    keys: int,
+    device: torch.device | str,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    query_places: Tensor | None = None,
+    key_places: Tensor | None = None,
+    query_documents: Tensor | None = None,
+    key_documents: Tensor | None = None,
+) -> Spans:
+    """What queries see of keys.
+
+    causal: nothing behind their own place. window: that many places, their own included. places:
+    where in the sample tokens are, ascending [Q] and [K], by default 0, 1, ...; documents: numbers,
+    ascending along each sample, [B, Q] and [B, K]; a query sees its own document only.
+    """
+    query = _places(query_places, queries, device)
+    key = _places(key_places, keys, device)
+    starts = torch.zeros(batch, queries, dtype=torch.int64, device=device)
+    stops = torch.full_like(starts, keys)
+    if causal:
+        stops = stops.minimum(torch.searchsorted(key, query, right=True))
+    if window is not None:
+        starts = starts.maximum(torch.searchsorted(key, query - window + 1))
+    if query_documents is not None and key_documents is not None:
+        mine, theirs = query_documents.contiguous(), key_documents.contiguous()
+        starts = starts.maximum(torch.searchsorted(theirs, mine))
+        stops = stops.minimum(torch.searchsorted(theirs, mine, right=True))
+    given = (query_places, key_places, query_documents, key_documents)
+    plain = causal and queries == keys and all(g is None for g in given)
+    return spans_from(starts, stops, keys, plain, window)
+
+
+def spans_from(
+    starts: Tensor, stops: Tensor, keys: int, plain: bool = False, window: int | None = None
+) -> Spans:
+    """Spans from the runs of keys that queries see, ascending [B, Q]."""
+    key = torch.arange(keys, device=starts.device).expand(starts.shape[0], -1).contiguous()
+    first = torch.searchsorted(stops.long().contiguous(), key, right=True)
+    last = torch.searchsorted(starts.long().contiguous(), key, right=True)
+
+    def narrow(x: Tensor) -> Tensor:
+        return x.to(torch.int32).contiguous()
+
+    ends = narrow(starts), narrow(stops), narrow(first), narrow(last)
+    return Spans(*ends, plain, window)
+
+
+def _places(places: Tensor | None, length: int, device: torch.device | str) -> Tensor:
+    if places is None:
+        return torch.arange(length, device=device)
+    return places.to(torch.int64).contiguous()

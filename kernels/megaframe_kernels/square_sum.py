@@ -1,0 +1,70 @@
+"""Sum of squares of a flat span, from which gradient norms are made, in fp64.
+
+Memory is slower than the fp64 units of a datacenter GPU at one product an element, so exactness is
+free there: no square overflows, and the sum does not depend on how the span is divided into shards
+beyond 1e-15. The order of sums depends on the length and the GPU alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megaframe_kernels.device import ceil_div, launch, processors
+from megaframe_kernels.installed import missing_nothing
+from megaframe_kernels.kernel import Implementation, Kernel, never, refuse_types
+
+_BLOCK = 2048
+_PROGRAMS = 8
+"""A multiprocessor."""
+
+
+def reference(x: Tensor) -> Tensor:
+    """Sum of x^2 over all elements, an fp64 scalar; infinite or NaN if an element is."""
+    return x.to(torch.float64).square().sum()
+
+
+@triton.jit
+def _partial(x: tl.tensor, sums: tl.tensor, length: tl.tensor, BLOCK: tl.constexpr) -> None:
+    total = tl.zeros([BLOCK], tl.float64)
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, length, step):
+        place = start + tl.arange(0, BLOCK)
+        value = tl.load(x + place, mask=place < length, other=0.0).to(tl.float64)
+        total += value * value
+    tl.store(sums + tl.program_id(0), tl.sum(total, 0))
+
+
+def launch_sum(x: Tensor) -> Tensor:
+    """As the reference."""
+    flat = x.contiguous()
+    programs = min(ceil_div(flat.numel(), _BLOCK), processors(flat) * _PROGRAMS)
+    sums = flat.new_empty(programs, dtype=torch.float64)
+    launch(_partial, (programs,), flat, sums, flat.numel(), BLOCK=_BLOCK, warps=8)
+    return sums.sum()
+
+
+_sum_op = torch.library.custom_op("megaframe::square_sum", launch_sum, mutates_args=())
+
+
+@_sum_op.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty((), dtype=torch.float64)
+
+
+def run_torch(x: Tensor) -> Tensor:
+    """As the reference where no square overflows, by torch's own norm."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.linalg.vector_norm(x, dtype=wide).double().square()
+
+
+KERNEL = Kernel(
+    "square_sum",
+    reference,
+    {
+        "triton": Implementation("triton", _sum_op, missing_nothing, refuse_types),
+        "torch": Implementation("torch", run_torch, missing_nothing, never),
+    },
+)

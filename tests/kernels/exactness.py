@@ -1,0 +1,104 @@
+"""Holds an implementation to its reference in fp64, forward and backward."""
+
+import torch
+from megaframe_kernels.kernel import KernelError
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def rand(*shape, dtype=torch.float32, seed=0, scale=1.0):
+    """Normal numbers in a precision, the same on every call and every device."""
+    numbers = torch.randn(shape, generator=generator(seed), device="cpu")
+    return (numbers * scale).to(dtype).to(DEVICE)
+
+
+def generator(seed):
+    """Of random numbers; for the CPU, as generators of devices differ."""
+    return torch.Generator("cpu").manual_seed(seed)
+
+
+def tensors(tree):
+    """All tensors of nested tuples, in order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, (tuple, list)):
+        return [t for item in tree for t in tensors(item)]
+    return []
+
+
+def wide(value):
+    """The same in fp64, with a gradient of its own where it is a tensor of numbers."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.detach().double().requires_grad_(value.requires_grad)
+    return value
+
+
+def assert_close(kernel, got, want, length, what, scale=None, precision=None):
+    """Each error within the kernel's tolerance, relative to the largest element of its row (or to
+    `scale`, where what is summed is larger than the sums). precision: of what is rounded on the
+    way, if lower than the result's."""
+    assert got.shape == want.shape, (what, got.shape, want.shape)
+    assert got.dtype.is_floating_point
+    if not want.numel():
+        return
+    size = want.abs().amax(-1, keepdim=True) if want.dim() > 1 else want.abs().amax()
+    if scale is not None:
+        size = size.clamp_min(scale)
+    allowed = kernel.tolerance(precision or got.dtype, length) * size + torch.finfo(got.dtype).tiny
+    error = (got.double() - want).abs()
+    finite = torch.isfinite(want)
+    assert torch.equal(torch.isfinite(got), finite), what
+    excess = (error / allowed)[finite]
+    assert not excess.numel() or excess.max() <= 1, f"{what}: {excess.max():.2f} times allowed"
+
+
+def check(
+    kernel,
+    name,
+    arguments,
+    options=None,
+    length=1,
+    gradient_length=None,
+    scale=None,
+    precision=None,
+):
+    """Compare an implementation with the reference on the same numbers in fp64.
+
+    Gradients flow from all floating outputs, each with random weights. length: of the longest sum
+    of the forward pass; gradient_length: of the backward pass; how: as `assert_close` has it.
+    Returns what was computed.
+    """
+    options = options or {}
+    implementation = kernel.implementations[name]
+    reason = implementation.refuses(*arguments, **options)
+    if reason is not None:
+        raise KernelError(reason)
+    truth_in = [wide(a) for a in arguments]
+    want = tensors(kernel.reference(*truth_in, **options))
+    got = tensors(implementation.run(*arguments, **options))
+    assert len(got) == len(want)
+    for index, (mine, true) in enumerate(zip(got, want, strict=True)):
+        if true.is_floating_point():
+            assert_close(
+                kernel, mine.detach(), true.detach(), length, f"output {index}", scale, precision
+            )
+        else:
+            assert torch.equal(mine, true), f"output {index}"
+    leaves = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad]
+    if not leaves:
+        return got
+    true_leaves = [a for a in truth_in if isinstance(a, torch.Tensor) and a.requires_grad]
+    grads = []
+    for outputs, inputs in ((got, leaves), (want, true_leaves)):
+        kept = [o for o in outputs if o.requires_grad]
+        given = [rand(*o.shape, dtype=torch.float32, seed=91 + i) for i, o in enumerate(kept)]
+        given = [
+            g.to(got_o.dtype).to(o.dtype) for g, o, got_o in zip(given, kept, got, strict=False)
+        ]
+        grads.append(torch.autograd.grad(kept, inputs, given))
+    for index, (mine, true) in enumerate(zip(*grads, strict=True)):
+        assert_close(
+            kernel, mine, true, gradient_length or length, f"gradient {index}", scale, precision
+        )
+    return got

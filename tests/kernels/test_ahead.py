@@ -1,0 +1,48 @@
+"""Compiling for chips that are not here: Triton's own compiler, and the assembler's report."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from megaframe_kernels.ahead import CHIPS, Usage
+from megaframe_kernels.examples import EXAMPLES
+from megaframe_kernels.registry import KERNELS
+
+PACKAGE = Path(__file__).resolve().parents[2] / "kernels"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--kernels", "rotary", "router", "--chips", *map(str, CHIPS)),
+        ("--kernels", "attention", "--example", "head 64", "--chips", "90"),
+    ],
+)
+def test_nothing_spills(arguments, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE), "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "megaframe_kernels.ahead", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = done.stdout.splitlines()[1:]
+    if "attention" in arguments:
+        units = {row.split()[-1] for row in rows if not row.startswith("mean_gradients")}
+        assert len(rows) == 4 and units == {"wgmma"}
+
+
+def test_what_does_not_fit_is_told():
+    fits = Usage("k", "e", 90, 255, 0, 200 * 1024, 0, 0, "wgmma")
+    assert fits.clean
+    for bad in ({"stack": 8}, {"spill_stores": 4}, {"spill_loads": 4}, {"shared": 228 * 1024}):
+        assert not replace(fits, **bad).clean
+    assert not replace(fits, chip=80).clean
+
+
+def test_every_triton_kernel_has_examples():
+    written = {"linear_cross_entropy", "scattered_adamw", "scattered_square_sum"}
+    names = {n for n, k in KERNELS.items() if "triton" in k.implementations} - written
+    names = {"permute" if n in ("unpermute", "expert_order") else n for n in names}
+    assert names == set(EXAMPLES)

@@ -1,0 +1,164 @@
+"""Attention over spans, against fp64."""
+
+import pytest
+import torch
+from exactness import DEVICE, DTYPES, check, rand
+from megaframe_kernels import attention
+from megaframe_kernels.attention import KERNEL, launch_backward, launch_forward
+from megaframe_kernels.spans import find_spans
+
+
+def heads(queries, keys=None, batch=1, n=2, g=1, width=16, dtype=torch.float32, scale=1.0):
+    keys = queries if keys is None else keys
+    return (
+        rand(batch, queries, n, width, dtype=dtype, scale=scale).requires_grad_(),
+        rand(batch, keys, g, width, dtype=dtype, seed=1, scale=scale).requires_grad_(),
+        rand(batch, keys, g, width, dtype=dtype, seed=2).requires_grad_(),
+    )
+
+
+def hold(given, spans, **options):
+    """Compare with the truth; the longest sum is over all keys and query heads."""
+    length = max(spans.first.shape[1], spans.starts.shape[1]) * given[0].shape[2]
+    check(KERNEL, "triton", (*given, spans), options, length, length, scale=0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_causal_with_grouped_heads(dtype):
+    given = heads(70, batch=2, n=4, g=2, dtype=dtype)
+    hold(given, find_spans(2, 70, 70, DEVICE), need_lse=True)
+
+
+def test_blocks_without_a_mask_and_windows():
+    # 130 tokens in blocks of 32: some blocks are seen whole, some in part, some by nobody.
+    hold(heads(130, n=1), find_spans(1, 130, 130, DEVICE))
+    hold(heads(130, n=1), find_spans(1, 130, 130, DEVICE, window=40))
+    hold(heads(67, n=1), find_spans(1, 67, 67, DEVICE, causal=False))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_documents(causal):
+    documents = (rand(2, 75, seed=4) > 1.2).cumsum(1)
+    spans = find_spans(
+        2, 75, 75, DEVICE, causal=causal, query_documents=documents, key_documents=documents
+    )
+    hold(heads(75, batch=2), spans)
+
+
+@pytest.mark.parametrize("width", [8, 24, 96])
+def test_widths_that_are_no_power_of_two(width):
+    hold(heads(20, width=width), find_spans(1, 20, 20, DEVICE))
+
+
+def test_softcap_sinks_and_scale():
+    given = heads(45, n=4, g=2)
+    sinks = rand(4, seed=9).requires_grad_()
+    spans = find_spans(1, 45, 45, DEVICE, window=9)
+    options = {"softcap": 2.0, "scale": 0.7, "need_lse": True}
+    length = 45 * 4
+
+    class WithSinks:
+        """The sinks as an argument, so that their gradient is compared too."""
+
+        constant, tolerance = KERNEL.constant, KERNEL.tolerance
+
+        @staticmethod
+        def reference(q, k, v, s, **options):
+            return attention.reference(q, k, v, spans, sinks_N=s, **options)
+
+        class Run:
+            @staticmethod
+            def refuses(*_, **__):
+                return None
+
+            @staticmethod
+            def run(q, k, v, s, **options):
+                return attention.run_triton(q, k, v, spans, sinks_N=s, **options)
+
+        implementations = {"triton": Run}  # noqa: RUF012
+
+    check(WithSinks, "triton", (*given, sinks), options, length, length, scale=0.5)
+
+
+def test_queries_that_see_nothing_give_zero_and_get_no_gradient():
+    documents = torch.tensor([[0, 0, 3, 3, 5]])
+    spans = find_spans(
+        1, 5, 5, DEVICE, query_documents=documents, key_documents=torch.tensor([[0, 1, 3, 4, 4]])
+    )
+    given = heads(5)
+    hold(given, spans)
+    out, lse = attention.run_triton(*given, spans, need_lse=True)
+    assert (out[0, 4] == 0).all() and (lse[0, :, 4] == -torch.inf).all()
+    gradients = torch.autograd.grad(out.sum(), given)
+    assert all(torch.isfinite(g).all() for g in gradients) and (gradients[0][0, 4] == 0).all()
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (0, 4), (3, 0), (33, 5)])
+def test_odd_and_empty_sizes(queries, keys):
+    spans = find_spans(1, queries, keys, DEVICE, causal=False)
+    given = heads(queries, keys)
+    if keys:
+        hold(given, spans)
+    else:
+        out, lse = attention.run_triton(*given, spans, need_lse=True)
+        assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+def test_large_scores_and_strided_heads():
+    fused = rand(1, 40, 2, 4, 16, scale=20.0)
+    given = tuple(fused[..., i, :].detach().requires_grad_() for i in (0, 1, 3))
+    spans = find_spans(1, 40, 40, DEVICE)
+    # A score of 10^4 carries its rounding into the exponential.
+    check(KERNEL, "triton", (*given, spans), {}, 40 * 1000**2, scale=50.0)
+
+
+def test_a_ring_of_tiles_is_the_whole():
+    """Keys in two parts, queries in zigzag: outputs merged by their log-sum-exp, gradients from the
+    final ones."""
+    query, key, value = (x.detach() for x in heads(48, n=2, g=2))
+    d_out = rand(1, 48, 2, 16, seed=8)
+    whole = find_spans(1, 48, 48, DEVICE, window=30)
+    want, want_lse = launch_forward(query, key, value, *whole.tensors[:2], None, None, None)
+    truth = launch_backward(
+        d_out, None, query, key, value, want, want_lse, *whole.tensors, None, None, None
+    )
+    mine = torch.cat((torch.arange(12), torch.arange(36, 48)))
+    others = torch.arange(12, 36)
+    results = []
+    for keys in (mine, others):
+        spans = find_spans(1, 24, 24, DEVICE, window=30, query_places=mine, key_places=keys)
+        part = (query[:, mine], key[:, keys], value[:, keys])
+        results.append((spans, part, launch_forward(*part, *spans.tensors[:2], None, None, None)))
+    lse = torch.stack([r[2][1] for r in results]).logsumexp(0)
+    out = sum(
+        o * (part_lse - lse).exp().transpose(1, 2)[..., None] for _, _, (o, part_lse) in results
+    )
+    torch.testing.assert_close(out, want[:, mine], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse, want_lse[:, :, mine], rtol=1e-5, atol=1e-6)
+    d_query = 0
+    for spans, part, _ in results:
+        gradients = launch_backward(
+            d_out[:, mine], None, *part, out, lse, *spans.tensors, None, None, None
+        )
+        d_query = d_query + gradients[0]
+    torch.testing.assert_close(d_query, truth[0][:, mine], rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_are_bitwise_repeatable():
+    given, spans = heads(40, n=4, dtype=torch.bfloat16), find_spans(1, 40, 40, DEVICE)
+
+    def gradients():
+        out, _ = attention.run_triton(*given, spans)
+        return torch.autograd.grad(out.float().square().sum(), given)
+
+    for one, other in zip(gradients(), gradients(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_torch_does_the_same():
+    given, spans = heads(24, n=4, g=2), find_spans(1, 24, 24, DEVICE)
+    check(KERNEL, "torch", (*given, spans), {}, 24 * 4, scale=0.5)
+    reason = KERNEL.implementations["torch"].why_not(
+        *given, find_spans(1, 24, 24, DEVICE, window=3)
+    )
+    assert "window" in reason

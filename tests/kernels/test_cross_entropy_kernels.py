@@ -1,0 +1,126 @@
+"""Cross-entropy of whole and divided vocabularies, and fused with its linear, against fp64."""
+
+import pytest
+import torch
+from exactness import DEVICE, DTYPES, check, generator, rand
+from megaframe_kernels import cross_entropy, linear_cross_entropy
+from megaframe_kernels.cross_entropy import IGNORE
+
+OPTIONS = [
+    {},
+    {"label_smoothing": 0.1},
+    {"z_loss": 0.02},
+    {"label_smoothing": 0.05, "z_loss": 0.01, "softcap": 3.0},
+]
+
+
+def labels(tokens, vocab):
+    chosen = torch.randint(0, vocab, (tokens,), generator=generator(7), device="cpu").to(DEVICE)
+    chosen[1::3] = IGNORE
+    return chosen
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cross_entropy(options, dtype):
+    logits = rand(7, 45, dtype=dtype, scale=3.0).requires_grad_()
+    check(cross_entropy.KERNEL, "triton", (logits, labels(7, 45)), options, 45)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (0, 5), (3, 9000)])
+def test_odd_sizes(shape):
+    logits = rand(*shape).requires_grad_()
+    given = (logits, labels(*shape))
+    check(cross_entropy.KERNEL, "triton", given, {"z_loss": 0.1}, shape[1], scale=0.1)
+
+
+def test_strided_and_large_logits():
+    logits = rand(40, 6, scale=1e4).t()[:, 3:36].requires_grad_()
+    check(cross_entropy.KERNEL, "triton", (logits, labels(6, 33)), {}, 33)
+    check(cross_entropy.KERNEL, "torch", (rand(6, 33).requires_grad_(), labels(6, 33)), {}, 33)
+
+
+class Ranks:
+    """Joins what ranks that run one after another in this process have, in two rounds."""
+
+    def __init__(self):
+        self.parts = []
+
+    def collect(self, partition, label):
+        self.parts.append((partition, label))
+        return partition, label
+
+    def join(self, partition, label):
+        whole = torch.stack([p for p, _ in self.parts]).logsumexp(0)
+        return whole, torch.stack([t for _, t in self.parts]).sum(0)
+
+
+def on_ranks(compute, vocab, bounds):
+    """compute(slice, join) on each part of the vocabulary, with the parts of all known."""
+    ranks = Ranks()
+    parts = [slice(a, b) for a, b in zip((0, *bounds), (*bounds, vocab), strict=True)]
+    for part in parts:
+        compute(part, ranks.collect)
+    return [compute(part, ranks.join) for part in parts]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_divided_vocabulary_gives_the_losses_and_gradients_of_the_whole(options):
+    whole, chosen = rand(6, 29, scale=2.0).requires_grad_(), labels(6, 29)
+    want = cross_entropy.run_triton(whole, chosen, **options)
+    (truth,) = torch.autograd.grad(want.sum(), whole)
+
+    def compute(part, join):
+        logits = whole.detach()[:, part].requires_grad_()
+        loss = cross_entropy.run_triton(
+            logits, chosen, start=part.start, vocab=29, join=join, **options
+        )
+        return loss.detach(), torch.autograd.grad(loss.sum(), logits)[0]
+
+    results = on_ranks(compute, 29, (7, 20))
+    for loss, _ in results:
+        torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat([g for _, g in results], 1), truth, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_cross_entropy(options, dtype):
+    hidden = rand(11, 8, dtype=dtype).requires_grad_()
+    weight = rand(29, 8, dtype=dtype, seed=1).requires_grad_()
+    given = (hidden, weight, labels(11, 29))
+    # Logits are rounded before they become probabilities, each the factor of a gradient.
+    kernel = linear_cross_entropy.KERNEL
+    check(kernel, "triton", given, options, 29 * 11, scale=4.0, precision=dtype)
+
+
+def test_chunks_change_nothing_and_backward_scales():
+    hidden, weight = rand(11, 8).requires_grad_(), rand(29, 8, seed=1).requires_grad_()
+    results = []
+    for chunk in (1, 3 * 29, 10**6):
+        loss = linear_cross_entropy.run_triton(hidden, weight, labels(11, 29), chunk=chunk)
+        results.append((loss.detach(), *torch.autograd.grad(0.25 * loss, (hidden, weight))))
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other, rtol=1e-5, atol=1e-6)
+
+
+def test_linear_cross_entropy_on_a_divided_vocabulary():
+    hidden, weight = rand(6, 8).requires_grad_(), rand(29, 8, seed=1).requires_grad_()
+    options, chosen = {"label_smoothing": 0.1, "z_loss": 0.01}, labels(6, 29)
+    want = linear_cross_entropy.reference(hidden, weight, chosen, **options)
+    true_hidden, true_weight = torch.autograd.grad(want, (hidden, weight))
+
+    def compute(part, join):
+        mine = weight.detach()[part].requires_grad_()
+        loss = linear_cross_entropy.run_triton(
+            hidden, mine, chosen, start=part.start, vocab=29, join=join, **options
+        )
+        return loss.detach(), *torch.autograd.grad(loss, (hidden, mine))
+
+    results = on_ranks(compute, 29, (13,))
+    for loss, _, _ in results:
+        torch.testing.assert_close(loss, want.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sum(h for _, h, _ in results), true_hidden, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.cat([w for _, _, w in results]), true_weight, rtol=1e-4, atol=1e-5
+    )

@@ -1,0 +1,99 @@
+"""Router, permutation and grouped product of a mixture of experts, against fp64."""
+
+import pytest
+import torch
+from exactness import DEVICE, DTYPES, check, generator, rand
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megaframe_kernels import grouped, permute, router
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(13, 8, 2), (3, 17, 5), (0, 4, 1), (2, 1, 1)])
+def test_router(score, normalise, tokens, experts, k):
+    logits = rand(tokens, experts, scale=2.0).requires_grad_()
+    bias = rand(experts, seed=1, scale=0.3)
+    options = {"score": score, "normalise": normalise}
+    check(router.KERNEL, "triton", (logits, k, bias), options, experts, scale=0.05)
+    check(router.KERNEL, "triton", (logits, k), options, experts, scale=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_router_of_strided_low_precision_logits_with_ties(dtype):
+    logits = (rand(9, 24, scale=2.0).round() / 2).to(dtype)[:, ::2].requires_grad_()
+    check(router.KERNEL, "triton", (logits, 4), {}, 12)
+
+
+def order_of(tokens, k, experts, seed=0, skipped=()):
+    """Choices of a batch, some experts left without tokens, and their order."""
+    allowed = torch.tensor([e for e in range(experts) if e not in skipped], device="cpu")
+    draws = torch.rand(tokens, len(allowed), generator=generator(seed), device="cpu")
+    chosen = allowed[draws.argsort(1)[:, :k]].to(torch.int32).to(DEVICE)
+    return chosen, permute.Order(*permute.reference_order(chosen, experts))
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    seed=st.integers(0, 10**6),
+    tokens=st.integers(0, 300),
+    k=st.integers(1, 3),
+    experts=st.integers(3, 40),
+)
+def test_order(seed, tokens, k, experts):
+    chosen, order = order_of(tokens, k, experts, seed)
+    got = permute.launch_order(chosen, experts)
+    for mine, true in zip(got, (order.order_P, order.places_TK, order.ends_E), strict=True):
+        assert mine.dtype == torch.int32 and torch.equal(mine, true)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width"), [(11, 33), (0, 16), (1, 1100)])
+def test_permute_and_unpermute(dtype, tokens, width):
+    _, order = order_of(tokens, 2, 5)
+    x = rand(tokens, width, dtype=dtype).requires_grad_()
+    check(permute.PERMUTE, "triton", (x, order.order_P, order.places_TK), length=2)
+    y = rand(2 * tokens, width, dtype=dtype).requires_grad_()
+    weights = rand(tokens, 2, seed=3).requires_grad_()
+    given = (order.order_P, order.places_TK)
+    check(permute.UNPERMUTE, "triton", (y, weights, *given), {}, 2, width)
+    check(permute.UNPERMUTE, "triton", (y, None, *given), {}, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("scatter", [False, True])
+def test_grouped_product(dtype, gather, scatter):
+    _, order = order_of(37, 2, 6, skipped=(0, 3))
+    x = rand(37 if gather else 74, 40, dtype=dtype).requires_grad_()
+    weights = rand(6, 21, 40, dtype=dtype, seed=1).requires_grad_()
+    given = (x, weights, order.ends_E, order.order_P, order.places_TK)
+    options = {"gather": gather, "scatter": scatter}
+    check(grouped.KERNEL, "triton", given, options, 40, 74, scale=4.0)
+
+
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(0, 8, 8), (1, 1, 1), (140, 150, 70)])
+def test_grouped_product_of_odd_sizes(tokens, outputs, inputs):
+    _, order = order_of(tokens, 1, 3)
+    x = rand(tokens, inputs).requires_grad_()
+    weights = rand(3, inputs, outputs, seed=1).transpose(1, 2).detach().requires_grad_()
+    check(grouped.KERNEL, "triton", (x, weights, order.ends_E), {}, inputs, tokens, scale=4.0)
+
+
+def test_places_beyond_the_last_expert_are_zero():
+    x, weights = rand(10, 16), rand(2, 8, 16)
+    y = grouped.run_triton(x, weights, torch.tensor([3, 7], dtype=torch.int32))
+    assert (y[7:] == 0).all() and (y[:7] != 0).any()
+
+
+def test_gradients_are_bitwise_repeatable():
+    _, order = order_of(50, 4, 8)
+    x, weights = rand(50, 16).requires_grad_(), rand(8, 24, 16, seed=1).requires_grad_()
+    moved = (order.ends_E, order.order_P, order.places_TK)
+
+    def gradients():
+        y = grouped.run_triton(x, weights, *moved, gather=True, scatter=True)
+        return torch.autograd.grad(y.square().sum(), (x, weights))
+
+    for one, other in zip(gradients(), gradients(), strict=True):
+        assert torch.equal(one, other)

@@ -1,0 +1,54 @@
+"""Quantisation to 8 bits: the same bits as the reference, and the error of the type."""
+
+import pytest
+import torch
+from exactness import DTYPES, rand
+from megaframe_kernels import fp8
+
+BLOCKS = [None, (1, 0), (1, 128), (4, 16), (0, 8)]
+
+
+@pytest.mark.parametrize("dtype", fp8.TYPES)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_quantise(dtype, block, power_of_two):
+    x = rand(9, 200, scale=30.0)
+    got, scales = fp8.run_triton(x, dtype, block, power_of_two)
+    want, true_scales = fp8.reference(x, dtype, block, power_of_two)
+    assert torch.equal(scales, true_scales)
+    assert got.dtype == dtype and torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    # Half a unit in the last place of the type, or of its smallest number.
+    eps, least = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
+    allowed = (x.abs() * 0.5).clamp_min(scales.max() * least * 0.5) * eps * 1.001
+    assert ((fp8.restore(got, scales, block) - x).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_strided_low_precision_and_zeros(dtype, block):
+    x = rand(12, 300, dtype=dtype)[::2, 20:150]
+    x[3:] = 0.0
+    got, scales = fp8.run_triton(x, block=block)
+    want, true_scales = fp8.reference(x, block=block)
+    assert torch.equal(scales, true_scales) and (scales > 0).all()
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_empty(block):
+    got, _ = fp8.run_triton(torch.empty(0, 5), block=block)
+    assert got.shape == (0, 5)
+
+
+def test_the_largest_number_survives():
+    x = torch.tensor([[1e30, -3.0, 0.0, 1e-30]])
+    got, scales = fp8.run_triton(x)
+    assert fp8.restore(got, scales)[0, 0] == pytest.approx(1e30, rel=1e-6)
+    assert torch.isfinite(got.float()).all()
+
+
+@pytest.mark.parametrize("block", [None, (1, 0)])
+def test_a_scale_that_is_a_power_of_two_stays(block):
+    x = torch.tensor([[448.0, 1.0], [448.0, -448.0]])
+    got, scales = fp8.run_triton(x, torch.float8_e4m3fn, block, True)
+    assert (scales == 1).all() and torch.equal(got.float(), x)

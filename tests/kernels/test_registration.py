@@ -1,0 +1,99 @@
+"""Every operator as torch.library wants it, and kernels inside torch.compile without a break."""
+
+import pytest
+import torch
+from exactness import DEVICE, rand
+from megaframe_kernels import permute
+from megaframe_kernels.registry import KERNELS
+from megaframe_kernels.selection import select
+from megaframe_kernels.spans import find_spans
+
+ops = torch.ops.megaframe
+CHOICES = select(KERNELS)
+ORDER = permute.Order(*permute.reference_order(torch.tensor([[0, 2], [1, 0], [2, 1]]).int(), 3))
+
+
+def leaf(*shape, seed=0, dtype=torch.float32):
+    return rand(*shape, seed=seed, dtype=dtype).requires_grad_()
+
+
+def attention_arguments():
+    spans = find_spans(1, 6, 6, DEVICE)
+    heads = leaf(1, 6, 2, 16), leaf(1, 6, 1, 16, seed=1), leaf(1, 6, 1, 16, seed=2)
+    return (*heads, *spans.tensors, leaf(2, seed=3), 0.5, 3.0)
+
+
+LABELS = torch.tensor([1, -100, 4])
+CASES = {
+    "norm": lambda: (leaf(2, 3, 8), leaf(2, 3, 8, seed=1), leaf(8), leaf(8, seed=2), True, 1e-5),
+    "activation": lambda: (leaf(3, 8), "swiglu"),
+    "rotary": lambda: (leaf(1, 3, 2, 8), rand(3, 4), rand(3, 4, seed=1), False),
+    "attention": attention_arguments,
+    "cross_entropy_parts": lambda: (leaf(3, 7), LABELS, 0, 7, 0.1, 5.0),
+    "adamw_": lambda: (
+        *(rand(9, seed=i).abs() for i in range(4)),
+        *(rand(9).bfloat16(), None, None, 0.1, 0.9, 0.9, 1e-8, 0.1, 1, 7, 0),
+    ),
+    "square_sum": lambda: (rand(50),),
+    "router": lambda: (leaf(3, 8), 2, rand(8), True, True),
+    "expert_order": lambda: (torch.tensor([[0, 2], [1, 0]], dtype=torch.int32), 3),
+    "expert_gather": lambda: (rand(3, 8), ORDER.order_P, None, 2),
+    "expert_combine": lambda: (rand(6, 8), rand(3, 2), ORDER.places_TK),
+    "expert_inner": lambda: (rand(3, 8), rand(6, 8), ORDER.places_TK, rand(3, 2)),
+    "grouped_product": lambda: (rand(6, 8), rand(3, 4, 8), ORDER.ends_E, None, ORDER.order_P, 2),
+    "grouped_weight_gradient": lambda: (
+        *(rand(6, 4), rand(3, 8), rand(3, 4, 8), ORDER.ends_E, ORDER.order_P, None, 2),
+    ),
+    "quantise": lambda: (rand(4, 32), torch.float8_e4m3fn, 1, 16, False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_operator(name):
+    torch.library.opcheck(getattr(ops, name).default, CASES[name]())
+
+
+def block(x, gain, gate_up, down, logits_weight, labels, spans, cos, sin):
+    """What a small transformer does, by chosen kernels."""
+    normed, total = CHOICES["norm"](x, gain, None, x)
+    heads = CHOICES["rotary"](normed.unflatten(-1, (2, 16)), cos, sin)
+    out, _ = CHOICES["attention"](heads, heads, heads, spans)
+    hidden = total + out.flatten(2)
+    hidden = CHOICES["activation"](hidden @ gate_up, "swiglu") @ down
+    flat = hidden.flatten(0, 1)
+    weights, experts = CHOICES["router"](flat @ logits_weight[:4].t(), 2)
+    order, places, ends = CHOICES["expert_order"](experts, 4)
+    rows = CHOICES["permute"](flat, order, places)
+    rows = CHOICES["grouped_product"](rows, logits_weight[:32].view(4, 8, 32)[:, :, :], ends)
+    mixed = CHOICES["unpermute"](rows, weights, order, places)
+    losses = CHOICES["cross_entropy"](mixed @ gate_up[:8], labels, z_loss=0.1)
+    return losses.sum() + CHOICES["linear_cross_entropy"](flat, logits_weight, labels)
+
+
+def test_a_step_compiles_whole():
+    def step(weights, grads, mean, square):
+        CHOICES["adamw"](weights, grads, mean, square, None, **numbers)
+        quantised, scales = CHOICES["quantise"](weights.view(3, 7), torch.float8_e4m3fn, (1, 0))
+        return CHOICES["square_sum"](grads), quantised.float() * scales
+
+    numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.1, "step": 2}
+    given = [rand(21, seed=i).abs() for i in range(4)]
+    mine = [t.clone() for t in given]
+    want = step(*given)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*mine), want, rtol=0, atol=0)
+    torch.testing.assert_close(mine, given, rtol=0, atol=0)
+
+
+def test_a_block_compiles_whole():
+    given = (
+        *(leaf(1, 5, 32), leaf(32), leaf(32, 64), leaf(32, 32)),
+        *(leaf(40, 32), torch.tensor([1, 2, -100, 0, 3])),
+        *(find_spans(1, 5, 5, DEVICE), rand(5, 8), rand(5, 8, seed=1)),
+    )
+    leaves = [g for g in given if isinstance(g, torch.Tensor) and g.requires_grad]
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    results = [function(*given) for function in (block, compiled)]
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    gradients = [torch.autograd.grad(result, leaves) for result in results]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)

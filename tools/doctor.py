@@ -1,0 +1,231 @@
+"""Say what this machine can do for a run, and what stands in its way: `python tools/doctor.py`.
+
+Status 1 says that a run cannot start. Everything is looked at even where something is broken, and
+what broke is a line of its own: that is when one calls a doctor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+_QUERY = (
+    "index",
+    "name",
+    "driver_version",
+    "clocks.sm",
+    "clocks.max.sm",
+    "clocks_throttle_reasons.active",
+    "ecc.mode.current",
+    "ecc.errors.uncorrected.volatile.total",
+    "temperature.gpu",
+    "memory.used",
+    "memory.total",
+)
+_SLOWED = {
+    0x2: "clocks set by an application",
+    0x8: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+"""Bits of the throttle reasons that slow a GPU; idle, power cap and the rest are everyday."""
+_TRIAL = 256 * 2**20
+_LEAST_FREE = 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line of the report. level: ok, warning (slow or odd), or error (no run can start)."""
+
+    what: str
+    said: str
+    level: str = "ok"
+
+
+def read_gpus(text: str) -> list[dict[str, str]]:
+    """What nvidia-smi was asked for, a dictionary for each GPU."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line]
+    return [dict(zip(_QUERY, row, strict=True)) for row in rows if len(row) == len(_QUERY)]
+
+
+def judge_gpu(gpu: Mapping[str, str]) -> Iterator[Finding]:
+    """State of one GPU: clocks, memory in use, errors of its memory."""
+    what = f"GPU {gpu['index']}"
+    clocks = f"{gpu['clocks.sm']} of {gpu['clocks.max.sm']} MHz, {gpu['temperature.gpu']} C"
+    yield Finding(what, f"{gpu['name']}, driver {gpu['driver_version']}, {clocks}")
+    bits = _number(gpu["clocks_throttle_reasons.active"])
+    slowed = [reason for bit, reason in _SLOWED.items() if bits & bit]
+    if slowed:
+        yield Finding(what, f"slowed: {', '.join(slowed)}", "warning")
+    used, total = _number(gpu["memory.used"]), _number(gpu["memory.total"])
+    if total and used > 0.1 * total:
+        yield Finding(what, f"{used} of {total} MiB are in use by others", "warning")
+    errors = _number(gpu["ecc.errors.uncorrected.volatile.total"])
+    if errors:
+        yield Finding(what, f"{errors} uncorrected memory errors: replace or reset it", "error")
+    elif gpu["ecc.mode.current"] == "Disabled":
+        yield Finding(what, "ECC is off: flipped bits go unnoticed", "warning")
+
+
+def _number(text: str) -> int:
+    try:
+        return int(text, 0)
+    except ValueError:  # [N/A]: not every GPU tells everything
+        return 0
+
+
+def look_at_smi() -> list[dict[str, str]]:
+    """The GPUs that the driver knows; none without one."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return read_gpus(done.stdout) if done.returncode == 0 else []
+
+
+def judge_software() -> Iterator[Finding]:
+    """Versions, and whether torch can use the GPUs that the driver knows."""
+    import torch
+    from megaframe_kernels.installed import versions
+
+    found = ", ".join(f"{name} {version}" for name, version in versions().items())
+    yield Finding("software", f"Python {platform.python_version()}, {found}")
+    known, seen = look_at_smi(), torch.cuda.device_count()
+    for gpu in known:
+        yield from judge_gpu(gpu)
+    if len(known) > seen:
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if hidden is not None:
+            said = f"torch sees {seen} of {len(known)} GPUs: CUDA_VISIBLE_DEVICES={hidden}"
+            yield Finding("torch", said, "warning")
+        else:
+            said = f"torch {torch.__version__} sees {seen} of {len(known)} GPUs"
+            yield Finding("torch", f"{said}: install its CUDA build", "error")
+    if not seen:
+        yield Finding("torch", f"no GPU: a run goes on the CPU, {os.cpu_count()} cores")
+        return
+    for index in range(seen):
+        yield _try_gpu(index)
+    if torch.distributed.is_nccl_available():
+        yield Finding("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+    else:
+        yield Finding("NCCL", "torch was built without it", "error" if seen > 1 else "warning")
+
+
+def _try_gpu(index: int) -> Finding:
+    import torch
+
+    try:
+        with torch.cuda.device(index):
+            ones = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda")
+            right = bool(((ones @ ones) == 64).all())
+    except RuntimeError as error:
+        return Finding(f"GPU {index}", f"cannot compute: {str(error).splitlines()[0]}", "error")
+    return Finding(f"GPU {index}", "computes" if right else "computes wrong", _level(right))
+
+
+def _level(right: bool) -> str:
+    return "ok" if right else "error"
+
+
+def judge_links() -> Iterator[Finding]:
+    """Bandwidth from the first GPU to each other one."""
+    import torch
+
+    for other in range(1, torch.cuda.device_count()):
+        peer = torch.cuda.can_device_access_peer(0, other)
+        source = torch.empty(_TRIAL, dtype=torch.uint8, device="cuda:0")
+        target = torch.empty_like(source, device=f"cuda:{other}")
+        seconds = []
+        for _ in range(4):
+            torch.cuda.synchronize(0)
+            begun = time.perf_counter()
+            target.copy_(source)
+            torch.cuda.synchronize(other)
+            torch.cuda.synchronize(0)
+            seconds.append(time.perf_counter() - begun)
+        how = "directly" if peer else "through the host: no peer access"
+        said = f"{_TRIAL / min(seconds) / 1e9:.0f} GB/s {how}"
+        yield Finding(f"link 0 to {other}", said, "ok" if peer else "warning")
+
+
+def judge_kernels() -> Iterator[Finding]:
+    """What runs for each kernel, and why not what would come before it."""
+    from megaframe_kernels.registry import KERNELS
+    from megaframe_kernels.selection import chip_name, select
+
+    chip = chip_name()
+    for name, choice in select(KERNELS).items():
+        absent = "; ".join(f"not {other}: {reason}" for other, reason in choice.absent.items())
+        yield Finding(f"kernel {name}", f"{choice.active}{f' ({absent})' if absent else ''}")
+    yield Finding("kernels", f"order of implementations for {chip}: see choices.json")
+
+
+def judge_disk(folder: Path) -> Iterator[Finding]:
+    """Free room and the speed of a durable write."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        if free < _LEAST_FREE:
+            yield Finding("disk", f"{folder} has {free / 1e9:.1f} GB free; 1 is needed", "error")
+            return
+        block = os.urandom(2**20)
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            begun = time.perf_counter()
+            for _ in range(_TRIAL // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            speed = _TRIAL / (time.perf_counter() - begun)
+    except OSError as error:
+        yield Finding("disk", f"{folder} cannot be written: {error.strerror}", "error")
+        return
+    said = f"{folder}: {speed / 1e6:,.0f} MB/s durable, {free / 1e9:,.0f} GB free"
+    yield Finding("disk", said, "ok" if speed > 50e6 else "warning")
+
+
+def examine(checks: Sequence[Callable[[], Iterator[Finding]]]) -> Iterator[Finding]:
+    """All findings; a check that breaks is one."""
+    for check in checks:
+        try:
+            yield from check()
+        except Exception as error:
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            yield Finding(check.__name__.removeprefix("judge_"), f"broke: {first}", "error")
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs"), help="where runs will be written"
+    )
+    folder = parser.parse_args().folder
+    if (ROOT / "kernels").is_dir():
+        sys.path.insert(0, str(ROOT / "kernels"))
+
+    def judge_folder() -> Iterator[Finding]:
+        return judge_disk(folder)
+
+    worst = 0
+    for finding in examine((judge_software, judge_links, judge_kernels, judge_folder)):
+        mark = {"ok": " ", "warning": "!", "error": "X"}[finding.level]
+        print(f"{mark} {finding.what:<28} {finding.said}", flush=True)
+        worst += finding.level == "error"
+    print("a run can start" if not worst else f"a run cannot start: {worst} errors above (X)")
+    return 1 if worst else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
