@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -87,16 +87,20 @@ def key(name: str, offset: Shape, shape: Shape) -> str:
     return f"{name}[{','.join(spans)}]"
 
 
-def write(path: Path, planned: Sequence[Piece], data: memoryview) -> SavedFile:
-    """Write `data`, as planned, to a new file and flush it to the disk. Raises OSError."""
+def write(
+    path: Path, planned: Sequence[Piece], bytes_of: Callable[[Piece], memoryview]
+) -> SavedFile:
+    """Write the bytes of each piece, in order, to a new file and flush it to the disk. Raises
+    OSError."""
     checksums = ["0" * 16] * len(planned)
     reserved = len(_header(path.name, planned, checksums))
     with open(path, "xb", buffering=0) as file:
         file.seek(reserved)
         for index, piece in enumerate(planned):
             digest = xxhash.xxh3_64()
-            for begin in range(piece.start, piece.stop, CHUNK_BYTES):
-                chunk = data[begin : min(begin + CHUNK_BYTES, piece.stop)]
+            data = bytes_of(piece)
+            for begin in range(0, len(data), CHUNK_BYTES):
+                chunk = data[begin : begin + CHUNK_BYTES]
                 digest.update(chunk)
                 _write_all(file, chunk)
             checksums[index] = digest.hexdigest()
@@ -104,7 +108,9 @@ def write(path: Path, planned: Sequence[Piece], data: memoryview) -> SavedFile:
         file.seek(0)
         _write_all(file, memoryview(header))
         os.fsync(file.fileno())
-    return SavedFile(bytes=len(header) + len(data), header=checksum(header))
+    return SavedFile(
+        bytes=len(header) + sum(p.stop - p.start for p in planned), header=checksum(header)
+    )
 
 
 def _write_all(file: BinaryIO, data: memoryview) -> None:

@@ -11,7 +11,7 @@ import errno
 import stat
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -87,17 +87,31 @@ class Checkpoint:
         wanted: defaultdict[str, list[Slice]] = defaultdict(list)
         for part in slices:
             wanted[part.name].append(part)
+        met = {
+            name: [
+                piece
+                for piece in self.tensors[name].slices
+                if any(intersection(piece.box, part.box) for part in parts)
+            ]
+            for name, parts in wanted.items()
+        }
+        for name, piece, saved in self.read(met):
+            _scatter(saved, piece, wanted[name])
+
+    def read(
+        self, wanted: Mapping[str, Sequence[SavedSlice]]
+    ) -> Iterator[tuple[str, SavedSlice, torch.Tensor]]:
+        """These saved slices by tensor, file after file, each checked; what is read lasts until the
+        next one. Raises UserError for damaged files."""
         reads: defaultdict[str, list[tuple[str, SavedSlice]]] = defaultdict(list)
-        for name, parts in wanted.items():
-            for piece in self.tensors[name].slices:
-                if any(intersection(piece.box, part.box) for part in parts):
-                    reads[piece.file].append((name, piece))
+        for name, pieces in wanted.items():
+            for piece in pieces:
+                reads[piece.file].append((name, piece))
         buffer = buffer_for({name: self.tensors[name] for name in wanted})
-        for file, pieces in reads.items():
+        for file, found in reads.items():
             with Reader(self.path / file, self._manifest.files[file]) as reader:
-                for name, piece in pieces:
-                    saved = reader.read(name, self.tensors[name], piece, buffer)
-                    _scatter(saved, piece, wanted[name])
+                for name, piece in found:
+                    yield name, piece, reader.read(name, self.tensors[name], piece, buffer)
 
     def _require(self, slices: Sequence[Slice]) -> None:
         wrong = {}
@@ -152,6 +166,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
         file.close()
         raise
     return Checkpoint(path, manifest, file)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint, checked, whatever its files are. Raises UserError."""
+    source = path / MANIFEST
+    try:
+        if _size_of_file(source) > MAX_BYTES:
+            raise UserError(f"{source} is larger than the {MAX_BYTES} bytes of any manifest")
+        return decode(source.read_bytes(), source)
+    except OSError as error:
+        raise UserError(f"{path} is not a checkpoint: {MANIFEST}: {error.strerror}") from None
 
 
 def _size_of_file(path: Path) -> int:

@@ -204,7 +204,7 @@ class Writer:
         try:
             if job.planned:
                 with _explained("cannot write", path, len(job.data), discard=path):
-                    saved = write(path, job.planned, job.data)
+                    saved = write(path, job.planned, lambda p: job.data[p.start : p.stop])
                     verify(path, saved)
                 message = {"file": path.name, "bytes": saved.bytes, "header": saved.header}
         except UserError as error:

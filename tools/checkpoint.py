@@ -1,0 +1,169 @@
+"""Look at checkpoints, verify and compare them, and write them into other files; without a GPU.
+
+python tools/checkpoint.py inspect runs/demo/checkpoints
+python tools/checkpoint.py verify runs/demo/checkpoints/step-00000300
+python tools/checkpoint.py diff runs/a/checkpoints runs/b/checkpoints
+python tools/checkpoint.py reshard runs/demo/checkpoints --to elsewhere --files 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megaframe.checkpoint import Checkpoint, find, open_checkpoint
+from megaframe.checkpoint.examine import damage, differences, regroup
+from megaframe.checkpoint.folder import checkpoints
+from megaframe.checkpoint.manifest import MANIFEST
+from megaframe.errors import UserError, reported
+
+EXIT_DIFFERENT = 1
+"""Something is damaged, or two checkpoints differ."""
+_STATE = "optimizer."
+
+
+def main() -> None:
+    """Run the subcommand."""
+    given = _arguments()
+    with reported():
+        sys.exit(given.run(given))
+
+
+def inspect(given: argparse.Namespace) -> int:
+    """Say what a checkpoint holds."""
+    with open_checkpoint(_checkpoint(given.path)) as checkpoint:
+        _print(_summary(checkpoint))
+        if given.tensors:
+            _print(_tensors(checkpoint))
+    return 0
+
+
+def _summary(checkpoint: Checkpoint) -> Table:
+    kinds: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    files = set()
+    for name, tensor in checkpoint.tensors.items():
+        kind = "weights"
+        if name.startswith(_STATE):
+            kind = f"optimizer {name.removeprefix(_STATE).partition('/')[0]}"
+        for place, count in enumerate((1, math.prod(tensor.shape), tensor.bytes_of(tensor.shape))):
+            kinds[kind][place] += count
+        files |= {piece.file for piece in tensor.slices}
+    table = Table(title=f"{checkpoint.path}: step {checkpoint.step}, {len(files)} files", box=None)
+    for title in ("", "tensors", "elements", "GB"):
+        table.add_column(title, justify="left" if not title else "right")
+    for kind, (tensors, elements, size) in kinds.items():
+        table.add_row(kind, f"{tensors:,}", f"{elements:,}", f"{size / 1e9:,.3f}")
+    config: Any = checkpoint.state.get("config")
+    for section in ("model", "parallel"):
+        values = config.get(section) if isinstance(config, dict) else None
+        if isinstance(values, dict):
+            shown = ", ".join(f"{key}={value}" for key, value in values.items() if value)
+            table.caption = f"{table.caption or ''}{section}: {shown}\n"
+    return table
+
+
+def _tensors(checkpoint: Checkpoint) -> Table:
+    table = Table(box=None)
+    for title in ("tensor", "shape", "type", "slices"):
+        table.add_column(title, no_wrap=True)
+    for name, tensor in checkpoint.tensors.items():
+        table.add_row(name, str(list(tensor.shape)), tensor.dtype, str(len(tensor.slices)))
+    return table
+
+
+def verify(given: argparse.Namespace) -> int:
+    """Read everything, and name every file and tensor that is not as it was saved."""
+    path = _checkpoint(given.path)
+    whole = True
+    for problem in damage(path):
+        whole = False
+        print(problem)
+    if not whole:
+        return EXIT_DIFFERENT
+    with open_checkpoint(path) as checkpoint:
+        slices = sum(len(tensor.slices) for tensor in checkpoint.tensors.values())
+        tensors = len(checkpoint.tensors)
+        print(f"{path}: step {checkpoint.step}, {tensors} tensors in {slices} slices are whole")
+    return 0
+
+
+def diff(given: argparse.Namespace) -> int:
+    """Compare all tensors of two checkpoints, whatever layouts wrote them."""
+    table = Table(box=None)
+    for title in ("tensor", "largest distance", "relative to largest"):
+        table.add_column(title, no_wrap=True, justify="left" if title == "tensor" else "right")
+    different = same = 0
+    one_path, other_path = _checkpoint(given.path), _checkpoint(given.other)
+    with open_checkpoint(one_path) as one, open_checkpoint(other_path) as other:
+        for found in differences(one, other):
+            relative = found.distance / found.largest if found.largest else found.distance
+            if found.what is None and relative <= given.tolerance:
+                same += 1
+                continue
+            different += 1
+            if found.what is not None:
+                table.add_row(found.name, found.what, "")
+            else:
+                table.add_row(found.name, f"{found.distance:.3g}", f"{relative:.3g}")
+    if different:
+        _print(table)
+    print(f"{different} tensors differ, {same} are the same within {given.tolerance:g}")
+    return EXIT_DIFFERENT if different else 0
+
+
+def reshard(given: argparse.Namespace) -> int:
+    """Write the same checkpoint into another number of files."""
+    if given.files < 1:
+        raise UserError(f"--files={given.files}: use 1 or more")
+    with open_checkpoint(_checkpoint(given.path)) as checkpoint:
+        print(f"wrote {regroup(checkpoint, Path(given.to), given.files)}")
+    return 0
+
+
+def _checkpoint(given: str) -> Path:
+    """The checkpoint itself, or the latest in a folder of them."""
+    path = Path(given)
+    if checkpoints(path) and not (path / MANIFEST).exists():
+        newest = find(path, "latest")
+        assert newest is not None
+        return newest
+    return path
+
+
+def _print(table: Table) -> None:
+    Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False).print(table)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for run in (inspect, verify, diff, reshard):
+        assert run.__doc__ is not None
+        command = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
+        command.set_defaults(run=run)
+        command.add_argument("path", help="a checkpoint, or a folder of them: its latest")
+        if run is inspect:
+            command.add_argument("--tensors", action="store_true", help="list all tensors")
+        if run is diff:
+            command.add_argument("other", help="the checkpoint to compare with")
+            command.add_argument(
+                "--tolerance",
+                type=float,
+                default=0.0,
+                help="distances up to so much of a tensor's largest element are none",
+            )
+        if run is reshard:
+            command.add_argument("--to", required=True, help="folder for the new checkpoint")
+            command.add_argument("--files", type=int, required=True, help="number of files")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
