@@ -7,26 +7,28 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
+from pydantic import JsonValue
+from torch import Tensor
 
 from megaframe.checkpoint.container import Piece, Reader, buffer_for, verify, write
 from megaframe.checkpoint.folder import final_name, flush, move_pointer, publish, remove
 from megaframe.checkpoint.load import Checkpoint, read_manifest
 from megaframe.checkpoint.manifest import (
+    DTYPES,
     MANIFEST,
+    DTypeName,
     Manifest,
-    SavedFile,
-    SavedSlice,
-    SavedTensor,
     encode,
     merged,
 )
-from megaframe.checkpoint.slices import Slice
+from megaframe.checkpoint.slices import Shape, Slice
 from megaframe.errors import UserError
 
 _THREADS = min(8, os.cpu_count() or 1)
@@ -110,12 +112,72 @@ def _distance(name: str, one: Checkpoint, other: Checkpoint) -> Difference:
 
 
 def regroup(source: Checkpoint, folder: Path, files: int) -> Path:
-    """The same checkpoint in so many files of about one size, as `folder`/step-...
+    """The same checkpoint in so many files of about one size, as `folder`/step-...; see
+    `assemble`."""
+    everything = [
+        (Unplaced(name, tensor.shape, piece.offset, piece.shape, tensor.dtype), piece)
+        for name, tensor in source.tensors.items()
+        for piece in tensor.slices
+    ]
+    saved = {(one.name, one.offset): piece for one, piece in everything}
+
+    def bytes_of(piece: Piece) -> memoryview:
+        wanted = saved[piece.name, piece.offset]
+        ((_, _, found),) = source.read({piece.name: [wanted]})
+        return as_bytes(found)
+
+    total = sum(one.bytes for one, _ in everything)
+    groups = grouped([one for one, _ in everything], -(-total // files))
+    return assemble(folder, source.step, source.state, groups, bytes_of)
+
+
+@dataclass(frozen=True)
+class Unplaced:
+    """A box of a logical tensor that is to be saved."""
+
+    name: str
+    whole: Shape
+    offset: Shape
+    shape: Shape
+    dtype: DTypeName
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+def grouped(boxes: Iterable[Unplaced], size: int) -> list[list[Unplaced]]:
+    """Boxes, wide types first so that each starts aligned, in runs that end once they have come to
+    another multiple of `size` bytes."""
+    groups: list[list[Unplaced]] = []
+    done = 0
+    for one in sorted(boxes, key=lambda one: -DTYPES[one.dtype].itemsize):
+        if done >= size * len(groups):
+            groups.append([])
+        groups[-1].append(one)
+        done += one.bytes
+    return groups
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in the host's memory."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def assemble(
+    folder: Path,
+    step: int,
+    state: Mapping[str, JsonValue],
+    groups: Sequence[Sequence[Unplaced]],
+    bytes_of: Callable[[Piece], memoryview],
+) -> Path:
+    """Write a checkpoint, a file for each group, as `folder`/step-...
 
     It is verified before it gets its name; nothing is left of one that fails. Raises UserError
     where there is one already.
     """
-    final = folder / final_name(source.step)
+    final = folder / final_name(step)
     if final.exists():
         raise UserError(f"{final} is there already; remove it or give another folder")
     attempt = secrets.token_hex(4)
@@ -123,19 +185,17 @@ def regroup(source: Checkpoint, folder: Path, files: int) -> Path:
     try:
         temporary.mkdir(parents=True)
         saved, parts = {}, []
-        for number, group in enumerate(_groups(source, files)):
+        for number, group in enumerate(groups):
             name = f"rank-{number:05d}.safetensors"
-            saved[name] = _write(source, temporary / name, group)
+            saved[name] = write(temporary / name, _placed(group), bytes_of)
             parts.append(verify(temporary / name, saved[name]))
-        manifest = Manifest(
-            step=source.step, state=dict(source.state), files=saved, tensors=merged(parts)
-        )
+        manifest = Manifest(step=step, state=dict(state), files=saved, tensors=merged(parts))
         with open(temporary / MANIFEST, "xb") as file:
             file.write(encode(manifest))
             file.flush()
             os.fsync(file.fileno())
         flush(temporary)
-        publish(temporary, source.step, attempt)
+        publish(temporary, step, attempt)
     except OSError as error:
         raise UserError(f"cannot write {error.filename or temporary}: {error.strerror}") from None
     finally:
@@ -144,44 +204,10 @@ def regroup(source: Checkpoint, folder: Path, files: int) -> Path:
     return final
 
 
-_Group = list[tuple[str, SavedTensor, SavedSlice]]
-
-
-def _groups(source: Checkpoint, files: int) -> Iterator[_Group]:
-    """Saved slices, wide types first so that each starts aligned, in runs of about one size."""
-    everything = [
-        (name, tensor, piece) for name, tensor in source.tensors.items() for piece in tensor.slices
-    ]
-    everything.sort(key=lambda one: -one[1].bytes_of(()))
-    total = sum(tensor.bytes_of(piece.shape) for _, tensor, piece in everything)
-    group: _Group = []
-    done = number = 0
-    for one in everything:
-        if group and done * files >= total * (number + 1):
-            yield group
-            group, number = [], number + 1
-        group.append(one)
-        done += one[1].bytes_of(one[2].shape)
-    if group:
-        yield group
-
-
-def _write(source: Checkpoint, path: Path, group: _Group) -> SavedFile:
+def _placed(group: Sequence[Unplaced]) -> list[Piece]:
     planned, start = [], 0
-    for name, tensor, piece in group:
-        stop = start + tensor.bytes_of(piece.shape)
-        planned.append(
-            Piece(name, tensor.shape, piece.offset, piece.shape, tensor.dtype, start, stop)
-        )
+    for one in group:
+        stop = start + one.bytes
+        planned.append(Piece(one.name, one.whole, one.offset, one.shape, one.dtype, start, stop))
         start = stop
-
-    def bytes_of(piece: Piece) -> memoryview:
-        (wanted,) = (
-            one
-            for one in source.tensors[piece.name].slices
-            if (one.offset, one.shape) == (piece.offset, piece.shape)
-        )
-        ((_, _, saved),) = source.read({piece.name: [wanted]})
-        return saved.contiguous().view(-1).view(torch.uint8).numpy().data
-
-    return write(path, planned, bytes_of)
+    return planned

@@ -1,0 +1,325 @@
+"""Configs of Hugging Face models as `model` sections, and back.
+
+A family is a `model_type` and what it can say. Whatever of a config has no counterpart on the other
+side is refused by name: a model that is nearly the same gives other numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megaframe.config import Model, RotaryScaling
+from megaframe.errors import UserError
+
+Keys = dict[str, Any]
+
+_COMMON = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "ffn": "intermediate_size",
+    "vocab": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+    "init_std": "initializer_range",
+}
+"""Of all families but GPT-2."""
+_GPT2 = {
+    "layers": "n_layer",
+    "hidden": "n_embd",
+    "heads": "n_head",
+    "ffn": "n_inner",
+    "vocab": "vocab_size",
+    "positions": "n_positions",
+    "norm_eps": "layer_norm_epsilon",
+    "init_std": "initializer_range",
+}
+_LIKE_LLAMA = {"norm": "rmsnorm", "position": "rotary", "activation": "swiglu"}
+_LATENT = {
+    "query_rank": "q_lora_rank",
+    "kv_rank": "kv_lora_rank",
+    "head_dim": "qk_nope_head_dim",
+    "rotary_dim": "qk_rope_head_dim",
+    "value_dim": "v_head_dim",
+}
+_DEEPSEEK_MOE = {
+    "experts": "n_routed_experts",
+    "top_k": "num_experts_per_tok",
+    "ffn": "moe_intermediate_size",
+    "shared": "n_shared_experts",
+    "first": "first_k_dense_replace",
+    "groups": "n_group",
+    "top_groups": "topk_group",
+    "scale": "routed_scaling_factor",
+    "normalise": "norm_topk_prob",
+}
+_FIXED: dict[str, Keys] = {
+    "gpt2": {
+        "activation_function": "gelu_new",
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "reorder_and_upcast_attn": False,
+        "add_cross_attention": False,
+    },
+    "llama": {"hidden_act": "silu", "mlp_bias": False},
+    "mistral": {"hidden_act": "silu"},
+    "qwen3": {"hidden_act": "silu"},
+    "qwen3_moe": {"hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "mixtral": {"hidden_act": "silu"},
+    "deepseek_v3": {"hidden_act": "silu", "rope_interleave": True},
+    "deepseek_v2": {"hidden_act": "silu"},
+}
+"""Keys that these families have and that must say this, where they say anything."""
+ARCHITECTURES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
+
+
+def model_of(config: Mapping[str, Any]) -> Model:
+    """The `model` section that a Hugging Face config describes. Raises `UserError` for what is
+    not here."""
+    family = config.get("model_type")
+    if family not in ARCHITECTURES:
+        raise UserError(f"model_type {family!r} is none of {', '.join(ARCHITECTURES)}")
+    for key, only in _FIXED[family].items():
+        if config.get(key, only) != only:
+            raise UserError(f"{family}: {key}={config[key]!r} is not here, only {only!r}")
+    keys = _FAMILIES[family].read(config)
+    keys = {key: value for key, value in keys.items() if value is not None}
+    return Model(**keys)
+
+
+def config_of(model: Model) -> Keys:
+    """The config of the Hugging Face model that computes the same. Raises `UserError`, with what is
+    in the way, where none does."""
+    family = family_of(model)
+    config: Keys = {
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
+        "tie_word_embeddings": model.tie_embeddings,
+        **_FIXED[family],
+        **_FAMILIES[family].write(model),
+    }
+    again = model_of(config)
+    free = {"dropout", "init_std", "mtp_depth", "positions"}
+    ours, theirs = model.model_dump(), again.model_dump()
+    if ours.get("moe") and theirs.get("moe"):
+        for key in ("balance", "balance_rate", "balance_loss", "z_loss", "jitter"):
+            ours["moe"][key] = theirs["moe"][key] = None  # of training alone
+    wrong = [
+        f"model.{key}={ours[key]!r} would become {theirs[key]!r}"
+        for key in ours
+        if key not in free and ours[key] != theirs[key]
+    ]
+    if wrong:
+        raise UserError(f"no Hugging Face model is this one; as {family}:\n  " + "\n  ".join(wrong))
+    return config
+
+
+def family_of(model: Model) -> str:
+    """The family that is nearest to a model."""
+    if model.norm == "layernorm":
+        return "gpt2"
+    moe = model.moe
+    if model.latent is not None:
+        return "deepseek_v3" if moe is not None and moe.score == "sigmoid" else "deepseek_v2"
+    if moe is not None:
+        return "qwen3_moe" if model.qk_norm else "mixtral"
+    if model.qk_norm:
+        return "qwen3"
+    return "mistral" if model.window is not None else "llama"
+
+
+@dataclass(frozen=True)
+class _Family:
+    read: Callable[[Mapping[str, Any]], Keys]
+    write: Callable[[Model], Keys]
+
+
+def _read_gpt2(config: Mapping[str, Any]) -> Keys:
+    keys = {ours: config.get(theirs) for ours, theirs in _GPT2.items()}
+    return {
+        **{**keys, "norm": "layernorm", "position": "learned", "activation": "gelu_tanh"},
+        **{"bias": True, "tie_embeddings": config.get("tie_word_embeddings", True)},
+    }
+
+
+def _write_gpt2(model: Model) -> Keys:
+    return {theirs: getattr(model, ours) for ours, theirs in _GPT2.items()}
+
+
+def _read_common(config: Mapping[str, Any]) -> Keys:
+    keys: Keys = {ours: config.get(theirs) for ours, theirs in _COMMON.items()}
+    rope = config.get("rope_parameters") or {
+        **(config.get("rope_scaling") or {}),
+        "rope_theta": config.get("rope_theta", 10000.0),
+    }
+    keys["rotary_base"] = rope.get("rope_theta", 10000.0)
+    keys["rotary_scaling"] = _scaling_of(rope)
+    keys["tie_embeddings"] = config.get("tie_word_embeddings", False)
+    return {**keys, **_LIKE_LLAMA}
+
+
+def _read_attention(config: Mapping[str, Any]) -> Keys:
+    keys = _read_common(config)
+    keys["kv_heads"] = config.get("num_key_value_heads")
+    keys["head_dim"] = config.get("head_dim")
+    if config.get("attention_bias"):
+        raise UserError("attention_bias=true has a bias of the output projection that is not here")
+    if config.get("use_sliding_window", True):
+        keys["window"] = config.get("sliding_window")
+    return keys
+
+
+def _write_common(model: Model) -> Keys:
+    keys: Keys = {theirs: getattr(model, ours) for ours, theirs in _COMMON.items()}
+    keys["rope_parameters"] = {
+        "rope_theta": model.rotary_base,
+        **_rope_of(model.rotary_scaling),
+    }
+    keys["max_position_embeddings"] = model.positions or 1 << 20
+    return keys
+
+
+def _write_attention(model: Model) -> Keys:
+    return {
+        **_write_common(model),
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "sliding_window": model.window,
+    }
+
+
+def _scaling_of(rope: Mapping[str, Any]) -> Keys:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return {}
+    if kind not in ("llama3", "yarn"):
+        raise UserError(f"rope_type {kind!r} is none of default, llama3, yarn")
+    shared = {"factor": rope["factor"], "original_length": rope["original_max_position_embeddings"]}
+    if kind == "llama3":
+        frequencies = {name: rope[f"{name}_freq_factor"] for name in ("low", "high")}
+        named = {f"{name}_frequency": value for name, value in frequencies.items()}
+        return {"kind": "llama3", **shared, **named}
+    return {
+        **{"kind": "yarn", **shared, "mscale": rope.get("mscale", 1.0)},
+        "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
+        "low_frequency": rope.get("beta_slow", 1),
+        "high_frequency": rope.get("beta_fast", 32),
+    }
+
+
+def _rope_of(scaling: RotaryScaling) -> Keys:
+    if scaling.kind == "none":
+        return {"rope_type": "default"}
+    shared = {
+        "rope_type": scaling.kind,
+        "factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_length,
+    }
+    low, high = scaling.low_frequency, scaling.high_frequency
+    if scaling.kind == "llama3":
+        return {**shared, "low_freq_factor": low, "high_freq_factor": high}
+    strengths = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
+    return {**shared, **strengths, "beta_slow": low, "beta_fast": high}
+
+
+def _read_mixtral(config: Mapping[str, Any]) -> Keys:
+    moe = {
+        "experts": config["num_local_experts"],
+        "top_k": config["num_experts_per_tok"],
+        "normalise": True,
+        "score": "softmax",
+        "balance": "sequence",
+    }
+    return {**_read_attention(config), "moe": moe}
+
+
+def _write_mixtral(model: Model) -> Keys:
+    assert model.moe is not None
+    return {
+        **_write_attention(model),
+        "num_local_experts": model.moe.experts,
+        "num_experts_per_tok": model.moe.top_k,
+        "intermediate_size": model.moe.ffn or model.ffn,
+    }
+
+
+def _read_qwen3_moe(config: Mapping[str, Any]) -> Keys:
+    moe = {
+        "experts": config.get("num_experts", config.get("num_local_experts")),
+        "top_k": config["num_experts_per_tok"],
+        "ffn": config["moe_intermediate_size"],
+        "normalise": config.get("norm_topk_prob", False),
+        "score": "softmax",
+        "balance": "global",
+    }
+    return {**_read_attention(config), "qk_norm": True, "moe": moe}
+
+
+def _write_qwen3_moe(model: Model) -> Keys:
+    assert model.moe is not None
+    return {
+        **_write_attention(model),
+        "num_experts": model.moe.experts,
+        "num_experts_per_tok": model.moe.top_k,
+        "moe_intermediate_size": model.moe.ffn or model.ffn,
+        "norm_topk_prob": model.moe.normalise,
+        "use_sliding_window": model.window is not None,
+    }
+
+
+def _read_deepseek(config: Mapping[str, Any]) -> Keys:
+    keys = _read_common(config)
+    keys["latent"] = {ours: config.get(theirs) for ours, theirs in _LATENT.items()}
+    moe: Keys = {ours: config.get(theirs) for ours, theirs in _DEEPSEEK_MOE.items()}
+    if config["model_type"] == "deepseek_v3":
+        moe |= {"score": "sigmoid", "group_best": 2, "balance": "bias"}
+        if (moe["groups"] or 1) == 1:
+            moe["group_best"] = 1
+    else:
+        moe |= {"score": "softmax", "balance": "sequence"}
+        if config.get("topk_method", "greedy") == "greedy":
+            moe |= {"groups": 1, "top_groups": 1}
+        if moe.get("normalise"):
+            raise UserError("deepseek_v2: norm_topk_prob=true is not what its code computes")
+        moe["normalise"] = False
+    keys["moe"] = {key: value for key, value in moe.items() if value is not None}
+    return keys
+
+
+def _write_deepseek(model: Model) -> Keys:
+    assert model.latent is not None
+    keys = {
+        **_write_common(model),
+        "num_key_value_heads": model.heads,
+        **{theirs: getattr(model.latent, ours) for ours, theirs in _LATENT.items()},
+    }
+    moe = model.moe
+    if moe is None:
+        raise UserError("no Hugging Face model has latent attention without experts")
+    keys |= {theirs: getattr(moe, ours) for ours, theirs in _DEEPSEEK_MOE.items()}
+    keys["moe_intermediate_size"] = moe.ffn or model.ffn
+    if moe.score == "softmax":
+        keys["topk_method"] = "greedy" if moe.groups == 1 else "group_limited_greedy"
+    return keys
+
+
+_FAMILIES = {
+    "gpt2": _Family(_read_gpt2, _write_gpt2),
+    "llama": _Family(_read_attention, _write_attention),
+    "mistral": _Family(_read_attention, _write_attention),
+    "qwen3": _Family(lambda config: {**_read_attention(config), "qk_norm": True}, _write_attention),
+    "qwen3_moe": _Family(_read_qwen3_moe, _write_qwen3_moe),
+    "mixtral": _Family(_read_mixtral, _write_mixtral),
+    "deepseek_v2": _Family(_read_deepseek, _write_deepseek),
+    "deepseek_v3": _Family(_read_deepseek, _write_deepseek),
+}

@@ -1,0 +1,224 @@
+"""Which parts of which logical tensors each tensor of a Hugging Face model is made of.
+
+Every one of theirs is a matrix of some of our boxes, one below the other, each flattened to its
+outputs by its inputs; GPT-2's are transposed, and DeepSeek's have the rotated rows of pairs in
+turns (i, i + D/2) where ours have halves. That is all, in both directions.
+
+Shape legend: O rows, I columns of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megaframe.config import Model
+from megaframe.huggingface.models import family_of
+from megaframe.plan.experts import has_experts
+from megaframe.spec import Box, ParamSpec
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of one of our tensors, as a matrix of `rows`. pairs: its rows are pairs in theirs."""
+
+    spec: ParamSpec
+    box: Box
+    pairs: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Of the matrix; a vector is one of single elements."""
+        outputs = self.box.shape[: len(self.box.shape) - self._inputs]
+        return torch.Size(outputs).numel()
+
+    @property
+    def _inputs(self) -> int:
+        return self.spec.inputs if self.spec.role in ("matrix", "embedding", "head") else 0
+
+    def theirs(self, ours: Tensor) -> Tensor:
+        """[O, I] of this box, or [O]."""
+        flat = ours.reshape(self.rows, -1) if self._inputs else ours.reshape(-1)
+        if self.pairs:
+            flat = flat.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+        return flat
+
+    def ours(self, theirs: Tensor) -> Tensor:
+        """The box, from its rows of theirs."""
+        if self.pairs:
+            theirs = theirs.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+        return theirs.reshape(self.box.shape)
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """A tensor of a Hugging Face model."""
+
+    name: str
+    parts: tuple[Part, ...]
+    transposed: bool = False
+
+    def join(self, boxes: Sequence[Tensor]) -> Tensor:
+        """Theirs, from our boxes in the order of the parts."""
+        rows = [part.theirs(box) for part, box in zip(self.parts, boxes, strict=True)]
+        whole = torch.cat(rows) if len(rows) > 1 else rows[0]
+        return (whole.t() if self.transposed else whole).contiguous()
+
+    def split(self, whole: Tensor) -> Iterator[tuple[Part, Tensor]]:
+        """Our boxes, from theirs. Raises ValueError where it has another number of rows."""
+        rows = whole.t() if self.transposed else whole
+        pieces = rows.split([part.rows for part in self.parts])
+        for part, piece in zip(self.parts, pieces, strict=True):
+            yield part, part.ours(piece)
+
+
+def tensors_of(model: Model, specs: Iterable[ParamSpec]) -> list[Theirs]:
+    """All tensors of the Hugging Face model. specs: of ours; predictors are left out, which their
+    code does not run."""
+    names = _Names({spec.name: spec for spec in specs})
+    gpt2 = family_of(model) == "gpt2"
+    found = list(_gpt2_ends(names) if gpt2 else _ends(names))
+    for layer in range(model.layers):
+        found += _gpt2_block(names, layer) if gpt2 else _block(names, model, layer)
+    return found
+
+
+class _Names:
+    """Our specs by name, and parts of them."""
+
+    def __init__(self, specs: Mapping[str, ParamSpec]) -> None:
+        self._specs = specs
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._specs
+
+    def part(self, name: str, *index: int | slice, pairs: bool = False) -> Part:
+        """The elements at an index of whole dims, ints and plain slices."""
+        spec = self._specs[name]
+        offset, shape = [0] * len(spec.shape), list(spec.shape)
+        for dim, where in enumerate(index):
+            span = slice(where, where + 1) if isinstance(where, int) else where
+            start, stop, _ = span.indices(spec.shape[dim])
+            offset[dim], shape[dim] = start, stop - start
+        return Part(spec, Box(tuple(offset), tuple(shape)), pairs)
+
+    def whole(self, theirs: str, ours: str, *, transposed: bool = False) -> Theirs:
+        """One that is one of ours."""
+        return Theirs(theirs, (self.part(ours),), transposed)
+
+
+_EVERY = slice(None)
+
+
+def _ends(names: _Names) -> Iterator[Theirs]:
+    yield names.whole("model.embed_tokens.weight", "embedding.tokens.weight")
+    yield names.whole("model.norm.weight", "head.norm.gain")
+    if "head.weight" in names:
+        yield names.whole("lm_head.weight", "head.weight")
+
+
+def _gpt2_ends(names: _Names) -> Iterator[Theirs]:
+    yield names.whole("transformer.wte.weight", "embedding.tokens.weight")
+    yield names.whole("transformer.wpe.weight", "embedding.positions.weight")
+    for ours, theirs in (("gain", "weight"), ("bias", "bias")):
+        yield names.whole(f"transformer.ln_f.{theirs}", f"head.norm.{ours}")
+
+
+def _gpt2_block(names: _Names, layer: int) -> Iterator[Theirs]:
+    ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
+    for kind, norm in (("attention", "ln_1"), ("mlp", "ln_2")):
+        for mine, other in (("gain", "weight"), ("bias", "bias")):
+            yield names.whole(f"{theirs}.{norm}.{other}", f"{ours}.{kind}_norm.{mine}")
+    for kind in ("weight", "bias"):
+        matrix = kind == "weight"
+        qkv = f"{ours}.attention.qkv.{kind}"
+        parts = tuple(names.part(qkv, _EVERY, which) for which in range(3))
+        yield Theirs(f"{theirs}.attn.c_attn.{kind}", parts, matrix)
+        for mine, other in (
+            ("attention.output", "attn.c_proj"),
+            ("mlp.up", "mlp.c_fc"),
+            ("mlp.down", "mlp.c_proj"),
+        ):
+            yield names.whole(
+                f"{theirs}.{other}.{kind}", f"{ours}.{mine}.{kind}", transposed=matrix
+            )
+
+
+def _block(names: _Names, model: Model, layer: int) -> Iterator[Theirs]:
+    ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
+    yield names.whole(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.gain")
+    yield names.whole(f"{theirs}.post_attention_layernorm.weight", f"{ours}.mlp_norm.gain")
+    attention = _attention if model.latent is None else _latent_attention
+    yield from attention(names, model, f"{ours}.attention", f"{theirs}.self_attn")
+    if model.moe is not None and has_experts(model.moe, layer):
+        yield from _experts(names, model, f"{ours}.moe", theirs)
+    else:
+        yield from _mlp(names, f"{ours}.mlp", f"{theirs}.mlp")
+
+
+def _attention(names: _Names, model: Model, ours: str, theirs: str) -> Iterator[Theirs]:
+    groups = model.heads // model.kv_heads
+    for kind in ("weight", "bias"):
+        qkv = f"{ours}.qkv.{kind}"
+        if qkv not in names:
+            continue
+        for letter, which in (("q", slice(0, groups)), ("k", groups), ("v", groups + 1)):
+            yield Theirs(f"{theirs}.{letter}_proj.{kind}", (names.part(qkv, _EVERY, which),))
+    yield names.whole(f"{theirs}.o_proj.weight", f"{ours}.output.weight")
+    for mine, other in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
+        if f"{ours}.{mine}.gain" in names:
+            yield names.whole(f"{theirs}.{other}.weight", f"{ours}.{mine}.gain")
+
+
+def _latent_attention(names: _Names, model: Model, ours: str, theirs: str) -> Iterator[Theirs]:
+    """Theirs have the rotated part of a head behind the other, in pairs."""
+    latent = model.latent
+    assert latent is not None
+    rank, down = latent.query_rank or 0, f"{ours}.down.weight"
+    rotated = rank + latent.kv_rank
+    if rank:
+        yield Theirs(f"{theirs}.q_a_proj.weight", (names.part(down, slice(0, rank)),))
+        yield names.whole(f"{theirs}.q_a_layernorm.weight", f"{ours}.query_norm.gain")
+    yield Theirs(
+        f"{theirs}.kv_a_proj_with_mqa.weight",
+        (
+            names.part(down, slice(rank, rotated)),
+            names.part(down, slice(rotated, None), pairs=True),
+        ),
+    )
+    yield names.whole(f"{theirs}.kv_a_layernorm.weight", f"{ours}.kv_norm.gain")
+    parts: list[Part] = []
+    for head in range(model.heads):
+        query, turn = f"{ours}.query.weight", latent.rotary_dim
+        parts.append(names.part(query, head, slice(turn, None)))
+        parts.append(names.part(query, head, slice(0, turn), pairs=True))
+    yield Theirs(f"{theirs}.{'q_b_proj' if rank else 'q_proj'}.weight", tuple(parts))
+    yield names.whole(f"{theirs}.kv_b_proj.weight", f"{ours}.kv.weight")
+    yield names.whole(f"{theirs}.o_proj.weight", f"{ours}.output.weight")
+
+
+def _mlp(names: _Names, ours: str, theirs: str) -> Iterator[Theirs]:
+    for which, name in enumerate(("gate_proj", "up_proj")):
+        yield Theirs(f"{theirs}.{name}.weight", (names.part(f"{ours}.up.weight", which),))
+    yield names.whole(f"{theirs}.down_proj.weight", f"{ours}.down.weight")
+
+
+def _experts(names: _Names, model: Model, ours: str, theirs: str) -> Iterator[Theirs]:
+    assert model.moe is not None
+    mixtral = family_of(model) == "mixtral"
+    theirs += ".block_sparse_moe" if mixtral else ".mlp"
+    yield names.whole(f"{theirs}.gate.weight", f"{ours}.router.weight")
+    if model.moe.balance == "bias":
+        yield names.whole(f"{theirs}.gate.e_score_correction_bias", f"{ours}.router.balance")
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    for expert in range(model.moe.experts):
+        name = f"{theirs}.experts.{expert}"
+        for which, other in enumerate((gate, up)):
+            part = names.part(f"{ours}.experts.up.weight", expert, which)
+            yield Theirs(f"{name}.{other}.weight", (part,))
+        yield Theirs(f"{name}.{down}.weight", (names.part(f"{ours}.experts.down.weight", expert),))
+    if model.moe.shared:
+        yield from _mlp(names, f"{ours}.shared", f"{theirs}.shared_experts")

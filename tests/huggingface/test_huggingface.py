@@ -1,0 +1,161 @@
+"""Models of Hugging Face transformers give the same logits here, and ours there."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from megaframe.checkpoint import open_checkpoint
+from megaframe.checkpoint.examine import damage
+from megaframe.errors import UserError
+from megaframe.huggingface import folder as folders
+from megaframe.huggingface.models import ARCHITECTURES
+from megaframe.microbatch import Microbatch
+from megaframe.sampling import load_model
+
+SHAPE = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "vocab_size": 61,
+    "initializer_range": 0.3,
+}
+GROUPED = {**SHAPE, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+EXPERTS = {"num_experts_per_tok": 2}
+DEEPSEEK = {
+    **{**SHAPE, **EXPERTS, "num_key_value_heads": 4, "moe_intermediate_size": 8},
+    **{"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    **{"kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5},
+}
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0},
+    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+}
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1},
+    **{"original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
+MODELS = {
+    "gpt2": transformers.GPT2Config(
+        **{"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 20, "vocab_size": 61},
+        **{"initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 0},
+    ),
+    "llama": transformers.LlamaConfig(**GROUPED),
+    "llama3": transformers.LlamaConfig(**GROUPED, rope_parameters=LLAMA3, tie_word_embeddings=True),
+    "mistral": transformers.MistralConfig(**GROUPED, sliding_window=5),
+    "qwen3": transformers.Qwen3Config(**GROUPED),
+    "qwen3_moe": transformers.Qwen3MoeConfig(
+        **GROUPED, **EXPERTS, num_experts=6, moe_intermediate_size=12, norm_topk_prob=True
+    ),
+    "mixtral": transformers.MixtralConfig(**GROUPED, **EXPERTS, num_local_experts=4),
+    "deepseek_v2": transformers.DeepseekV2Config(
+        **DEEPSEEK, q_lora_rank=None, n_group=1, topk_group=1, topk_method="greedy"
+    ),
+    "deepseek_v3": transformers.DeepseekV3Config(
+        **DEEPSEEK, q_lora_rank=12, n_group=4, topk_group=2, rope_parameters=YARN
+    ),
+}
+TOKENS = torch.randint(0, 61, (2, 18), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def made(name, path):
+    """A folder with such a model, its weights random, and its logits."""
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(MODELS[name]).eval()
+    with torch.no_grad():
+        for key, value in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in key or "ln_" in key or key.endswith("bias"):
+                value.add_(0.2 * torch.randn(value.shape))
+    model.save_pretrained(path)
+    return logits(model)
+
+
+@torch.no_grad()
+def logits(model):
+    return model(TOKENS).logits
+
+
+@torch.no_grad()
+def our_logits(path):
+    _, stage = load_model(path)
+    x = stage.hidden(Microbatch(TOKENS, TOKENS, torch.arange(2)))
+    return stage.head.logits(x).view(2, 18, -1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_the_same_both_ways(name, tmp_path):
+    wanted = made(name, tmp_path / "theirs")
+    checkpoint = folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
+    assert list(damage(checkpoint)) == []
+    torch.testing.assert_close(our_logits(checkpoint), wanted, rtol=1e-5, atol=1e-5)
+    with open_checkpoint(checkpoint) as opened:
+        folders.export(opened, tmp_path / "again", "fp32")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert type(again).__name__ in ARCHITECTURES.values()
+    assert torch.equal(logits(again.eval()), wanted)
+
+
+def test_large_models_are_several_files(tmp_path, monkeypatch):
+    wanted = made("qwen3_moe", tmp_path / "theirs")
+    monkeypatch.setattr(folders, "FILE_BYTES", 10_000)
+    monkeypatch.setattr(folders, "PIECE_BYTES", 600)
+    checkpoint = folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
+    assert len(list(checkpoint.glob("*.safetensors"))) > 3
+    with open_checkpoint(checkpoint) as opened:
+        folders.export(opened, tmp_path / "again", "fp32")
+    assert len(list((tmp_path / "again").glob("*.safetensors"))) > 3
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert torch.equal(logits(again.eval()), wanted)
+    once_more = folders.load(tmp_path / "again", tmp_path / "twice")
+    torch.testing.assert_close(our_logits(once_more), wanted, rtol=1e-5, atol=1e-5)
+
+
+def changed(folder, **keys):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"model_type": "opt"}, "model_type 'opt' is none of gpt2, llama"),
+        ({"hidden_act": "gelu"}, "llama: hidden_act='gelu' is not here, only 'silu'"),
+        ({"attention_bias": True}, "attention_bias=true has a bias"),
+        ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),
+        ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight has no counterpart"),
+        ({"vocab_size": 60}, "model.embed_tokens.weight is [61, 32], not [60, 32]"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type 'dynamic' is none of default"),
+    ],
+)
+def test_what_does_not_fit_is_named_and_nothing_written(keys, message, tmp_path):
+    made("llama", tmp_path / "theirs")
+    changed(tmp_path / "theirs", **keys)
+    with pytest.raises(UserError) as caught:
+        folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
+    assert message in str(caught.value)
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
+def test_foreign_folders_do_no_harm(tmp_path):
+    made("llama", tmp_path / "theirs")
+    index = {"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}
+    (tmp_path / "theirs/model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="no weight_map of file names"):
+        folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
+    (tmp_path / "theirs/model.safetensors.index.json").unlink()
+    (tmp_path / "theirs/model.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(UserError, match="cannot read"):
+        folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
+    (tmp_path / "theirs/config.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="is not JSON"):
+        folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
