@@ -10,6 +10,7 @@ inputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from megaframe_kernels import permute
 from megaframe_kernels.device import capability, ceil_div, generation, launch, power_of_2
 from megaframe_kernels.device_math import product
-from megaframe_kernels.installed import missing_cuda, missing_nothing
+from megaframe_kernels.installed import missing_cuda, missing_triton
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
 
@@ -433,7 +434,7 @@ KERNEL = Kernel(
     "grouped_product",
     reference,
     {
-        "triton": Implementation("triton", run_triton, missing_nothing, _refuses),
+        "triton": Implementation("triton", run_triton, partial(missing_triton, (3, 6)), _refuses),
         "torch": Implementation("torch", run_torch, missing_cuda, _torch_refuses),
     },
 )

@@ -19,6 +19,15 @@ def missing_nothing() -> None:
     """What torch and Triton give is always here."""
 
 
+def missing_triton(least: tuple[int, int]) -> str | None:
+    """Why a kernel cannot be used that older versions of Triton do not compile, or None."""
+    version = metadata.version("triton")
+    numbers = tuple(int(n) for n in version.split(".")[:2])
+    if numbers < least:
+        return f"Triton {version} does not compile it; {least[0]}.{least[1]} does"
+    return None
+
+
 @functools.lru_cache
 def _folder(module: str) -> Path | None:
     try:

@@ -94,6 +94,11 @@ def test_the_unrelated_package_apex_is_told_from_nvidias(tmp_path, monkeypatch):
         cached.cache_clear()
 
 
+def test_a_triton_that_is_too_old_is_named():
+    assert installed.missing_triton((3, 5)) is None
+    assert "does not compile it; 99.0 does" in installed.missing_triton((99, 0))
+
+
 def test_the_tolerance_is_that_of_the_type_and_of_the_sum():
     norm = KERNELS["norm"]
     assert norm.tolerance(torch.float32, 1) == norm.constant * 2 * 2**-23
