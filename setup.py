@@ -40,6 +40,7 @@ test = [
     "pytest-xdist>=3.6,<4",
     "hypothesis>=6.100,<7",
     "import-linter>=2.1,<3",
+    "transformers>=5.0,<5.24",
     "ruff>=0.12,<0.18",
     "mypy>=1.15,<3",
     "types-PyYAML>=6.0.12",

@@ -31,7 +31,7 @@ from megaframe.plan.nodes import crossing
 from megaframe.plan.schedules import pipeline_summary
 from megaframe.run_state import RunState, new_state, read_state, without_missing
 from megaframe.stage import model_specs
-from megaframe.upcycle import dense_parts
+from megaframe.warm_start import starting_parts
 
 _MAX_SKIPPED = 20
 """Steps in a row whose gradients are not finite, after which a run gives up."""
@@ -251,7 +251,7 @@ class Trainer:
         if path is None:
             self._refuse_to_overwrite()
             self.optimizer.initialise(self.config.run.seed)
-            self._upcycle()
+            self._start_warm()
             return
         with open_checkpoint(path) as checkpoint:
             state = read_state(checkpoint)
@@ -266,15 +266,15 @@ class Trainer:
         self.loader.load(state.data)
         self._loss_before = state.loss
 
-    def _upcycle(self) -> None:
-        wanted = self.config.checkpoint.upcycle
-        path = wanted and find(self.folder, wanted, "checkpoint.upcycle")
+    def _start_warm(self) -> None:
+        wanted = self.config.checkpoint.weights
+        path = wanted and find(self.folder, wanted, "checkpoint.weights")
         if not path:
             return
         with open_checkpoint(path) as checkpoint:
             saved = read_state(checkpoint).config
             weights = (one for one in self.optimizer.tensors() if one[0] == one[1].name)
-            checkpoint.load(dense_parts(weights, checkpoint, saved, self.config))
+            checkpoint.load(starting_parts(weights, checkpoint, saved, self.config))
         self.optimizer.start_from_weights()
 
     def _refuse_to_overwrite(self) -> None:

@@ -78,7 +78,7 @@ def test_experts_that_start_from_a_dense_run_answer_as_it_did(
     more = {f"parallel__{key}": value for key, value in parallel.items()}
     upcycled = overrides(
         model__moe="{experts: 4, top_k: 2}",
-        checkpoint__upcycle=tmp_path / "dense/checkpoints/step-00000004",
+        checkpoint__weights=tmp_path / "dense/checkpoints/step-00000004",
         optim__lr=1e-12,
         optim__min_lr=0,
         train__steps=1,
@@ -94,7 +94,7 @@ def test_narrow_experts_start_from_parts_in_turn(pool, overrides, tmp_path):
     keys = overrides(run__dir=tmp_path / "dense", **DENSE, checkpoint__every=1)
     pool.run(1, train, [*keys, "train.steps=1"])
     checkpoint = tmp_path / "dense/checkpoints/step-00000001"
-    upcycled = {"checkpoint__upcycle": checkpoint, "checkpoint__every": 1, "train__steps": 1}
+    upcycled = {"checkpoint__weights": checkpoint, "checkpoint__every": 1, "train__steps": 1}
     moe = {"model__moe": "{experts: 6, ffn: 8}", "optim__lr": 1e-12, "optim__min_lr": 0}
     pool.run(2, train, overrides(**DENSE, **upcycled, **moe, parallel__expert=2))
     dense, found = whole(checkpoint), whole(tmp_path / "run/checkpoints/step-00000001")
@@ -124,7 +124,7 @@ def test_what_cannot_be_upcycled_is_said_at_once(pool, overrides, tmp_path):
     wrong = overrides(
         **{**DENSE, "model__ffn": 20},
         model__moe="{experts: 4, ffn: 16, shared: 1}",
-        checkpoint__upcycle=tmp_path / "dense/checkpoints/step-00000001",
+        checkpoint__weights=tmp_path / "dense/checkpoints/step-00000001",
     )
     with pytest.raises(AssertionError) as caught:
         pool.run(1, refused, wrong)

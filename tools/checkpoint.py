@@ -4,6 +4,8 @@ python tools/checkpoint.py inspect runs/demo/checkpoints
 python tools/checkpoint.py verify runs/demo/checkpoints/step-00000300
 python tools/checkpoint.py diff runs/a/checkpoints runs/b/checkpoints
 python tools/checkpoint.py reshard runs/demo/checkpoints --to elsewhere --files 4
+python tools/checkpoint.py export-hf runs/demo/checkpoints --to demo-hf
+python tools/checkpoint.py import-hf demo-hf --to runs/imported/checkpoints
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from megaframe.checkpoint.examine import damage, differences, regroup
 from megaframe.checkpoint.folder import checkpoints
 from megaframe.checkpoint.manifest import MANIFEST
 from megaframe.errors import UserError, reported
+from megaframe.huggingface.folder import export, load
 
 EXIT_DIFFERENT = 1
 """Something is damaged, or two checkpoints differ."""
@@ -127,6 +130,20 @@ def reshard(given: argparse.Namespace) -> int:
     return 0
 
 
+def export_hf(given: argparse.Namespace) -> int:
+    """Write the weights, and the tokenizer, as a folder that Hugging Face transformers loads."""
+    with open_checkpoint(_checkpoint(given.path)) as checkpoint:
+        export(checkpoint, Path(given.to), given.dtype)
+    print(f"wrote {given.to}")
+    return 0
+
+
+def import_hf(given: argparse.Namespace) -> int:
+    """Write the model in a folder of Hugging Face transformers as a checkpoint of step 0."""
+    print(f"wrote {load(Path(given.path), Path(given.to))}")
+    return 0
+
+
 def _checkpoint(given: str) -> Path:
     """The checkpoint itself, or the latest in a folder of them."""
     path = Path(given)
@@ -144,11 +161,13 @@ def _print(table: Table) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for run in (inspect, verify, diff, reshard):
+    for run in (inspect, verify, diff, reshard, export_hf, import_hf):
         assert run.__doc__ is not None
-        command = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
+        name = run.__name__.replace("_", "-")
+        command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
         command.set_defaults(run=run)
-        command.add_argument("path", help="a checkpoint, or a folder of them: its latest")
+        path = "a checkpoint, or a folder of them: its latest"
+        command.add_argument("path", help="a model's folder" if run is import_hf else path)
         if run is inspect:
             command.add_argument("--tensors", action="store_true", help="list all tensors")
         if run is diff:
@@ -160,8 +179,12 @@ def _arguments() -> argparse.Namespace:
                 help="distances up to so much of a tensor's largest element are none",
             )
         if run is reshard:
-            command.add_argument("--to", required=True, help="folder for the new checkpoint")
             command.add_argument("--files", type=int, required=True, help="number of files")
+        if run in (reshard, import_hf):
+            command.add_argument("--to", required=True, help="folder for the new checkpoint")
+        if run is export_hf:
+            command.add_argument("--to", required=True, help="folder for the model")
+            command.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16")
     return parser.parse_args()
 
 

@@ -237,8 +237,9 @@ class Checkpoint(Section):
     resume: str | None = None
     """`latest` continues from the run folder's newest checkpoint (a fresh start where there is
     none yet); a path continues from that checkpoint."""
-    upcycle: str | None = None
-    """Path of a checkpoint of a dense run, whose MLPs the experts of a new run start from."""
+    weights: str | None = None
+    """Path of a checkpoint whose weights a new run starts with. Where the run has experts and the
+    checkpoint has none, each expert starts as a copy of its layer's MLP, or of a part of it."""
 
 
 class Meter(Section):

@@ -5,6 +5,9 @@ import json
 import pytest
 import torch
 import transformers
+from test_pretrain import train
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.examine import damage
@@ -159,3 +162,39 @@ def test_foreign_folders_do_no_harm(tmp_path):
     (tmp_path / "theirs/config.json").write_text("[" * 100_000)
     with pytest.raises(UserError, match="is not JSON"):
         folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
+
+
+def test_a_run_starts_with_imported_weights_and_its_export_has_the_tokenizer(
+    tmp_path, overrides, pool
+):
+    """Also the names on the command line of the tool."""
+    made("qwen3", tmp_path / "theirs")
+    checkpoint = folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
+    model, _ = load_model(checkpoint)
+    keys = {
+        f"model__{key}": value
+        for key, value in model.model.model_dump(mode="json", exclude_none=True).items()
+        if not isinstance(value, dict)
+    }
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(60)} | {"</s>": 60}, unk_token="w0"))
+    words.save(str(folder / "tokenizer.json"))
+    run = overrides(
+        **keys,
+        checkpoint__weights=checkpoint,
+        checkpoint__every=1,
+        data__tokenizer=f"hf:{folder / 'tokenizer.json'}",
+        optim__lr=1e-12,
+        optim__min_lr=0,
+        train__steps=1,
+        train__precision="fp32",
+    )
+    pool.run(2, train, run)
+    with open_checkpoint(tmp_path / "run/checkpoints/step-00000001") as opened:
+        folders.export(opened, tmp_path / "again", "fp32")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    first = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+    torch.testing.assert_close(logits(again.eval()), logits(first.eval()), rtol=1e-4, atol=1e-4)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert tokenizer.convert_tokens_to_ids(["w7", "w42"]) == [7, 42]

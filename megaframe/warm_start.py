@@ -1,8 +1,9 @@
-"""Upcycling (Komatsuzaki et al. 2022): a new run with experts from the weights of a dense one.
+"""Warm start: a new run begins with the weights of a checkpoint, of which it takes nothing else.
 
-Each expert is a copy of the dense MLP of its layer, or, where experts are narrower, of one of its
-parts in turn; all other weights are taken as they are, routers and optimizer start anew. With whole
-copies whose weights add up to one the new model's first answer is that of the dense one.
+Where the run has experts and the checkpoint has none they are upcycled (Komatsuzaki et al. 2022):
+each expert is a copy of the dense MLP of its layer, or, where experts are narrower, of one of its
+parts in turn; routers start anew. With whole copies whose weights add up to one the new model's
+first answer is that of the dense one.
 """
 
 from __future__ import annotations
@@ -20,23 +21,25 @@ from megaframe.spec import Box, ParamSpec
 _EXPERTS, _DENSE = ".moe.experts.", ".mlp."
 """In the names of what experts have, and of what it is made of."""
 _FREE = {"moe", "dropout", "init_std", "mtp_depth"}
-"""Keys of the model that may differ from those of the dense one."""
+"""Keys of the model that may differ from those of the checkpoint's."""
+_FREE_MOE = {"balance", "balance_rate", "balance_loss", "z_loss", "jitter", "capacity"}
+"""The same of its experts."""
 
 
-def dense_parts(
+def starting_parts(
     weights: Iterable[tuple[str, ParamSpec, Box, Tensor]],
     checkpoint: Checkpoint,
     saved: Any,
     config: RunConfig,
 ) -> list[Slice]:
-    """What to load of a dense run's checkpoint into these pieces of weights. saved: its config.
+    """What to load of a checkpoint into these pieces of weights. saved: the config of its run.
 
     Raises `UserError` where the two models do not fit.
     """
     mistakes = list(_mistakes(saved["model"], config))
     if mistakes:
         raise UserError(
-            "\n  ".join([f"checkpoint.upcycle={checkpoint.path} does not fit", *mistakes])
+            "\n  ".join([f"checkpoint.weights={checkpoint.path} does not fit", *mistakes])
         )
     slices: list[Slice] = []
     for name, spec, box, tensor in weights:
@@ -62,17 +65,25 @@ def _of_experts(spec: ParamSpec, box: Box, tensor: Tensor, ffn: int) -> Iterator
 
 
 def _mistakes(saved: dict[str, Any], config: RunConfig) -> Iterator[str]:
-    model = config.model
-    moe = model.moe
-    if saved.get("moe") is not None:
-        yield "it has experts already; continue it with checkpoint.resume"
-    if moe is None:
-        yield "this run has none; set model.moe.experts"
-        return
-    now = model.model_dump(mode="json")
+    now = config.model.model_dump(mode="json")
     for key in now:
         if key not in _FREE and saved.get(key) != now[key]:
             yield f"model.{key} is {saved.get(key)} there and {now[key]} here"
+    there, here = saved.get("moe"), now["moe"]
+    if there is None and here is not None:
+        yield from _cannot_become_experts(config)
+    elif there is not None and here is None:
+        yield "it has experts, and this run has none"
+    elif there is not None:
+        for key in here:
+            if key not in _FREE_MOE and there.get(key) != here[key]:
+                yield f"model.moe.{key} is {there.get(key)} there and {here[key]} here"
+
+
+def _cannot_become_experts(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    moe = model.moe
+    assert moe is not None
     width = moe.ffn or model.ffn
     if model.ffn % width:
         yield (
