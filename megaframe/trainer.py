@@ -250,8 +250,9 @@ class Trainer:
         path = find(self.folder / "checkpoints", wanted) if wanted else None
         if path is None:
             self._refuse_to_overwrite()
-            self.optimizer.initialise(self.config.run.seed)
+            self.optimizer.draw(self.config.run.seed)
             self._start_warm()
+            self.optimizer.begin()
             return
         with open_checkpoint(path) as checkpoint:
             state = read_state(checkpoint)
@@ -275,7 +276,6 @@ class Trainer:
             saved = read_state(checkpoint).config
             weights = (one for one in self.optimizer.tensors() if one[0] == one[1].name)
             checkpoint.load(starting_parts(weights, checkpoint, saved, self.config))
-        self.optimizer.start_from_weights()
 
     def _refuse_to_overwrite(self) -> None:
         """A fresh start must not destroy another run's records."""

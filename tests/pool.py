@@ -4,6 +4,7 @@ Workers are forked from a server that has imported torch and run nothing, so a w
 milliseconds, not the seconds of an import.
 """
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -54,6 +55,7 @@ def _serve(end):
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is never looked at again
     while True:
         try:
             rank, world, port, function, args = end.recv()
@@ -70,6 +72,7 @@ def _serve(end):
             end.send((True, function(*args)))
         except BaseException:
             end.send((False, f"rank {rank} of {world}:\n{traceback.format_exc()}"))
+        gc.collect()  # what refers to itself holds connections, threads and buffers of a world
 
 
 def _free_port():

@@ -112,10 +112,14 @@ class Bucket:
         return self.sums if self.sharing.stage else part(self.sums, self.sharing.shard)
 
     def initialise(self, seed: int) -> None:
-        """Set the initial weights."""
+        """Begin with the initial weights."""
+        self.draw(seed)
+        self.begin()
+
+    def draw(self, seed: int) -> None:
+        """Set the initial weights, and no more."""
         for parameter, box, weights in self.pieces(self.weights, self.kept):
             fill(weights, parameter.spec, box, seed)
-        self.begin()
 
     def begin(self) -> None:
         """Take the weights as they are for those that a run begins with."""

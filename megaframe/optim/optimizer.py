@@ -167,13 +167,17 @@ class Optimizer:
         )
 
     def initialise(self, seed: int) -> None:
-        """Set the initial weights."""
-        for bucket in self.buckets:
-            bucket.initialise(seed)
+        """Begin with the initial weights."""
+        self.draw(seed)
+        self.begin()
 
-    def start_from_weights(self) -> None:
-        """Begin anew with the weights that were loaded since."""
-        self._residents.clear()
+    def draw(self, seed: int) -> None:
+        """Set the initial weights, and no more: others may be loaded over them."""
+        for bucket in self.buckets:
+            bucket.draw(seed)
+
+    def begin(self) -> None:
+        """Take the weights as they are for those that a run begins with."""
         for bucket in self.buckets:
             bucket.begin()
 
