@@ -1,10 +1,15 @@
 """What several tests share: a small random model with its optimizer, in this process."""
 
+import os
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, as transformers do
+
 from pool import Pool
 
 from megaframe.config import RunConfig
