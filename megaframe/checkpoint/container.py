@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -44,16 +44,37 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A contiguous run of bytes in a rank's data: one entry of the file's header."""
+class Unplaced:
+    """A box of a logical tensor that is to be saved."""
 
     name: str
     whole: Shape
     offset: Shape
     shape: Shape
     dtype: DTypeName
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Piece(Unplaced):
+    """A contiguous run of bytes in a rank's data: one entry of the file's header."""
+
     start: int
     stop: int
+
+
+def placed(boxes: Iterable[Unplaced]) -> list[Piece]:
+    """Where the bytes of boxes go when they lie back to back in the given order."""
+    found, start = [], 0
+    for one in boxes:
+        stop = start + one.bytes
+        found.append(Piece(one.name, one.whole, one.offset, one.shape, one.dtype, start, stop))
+        start = stop
+    return found
 
 
 def by_alignment(slices: Sequence[Slice]) -> list[Slice]:
@@ -66,19 +87,16 @@ def by_alignment(slices: Sequence[Slice]) -> list[Slice]:
 
 
 def plan(slices: Sequence[Slice]) -> list[Piece]:
-    """Where the bytes of the slices go when they lie back to back in the given order."""
-    planned = []
-    start = 0
+    """Where the bytes of the slices go, cut into pieces; see `placed`."""
+    boxes: list[Unplaced] = []
     declared: dict[str, tuple[Shape, DTypeName]] = {}
     for part in slices:
         size, dtype = part.tensor.element_size(), DTYPE_NAMES[part.tensor.dtype]
         if declared.setdefault(part.name, (part.shape, dtype)) != (part.shape, dtype):
             raise ValueError(f"{part.name} is both {declared[part.name]} and {(part.shape, dtype)}")
         for offset, shape in pieces(part.box, PIECE_BYTES // size):
-            stop = start + prod(shape) * size
-            planned.append(Piece(part.name, part.shape, offset, shape, dtype, start, stop))
-            start = stop
-    return planned
+            boxes.append(Unplaced(part.name, part.shape, offset, shape, dtype))
+    return placed(boxes)
 
 
 def key(name: str, offset: Shape, shape: Shape) -> str:
@@ -108,9 +126,8 @@ def write(
         file.seek(0)
         _write_all(file, memoryview(header))
         os.fsync(file.fileno())
-    return SavedFile(
-        bytes=len(header) + sum(p.stop - p.start for p in planned), header=checksum(header)
-    )
+    size = len(header) + sum(piece.bytes for piece in planned)
+    return SavedFile(bytes=size, header=checksum(header))
 
 
 def _write_all(file: BinaryIO, data: memoryview) -> None:

@@ -7,30 +7,34 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from pydantic import JsonValue
 from torch import Tensor
 
-from megaframe.checkpoint.container import Piece, Reader, buffer_for, verify, write
-from megaframe.checkpoint.folder import final_name, flush, move_pointer, publish, remove
-from megaframe.checkpoint.load import Checkpoint, read_manifest
-from megaframe.checkpoint.manifest import (
-    DTYPES,
-    MANIFEST,
-    DTypeName,
-    Manifest,
-    encode,
-    merged,
+from megaframe.checkpoint.container import (
+    Piece,
+    Reader,
+    Unplaced,
+    buffer_for,
+    placed,
+    verify,
+    write,
 )
-from megaframe.checkpoint.slices import Shape, Slice
+from megaframe.checkpoint.folder import final_name, remove
+from megaframe.checkpoint.load import Checkpoint, read_manifest
+from megaframe.checkpoint.manifest import DTYPES, Manifest, SavedSlice
+from megaframe.checkpoint.save import commit
+from megaframe.checkpoint.slices import Slice
 from megaframe.errors import UserError
 
+T = TypeVar("T")
 _THREADS = min(8, os.cpu_count() or 1)
 """Files that are verified at a time; checksums and reads let other threads run."""
 _FEW = 3
@@ -44,23 +48,26 @@ def damage(path: Path) -> Iterator[str]:
     except UserError as error:
         yield str(error)
         return
+    held: dict[str, _Held] = {file: defaultdict(list) for file in manifest.files}
+    for name, tensor in manifest.tensors.items():
+        for piece in tensor.slices:
+            held[piece.file][name].append(piece)
     with ThreadPoolExecutor(_THREADS) as pool:
-        for found in pool.map(lambda name: _damage_of(path, manifest, name), manifest.files):
+        for found in pool.map(lambda one: _damage_of(path, manifest, *one), held.items()):
             yield from found
 
 
-def _damage_of(path: Path, manifest: Manifest, file: str) -> list[str]:
-    held = {
-        name: [piece for piece in tensor.slices if piece.file == file]
-        for name, tensor in manifest.tensors.items()
-    }
-    names = [name for name, pieces in held.items() if pieces]
-    found = []
+_Held = defaultdict[str, list[SavedSlice]]
+"""Slices of one file, by tensor."""
+
+
+def _damage_of(path: Path, manifest: Manifest, file: str, held: _Held) -> list[str]:
+    names, found = list(held), []
     try:
         with Reader(path / file, manifest.files[file]) as reader:
             buffer = buffer_for({name: manifest.tensors[name] for name in names})
-            for name in names:
-                for piece in held[name]:
+            for name, pieces in held.items():
+                for piece in pieces:
                     try:
                         reader.read(name, manifest.tensors[name], piece, buffer)
                     except UserError as error:
@@ -114,49 +121,37 @@ def _distance(name: str, one: Checkpoint, other: Checkpoint) -> Difference:
 def regroup(source: Checkpoint, folder: Path, files: int) -> Path:
     """The same checkpoint in so many files of about one size, as `folder`/step-...; see
     `assemble`."""
-    everything = [
-        (Unplaced(name, tensor.shape, piece.offset, piece.shape, tensor.dtype), piece)
+    saved = {
+        (name, piece.offset): piece
+        for name, tensor in source.tensors.items()
+        for piece in tensor.slices
+    }
+    boxes = [
+        Unplaced(name, tensor.shape, piece.offset, piece.shape, tensor.dtype)
         for name, tensor in source.tensors.items()
         for piece in tensor.slices
     ]
-    saved = {(one.name, one.offset): piece for one, piece in everything}
+    boxes.sort(key=lambda box: -DTYPES[box.dtype].itemsize)  # so that each starts aligned
 
     def bytes_of(piece: Piece) -> memoryview:
         wanted = saved[piece.name, piece.offset]
         ((_, _, found),) = source.read({piece.name: [wanted]})
         return as_bytes(found)
 
-    total = sum(one.bytes for one, _ in everything)
-    groups = grouped([one for one, _ in everything], -(-total // files))
+    total = sum(box.bytes for box in boxes)
+    groups = grouped(boxes, lambda box: box.bytes, -(-total // files))
     return assemble(folder, source.step, source.state, groups, bytes_of)
 
 
-@dataclass(frozen=True)
-class Unplaced:
-    """A box of a logical tensor that is to be saved."""
-
-    name: str
-    whole: Shape
-    offset: Shape
-    shape: Shape
-    dtype: DTypeName
-
-    @property
-    def bytes(self) -> int:
-        """Its size."""
-        return prod(self.shape) * DTYPES[self.dtype].itemsize
-
-
-def grouped(boxes: Iterable[Unplaced], size: int) -> list[list[Unplaced]]:
-    """Boxes, wide types first so that each starts aligned, in runs that end once they have come to
-    another multiple of `size` bytes."""
-    groups: list[list[Unplaced]] = []
+def grouped(items: Iterable[T], bytes_of: Callable[[T], int], size: int) -> list[list[T]]:
+    """Items in runs that end once all so far have come to another multiple of `size` bytes."""
+    groups: list[list[T]] = []
     done = 0
-    for one in sorted(boxes, key=lambda one: -DTYPES[one.dtype].itemsize):
+    for one in items:
         if done >= size * len(groups):
             groups.append([])
         groups[-1].append(one)
-        done += one.bytes
+        done += bytes_of(one)
     return groups
 
 
@@ -184,30 +179,13 @@ def assemble(
     temporary = folder / f"{final.name}.{attempt}.tmp"
     try:
         temporary.mkdir(parents=True)
-        saved, parts = {}, []
+        saved = {}
         for number, group in enumerate(groups):
             name = f"rank-{number:05d}.safetensors"
-            saved[name] = write(temporary / name, _placed(group), bytes_of)
-            parts.append(verify(temporary / name, saved[name]))
-        manifest = Manifest(step=step, state=dict(state), files=saved, tensors=merged(parts))
-        with open(temporary / MANIFEST, "xb") as file:
-            file.write(encode(manifest))
-            file.flush()
-            os.fsync(file.fileno())
-        flush(temporary)
-        publish(temporary, step, attempt)
+            saved[name] = write(temporary / name, placed(group), bytes_of)
+            verify(temporary / name, saved[name])
+        return commit(temporary, step, state, saved, attempt)
     except OSError as error:
         raise UserError(f"cannot write {error.filename or temporary}: {error.strerror}") from None
     finally:
         remove(temporary, attempt)
-    move_pointer(folder, final.name, attempt)
-    return final
-
-
-def _placed(group: Sequence[Unplaced]) -> list[Piece]:
-    planned, start = [], 0
-    for one in group:
-        stop = start + one.bytes
-        planned.append(Piece(one.name, one.whole, one.offset, one.shape, one.dtype, start, stop))
-        start = stop
-    return planned

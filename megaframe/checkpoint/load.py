@@ -146,22 +146,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Raises UserError that names the file and what is wrong with it.
     """
-    source = path / MANIFEST
+    manifest, file = _opened(path)
     try:
-        size = _size_of_file(source)
-        file = open(source, "rb")  # noqa: SIM115 (closed by Checkpoint)
-    except OSError as error:
-        raise UserError(f"{path} is not a checkpoint: {MANIFEST}: {error.strerror}") from None
-    try:
-        hold(file.fileno())
-        if size > MAX_BYTES:
-            raise UserError(f"{source} is larger than the {MAX_BYTES} bytes of any manifest")
-        manifest = decode(file.read(size), source)
         for name, saved in manifest.files.items():
             _require_file(path / name, saved.bytes)
-    except OSError as error:
-        file.close()
-        raise UserError(f"cannot read {source}: {error.strerror}") from None
     except BaseException:
         file.close()
         raise
@@ -170,13 +158,30 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest of a checkpoint, checked, whatever its files are. Raises UserError."""
+    manifest, file = _opened(path)
+    file.close()
+    return manifest
+
+
+def _opened(path: Path) -> tuple[Manifest, BinaryIO]:
+    """The manifest and its file, which while it is open keeps the checkpoint from being deleted."""
     source = path / MANIFEST
     try:
-        if _size_of_file(source) > MAX_BYTES:
-            raise UserError(f"{source} is larger than the {MAX_BYTES} bytes of any manifest")
-        return decode(source.read_bytes(), source)
+        size = _size_of_file(source)
+        file = open(source, "rb")  # noqa: SIM115 (closed by the caller)
     except OSError as error:
         raise UserError(f"{path} is not a checkpoint: {MANIFEST}: {error.strerror}") from None
+    try:
+        hold(file.fileno())
+        if size > MAX_BYTES:
+            raise UserError(f"{source} is larger than the {MAX_BYTES} bytes of any manifest")
+        return decode(file.read(size), source), file
+    except OSError as error:
+        file.close()
+        raise UserError(f"cannot read {source}: {error.strerror}") from None
+    except BaseException:
+        file.close()
+        raise
 
 
 def _size_of_file(path: Path) -> int:

@@ -158,7 +158,8 @@ class Writer:
                 meeting.go(attempt)
                 self._contribute(meeting, attempt, job)
                 files = _reported(job.step, meeting.hear(attempt, "done"))
-                self._commit(job, files, temporary, attempt)
+                final = commit(temporary, job.step, job.state, files, attempt)
+                prune(self._folder, final, self._keep, attempt)
             failure = ""
         except Exception as error:
             failure = str(error) if isinstance(error, UserError) else repr(error)
@@ -213,24 +214,29 @@ class Writer:
             message = {"error": traceback.format_exc()}
         meeting.tell(attempt, "done", message)
 
-    def _commit(
-        self, job: _Job, files: Mapping[str, SavedFile], temporary: Path, attempt: str
-    ) -> None:
-        parts = []
-        for name, saved in files.items():
-            with Reader(temporary / name, saved) as reader:
-                parts.append(reader.tensors())
-        manifest = Manifest(
-            step=job.step, state=job.state, files=dict(files), tensors=merged(parts)
-        )
-        with open(temporary / MANIFEST, "xb") as file:
-            file.write(encode(manifest))
-            file.flush()
-            os.fsync(file.fileno())
-        flush(temporary)
-        final = publish(temporary, job.step, attempt)
-        move_pointer(self._folder, final.name, attempt)
-        prune(self._folder, final, self._keep, attempt)
+
+def commit(
+    temporary: Path,
+    step: int,
+    state: Mapping[str, JsonValue],
+    files: Mapping[str, SavedFile],
+    attempt: str,
+) -> Path:
+    """Make the verified files in a temporary folder the newest checkpoint of the folder around it:
+    manifest, final name, and last the pointer. Returns its path. Raises OSError."""
+    parts = []
+    for name, saved in files.items():
+        with Reader(temporary / name, saved) as reader:
+            parts.append(reader.tensors())
+    manifest = Manifest(step=step, state=dict(state), files=dict(files), tensors=merged(parts))
+    with open(temporary / MANIFEST, "xb") as file:
+        file.write(encode(manifest))
+        file.flush()
+        os.fsync(file.fileno())
+    flush(temporary)
+    final = publish(temporary, step, attempt)
+    move_pointer(temporary.parent, final.name, attempt)
+    return final
 
 
 def _as_bytes_of(tensor: Tensor, data: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megaframe.checkpoint import Checkpoint, Slice
-from megaframe.checkpoint.container import PIECE_BYTES, Piece
-from megaframe.checkpoint.examine import Unplaced, as_bytes, assemble, grouped
+from megaframe.checkpoint.container import PIECE_BYTES, Piece, Unplaced
+from megaframe.checkpoint.examine import as_bytes, assemble, grouped
 from megaframe.checkpoint.slices import Box, pieces, region
 from megaframe.config import Data, RunConfig, Train
 from megaframe.errors import UserError
@@ -70,13 +70,10 @@ def export(checkpoint: Checkpoint, folder: Path, dtype: str = "bf16") -> None:
 def _write_files(
     checkpoint: Checkpoint, theirs: list[Theirs], folder: Path, dtype: torch.dtype
 ) -> None:
-    groups: list[list[Theirs]] = []
-    done = 0
-    for one in theirs:
-        if done >= FILE_BYTES * len(groups):
-            groups.append([])
-        groups[-1].append(one)
-        done += sum(part.box.size for part in one.parts) * dtype.itemsize
+    def bytes_of(one: Theirs) -> int:
+        return sum(part.box.size for part in one.parts) * dtype.itemsize
+
+    groups = grouped(theirs, bytes_of, FILE_BYTES)
     index: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         many = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
@@ -93,7 +90,10 @@ def _write_files(
         save_file(joined, str(folder / name), metadata={"format": "pt"})
         index |= dict.fromkeys(joined, name)
     if len(groups) > 1:
-        _write_json(folder / _INDEX, {"metadata": {"total_size": done}, "weight_map": index})
+        _write_json(
+            folder / _INDEX,
+            {"metadata": {"total_size": sum(map(bytes_of, theirs))}, "weight_map": index},
+        )
 
 
 def _write_tokenizer(run: RunConfig, folder: Path) -> None:
@@ -134,7 +134,11 @@ def load(folder: Path, to: Path) -> Path:
     boxes, source = _boxes(specs, theirs)
     found = _Boxes(folder, files, source)
     return assemble(
-        to, 0, state.model_dump(mode="json"), grouped(boxes, FILE_BYTES), found.bytes_of
+        to,
+        0,
+        state.model_dump(mode="json"),
+        grouped(boxes, lambda box: box.bytes, FILE_BYTES),
+        found.bytes_of,
     )
 
 
