@@ -6,6 +6,7 @@ written once, each product of a causal half. What one moves beyond that counts a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,6 +123,11 @@ def _losses(s: Sizes) -> Iterator[Case]:
     given = Work(logits), Work(2 * logits)
     yield Case("cross_entropy", name, cross_entropy, *given, length=s.vocab)
 
+    def in_place() -> tuple[Any, ...]:
+        return random(tokens, s.vocab), labels()
+
+    yield Case("loss", name, in_place, Work(3 * logits), length=s.vocab)
+
     def linear() -> tuple[Any, ...]:
         hidden, weight = random(tokens, s.hidden, grad=True), random(s.vocab, s.hidden, grad=True)
         return hidden, (weight.detach() / s.hidden**0.5).requires_grad_(), labels()
@@ -200,6 +206,18 @@ def _attention(s: Sizes) -> Iterator[Case]:
         work = Work(flops=2 * product), Work(flops=5 * product)
         yield Case("attention", whole, arguments, *work, length=s.length * s.heads)
 
+    def tile() -> tuple[Any, ...]:
+        where = torch.get_default_device()
+        spans = find_spans(1, s.length, s.length, where, causal=False)
+        grouped = (random(1, s.length, n, s.width) for n in (s.heads, groups, groups))
+        d_out, out = (random(1, s.length, s.heads, s.width) for _ in range(2))
+        lse = torch.full((1, s.heads, s.length), 5.0 + math.log(s.length))
+        return d_out, *grouped, out, lse, spans
+
+    name = f"tile of a ring, head {s.width}, {s.length} tokens"
+    work = Work(flops=10.0 * s.length**2 * s.heads * s.width)
+    yield Case("attention_backward", name, tile, work, length=s.length * s.heads)
+
 
 def _experts(s: Sizes) -> Iterator[Case]:
     k = 2
@@ -249,6 +267,15 @@ def _experts(s: Sizes) -> Iterator[Case]:
         options = {"gather": True} if moved else {}
         length = max(s.hidden, s.ffn, s.tokens)
         yield Case("grouped_product", name, grouped(moved), *work, options, length)
+
+    def gradient() -> tuple[Any, ...]:
+        _, _, ends = permute.reference_order(chosen(), s.experts)
+        into = torch.randn(s.experts, s.ffn, s.hidden)
+        rows = s.tokens * k
+        return into, random(rows, s.ffn), random(rows, s.hidden), ends, True
+
+    work = Work(flops=product)
+    yield Case("grouped_gradient", f"{s.experts} experts", gradient, work, length=s.tokens)
 
 
 def _quantise(s: Sizes) -> Iterator[Case]:

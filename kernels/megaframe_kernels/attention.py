@@ -337,6 +337,57 @@ def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, 
 _forward_op.register_autograd(_differentiate, setup_context=_keep)
 
 
+def reference_backward(
+    d_out_BQND: Tensor,
+    query_BQND: Tensor,
+    key_BKGD: Tensor,
+    value_BKGD: Tensor,
+    out_BQND: Tensor,
+    lse_BNQ: Tensor,
+    spans: Spans,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What these keys add to the gradients of queries, keys and values.
+
+    out, lse: of all keys that the queries see, of which those here may be a part (a tile of a
+    ring). With shares p = exp(scale q k - lse) and dp = d_out v: dv = p d_out,
+    ds = scale p (dp - sum(d_out out)), dq = ds k, dk = ds q.
+    """
+    wide = torch.promote_types(query_BQND.dtype, torch.float32)
+    given = (d_out_BQND, query_BQND, key_BKGD, value_BKGD, out_BQND)
+    d_out, query, key, value, out = (x.to(wide).transpose(1, 2) for x in given)
+    groups, scale = key.shape[1], _scale(query_BQND, scale)
+    key, value = (x.repeat_interleave(query.shape[1] // groups, 1) for x in (key, value))
+    scores = (query @ key.mT * scale).masked_fill(~spans.mask()[:, None], -math.inf)
+    seen = lse_BNQ[..., None].to(wide)
+    shares = (scores - seen.masked_fill(seen == -math.inf, 0.0)).exp()
+    mean = (d_out * out).sum(-1, keepdim=True)
+    d_scores = shares * (d_out @ value.mT - mean) * scale
+    made = d_scores @ key, d_scores.mT @ query, shares.mT @ d_out
+    d_query, d_key, d_value = (x.transpose(1, 2) for x in made)
+    d_key, d_value = (x.unflatten(2, (groups, -1)).sum(3) for x in (d_key, d_value))
+    kind = query_BQND.dtype
+    return d_query.to(kind), d_key.to(kind), d_value.to(kind)
+
+
+def run_triton_backward(
+    d_out_BQND: Tensor,
+    query_BQND: Tensor,
+    key_BKGD: Tensor,
+    value_BKGD: Tensor,
+    out_BQND: Tensor,
+    lse_BNQ: Tensor,
+    spans: Spans,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As the reference."""
+    saved = (query_BQND, key_BKGD, value_BKGD, out_BQND, lse_BNQ.contiguous(), *spans.tensors)
+    d_query, d_key, d_value, _ = _backward_op(d_out_BQND, None, *saved, None, scale, None)
+    return d_query, d_key, d_value
+
+
 def run_triton(
     query_BQND: Tensor,
     key_BKGD: Tensor,
@@ -436,6 +487,21 @@ def _refuses(
     return refuse_types(query, key, value, sinks_N)
 
 
+def _backward_refuses(
+    d_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    spans: Spans,
+    **_: Any,
+) -> str | None:
+    if out.dtype != query.dtype or d_out.dtype != query.dtype:
+        return f"queries are {query.dtype}, outputs {out.dtype} and their gradients {d_out.dtype}"
+    return _refuses(query, key, value, spans) or refuse_types(lse)
+
+
 def _library_refuses(
     query: Tensor,
     key: Tensor,
@@ -479,3 +545,9 @@ _ALL = (
     Implementation("flash-attn", _run_flash_attention, missing_flash_attention, _flash_refuses),
 )
 KERNEL = Kernel("attention", reference, {one.name: one for one in _ALL}, constant=8.0)
+BACKWARD = Kernel(
+    "attention_backward",
+    reference_backward,
+    {"triton": Implementation("triton", run_triton_backward, missing_nothing, _backward_refuses)},
+    constant=8.0,
+)

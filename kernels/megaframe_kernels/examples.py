@@ -155,6 +155,8 @@ def _grouped() -> Iterator[Example]:
         y = grouped.launch_multiply(x, weights, *given)
         grouped.launch_multiply(y, weights.transpose(1, 2), ends, order, None)
         grouped.launch_weight_gradient(y, x, weights, *given)
+        into = _shaped(8, 14336, 4096, dtype=torch.float32)
+        grouped.launch_weight_gradient_into(into, y, x, *given, add=True)
 
     yield Example("8 experts", partial(call, torch.bfloat16, False))
     yield Example("8 experts, rows moved", partial(call, torch.bfloat16, True))

@@ -171,8 +171,10 @@ def _multiply_transposed(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
+    ADD: tl.constexpr,
 ) -> None:
-    """d_weights[e] = sum over the places of e of d_y[p]^T x[p]; 0 for an expert without places."""
+    """d_weights[e] = sum over the places of e of d_y[p]^T x[p]; 0 for an expert without places.
+    With ADD, d_weights += that."""
     down, across = tl.cdiv(outputs, ROWS), tl.cdiv(inputs, COLUMNS)
     expert, tile = tl.program_id(0) // (down * across), tl.program_id(0) % (down * across)
     below, right = _walk(tile, down, across)
@@ -198,6 +200,8 @@ def _multiply_transposed(
         total = product(a, b, total, PRECISION)
     at = expert.to(tl.int64) * outputs * inputs + output[:, None] * inputs + column[None, :]
     written = (output[:, None] < outputs) & (column[None, :] < inputs)
+    if ADD:
+        total += tl.load(d_weights + at, mask=written, other=0.0).to(tl.float32)
     tl.store(d_weights + at, total.to(d_weights.dtype.element_ty), mask=written)
 
 
@@ -265,9 +269,28 @@ def launch_weight_gradient(
     tiles: Tiles | None = None,
 ) -> Tensor:
     """Gradient of the weights."""
-    d_y, x = _adjacent(d_y), _adjacent(x)
-    experts, outputs, inputs = weights_ENH.shape
     d_weights = torch.empty_like(weights_ENH, memory_format=torch.contiguous_format)
+    launch_weight_gradient_into(
+        d_weights, d_y, x, ends_E, gather_P, scatter_P, chosen, add=False, tiles=tiles
+    )
+    return d_weights
+
+
+def launch_weight_gradient_into(
+    d_weights: Tensor,
+    d_y: Tensor,
+    x: Tensor,
+    ends_E: Tensor,
+    gather_P: Tensor | None = None,
+    scatter_P: Tensor | None = None,
+    chosen: int = 1,
+    *,
+    add: bool,
+    tiles: Tiles | None = None,
+) -> None:
+    """Write the gradient of the weights, or add it, where it belongs, whatever its type there."""
+    d_y, x = _adjacent(d_y), _adjacent(x)
+    experts, outputs, inputs = d_weights.shape
     tiles, precision = _choose(x, tiles)
     launch(
         _multiply_transposed,
@@ -287,10 +310,10 @@ def launch_weight_gradient(
         COLUMNS=tiles.columns,
         DEPTH=tiles.depth,
         PRECISION=precision,
+        ADD=add,
         warps=tiles.warps,
         stages=tiles.stages,
     )
-    return d_weights
 
 
 @torch.library.custom_op("megaframe::grouped_product", mutates_args=())
@@ -316,6 +339,11 @@ def _weight_op(
     chosen: int,
 ) -> Tensor:
     return launch_weight_gradient(d_y, x, weights_ENH, ends_E, gather_P, scatter_P, chosen)
+
+
+@torch.library.custom_op("megaframe::grouped_gradient_", mutates_args=("grads_ENH",))
+def _gradient_op(grads_ENH: Tensor, d_y: Tensor, x: Tensor, ends_E: Tensor, add: bool) -> None:
+    launch_weight_gradient_into(grads_ENH, d_y, x, ends_E, add=add)
 
 
 @_multiply_op.register_fake
@@ -383,6 +411,35 @@ def run_triton(
     return _Product.apply(x, weights_ENH, ends_E, order_P, places_TK, gather, scatter)
 
 
+def reference_gradient(
+    grads_ENH: Tensor, d_y_PN: Tensor, x_PH: Tensor, ends_E: Tensor, add: bool
+) -> Tensor:
+    """grads[e] = d_y[p]^T x[p] summed over the places of e, in place; with `add`, added to what was
+    there. The gradients may be of higher precision than the rows."""
+    start = 0
+    for grad, end in zip(grads_ENH, ends_E.tolist(), strict=True):
+        made = d_y_PN[start:end].to(grad.dtype).t() @ x_PH[start:end].to(grad.dtype)
+        grad.copy_(grad + made if add else made)
+        start = end
+    return grads_ENH
+
+
+def run_triton_gradient(
+    grads_ENH: Tensor, d_y_PN: Tensor, x_PH: Tensor, ends_E: Tensor, add: bool
+) -> Tensor:
+    """As the reference, without a gradient in low precision on the way."""
+    _gradient_op(grads_ENH, d_y_PN, x_PH, ends_E, add)
+    return grads_ENH
+
+
+def run_torch_gradient(
+    grads_ENH: Tensor, d_y_PN: Tensor, x_PH: Tensor, ends_E: Tensor, add: bool
+) -> Tensor:
+    """As the reference, by torch's grouped product, whose result is of the type of the rows."""
+    made = torch._grouped_mm(d_y_PN.t(), x_PH, offs=ends_E)
+    return grads_ENH.add_(made) if add else grads_ENH.copy_(made)
+
+
 def run_torch(
     x: Tensor,
     weights_ENH: Tensor,
@@ -422,6 +479,20 @@ def _refuses(
     return refuse_types(x, weights_ENH)
 
 
+def _gradient_refuses(
+    grads_ENH: Tensor, d_y_PN: Tensor, x_PH: Tensor, ends_E: Tensor, add: bool
+) -> str | None:
+    if not grads_ENH.is_contiguous():
+        return "gradients do not lie together"
+    if ends_E.dtype != torch.int32 or d_y_PN.dtype != x_PH.dtype:
+        return f"ends are {ends_E.dtype}, not int32, or rows {d_y_PN.dtype} and {x_PH.dtype}"
+    return refuse_types(grads_ENH, d_y_PN)
+
+
+def _torch_gradient_refuses(grads_ENH: Tensor, d_y_PN: Tensor, *rest: Any) -> str | None:
+    return _torch_refuses(d_y_PN)
+
+
 def _torch_refuses(x: Tensor, *_: Any, **__: Any) -> str | None:
     if not x.is_cuda or x.dtype != torch.bfloat16:
         return "torch's grouped product takes bf16 on a GPU"
@@ -436,5 +507,15 @@ KERNEL = Kernel(
     {
         "triton": Implementation("triton", run_triton, partial(missing_triton, (3, 6)), _refuses),
         "torch": Implementation("torch", run_torch, missing_cuda, _torch_refuses),
+    },
+)
+GRADIENT = Kernel(
+    "grouped_gradient",
+    reference_gradient,
+    {
+        "triton": Implementation(
+            "triton", run_triton_gradient, partial(missing_triton, (3, 6)), _gradient_refuses
+        ),
+        "torch": Implementation("torch", run_torch_gradient, missing_cuda, _torch_gradient_refuses),
     },
 )

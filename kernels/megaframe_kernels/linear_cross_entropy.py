@@ -17,6 +17,7 @@ from megaframe_kernels import cross_entropy
 from megaframe_kernels.cross_entropy import IGNORE, Join, refuses_parts
 from megaframe_kernels.installed import missing_liger, missing_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_place, refuse_types
+from megaframe_kernels.loss import run_triton as loss_of
 
 CHUNK = 2**28
 """Logits that exist at a time; enough rows that the products do not feel the division."""
@@ -62,7 +63,7 @@ class _Fused(torch.autograd.Function):
         z_loss: float,
         join: Join | None,
         chunk: int,
-        *rest: Any,
+        options: dict[str, Any],
     ) -> Tensor:
         tokens, words = hidden_TH.shape[0], weight_VH.shape[0]
         rows = max(1, min(tokens, chunk // max(words, 1)))
@@ -74,7 +75,8 @@ class _Fused(torch.autograd.Function):
             piece = slice(first, min(first + rows, tokens))
             z, hidden, labels = logits_TV[: piece.stop - first], hidden_TH[piece], labels_T[piece]
             torch.mm(hidden, weight_VH.t(), out=z)
-            loss += _chunk(z, labels, z_loss, join, *rest)
+            losses, _ = loss_of(z, labels, z_loss=z_loss, join=join, **options)
+            loss += losses.sum()
             if d_hidden is not None:
                 torch.mm(z, weight_VH, out=d_hidden[piece])
             if d_weight is not None:
@@ -85,36 +87,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         products = [None if d is None else d * gradients[0].to(d.dtype) for d in ctx.saved_tensors]
-        return (*products, *([None] * 8))
-
-
-def _chunk(z: Tensor, labels_T: Tensor, z_loss: float, join: Join | None, *rest: Any) -> Tensor:
-    """Sum of the losses of a chunk, whose logits become the gradient of it."""
-    own, own_label = _parts_op(z, labels_T, *rest)
-    whole, label = (own, own_label) if join is None else join(own.clone(), own_label.clone())
-    valid = (labels_T != IGNORE).to(own.dtype)
-    # exp(z - whole), the share of the whole vocabulary, needs no join of gradients.
-    _gradient_op(valid * (1.0 + 2.0 * z_loss * whole), -valid, z, labels_T, whole, *rest)
-    return cross_entropy.losses(whole, label, labels_T, z_loss).sum()
-
-
-@torch.library.custom_op("megaframe::cross_entropy_gradient_", mutates_args=("logits_TV",))
-def _gradient_op(
-    d_partition_T: Tensor,
-    d_label_T: Tensor,
-    logits_TV: Tensor,
-    labels_T: Tensor,
-    partition_T: Tensor,
-    start: int,
-    vocab: int,
-    label_smoothing: float,
-    softcap: float | None,
-) -> None:
-    given = (d_partition_T, d_label_T, logits_TV, labels_T, partition_T, logits_TV)
-    cross_entropy.launch_backward(*given, start, vocab, label_smoothing, softcap)
-
-
-_parts_op = torch.ops.megaframe.cross_entropy_parts
+        return (*products, *([None] * 5))
 
 
 def run_triton(
@@ -131,8 +104,13 @@ def run_triton(
     chunk: int = CHUNK,
 ) -> Tensor:
     """As the reference; `chunk` logits exist at a time."""
-    rest = (start, vocab or weight_VH.shape[0], label_smoothing, softcap)
-    return _Fused.apply(hidden_TH, weight_VH, labels_T, z_loss, join, chunk, *rest)
+    options = {
+        "start": start,
+        "vocab": vocab or weight_VH.shape[0],
+        "label_smoothing": label_smoothing,
+        "softcap": softcap,
+    }
+    return _Fused.apply(hidden_TH, weight_VH, labels_T, z_loss, join, chunk, options)
 
 
 def run_liger(

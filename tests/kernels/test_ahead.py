@@ -42,7 +42,8 @@ def test_what_does_not_fit_is_told():
 
 
 def test_every_triton_kernel_has_examples():
-    written = {"linear_cross_entropy", "scattered_adamw", "scattered_square_sum"}
+    written = {"linear_cross_entropy", "loss", "scattered_adamw", "scattered_square_sum"}
+    written |= {"attention_backward", "grouped_gradient"}  # among those of the kernels before them
     names = {n for n, k in KERNELS.items() if "triton" in k.implementations} - written
     names = {"permute" if n in ("unpermute", "expert_order") else n for n in names}
     assert names == set(EXAMPLES)

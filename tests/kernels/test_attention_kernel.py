@@ -7,6 +7,9 @@ from megaframe_kernels import attention
 from megaframe_kernels.attention import KERNEL, launch_backward, launch_forward
 from megaframe_kernels.spans import find_spans
 
+NONE = (None, None, None)
+"""Sinks, scale and softcap."""
+
 
 def heads(queries, keys=None, batch=1, n=2, g=1, width=16, dtype=torch.float32, scale=1.0):
     keys = queries if keys is None else keys
@@ -142,6 +145,17 @@ def test_a_ring_of_tiles_is_the_whole():
         )
         d_query = d_query + gradients[0]
     torch.testing.assert_close(d_query, truth[0][:, mine], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_backward_of_a_tile(dtype):
+    """Of the first keys of those that the outputs are of, some seen by nobody."""
+    query, key, value = (x.detach() for x in heads(40, batch=2, n=4, g=2, dtype=dtype))
+    out, lse = launch_forward(query, key, value, *find_spans(2, 40, 40, DEVICE).tensors[:2], *NONE)
+    d_out = rand(*out.shape, dtype=dtype, seed=5)
+    spans = find_spans(2, 40, 23, DEVICE, window=11)
+    given = (d_out, query, key[:, :23], value[:, :23], out, lse, spans)
+    check(attention.BACKWARD, "triton", given, {"scale": 0.25}, 40 * 4, scale=1.0)
 
 
 def test_gradients_are_bitwise_repeatable():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from exactness import DEVICE, DTYPES, check, generator, rand
 from megaframe_kernels import cross_entropy, linear_cross_entropy
+from megaframe_kernels import loss as loss_kernel
 from megaframe_kernels.cross_entropy import IGNORE
 
 OPTIONS = [
@@ -92,6 +93,18 @@ def test_linear_cross_entropy(options, dtype):
     # Logits are rounded before they become probabilities, each the factor of a gradient.
     kernel = linear_cross_entropy.KERNEL
     check(kernel, "triton", given, options, 29 * 11, scale=4.0, precision=dtype)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_become_their_gradient(options, dtype):
+    logits, chosen = rand(7, 45, dtype=dtype, scale=3.0), labels(7, 45)
+    chosen[chosen < 0] = -1  # any negative label is ignored
+    untouched, before = logits.clone(), logits.clone()
+    losses, made = check(loss_kernel.KERNEL, "triton", (logits, chosen), options, 45, scale=0.1)
+    assert made is logits and (made[1::3] == 0).all() and (losses[1::3] == 0).all()
+    again, same = loss_kernel.run_triton(untouched, chosen, gradient=False, **options)
+    assert torch.equal(again, losses) and torch.equal(same, before)
 
 
 def test_chunks_change_nothing_and_backward_scales():

@@ -80,6 +80,15 @@ def test_grouped_product_of_odd_sizes(tokens, outputs, inputs):
     check(grouped.KERNEL, "triton", (x, weights, order.ends_E), {}, inputs, tokens, scale=4.0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("add", [False, True])
+def test_gradients_of_experts_in_higher_precision(dtype, add):
+    _, order = order_of(37, 2, 6, skipped=(0, 3))
+    d_y, x = rand(74, 21, dtype=dtype), rand(74, 40, dtype=dtype, seed=1)
+    given = (rand(6, 21, 40, seed=2), d_y, x, order.ends_E, add)
+    check(grouped.GRADIENT, "triton", given, {}, 74, scale=4.0)
+
+
 def test_places_beyond_the_last_expert_are_zero():
     x, weights = rand(10, 16), rand(2, 8, 16)
     y = grouped.run_triton(x, weights, torch.tensor([3, 7], dtype=torch.int32))

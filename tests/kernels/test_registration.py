@@ -44,6 +44,12 @@ CASES = {
     "grouped_weight_gradient": lambda: (
         *(rand(6, 4), rand(3, 8), rand(3, 4, 8), ORDER.ends_E, ORDER.order_P, None, 2),
     ),
+    "grouped_gradient_": lambda: (
+        *(rand(3, 4, 8), rand(6, 4), rand(6, 8, seed=1), ORDER.ends_E, True),
+    ),
+    "cross_entropy_gradient_": lambda: (
+        *(rand(3), rand(3, seed=1), rand(3, 7, seed=2), LABELS, rand(3), 0, 7, 0.1, 5.0),
+    ),
     "quantise": lambda: (rand(4, 32), torch.float8_e4m3fn, 1, 16, False),
 }
 

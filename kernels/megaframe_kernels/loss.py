@@ -1,0 +1,110 @@
+"""Cross-entropy whose logits become their own gradient where they lie.
+
+What is left of a chunk of logits is what its head multiplies next, so nothing as large as them is
+made beside them. Of a part of a vocabulary the numbers of all ranks are joined before the gradient
+is made. Shape legend: T tokens, V vocabulary (of this rank).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaframe_kernels import cross_entropy
+from megaframe_kernels.cross_entropy import IGNORE, Join
+from megaframe_kernels.installed import missing_nothing
+from megaframe_kernels.kernel import Implementation, Kernel, refuse_place, refuse_types
+
+
+def reference(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    start: int = 0,
+    vocab: int | None = None,
+    join: Join | None = None,
+    gradient: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token, at least fp32 [T], and the logits, which with `gradient` have become that
+    of the sum of the losses. Negative labels have no loss; options as of cross_entropy."""
+    options = {
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "softcap": softcap,
+        "start": start,
+        "vocab": vocab,
+        "join": join,
+    }
+    labels_T = labels_T.masked_fill(labels_T < 0, IGNORE)
+    with torch.enable_grad():
+        leaf = logits_TV.detach().clone().requires_grad_()
+        losses = cross_entropy.reference(leaf, labels_T, **options)
+        if gradient:
+            (made,) = torch.autograd.grad(losses.sum(), leaf)
+            logits_TV.copy_(made)
+    return losses.detach(), logits_TV
+
+
+@torch.library.custom_op("megaframe::cross_entropy_gradient_", mutates_args=("logits_TV",))
+def _gradient_op(
+    d_partition_T: Tensor,
+    d_label_T: Tensor,
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    partition_T: Tensor,
+    start: int,
+    vocab: int,
+    label_smoothing: float,
+    softcap: float | None,
+) -> None:
+    given = (d_partition_T, d_label_T, logits_TV, labels_T, partition_T, logits_TV)
+    cross_entropy.launch_backward(*given, start, vocab, label_smoothing, softcap)
+
+
+_parts_op = torch.ops.megaframe.cross_entropy_parts
+
+
+@torch.no_grad()
+def run_triton(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    start: int = 0,
+    vocab: int | None = None,
+    join: Join | None = None,
+    gradient: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """As the reference."""
+    rest = (start, vocab or logits_TV.shape[1], label_smoothing, softcap)
+    own, own_label = _parts_op(logits_TV, labels_T, *rest)
+    whole, label = (own, own_label) if join is None else join(own.clone(), own_label.clone())
+    valid = (labels_T >= 0).to(own.dtype)
+    if gradient:
+        # exp(z - whole), the share of the whole vocabulary, needs no join of gradients.
+        scale = valid * (1.0 + 2.0 * z_loss * whole)
+        _gradient_op(scale, -valid, logits_TV, labels_T, whole, *rest)
+    return (whole - label + z_loss * whole.square()) * valid, logits_TV
+
+
+def _refuses(logits_TV: Tensor, labels_T: Tensor, **_: Any) -> str | None:
+    if not logits_TV.shape[1]:
+        return "a vocabulary of 0 words has no log-partition"
+    if logits_TV.stride(1) != 1:
+        return "logits of a token do not lie together"
+    return refuse_types(logits_TV) or refuse_place(labels_T)
+
+
+KERNEL = Kernel(
+    "loss",
+    reference,
+    {"triton": Implementation("triton", run_triton, missing_nothing, _refuses)},
+    constant=8.0,
+)
