@@ -266,6 +266,9 @@ class TestMistakes:
 
     def test_missing_checkpoint(self, mistake, tmp_path):
         mistake("absent", checkpoint__resume=tmp_path / "absent")
+        mistake("absent", checkpoint__weights=tmp_path / "absent")
+        # Only a run's own folder has a latest: weights never silently start from nothing.
+        mistake("checkpoint.weights=latest", "no such folder", checkpoint__weights="latest")
         assert not (tmp_path / "run").exists()
 
     def test_another_model(self, mistake, pool, overrides):
