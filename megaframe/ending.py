@@ -83,7 +83,7 @@ class End:
         labels = [kept.microbatch.labels_BS, *(labels for _, labels in kept.microbatch.ahead)]
         losses: list[Tensor] = []
         for norm, leaf, wanted in zip(self.head.norms, kept.leaves, labels, strict=True):
-            normed = norm(leaf)
+            normed = norm(leaf, kept.frame.kernels)
             share = self._share if losses else 1.0
             result = self.head.loss(normed, wanted, scale * share, kept.frame)
             assert result.d_hidden is not None
@@ -123,4 +123,5 @@ class End:
     def evaluate(self, x: Tensor, microbatch: Microbatch, frame: Frame, values: Values) -> Tensor:
         """The loss sum of the next token, without gradients."""
         with values(self.head):
-            return self.head.loss(self.head.norm(x), microbatch.labels_BS, None, frame).loss
+            normed = self.head.norm(x, frame.kernels)
+            return self.head.loss(normed, microbatch.labels_BS, None, frame).loss

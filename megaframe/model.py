@@ -16,7 +16,7 @@ from megaframe.nn.attention import Attention
 from megaframe.nn.embedding import Table
 from megaframe.nn.frame import Frame, Later, positions_of
 from megaframe.nn.latent import LatentAttention
-from megaframe.nn.linear import Linear
+from megaframe.nn.linear import Linear, as_it_is
 from megaframe.nn.loss import HeadResult, LossOptions, head_loss
 from megaframe.nn.mlp import MLP
 from megaframe.nn.moe.layer import MixtureOfExperts
@@ -77,8 +77,12 @@ class Block(Module):
         branch = self.attention(x, self.attention_norm, frame)
         if frame.dropout is not None:
             branch = frame.dropout(branch, f"{self.name}.attention")
-        x = x + branch
-        branch = self.mlp(x, self.mlp_norm, frame)
+        if frame.kernels.fuses and not frame.selective:
+            normed, x = self.mlp_norm.of_sum(x, branch, frame.kernels)
+            branch = self.mlp(normed, as_it_is, frame)
+        else:
+            x = x + branch
+            branch = self.mlp(x, self.mlp_norm, frame)
         if frame.dropout is not None:
             branch = frame.dropout(branch, f"{self.name}.mlp")
         return x + branch
@@ -166,7 +170,8 @@ class Head(Module):
     def loss(self, y: Tensor, labels_BS: Tensor, scale: float | None, frame: Frame) -> HeadResult:
         """Loss sum of normalised hidden states y [rows, hidden]; see `head_loss`."""
         labels = frame.fill(labels_BS.flatten(), IGNORE)
-        return head_loss(y.detach(), labels, self.weight, self.options, scale, frame.tensor)
+        given = (y.detach(), labels, self.weight, self.options, scale, frame.tensor)
+        return head_loss(*given, frame.kernels)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits in fp32 of hidden states [..., hidden]; for sampling, not for training."""
@@ -204,7 +209,9 @@ class Predictor(Module):
         ahead = self.tokens(ahead_BS.flatten(), frame)
         if frame.dropout is not None:
             ahead = frame.dropout(ahead, self.name)
-        both = torch.cat((self.stream_norm(self.before(x)), self.token_norm(ahead)), 1)
+        kernels = frame.kernels
+        stream = self.stream_norm(self.before(x, kernels), kernels)
+        both = torch.cat((stream, self.token_norm(ahead, kernels)), 1)
         return self.block(self.join.plain(both, frame), frame)
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.product import product_into
 from megaframe.spec import Box, ParamSpec
 
@@ -116,11 +117,18 @@ class Parameter:
             elif not add:
                 grad_OI.zero_()
 
-    def add_grouped(self, left_NO: Tensor, right_NI: Tensor, ends_E: Tensor) -> None:
+    def add_grouped(
+        self, left_NO: Tensor, right_NI: Tensor, ends_E: Tensor, kernels: Kernels = NO_KERNELS
+    ) -> None:
         """The same of rows that lie expert after expert, as one operation."""
         if self.frozen:
             return
         add = not self._begin()
+        grads_EOI = self.grad.view(len(ends_E), -1, self.grad.shape[-1])
+        given = grads_EOI, left_NO, right_NI, ends_E, add
+        if run := kernels.find("grouped_gradient", *given):
+            run(*given)
+            return
         made_EOI = F.grouped_mm(left_NO.t(), right_NI, offs=ends_E).view(self.grad.shape)
         if add:
             self.grad.add_(made_EOI)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megaframe.config import RunConfig
 from megaframe.engine import Engine, Outcome, Timer
+from megaframe.kernels import make_kernels
 from megaframe.mesh import EXPERT_SETS, Mesh, ranks_on_this_node
 from megaframe.microbatch import Microbatch, look_ahead, part_of
 from megaframe.nn.context import Context
@@ -46,7 +47,8 @@ class Pipeline:
         self.context = Context(*mesh.divide_context(exchanging_ranks(config.parallel)))
         experts = _places(config, mesh)
         tensor = mesh.group("tensor")
-        self.stages = build_stages(config, plans, tensor, self.context, experts)
+        kernels = make_kernels(config, mesh.device)
+        self.stages = build_stages(config, plans, tensor, self.context, experts, kernels)
         ends = rank_of[0], rank_of[-1]
         shared = config.model.tie_embeddings or config.model.mtp_depth > 0
         twice = shared and ends[0] != ends[1]
@@ -57,7 +59,7 @@ class Pipeline:
         mesh.connect([*_links(rank_of), *([ends] if twice else [])])
         tied = _tied(self.stages, mesh, ends) if twice else None
         units = {number: stage.units for number, stage in self.stages.items()}
-        self.optimizer = Optimizer(config, mesh, units, tied)
+        self.optimizer = Optimizer(config, mesh, units, tied, kernels)
         for stage in self.stages.values():
             stage.keeper = self.optimizer
         self._engine = Engine(self.stages, self.optimizer, mesh, time)

@@ -21,11 +21,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megaframe.comm import ALONE, Group, symmetric
 from megaframe.config import RunConfig
 from megaframe.ending import Done, End, Kept, Values
+from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.mesh import ranks_on_this_node
 from megaframe.microbatch import Microbatch
 from megaframe.model import Block, Embedding, EmulatedBlock, Head
 from megaframe.nn.context import Context
 from megaframe.nn.dropout import dropout_key
+from megaframe.nn.eight_bits import EightBits
 from megaframe.nn.frame import Frame, make_frame
 from megaframe.nn.moe.dispatch import Places
 from megaframe.nn.tally import Tally
@@ -85,7 +87,7 @@ class Stage:
     `units` are the parts whose parameters are reduced, updated and gathered together, in the order
     of the forward pass. tensor: the ranks that split its matrices. embedding: that of another stage
     on this rank, for the end. context: the ranks that divide samples. experts: those that have
-    experts.
+    experts. kernels: what computes what has a fast form.
     """
 
     def __init__(
@@ -96,12 +98,16 @@ class Stage:
         embedding: Embedding | None = None,
         context: Context = _WHOLE,
         experts: Places = _HERE,
+        kernels: Kernels = NO_KERNELS,
     ) -> None:
         self.config, self.plan, self.tensor, self.context = config, plan, tensor, context
-        self.experts = experts
+        self.experts, self.kernels = experts, kernels
         self.precision = PRECISIONS[config.train.precision]
         wanted = config.parallel.symmetric_memory == "auto"
         node_size = config.parallel.node_size or ranks_on_this_node()
+        fp8 = config.train.fp8
+        self._eight = None if fp8 == "none" else EightBits(fp8, kernels)
+        wanted = wanted and self._eight is None  # those products are of wide numbers
         self._symmetric = wanted and symmetric.available(tensor, node_size)
         self.embedding = Embedding(config) if plan.first else None
         emulate = config.model.emulate
@@ -306,6 +312,8 @@ class Stage:
             experts=self.experts,
             scale=scale,
             tally=self._tally,
+            kernels=self.kernels,
+            eight=self._eight,
         )
 
 
@@ -315,13 +323,14 @@ def build_stages(
     tensor: Group,
     context: Context = _WHOLE,
     experts: Places = _HERE,
+    kernels: Kernels = NO_KERNELS,
 ) -> Mapping[int, Stage]:
     """The stages of one rank by number; a head tied to an embedding on the same rank shares it."""
     stages: dict[int, Stage] = {}
     for plan in sorted(plans, key=lambda plan: plan.number):
         first = stages.get(0)
         embedding = None if first is None else first.embedding
-        stages[plan.number] = Stage(config, plan, tensor, embedding, context, experts)
+        stages[plan.number] = Stage(config, plan, tensor, embedding, context, experts, kernels)
     return stages
 
 

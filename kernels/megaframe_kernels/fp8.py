@@ -21,6 +21,8 @@ from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _WIDEST = 16384
 _TILE = 4096
+_SHARED = 128
+"""Elements along a row, or rows, that share a scale where it is neither of a row nor of all."""
 _LEAST = 1e-30
 """Below this the largest magnitude counts as this: a block of zeros gets a scale."""
 
@@ -252,29 +254,66 @@ QUANTISE = Kernel(
 )
 
 
-def reference_product(a_MK: Tensor, b_NK: Tensor, a_scales: Tensor, b_scales: Tensor) -> Tensor:
-    """a b^T of quantised matrices, bf16 [M, N]; scales of each row ([M, 1], [N, 1]) or of each
-    tensor ([1, 1])."""
-    a, b = restore(a_MK, a_scales, (1, 0)), restore(b_NK, b_scales, (1, 0))
-    if a_scales.shape[0] == 1:
-        a, b = restore(a_MK, a_scales), restore(b_NK, b_scales)
-    return (a @ b.t()).to(torch.bfloat16)
+def reference_product(
+    a_MK: Tensor,
+    b_NK: Tensor,
+    a_scales: Tensor,
+    b_scales: Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """a b^T of quantised matrices, [M, N], rounded once to `dtype`.
+
+    Scales as `reference` gives them: of each tensor ([1, 1]), of each row ([M, 1], [N, 1]), or of
+    each 128 along a row ([M, ceil(K / 128)]), which rows of b may share by 128 too.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    a, b = (_restored(x, s, wide) for x, s in ((a_MK, a_scales), (b_NK, b_scales)))
+    return (a @ b.t()).to(dtype)
 
 
-def run_scaled_product(a_MK: Tensor, b_NK: Tensor, a_scales: Tensor, b_scales: Tensor) -> Tensor:
+def _restored(x_RC: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    by = scales.to(dtype)
+    if scales.shape[0] not in (1, x_RC.shape[0]):
+        by = by.repeat_interleave(_SHARED, 0)[: x_RC.shape[0]]
+    if scales.shape[1] > 1:
+        by = by.repeat_interleave(_SHARED, 1)[:, : x_RC.shape[1]]
+    return x_RC.to(dtype) * by
+
+
+def run_scaled_product(
+    a_MK: Tensor,
+    b_NK: Tensor,
+    a_scales: Tensor,
+    b_scales: Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
     """As the reference, by torch's scaled product."""
-    by_row = a_scales.shape[0] > 1
-    scales = (a_scales, b_scales.t()) if by_row else (a_scales[0, 0], b_scales[0, 0])
-    return torch._scaled_mm(
-        a_MK, b_NK.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=torch.bfloat16
-    )
+    if a_scales.shape == (1, 1):
+        scales = a_scales[0, 0], b_scales[0, 0]
+    elif a_scales.shape[1] == 1 and b_scales.shape == (b_NK.shape[0], 1):
+        scales = a_scales, b_scales.t()
+    else:  # of blocks, scales of rows lie one after the other along the rows
+        lies = a_scales.t().contiguous().t()
+        theirs = b_scales if b_scales.shape[0] != b_NK.shape[0] else b_scales.t().contiguous().t()
+        scales = lies, theirs.t()
+    return torch._scaled_mm(a_MK, b_NK.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=dtype)
 
 
-def _product_refuses(a_MK: Tensor, b_NK: Tensor, a_scales: Tensor, b_scales: Tensor) -> str | None:
+def _product_refuses(
+    a_MK: Tensor,
+    b_NK: Tensor,
+    a_scales: Tensor,
+    b_scales: Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+) -> str | None:
     if not a_MK.is_cuda or capability(a_MK.device.index) < (8, 9):
         return "torch's scaled product needs a GPU of compute capability 8.9"
+    if a_scales.shape[1] > 1 and capability(a_MK.device.index)[0] != 9:
+        return "torch's scaled product takes scales of 128 on compute capability 9.0"
     if a_MK.shape[1] % 16 or b_NK.shape[0] % 16:
         return "torch's scaled product needs dims that 16 divides"
+    if dtype != torch.bfloat16:
+        return f"results in {dtype} are left to the reference"
     return None
 
 

@@ -116,6 +116,9 @@ class Train(Section):
     """Start with a smaller global batch and grow it."""
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
     """Type of the matrix products. bf16 and fp16 keep fp32 weights and gradients beside it."""
+    fp8: Literal["none", "tensor", "row", "block"] = "none"
+    """Multiply in 8 bits in the linears and experts of blocks, with bf16 around it: one scale for a
+    tensor, for each row, or for each 128 along what is summed over. On a CPU it is emulated."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What backward computes again instead of keeping it: `selective` norms and activations (about
     3% of a step for a third of the activations), `full` each block from its input."""
@@ -133,6 +136,38 @@ class Train(Section):
     """Evaluate on the validation split every so many steps; 0 never."""
     eval_samples: Positive = 64
     """Samples of the validation split per evaluation; the same ones each time."""
+
+
+class Kernels(Section):
+    norm: Literal["auto", "triton", "torch", "liger", "reference"] = "auto"
+    """LayerNorm and RMSNorm. Here as in all keys of this section: `auto` is the fastest known on
+    this GPU that takes what it is given, on a CPU plain torch code; `reference` that code
+    everywhere; any other name runs or is an error."""
+    activation: Literal["auto", "triton", "torch", "liger", "reference"] = "auto"
+    """Activation of the MLP."""
+    rotary: Literal["auto", "triton", "torch", "reference"] = "auto"
+    """Rotation of queries and keys."""
+    attention: Literal[
+        "auto", "triton", "torch", "torch-flash", "cudnn", "flash-attn", "reference"
+    ] = "auto"
+    """Attention. With a ring of context ranks the one that gives log-sum-exps: triton."""
+    loss: Literal["auto", "triton", "reference"] = "auto"
+    """Cross-entropy of a chunk of logits, which become their gradient where they lie."""
+    adamw: Literal["auto", "triton", "torch", "apex", "reference"] = "auto"
+    """AdamW over a flat span."""
+    square_sum: Literal["auto", "triton", "torch", "reference"] = "auto"
+    """Sums of squares for the gradient norm: of buckets, where plain code has each parameter's."""
+    router: Literal["auto", "triton", "reference"] = "auto"
+    """Scores, choices and weights of experts, where there are no groups of them."""
+    permute: Literal["auto", "triton", "cuda", "reference"] = "auto"
+    """Order of tokens by expert, their way there and back, where one rank has all experts and none
+    is limited. Nothing then waits for the host."""
+    grouped_product: Literal["auto", "triton", "torch", "reference"] = "auto"
+    """Products of all experts at once."""
+    quantise: Literal["auto", "triton", "reference"] = "auto"
+    """Rounding to 8 bits for `train.fp8`."""
+    scaled_product: Literal["auto", "torch", "reference"] = "auto"
+    """Products of 8-bit matrices for `train.fp8`."""
 
 
 class ParameterGroup(Section):
@@ -271,6 +306,8 @@ class RunConfig(Section):
     """Optimizer and learning rate."""
     data: Data = Data()
     """Token files and how samples are cut from them."""
+    kernels: Kernels = Kernels()
+    """What computes each of the functions that have a fast form, by name."""
     checkpoint: Checkpoint = Checkpoint()
     """Saving and resuming."""
     meter: Meter = Meter()

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.config import Model
+from megaframe.nn.among import attend_by_kernel
 from megaframe.nn.frame import Frame
 from megaframe.nn.linear import Elementwise, Linear
 from megaframe.nn.norm import Norm
@@ -68,7 +69,10 @@ class Attention(Module):
         query_BSND = query.reshape(batch, length, -1, self.width)
         key_BSGD, value_BSGD = key_BSG1D.squeeze(3), value_BSG1D.squeeze(3)
         if self.query_norm is not None and self.key_norm is not None:
-            query_BSND, key_BSGD = self.query_norm(query_BSND), self.key_norm(key_BSGD)
+            query_BSND, key_BSGD = (
+                self.query_norm(query_BSND, frame.kernels),
+                self.key_norm(key_BSGD, frame.kernels),
+            )
         if frame.rotary is not None:
             query_BSND, key_BSGD = frame.rotary(query_BSND), frame.rotary(key_BSGD)
             # A copy, because a view would keep the unrotated queries and keys alive beside it.
@@ -85,8 +89,10 @@ def attention(
     shared = frame.context.share_heads(query_BSND, key_BSGD, value_BSGV)
     if frame.circle is not None:
         out_BSNV = ring_attention(*shared, frame.circle, scale)
+    elif (made := attend_by_kernel(frame.kernels, *shared, frame.among, scale)) is not None:
+        out_BSNV = made
     else:
-        out_BSNV = _among_here(*shared, frame.mask, scale)
+        out_BSNV = _among_here(*shared, frame.among.mask, scale)
     return frame.fill(frame.context.return_heads(out_BSNV).reshape(frame.tokens, -1))
 
 

@@ -15,15 +15,23 @@ from torch import Tensor
 
 from megaframe.comm import Group
 from megaframe.config import Model
+from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.microbatch import IGNORE, Microbatch
+from megaframe.nn.among import Among
 from megaframe.nn.context import Context
 from megaframe.nn.dropout import Dropout
+from megaframe.nn.eight_bits import EightBits
 from megaframe.nn.moe.dispatch import Places
 from megaframe.nn.ring import Circle
 from megaframe.nn.rotary import Rotary
 from megaframe.nn.tally import Tally
 from megaframe.nn.tiles import Sight
 from megaframe.nn.turns import Turn
+from megaframe.parameter import Parameter
+from megaframe.product import product
+
+_FILLING = 2**31 - 1
+"""The number of the document that filling is."""
 
 
 class Later:
@@ -54,22 +62,22 @@ class Frame:
 
     batch, length: samples and tokens of a sample that this context rank has, B and S. tensor: the
     ranks that split matrices and rows. context: those that divide samples. rotary: turns queries
-    and keys, None without rotary positions. mask: bool, over whole samples [W, W] or
-    [B, 1, W, W], true where a query (row) may see a key; None for causal. circle: what takes the
-    place of the mask where keys go round a ring. dropout: the masks of this step's rows, None when
-    nothing is dropped. selective: norms and activations are not kept but computed again in
-    backward. chunks: parts in which rows travel between tensor ranks; symmetric: they do so within
-    the products of forward (`comm/symmetric.py`). labels_T: of all tokens. experts: where they
-    lie. scale: that of the gradients of losses. tally: what is counted on the way. later:
+    and keys, None without rotary positions. among: what tokens of whole samples see of each other.
+    circle: what takes its place where keys go round a ring. dropout: the masks of this step's rows,
+    None when nothing is dropped. selective: norms and activations are not kept but computed again
+    in backward. chunks: parts in which rows travel between tensor ranks; symmetric: they do so
+    within the products of forward (`comm/symmetric.py`). labels_T: of all tokens. experts: where
+    they lie. scale: that of the gradients of losses. tally: what is counted on the way. later:
     where the backward of this microbatch puts its weight gradients. turn: what layers call before
-    they wait for a transfer."""
+    they wait for a transfer. kernels: what computes what has a fast form.
+    eight: how the blocks' linears multiply in 8 bits, None where they do not."""
 
     batch: int
     length: int
     tensor: Group
     context: Context
     rotary: Rotary | None
-    mask: Tensor | None
+    among: Among
     circle: Circle | None
     dropout: Dropout | None
     selective: bool
@@ -81,6 +89,8 @@ class Frame:
     tally: Tally
     later: Later = field(default_factory=Later)
     turn: Turn = field(default_factory=Turn)
+    kernels: Kernels = NO_KERNELS
+    eight: EightBits | None = None
 
     @property
     def tokens(self) -> int:
@@ -103,6 +113,26 @@ class Frame:
         filling."""
         rows = torch.arange(self.tokens, device=self.labels_T.device)
         return self.mine(rows // self.length, self.batch)
+
+    def forward_product(self, x_TI: Tensor, matrix_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """x W^T plus a bias, [T, O]."""
+        if self.eight is None or not self.eight.takes(*matrix_OI.shape):
+            return product(x_TI, matrix_OI.t(), bias_O)
+        y_TO = self.eight.product(x_TI, matrix_OI, gradient=False, matrix=True)
+        return y_TO if bias_O is None else y_TO.add_(bias_O)
+
+    def input_gradient(self, dy_TO: Tensor, matrix_OI: Tensor) -> Tensor:
+        """dy W, [T, I]."""
+        if self.eight is None or not self.eight.takes(*matrix_OI.shape):
+            return product(dy_TO, matrix_OI)
+        return self.eight.product(dy_TO, matrix_OI.t(), gradient=True, matrix=True)
+
+    def add_weight_gradient(self, weight: Parameter, dy_TO: Tensor, x_TI: Tensor) -> None:
+        """Add dy^T x to the gradient of a weight."""
+        if self.eight is None or not self.eight.takes(dy_TO.shape[1], x_TI.shape[1]):
+            weight.add_product(dy_TO, x_TI)
+        elif not weight.frozen:
+            weight.add(self.eight.weight_gradient(dy_TO, x_TI).view(weight.box.shape))
 
     def fill(self, x_T: Tensor, value: float = 0) -> Tensor:
         """[tokens, ...] to [filled, ...]."""
@@ -135,27 +165,27 @@ def make_frame(
     experts: Places,
     scale: float,
     tally: Tally,
+    kernels: Kernels = NO_KERNELS,
+    eight: EightBits | None = None,
 ) -> Frame:
     """The frame of `microbatch`. `dropout_key` is a function of seed and step; None in evaluation
     and when nothing is random."""
     batch, length = microbatch.tokens_BS.shape
     rotary = None
     if model.position == "rotary":
-        rotary = Rotary(model, positions_of(microbatch), dtype)
+        rotary = Rotary(model, positions_of(microbatch), dtype, kernels)
     sight = _sight(model.window, microbatch, length * context.size)
-    mask, circle = None, None
+    circle = None
     if context.ring.size > 1:
-        circle = Circle(context.ring, length * context.heads.size, sight)
-    elif sight.narrow:
-        everything = torch.arange(length * context.size, device=microbatch.tokens_BS.device)
-        mask = sight.mask(everything, everything)
+        circle = Circle(context.ring, length * context.heads.size, sight, kernels)
+    among = Among(sight, batch, length * context.size, microbatch.tokens_BS.device)
     frame = Frame(
         batch,
         length,
         tensor,
         context,
         rotary,
-        mask,
+        among,
         circle,
         None,
         selective,
@@ -165,6 +195,8 @@ def make_frame(
         experts,
         scale,
         tally,
+        kernels=kernels,
+        eight=eight,
     )
     if dropout_key is None:
         return frame
@@ -182,10 +214,11 @@ def positions_of(microbatch: Microbatch) -> Tensor:
 
 
 def _sight(window: int | None, microbatch: Microbatch, whole: int) -> Sight:
-    """What is seen of samples of `whole` tokens, the filling among them a document of its own."""
+    """What is seen of samples of `whole` tokens, the filling behind them a document of its own,
+    numbered after all others."""
     if window is not None and window >= whole:
         window = None
     documents = microbatch.documents_BS
     if documents is not None:
-        documents = F.pad(documents, (0, whole - documents.shape[1]), value=-1)
+        documents = F.pad(documents, (0, whole - documents.shape[1]), value=_FILLING)
     return Sight(window, documents)

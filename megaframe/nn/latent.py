@@ -21,7 +21,7 @@ from megaframe.comm import Group, all_gather, reduce_scatter
 from megaframe.config import Latent, Model
 from megaframe.nn.attention import attention
 from megaframe.nn.frame import Frame
-from megaframe.nn.linear import Elementwise, Linear
+from megaframe.nn.linear import Elementwise, Linear, as_it_is
 from megaframe.nn.norm import Norm
 from megaframe.nn.rotary import scores_factor
 from megaframe.parameter import Module
@@ -75,7 +75,7 @@ class LatentAttention(Module):
         """[rows, hidden], normalised by `norm`, to the same shape. On a tensor axis each rank has
         some of the heads, and all tokens."""
         if not frame.selective:
-            x, norm = norm(x), _as_it_is  # once for two products
+            x, norm = norm(x, frame.kernels), as_it_is  # once for two products
         query, kv, key_rotated = self._heads(x, norm, frame)
         assert frame.rotary is not None, "the config is refused without rotary positions"
         query_BSND = frame.rotary(query)
@@ -119,7 +119,3 @@ class _GatherRows(torch.autograd.Function):
 
 def _norm(name: str, model: Model, width: int) -> Norm:
     return Norm(name, width, kind="rmsnorm", eps=model.norm_eps, bias=False)
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from megaframe.comm import Pending, all_gather, reduce_scatter, symmetric
+from megaframe.kernels import Kernels
 from megaframe.nn.frame import Frame
 from megaframe.nn.parts import Whole, arrived, gather, split
 from megaframe.parameter import Module, Parameter
-from megaframe.product import product
 from megaframe.spec import Constant, Normal, ParamSpec
 
-Elementwise = Callable[[Tensor], Tensor]
-"""Something cheap between two matrix products: a norm or an activation."""
+Elementwise = Callable[[Tensor, Kernels], Tensor]
+"""Something cheap between two matrix products, a norm or an activation, by these kernels."""
 
 
 class Linear(Module):
@@ -74,7 +74,7 @@ class Linear(Module):
         """
         if frame.selective:
             return _Linear.apply(x, self, frame, before)
-        return self.plain(before(x), frame)
+        return self.plain(before(x, frame.kernels), frame)
 
     def plain(self, x: Tensor, frame: Frame) -> Tensor:
         """x [rows, I] to [rows, O], inputs and outputs flattened."""
@@ -94,6 +94,11 @@ class Linear(Module):
             self.bias.add(dy_TO.sum(0).view(self.bias.box.shape))
 
 
+def as_it_is(x: Tensor, _: Kernels) -> Tensor:
+    """x, in the place of something cheap that was done before."""
+    return x
+
+
 class _Linear(torch.autograd.Function):
     """With a tensor axis, a column linear holds some outputs: it gathers the rows of all ranks
     first. A row linear holds some inputs, so that its product is a part of a sum: it is summed and
@@ -107,21 +112,25 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.linear, ctx.frame, ctx.before = linear, frame, before
-        group, weight, bias = frame.tensor, linear.matrix().t(), linear.flat_bias()
+        group, matrix, bias = frame.tensor, linear.matrix(), linear.flat_bias()
         if linear.whole:
-            return product(x if before is None else before(x), weight, bias)
+            return frame.forward_product(_made(x, before, frame), matrix, bias)
         if linear.column or group.size == 1:
-            x = x if before is None else before(x)
+            x = _made(x, before, frame)
             if not frame.symmetric:
                 y_TO = Whole(frame)
                 for part in gather(x, frame):
-                    y_TO.add(product(part, weight, bias))
+                    y_TO.add(frame.forward_product(part, matrix, bias))
                 return y_TO.rows
-            y = symmetric.gather_product(x, weight, group)
+            y = symmetric.gather_product(x, matrix.t(), group)
         elif frame.symmetric:
-            y = symmetric.product_scatter(x if before is None else before(x), weight, group)
+            y = symmetric.product_scatter(_made(x, before, frame), matrix.t(), group)
         else:
-            y = arrived(_scatter_product(x, weight, frame, before))
+
+            def of(part: Tensor) -> Tensor:
+                return frame.forward_product(_made(part, before, frame), matrix, None)
+
+            y = arrived(_scatter(x, of, frame))
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -133,7 +142,7 @@ class _Linear(torch.autograd.Function):
         if ctx.before is not None:
             x = x.detach().requires_grad_()
             with torch.enable_grad():
-                source = ctx.before(x)
+                source = ctx.before(x, frame.kernels)
         dx: Tensor | None
         if coming is not None:
             dx = _row_backward(linear, frame, dy, coming, source.detach())
@@ -147,15 +156,20 @@ class _Linear(torch.autograd.Function):
         return dx, None, None, None
 
 
+def _made(x: Tensor, before: Elementwise | None, frame: Frame) -> Tensor:
+    """What the product takes."""
+    return x if before is None else before(x, frame.kernels)
+
+
 def _whole_backward(linear: Linear, frame: Frame, dy: Tensor, x: Tensor) -> Tensor:
     """Nothing travels: the weight's gradient is summed over the ranks, as its spec says."""
 
     def weight() -> None:
-        linear.weight.add_product(dy, x)
+        frame.add_weight_gradient(linear.weight, dy, x)
         linear.add_bias_gradient(dy)
 
     frame.later.do(weight)
-    return product(dy, linear.matrix())
+    return frame.input_gradient(dy, linear.matrix())
 
 
 def _column_backward(linear: Linear, frame: Frame, dy: Tensor, x: Tensor) -> Tensor:
@@ -163,11 +177,11 @@ def _column_backward(linear: Linear, frame: Frame, dy: Tensor, x: Tensor) -> Ten
     and that is scattered while the weight's gradient is made."""
     group, later = frame.tensor, frame.later
     gathered = None if later.hold else all_gather(x, group)
-    scattered = _scatter_product(dy, linear.matrix(), frame)
+    scattered = _scatter(dy, lambda part: frame.input_gradient(part, linear.matrix()), frame)
 
     def weight() -> None:
         rows = (gathered or all_gather(x, group)).wait()
-        linear.weight.add_product(dy, rows)
+        frame.add_weight_gradient(linear.weight, dy, rows)
         linear.add_bias_gradient(dy)
 
     later.do(weight)
@@ -180,23 +194,18 @@ def _row_backward(
     """`coming` is `dy` of all ranks, whose first part was on its way while `x` was made."""
     dy_TO, dx = Whole(frame), Whole(frame)
     for part in coming:
-        dx.add(product(part, linear.matrix()))
+        dx.add(frame.input_gradient(part, linear.matrix()))
         dy_TO.add(part)
 
     def weight() -> None:
-        linear.weight.add_product(dy_TO.rows, x)
+        frame.add_weight_gradient(linear.weight, dy_TO.rows, x)
         linear.add_bias_gradient(dy)
 
     frame.later.do(weight)
     return dx.rows
 
 
-def _scatter_product(
-    x_TI: Tensor, right_IO: Tensor, frame: Frame, before: Elementwise | None = None
-) -> list[Pending[Tensor]]:
-    """before(x) times `right`, each part summed over the ranks and scattered as soon as it is made:
-    the parts of this rank's rows."""
-    return [
-        reduce_scatter(product(part if before is None else before(part), right_IO), frame.tensor)
-        for part in split(x_TI, frame)
-    ]
+def _scatter(x: Tensor, of: Callable[[Tensor], Tensor], frame: Frame) -> list[Pending[Tensor]]:
+    """What comes of each part of x, summed over the ranks and scattered as soon as it is made: the
+    parts of this rank's rows."""
+    return [reduce_scatter(of(part), frame.tensor) for part in split(x, frame)]

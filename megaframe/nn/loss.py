@@ -12,15 +12,16 @@ hidden.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from megaframe.comm import Group, all_gather, all_reduce, reduce_scatter
+from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.microbatch import IGNORE
 from megaframe.parameter import Parameter
-from megaframe.plan.memory import LOSS_CHUNK
+from megaframe.plan.memory import GPU_LOSS_CHUNK, LOSS_CHUNK
 from megaframe.product import product_into
 
 
@@ -51,6 +52,7 @@ def head_loss(
     options: LossOptions,
     scale: float | None,
     tensor: Group,
+    kernels: Kernels = NO_KERNELS,
 ) -> HeadResult:
     """Sum of the losses of all tokens whose label is not IGNORE.
 
@@ -60,7 +62,7 @@ def head_loss(
     """
     hidden_TH = all_gather(hidden_TH, tensor).wait()
     tokens, vocab = hidden_TH.shape[0], weight.value.shape[0]
-    rows = min(tokens, max(1, LOSS_CHUNK // vocab))
+    rows = min(tokens, max(1, chunk_of(hidden_TH.device) // vocab))
     buffer = hidden_TH.new_empty(rows, vocab)
     loss = torch.zeros((), dtype=torch.float64, device=hidden_TH.device)
     d_hidden = None if scale is None else torch.empty_like(hidden_TH)
@@ -71,8 +73,7 @@ def head_loss(
         valid = chunk_labels != IGNORE
         logits_TV = buffer[: len(chunk_labels)]
         product_into(logits_TV, chunk_TH, weight.value.t(), add=False)
-        targets = chunk_labels.clamp_min(0)
-        losses = _losses(logits_TV, targets, part, options, scale is not None)
+        losses = _losses(logits_TV, chunk_labels, part, options, scale is not None, kernels)
         loss += torch.where(valid, losses, 0.0).sum(dtype=torch.float64)
         if scale is not None and d_hidden is not None:
             product_into(d_hidden[piece], logits_TV, weight.value, scale=scale, add=False)
@@ -81,6 +82,11 @@ def head_loss(
     if d_hidden is not None:
         d_hidden = reduce_scatter(d_hidden, tensor).wait()
     return HeadResult(loss if tensor.index == 0 else torch.zeros_like(loss), d_hidden)
+
+
+def chunk_of(device: torch.device) -> int:
+    """Most logits that exist at once on a device."""
+    return LOSS_CHUNK if device.type == "cpu" else GPU_LOSS_CHUNK
 
 
 @dataclass(frozen=True)
@@ -93,9 +99,30 @@ class _Part:
 
 
 def _losses(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    part: _Part,
+    options: LossOptions,
+    gradient: bool,
+    kernels: Kernels,
+) -> Tensor:
+    """Loss of each token in at least fp32; with `gradient`, the logits become d(loss)/d(logits). Of
+    tokens without a label both mean nothing."""
+    join = None
+    if part.tensor.size > 1:
+
+        def join(partition_T: Tensor, label_T: Tensor) -> tuple[Tensor, Tensor]:
+            return _over_the_vocabulary(partition_T, label_T, part.tensor)
+
+    how = {**asdict(options), "start": part.start, "vocab": part.vocab, "join": join}
+    if run := kernels.find("loss", logits_TV, labels_T, **how, gradient=gradient):
+        return run(logits_TV, labels_T, **how, gradient=gradient)[0]
+    return _plain_losses(logits_TV, labels_T.clamp_min(0), part, options, gradient)
+
+
+def _plain_losses(
     logits_TV: Tensor, targets_T: Tensor, part: _Part, options: LossOptions, gradient: bool
 ) -> Tensor:
-    """Loss of each token in at least fp32; with `gradient`, the logits become d(loss)/d(logits)."""
     slope = None
     if options.softcap is not None:
         logits_TV.div_(options.softcap).tanh_()

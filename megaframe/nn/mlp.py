@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.config import Model
+from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.nn.frame import Frame
 from megaframe.nn.linear import Elementwise, Linear
 from megaframe.parameter import Module
@@ -44,8 +45,14 @@ class MLP(Module):
         return self.down(up, partial(activate, self.activation), frame)
 
 
-def activate(kind: str, x: Tensor) -> Tensor:
+def activate(kind: str, x: Tensor, kernels: Kernels = NO_KERNELS) -> Tensor:
     """x [..., F] to [..., F]; for swiglu x [..., 2F] = (gate, up) to silu(gate) * up [..., F]."""
+    if run := kernels.find("activation", x, kind):
+        return run(x, kind)
+    return kernels.piece(_activated)(kind, x)
+
+
+def _activated(kind: str, x: Tensor) -> Tensor:
     if kind == "swiglu":
         return _SwiGLU.apply(x)
     if kind == "relu2":

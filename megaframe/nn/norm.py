@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.parameter import Module, Parameter
 from megaframe.spec import Constant, ParamSpec
 
@@ -26,12 +27,37 @@ class Norm(Module):
         if bias and kind == "layernorm":
             self.bias = Parameter(ParamSpec(f"{name}.bias", (width,), Constant(0.0), role="bias"))
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, kernels: Kernels = NO_KERNELS) -> Tensor:
         """x [..., width] to the same shape."""
-        if self.kind == "rmsnorm":
-            return _RMSNorm.apply(x, self.gain.use(), self.eps)
+        gain = self.gain.use()
         bias = None if self.bias is None else self.bias.use()
-        return F.layer_norm(x, (self.width,), self.gain.use(), bias, self.eps)
+        how = {"kind": self.kind, "eps": self.eps}
+        if run := kernels.find("norm", x, gain, bias, **how):
+            return run(x, gain, bias, **how)[0]
+        return kernels.piece(normalised)(x, gain, bias, self.kind, self.eps)
+
+    def of_sum(self, x: Tensor, branch: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        """The normalised sum, and the sum, both [..., width]."""
+        gain = self.gain.use()
+        bias = None if self.bias is None else self.bias.use()
+        how = {"kind": self.kind, "eps": self.eps}
+        if run := kernels.find("norm", branch, gain, bias, x, **how):
+            return run(branch, gain, bias, x, **how)
+        return kernels.piece(_normalised_sum)(x, branch, gain, bias, self.kind, self.eps)
+
+
+def normalised(x: Tensor, gain: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:
+    """As `Norm`, in plain code."""
+    if kind == "rmsnorm":
+        return _RMSNorm.apply(x, gain, eps)
+    return F.layer_norm(x, gain.shape, gain, bias, eps)
+
+
+def _normalised_sum(
+    x: Tensor, branch: Tensor, gain: Tensor, bias: Tensor | None, kind: str, eps: float
+) -> tuple[Tensor, Tensor]:
+    total = x + branch
+    return normalised(total, gain, bias, kind, eps), total
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -13,19 +13,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from megaframe.comm import Pending, Ring, pass_on
+from megaframe.kernels import NO_KERNELS, Kernels
+from megaframe.nn.among import spans_of, tile_backward_by_kernel, tile_by_kernel
 from megaframe.nn.tiles import Sight, attend, attend_backward, merge
+
+if TYPE_CHECKING:
+    from megaframe_kernels.spans import Spans
 
 _HALVES = {(0,): (0, 1), (1,): (1, 2), (0, 1): (0, 2)}
 """First and last end of the pieces of a rank that follow one another, in pieces."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tile:
     """Queries of this rank against keys of another: the places of both among the rank's tokens.
     kind: whether all is seen, or what comes before, or what a mask says."""
@@ -39,8 +44,11 @@ class Circle:
     """What this rank computes of samples that a ring divides. length: tokens of a sample that each
     rank has, two pieces."""
 
-    def __init__(self, ring: Ring, length: int, sight: Sight) -> None:
-        self.ring, self.sight = ring, sight
+    def __init__(
+        self, ring: Ring, length: int, sight: Sight, kernels: Kernels = NO_KERNELS
+    ) -> None:
+        self.ring, self.sight, self.kernels = ring, sight, kernels
+        self._found: dict[tuple[Tile, int], Spans] = {}
         self.piece = length // 2
         self._spans = None if sight.documents_BS is None else self._find_spans(sight.documents_BS)
         self._window = sight.window or length * ring.size
@@ -56,6 +64,47 @@ class Circle:
             return None
         queries = self._places(self.ring.index, device)[tile.queries]
         return self.sight.mask(queries, self._places(there, device)[tile.keys])
+
+    def spans(self, tile: Tile, there: int, batch: int, device: torch.device) -> Spans:
+        """The mask of a tile as runs of keys, linear in the length; kept for all blocks."""
+        if (tile, there) not in self._found:
+            queries = self._places(self.ring.index, device)[tile.queries]
+            keys = self._places(there, device)[tile.keys]
+            sight = self.sight if tile.kind == "masked" else Sight(None, None)
+            causal = tile.kind != "all"
+            self._found[tile, there] = spans_of(sight, batch, queries, keys, causal=causal)
+        return self._found[tile, there]
+
+    def attend(
+        self, tile: Tile, there: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """A tile, as `tiles.attend` has it."""
+
+        def spans() -> Spans:
+            return self.spans(tile, there, query.shape[0], query.device)
+
+        made = tile_by_kernel(self.kernels, query, key, value, spans, scale)
+        if made is not None:
+            return made
+        mask, causal = self.mask(tile, there, query.device), tile.kind == "causal"
+        return attend(query, key, value, mask, causal=causal, scale=scale)
+
+    def attend_backward(
+        self, tile: Tile, there: int, d_out: Tensor, *rest: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What it adds to gradients, as `tiles.attend_backward` has it."""
+        device = d_out.device
+
+        def spans() -> Spans:
+            return self.spans(tile, there, d_out.shape[0], device)
+
+        query, key, value, out, lse = rest
+        given = (d_out, query, key, value, out, lse)
+        made = tile_backward_by_kernel(self.kernels, *given, spans, scale)
+        if made is not None:
+            return made
+        mask, causal = self.mask(tile, there, device), tile.kind == "causal"
+        return attend_backward(*given, mask, causal=causal, scale=scale)
 
     def _places(self, rank: int, device: torch.device) -> Tensor:
         """Where in the sample the tokens of a ring rank are."""
@@ -133,10 +182,9 @@ class _RingAttention(torch.autograd.Function):
         lse = out.new_full((batch, heads, length), -math.inf)
         for there, visiting in _around(kv, circle.ring):
             for tile in circle.tiles(there):
-                mask, rows = circle.mask(tile, there, query.device), tile.queries
+                rows = tile.queries
                 key, value = _halves(visiting[:, tile.keys], width)
-                causal = tile.kind == "causal"
-                part = attend(query[:, rows], key, value, mask, causal=causal, scale=scale)
+                part = circle.attend(tile, there, query[:, rows], key, value, scale)
                 merge(out[:, rows], lse[:, :, rows], *part)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, kv, out, lse)
@@ -153,14 +201,14 @@ class _RingAttention(torch.autograd.Function):
             d_kv = torch.zeros_like(kv, dtype=lse.dtype)
             for tile in circle.tiles(there):
                 rows = tile.queries
-                d_rows, d_key, d_value = attend_backward(
+                d_rows, d_key, d_value = circle.attend_backward(
+                    tile,
+                    there,
                     d_out[:, rows],
                     query[:, rows],
                     *_halves(visiting[:, tile.keys], width),
                     out[:, rows],
                     lse[:, :, rows],
-                    circle.mask(tile, there, query.device),
-                    causal=tile.kind == "causal",
                     scale=ctx.scale,
                 )
                 d_query[:, rows] += d_rows

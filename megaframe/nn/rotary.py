@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megaframe.config import Model, RotaryScaling
+from megaframe.kernels import NO_KERNELS, Kernels
 
 
 def frequencies(model: Model) -> tuple[Tensor, float]:
@@ -74,8 +75,15 @@ def _yarn(plain: Tensor, scaling: RotaryScaling, base: float) -> Tensor:
 class Rotary:
     """Cosine and sine of the rotation at each position, in the type of the activations."""
 
-    def __init__(self, model: Model, positions: Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: Model,
+        positions: Tensor,
+        dtype: torch.dtype,
+        kernels: Kernels = NO_KERNELS,
+    ) -> None:
         """positions: int64 [S] or [B, S]."""
+        self._kernels = kernels
         rate, factor = frequencies(model)
         angle = positions.to(torch.float64)[..., None] * rate.to(positions.device)
         self.cos = (angle.cos() * factor).to(dtype).unsqueeze(-2)
@@ -83,11 +91,17 @@ class Rotary:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [B, S, N, head_dim], its leading dims rotated."""
-        width = 2 * self.cos.shape[-1]
-        if width == x.shape[-1]:
-            return _Rotate.apply(x, self.cos, self.sin)
-        rotated = _Rotate.apply(x[..., :width], self.cos, self.sin)
-        return torch.cat((rotated, x[..., width:]), -1)
+        tables = self.cos.squeeze(-2), self.sin.squeeze(-2)
+        if run := self._kernels.find("rotary", x, *tables):
+            return run(x, *tables)
+        return self._kernels.piece(_rotated)(x, self.cos, self.sin)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    width = 2 * cos.shape[-1]
+    if width == x.shape[-1]:
+        return _Rotate.apply(x, cos, sin)
+    return torch.cat((_Rotate.apply(x[..., :width], cos, sin), x[..., width:]), -1)
 
 
 class _Rotate(torch.autograd.Function):

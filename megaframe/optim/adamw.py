@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.optim.elementwise import Elementwise, Rates
 from megaframe.optim.moments import Keeping
 from megaframe.optim.rule import Step
@@ -29,15 +30,35 @@ class AdamW(Elementwise):
 
     whole = True
 
-    def __init__(self, weights: Tensor, options: AdamWOptions, keeping: Keeping) -> None:
+    def __init__(
+        self,
+        weights: Tensor,
+        options: AdamWOptions,
+        keeping: Keeping,
+        kernels: Kernels = NO_KERNELS,
+    ) -> None:
         moments = {"mean": keeping.signed, "square": keeping.square}
         super().__init__(weights, moments, away=keeping.away)
-        self.options = options
+        self.options, self._kernels = options, kernels
 
     def apply(
         self, weights: Tensor, grads: Tensor, moments: Mapping[str, Tensor], step: Step
     ) -> None:
         """As torch's AdamW, gradients divided first."""
+        given = (weights, grads, moments["mean"], moments["square"])
+        numbers = {
+            "lr": step.lr * self.options.rates.lr,
+            "beta1": self.options.beta1,
+            "beta2": self.options.beta2,
+            "eps": self.options.eps,
+            "weight_decay": self.options.rates.weight_decay,
+            "step": step.number,
+            "divisor": step.divisor,
+            "skip": step.skip,
+        }
+        if run := self._kernels.find("adamw", *given, **numbers):
+            run(*given, **numbers)
+            return
         scale: Tensor | None = step.divisor
         if weights.dtype == torch.float64:  # the fused kernel takes its divisor in fp32 only
             grads, scale = grads.div_(step.divisor), None

@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from megaframe.config import Optim, RunConfig
 from megaframe.config.numbers import either
 from megaframe.errors import UserError
+from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.mesh import Mesh
 from megaframe.optim.adamw import AdamW, AdamWOptions
 from megaframe.optim.balance import Balance
@@ -59,9 +60,9 @@ class Kind:
 class Choices:
     """Those of a run. Raises `UserError` for a pattern in `optim.frozen` that fits no parameter."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
+    def __init__(self, config: RunConfig, mesh: Mesh, kernels: Kernels = NO_KERNELS) -> None:
         optim = self._optim = config.optim
-        self._moe = config.model.moe
+        self._moe, self._kernels = config.model.moe, kernels
         self._precision = PRECISIONS[config.train.precision]
         self._frozen = frozen_names(config)
         self.owners = mesh.group("data_shard", "context", "tensor")
@@ -94,7 +95,7 @@ class Choices:
             return Balance(self._moe, bucket.spans)
         if kind.rule == "adamw":
             options = AdamWOptions(optim.beta1, optim.beta2, optim.eps, rates)
-            return AdamW(weights, options, self._keeping)
+            return AdamW(weights, options, self._keeping, self._kernels)
         if kind.rule == "lion":
             return Lion(weights, LionOptions(optim.beta1, optim.beta2, rates), self._keeping)
         speed = momentum_options(optim, rates)

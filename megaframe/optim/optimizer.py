@@ -21,6 +21,7 @@ from torch import Tensor
 from megaframe.comm import Group, Pending, all_reduce
 from megaframe.comm.landing import land
 from megaframe.config import RunConfig
+from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.mesh import EXPERT_SETS, Mesh
 from megaframe.optim.bucket import Bucket, Sharing
 from megaframe.optim.buffers import Buffers
@@ -87,10 +88,12 @@ class Optimizer:
         mesh: Mesh,
         stages: Mapping[int, Sequence[Module]],
         tied: Tied | None = None,
+        kernels: Kernels = NO_KERNELS,
     ) -> None:
+        self._kernels = kernels
         self._config, self._mesh, self._tied = config, mesh, tied
         self._optim, self._steps = config.optim, config.train.steps
-        self._choices = Choices(config, mesh)
+        self._choices = Choices(config, mesh, kernels)
         self._scale = LossScale(config)
         self._updates = 0
         self._last: Update | None = None
@@ -311,10 +314,21 @@ class Optimizer:
         pieces = [piece for _, piece in self._own_pieces]
         if not pieces:
             return torch.zeros(0, dtype=torch.float64, device=self._mesh.device)
+        found = [self._kernels.find("square_sum", piece) for piece in pieces]
+        if self._kernels.has("square_sum") and all(found):
+            sums = [run(p) for run, p in zip(found, pieces, strict=True) if run is not None]
+            return torch.stack(sums).sqrt()
         return torch.stack(torch._foreach_norm(pieces)).double()
 
     @cached_property
     def _own_pieces(self) -> list[tuple[str, Tensor]]:
+        """By the names that a piece is of; with a kernel one each bucket, which is one launch."""
+        if self._kernels.has("square_sum"):
+            return [
+                (",".join(p.spec.name for p in bucket.parameters), bucket.own_sums)
+                for bucket in self._trained()
+                if not bucket.replica and bucket.parameters[0].spec.role != "balance"
+            ]
         return [
             (parameter.spec.name, piece)
             for bucket in self._trained()

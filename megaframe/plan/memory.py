@@ -20,6 +20,9 @@ from megaframe.schedule import Action, Kind
 LOSS_CHUNK = 12_900_000
 """Most logits that exist at once. Fewer make fp32 products slower (docs/log.md)."""
 
+GPU_LOSS_CHUNK = 1 << 28
+"""The same on a GPU, whose products want many rows of few words."""
+
 WIDTH = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 """Bytes of a value or an activation, by `train.precision`."""
 

@@ -37,9 +37,19 @@ class Result:
         return weights
 
 
-def run(model, train=None, parallel=None, serial=False, ragged=False, packed=False, optim=None):
+def run(
+    model,
+    train=None,
+    parallel=None,
+    serial=False,
+    ragged=False,
+    packed=False,
+    optim=None,
+    kernels=None,
+):
     """This rank's part of two steps -> Result. ragged: samples, which then are microbatches of
-    their own, have four different lengths. packed: samples are several documents each."""
+    their own, have four different lengths. packed: samples are several documents each.
+    kernels: implementations by name."""
     config = RunConfig(
         model={"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.2, **model},
         train={
@@ -51,6 +61,7 @@ def run(model, train=None, parallel=None, serial=False, ragged=False, packed=Fal
         },
         optim={"lr": 0.01, "clip": 0.5, "warmup": 2, **(optim or {})},
         parallel=parallel or {},
+        kernels=kernels or {},
     )
     layout = Layout.from_parallel(config.parallel, world_size())
     mesh = Mesh(layout, device="cpu", serial=serial, timeout=60)
@@ -86,8 +97,10 @@ def global_batch(config, step):
     shape = (GLOBAL_BATCH, config.train.seq)
     tokens = torch.randint(0, config.model.vocab, shape, generator=generator)
     labels = torch.randint(0, config.model.vocab, shape, generator=generator)
-    labels[torch.rand(shape, generator=generator) < torch.linspace(0, 0.95, 8)[:, None]] = IGNORE
-    return Microbatch(tokens, labels, torch.arange(8) + step * GLOBAL_BATCH)
+    labels[
+        torch.rand(shape, generator=generator) < torch.linspace(0, 0.95, GLOBAL_BATCH)[:, None]
+    ] = IGNORE
+    return Microbatch(tokens, labels, torch.arange(GLOBAL_BATCH) + step * GLOBAL_BATCH)
 
 
 def with_documents(batch, step):

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megaframe.comm import ALONE, Group, all_gather
 from megaframe.comm.uneven import all_gather_uneven
-from megaframe.nn.moe.path import Choose, Exchange, Gather, Path, Pick, Step
+from megaframe.kernels import NO_KERNELS, Kernels
+from megaframe.nn.moe.path import Choose, Exchange, Gather, Path, Pick, Sort, Step
 from megaframe.spec import share
 
 SENT_NOWHERE = -1
@@ -42,16 +43,21 @@ class Places:
 @dataclass(frozen=True)
 class Route:
     """rows: from rows [R, ...] to those that this rank's experts get, expert after expert. gates:
-    the same of one number for each choice, from [R, K]. counts: rows of each expert."""
+    the same of one number for each choice, from [R, K]. counts: rows of each expert; or, on the
+    device, where those of each one end, int32 [E]."""
 
     rows: Path
     gates: Path
-    counts: list[int]
+    counts: list[int] | Tensor
 
 
-def route(chosen_RK: Tensor, experts: int, places: Places) -> Route:
+def route(chosen_RK: Tensor, experts: int, places: Places, kernels: Kernels = NO_KERNELS) -> Route:
     """The way of every row to the experts that it chose, or `SENT_NOWHERE`; all ranks of the expert
-    axis make theirs at once."""
+    axis make theirs at once. kernels: none where choices may be dropped."""
+    if places.axis.size == 1 and places.inside.size == 1:
+        chosen = chosen_RK.int()
+        if run := kernels.find("expert_order", chosen, experts):
+            return _sorted_here(*run(chosen, experts), kernels)
     return _KINDS[places.kind](_Choice(chosen_RK, experts, places))
 
 
@@ -80,6 +86,13 @@ class _Choice:
     @property
     def choices(self) -> int:
         return self.chosen_RK.shape[1]
+
+
+def _sorted_here(order_P: Tensor, places_RK: Tensor, ends_E: Tensor, kernels: Kernels) -> Route:
+    """All experts are here, and nobody waits for their numbers of rows."""
+    rows, choices = places_RK.shape
+    sort = Sort(order_P, places_RK, kernels)
+    return Route([sort], [Choose(order_P.long(), rows, choices)], ends_E)
 
 
 def _direct(choice: _Choice) -> Route:

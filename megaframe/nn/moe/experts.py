@@ -10,6 +10,7 @@ Shape legend: N rows of all experts of this rank, I inputs, O outputs, F inner w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -23,7 +24,7 @@ from megaframe.config import Model, Moe
 from megaframe.nn.frame import Frame
 from megaframe.nn.mlp import activate
 from megaframe.parameter import Module, Parameter
-from megaframe.product import product, product_into
+from megaframe.product import product_into
 from megaframe.spec import Normal, ParamSpec
 
 
@@ -62,9 +63,10 @@ class Experts(Module):
         )
 
     def __call__(
-        self, x_NH: Tensor, gates_N: Tensor, counts: Sequence[int], frame: Frame
+        self, x_NH: Tensor, gates_N: Tensor, counts: Sequence[int] | Tensor, frame: Frame
     ) -> Tensor:
-        """x [N, hidden], counts[i] rows of expert i, times the gates, to the same shape."""
+        """x [N, hidden], counts[i] rows of expert i (or where they end, as `Route` has them), times
+        the gates, to the same shape."""
         return _Experts.apply(x_NH, gates_N, self, counts, frame)
 
 
@@ -78,39 +80,40 @@ class _Experts(torch.autograd.Function):
         x_NH: Tensor,
         gates_N: Tensor,
         experts: Experts,
-        counts: Sequence[int],
+        counts: Sequence[int] | Tensor,
         frame: Frame,
     ) -> Tensor:
-        up_EOH, down_EHF = _matrices(experts.up, counts), _matrices(experts.down, counts)
-        pieces = _pieces(x_NH, up_EOH, down_EHF, counts)
+        up_EOH, down_EHF = _matrices(experts.up), _matrices(experts.down)
+        pieces = _pieces(x_NH, up_EOH, down_EHF, counts, frame)
         y_NH, ups = torch.empty_like(x_NH), []
         for piece in pieces:
-            up = piece.product(x_NH[piece.rows], up_EOH[piece.experts].mT)
-            inner = activate(experts.activation, up).mul_(gates_N[piece.rows, None])
-            piece.product_into(y_NH[piece.rows], inner, down_EHF[piece.experts].mT)
+            up = piece.product(x_NH[piece.rows], up_EOH[piece.experts])
+            active = activate(experts.activation, up, frame.kernels)
+            inner = active.mul_(gates_N[piece.rows, None])
+            piece.product_into(y_NH[piece.rows], inner, down_EHF[piece.experts])
             ups.append(up)
         ctx.save_for_backward(x_NH, gates_N, *ups)
-        ctx.experts, ctx.counts, ctx.frame, ctx.pieces = experts, counts, frame, pieces
+        ctx.experts, ctx.frame, ctx.pieces = experts, frame, pieces
         return y_NH
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x_NH, gates_N, *ups), dy_NH = ctx.saved_tensors, gradients[0].contiguous()
-        experts, counts, pieces = ctx.experts, ctx.counts, ctx.pieces
-        up_EOH, down_EHF = _matrices(experts.up, counts), _matrices(experts.down, counts)
+        experts, kernels, pieces = ctx.experts, ctx.frame.kernels, ctx.pieces
+        up_EOH, down_EHF = _matrices(experts.up), _matrices(experts.down)
         dx_NH, dgates_N = torch.empty_like(x_NH), torch.empty_like(gates_N)
         inners, d_ups = [], []
         for piece, up in zip(pieces, ups, strict=True):
             rows = piece.rows
-            d_inner = piece.product(dy_NH[rows], down_EHF[piece.experts])
+            d_inner = piece.back(dy_NH[rows], down_EHF[piece.experts])
             up = up.detach().requires_grad_()
             with torch.enable_grad():
-                active = activate(experts.activation, up)
+                active = activate(experts.activation, up, kernels)
             gates_n1 = gates_N[rows, None]
             inners.append(active.detach() * gates_n1)
             torch.linalg.vecdot(d_inner, active.detach(), out=dgates_N[rows])
             (d_up,) = torch.autograd.grad(active, up, d_inner.mul_(gates_n1))
-            piece.product_into(dx_NH[rows], d_up, up_EOH[piece.experts])
+            piece.back_into(dx_NH[rows], d_up, up_EOH[piece.experts])
             d_ups.append(d_up)
 
         def weights() -> None:
@@ -119,51 +122,107 @@ class _Experts(torch.autograd.Function):
                 (experts.down, [dy_NH[piece.rows] for piece in pieces], inners),
             ):
                 if len(pieces) == 1 and (ends := pieces[0].ends) is not None:
-                    parameter.add_grouped(lefts[0], rights[0], ends)
+                    parameter.add_grouped(lefts[0], rights[0], ends, kernels)
                 else:
-                    parameter.add_products(counts, lefts, rights)
+                    _add_products(parameter, pieces, lefts, rights, ctx.frame)
 
         ctx.frame.later.do(weights)
         return dx_NH, dgates_N, None, None, None
 
 
-def _matrices(weight: Parameter, counts: Sequence[int]) -> Tensor:
+def _matrices(weight: Parameter) -> Tensor:
     """[experts, outputs, inputs]."""
-    return weight.value.view(len(counts), -1, weight.value.shape[-1])
+    value = weight.value
+    return value.view(value.shape[0], -1, value.shape[-1])
+
+
+def _add_products(
+    weight: Parameter,
+    pieces: Sequence[_Piece],
+    lefts_nO: Sequence[Tensor],
+    rights_nI: Sequence[Tensor],
+    frame: Frame,
+) -> None:
+    """Add each expert's part of the gradient of a weight."""
+    experts, eight = weight.value.shape[0], frame.eight
+    counts = [0] * experts
+    for piece in pieces:
+        counts[piece.experts] = piece.rows.stop - piece.rows.start
+    widths = math.prod(weight.value.shape[1:-1]), weight.value.shape[-1]
+    if eight is None or not eight.takes(*widths):
+        weight.add_products(counts, lefts_nO, rights_nI)
+    elif not weight.frozen:
+        made = weight.value.new_zeros((experts, *widths))
+        for piece, left, right in zip(pieces, lefts_nO, rights_nI, strict=True):
+            made[piece.experts] = eight.weight_gradient(left, right)
+        weight.add(made.view(weight.box.shape))
 
 
 @dataclass(frozen=True)
 class _Piece:
     """Rows that are multiplied at once: of one expert, or of all, where each one's `ends` [E]."""
 
-    experts: int | slice
+    frame: Frame
+    experts: Any
     rows: slice
     ends: Tensor | None = None
 
-    def product(self, left_nK: Tensor, right: Tensor) -> Tensor:
-        """Rows times the matrix [K, M] of their expert, or matrices [E, K, M]."""
+    def product(self, x_nI: Tensor, matrix: Tensor) -> Tensor:
+        """Rows times the transposed matrix [O, I] of their expert, or matrices [E, O, I]."""
         if self.ends is None:
-            return product(left_nK, right)
-        return F.grouped_mm(left_nK, right, offs=self.ends)
+            return self.frame.forward_product(x_nI, matrix, None)
+        return self._grouped(x_nI, matrix)
 
-    def product_into(self, out_nM: Tensor, left_nK: Tensor, right: Tensor) -> None:
+    def product_into(self, out_nO: Tensor, x_nI: Tensor, matrix: Tensor) -> None:
         """The same, to where it belongs."""
-        if self.ends is None:
-            product_into(out_nM, left_nK, right, add=False)
+        if self.ends is None and self.frame.eight is None:
+            product_into(out_nO, x_nI, matrix.t(), add=False)
         else:
-            out_nM.copy_(self.product(left_nK, right))
+            out_nO.copy_(self.product(x_nI, matrix))
+
+    def back(self, dy_nO: Tensor, matrix: Tensor) -> Tensor:
+        """Rows times the matrix [O, I] of their expert, or matrices [E, O, I]."""
+        if self.ends is None:
+            return self.frame.input_gradient(dy_nO, matrix)
+        return self._grouped(dy_nO, matrix.mT)
+
+    def back_into(self, out_nI: Tensor, dy_nO: Tensor, matrix: Tensor) -> None:
+        """The same, to where it belongs."""
+        if self.ends is None and self.frame.eight is None:
+            product_into(out_nI, dy_nO, matrix, add=False)
+        else:
+            out_nI.copy_(self.back(dy_nO, matrix))
+
+    def _grouped(self, rows: Tensor, matrices_ENK: Tensor) -> Tensor:
+        given = rows, matrices_ENK, self.ends
+        if run := self.frame.kernels.find("grouped_product", *given):
+            return run(*given)
+        return F.grouped_mm(rows, matrices_ENK.mT, offs=self.ends)
 
 
-def _pieces(x_NH: Tensor, up: Tensor, down: Tensor, counts: Sequence[int]) -> list[_Piece]:
-    if grouped(x_NH, up.shape[1], down.shape[2]):
-        ends = torch.tensor(counts, device=x_NH.device).cumsum(0, dtype=torch.int32)
-        return [_Piece(slice(None), slice(None), ends)]
+def _pieces(
+    x_NH: Tensor, up: Tensor, down: Tensor, counts: Sequence[int] | Tensor, frame: Frame
+) -> list[_Piece]:
+    by_torch = grouped(x_NH, up.shape[1], down.shape[2])
+    if frame.eight is None and (by_torch or frame.kernels.has("grouped_product")):
+        ends = _ends(x_NH, counts)
+        if by_torch or frame.kernels.find("grouped_product", x_NH, up, ends):
+            return [_Piece(frame, slice(None), slice(None), ends)]
+    if isinstance(counts, Tensor):
+        counts = counts.diff(prepend=counts.new_zeros(1)).tolist()
     found, start = [], 0
     for expert, count in enumerate(counts):
         if count:
-            found.append(_Piece(expert, slice(start, start + count)))
+            found.append(_Piece(frame, expert, slice(start, start + count)))
         start += count
     return found
+
+
+def _ends(x_NH: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
+    """Where the rows of each expert end, int32 [E]."""
+    if isinstance(counts, Tensor):
+        return counts
+    return torch.tensor(counts, device=x_NH.device).cumsum(0, dtype=torch.int32)
 
 
 def grouped(x_NH: Tensor, *widths: int) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from megaframe.config import Model, Moe
+from megaframe.kernels import NO_KERNELS
 from megaframe.nn.frame import Frame
-from megaframe.nn.linear import Elementwise
+from megaframe.nn.linear import Elementwise, as_it_is
 from megaframe.nn.mlp import MLP
 from megaframe.nn.moe.dispatch import route
 from megaframe.nn.moe.experts import Experts
@@ -29,17 +30,15 @@ class MixtureOfExperts(Module):
 
     def __call__(self, x: Tensor, norm: Elementwise, frame: Frame) -> Tensor:
         """x [rows, hidden], normalised by `norm`, to the same shape."""
-        normed = norm(x)
+        normed = norm(x, frame.kernels)
         chosen, gates = self.router(normed, frame)
-        way = route(chosen, self.router.moe.experts, frame.experts)
+        moe = self.router.moe
+        kernels = NO_KERNELS if moe.capacity else frame.kernels  # which know of no dropped choices
+        way = route(chosen, moe.experts, frame.experts, kernels)
         going = there(way.rows, frame.turn)
         ticket = going.depart(normed)
         weights = there(way.gates, frame.turn).cross(gates)
-        shared = None if self.shared is None else self.shared(normed, _same, frame)
+        shared = None if self.shared is None else self.shared(normed, as_it_is, frame)
         made = self.experts(going.arrive(ticket), weights, way.counts, frame)
         out = back(way.rows, frame.turn).cross(made)
         return out if shared is None else out + shared
-
-
-def _same(x: Tensor) -> Tensor:
-    return x

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megaframe.comm import Group, Pending
 from megaframe.comm.uneven import all_gather_uneven, all_to_all_uneven, reduce_scatter_uneven
+from megaframe.kernels import Kernels
 from megaframe.nn.turns import Turn
 
 
@@ -55,6 +56,28 @@ class Pick:
             self._order, y.reshape(len(y), -1), self._ends, mode="sum", include_last_offset=True
         )
         return Pending(sums.view(self.rows, *y.shape[1:]))
+
+
+class Sort:
+    """Each row at the places of its choices, of which `order` [P] says which one is at a place, and
+    `places` [R, K] the place of each; back, the sum of what is at them."""
+
+    travels = False
+
+    def __init__(self, order_P: Tensor, places_RK: Tensor, kernels: Kernels) -> None:
+        self._order, self._places, self._kernels = order_P, places_RK, kernels
+
+    def there(self, x: Tensor) -> Pending[Tensor]:
+        given = x, self._order, self._places
+        if run := self._kernels.find("permute", *given):
+            return Pending(run(*given))
+        return Pending(x.index_select(0, self._order // self._places.shape[1]))
+
+    def back(self, y: Tensor) -> Pending[Tensor]:
+        given = y, None, self._order, self._places
+        if run := self._kernels.find("unpermute", *given):
+            return Pending(run(*given))
+        return Pending(y[self._places].sum(1))
 
 
 class Choose:

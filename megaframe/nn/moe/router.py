@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megaframe.comm import all_reduce
 from megaframe.config import Model, Moe
+from megaframe.kernels import Kernels
 from megaframe.nn.frame import Frame
 from megaframe.nn.moe.dispatch import SENT_NOWHERE
 from megaframe.parameter import Module, Parameter
@@ -50,17 +51,34 @@ class Router(Module):
         logits_RE = _Logits.apply(x_RH, self.weight, frame)
         sigmoid = moe.score == "sigmoid"
         scores_RE = logits_RE.sigmoid() if sigmoid else logits_RE.softmax(-1)
-        with torch.no_grad():
-            chosen_RK = self._choose(scores_RE)
-        gates_RK = scores_RE.gather(1, chosen_RK)
-        if moe.normalise:
-            gates_RK = gates_RK / gates_RK.sum(-1, keepdim=True).clamp_min(1e-20)
+        chosen_RK, gates_RK = self._by_kernel(logits_RE, frame.kernels) or self._plain(scores_RE)
         gates_RK = gates_RK * moe.scale
         if torch.is_grad_enabled():
             gates_RK = self._balanced(logits_RE, scores_RE, gates_RK, chosen_RK, frame)
         if moe.capacity is not None:
             chosen_RK = self._limited(chosen_RK, gates_RK, frame)
         return chosen_RK, gates_RK.to(x_RH.dtype)
+
+    def _by_kernel(self, logits_RE: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor] | None:
+        """Choices and their weights, None where there is no kernel for them."""
+        moe = self.moe
+        if moe.top_groups < moe.groups:
+            return None
+        given = logits_RE, moe.top_k, self.balance.value if moe.balance == "bias" else None
+        how = {"score": moe.score, "normalise": moe.normalise}
+        run = kernels.find("router", *given, **how)
+        if run is None:
+            return None
+        gates_RK, chosen_RK = run(*given, **how)
+        return chosen_RK.long(), gates_RK
+
+    def _plain(self, scores_RE: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            chosen_RK = self._choose(scores_RE)
+        gates_RK = scores_RE.gather(1, chosen_RK)
+        if self.moe.normalise:
+            gates_RK = gates_RK / gates_RK.sum(-1, keepdim=True).clamp_min(1e-20)
+        return chosen_RK, gates_RK
 
     def _choose(self, scores_RE: Tensor) -> Tensor:
         moe = self.moe

@@ -1,0 +1,138 @@
+"""A whole training step by Triton kernels, in Triton's interpreter, is as exact as the plain code
+in the same precision: dense and of experts, on one rank, on tensor ranks and on a ring.
+
+The truth is the same run in fp64. What plain code loses in fp32 is measured beside it, so that the
+tolerance is that of the precision and of nothing else.
+"""
+
+import pytest
+import torch
+import training
+from training import MODELS, run
+
+from megaframe.config.schema import Kernels as Section
+from megaframe.errors import UserError
+from megaframe.kernels import FAMILIES, Kernels
+
+MOE = {"experts": 4, "ffn": 6, "top_k": 2, "balance_loss": 0.1}
+SMALL = {"layers": 1, "heads": 2}
+SHAPES = {
+    "gpt2": {**MODELS["gpt2"], "logit_softcap": 3.0},
+    "llama": {**MODELS["llama"], "rotary_fraction": 0.5, "dropout": 0.1},
+    "window": {"norm": "rmsnorm", "activation": "relu2", "kv_heads": 1, "window": 4, "bias": True},
+    "moe": {"norm": "rmsnorm", "activation": "swiglu", "moe": {**MOE, "shared": 1}},
+}
+TRAIN = {"microbatch": 2, "precision": "fp32", "label_smoothing": 0.1, "z_loss": 0.01}
+OPTIM = {"eps": 0.01}  # else AdamW makes of a gradient that is nothing but rounding a whole step
+FORCED = {
+    key: "triton"
+    for key in FAMILIES
+    if key not in ("quantise", "scaled_product")  # which train.fp8 is for
+}
+ALWAYS = {"norm", "activation", "attention", "loss", "adamw", "square_sum"}
+EXPERTS = {"router", "grouped_product", "grouped_gradient"}
+LOCAL = {"expert_order", "permute", "unpermute"}
+RING = {"context": 2}
+CASES = [
+    ("gpt2", 1, {}, "selective", ALWAYS),
+    ("llama", 2, {"tensor": 2, "zero": 2}, "full", ALWAYS | {"rotary"}),
+    ("window", 2, RING, "none", ALWAYS | {"rotary", "attention_backward"}),
+    ("moe", 1, {}, "none", ALWAYS | EXPERTS | LOCAL),
+    ("moe", 2, {"tensor": 2, "expert": 2}, "none", ALWAYS | EXPERTS),
+]
+
+
+def run_small(*given):
+    """`run` of one step of few samples: the interpreter is slow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "GLOBAL_BATCH", 4)
+        patch.setattr(training, "STEPS", 1)
+        return run(*given)
+
+
+def run_by_kernels(*given):
+    """The same, and the names of the kernels that were found."""
+    found, find = set(), Kernels.find
+
+    def watched(self, name, *arguments, **options):
+        made = find(self, name, *arguments, **options)
+        found.update([name] if made else [])
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Kernels, "find", watched)
+        return run_small(*given), found
+
+
+@pytest.fixture(scope="module")
+def known(pool):
+    """The truth, and the plain run of each shape in fp32."""
+    return {
+        (name, precision): pool.run(1, run_small, *arguments(name, {}, "none", precision))[0]
+        for name in SHAPES
+        for precision in ("fp64", "fp32")
+    }
+
+
+def arguments(name, parallel, recompute, precision="fp32"):
+    packed = name in ("llama", "window")
+    train = {**TRAIN, "recompute": recompute, "precision": precision}
+    return {**SHAPES[name], **SMALL}, train, parallel, False, False, packed, OPTIM
+
+
+def errors(results, truth):
+    """Of losses, gradient norms, the evaluation and every weight and moment, beside their size."""
+    found = {}
+    for key in ("losses", "norms"):
+        mine, true = (torch.tensor(getattr(r, key)) for r in (results[0], truth))
+        found[key] = mine - true, true
+    found["evaluation"] = torch.tensor(results[0].evaluation - truth.evaluation), torch.ones(1)
+    for name in truth.weights:
+        true = truth.whole(name).double()
+        mine = torch.full_like(true, torch.nan)
+        for result in results:
+            for box, piece in result.weights.get(name, ()):
+                mine[box.slices] = piece.double()
+        found[name] = mine - true, true
+    return {name: (float(off.norm()), float(size.norm())) for name, (off, size) in found.items()}
+
+
+@pytest.mark.parametrize(("name", "ranks", "parallel", "recompute", "names"), CASES)
+def test_a_step_by_kernels_is_as_exact_as_the_plain_one(
+    name, ranks, parallel, recompute, names, pool, known
+):
+    given = arguments(name, parallel, recompute)
+    results = pool.run(ranks, run_by_kernels, *given, FORCED)
+    for _, found in results:
+        assert found == names | ({"rotary"} if SHAPES[name].get("position") != "learned" else set())
+    truth = known[name, "fp64"]
+    lost = errors([known[name, "fp32"]], truth)
+    for what, (error, size) in errors([result for result, _ in results], truth).items():
+        # Sums in another order: their errors are as large as those of plain sums, not the same.
+        allowed = 6 * lost[what][0] + 6 * torch.finfo(torch.float32).eps * size
+        assert error <= allowed, (what, error, lost[what], size)
+
+
+def test_the_keys_are_those_of_the_library():
+    from megaframe_kernels.registry import KERNELS
+
+    assert set(FAMILIES) == set(Section.model_fields)
+    for key, names in FAMILIES.items():
+        (values,) = (Section.model_fields[key].annotation.__args__,)
+        every = dict.fromkeys(n for name in names for n in KERNELS[name].names())
+        assert set(values) == {"auto", *every}, key
+
+
+@pytest.mark.parametrize(
+    ("kernels", "train", "message"),
+    [
+        ({"norm": "triton"}, {"precision": "fp64"}, "kernels.norm=triton cannot run here: .*64"),
+        ({"attention": "cudnn"}, {}, "kernels.attention=cudnn cannot run here: torch sees no GPU"),
+        ({"adamw": "apex"}, {}, "kernels.adamw=apex cannot run here"),
+    ],
+)
+def test_a_named_implementation_runs_or_is_an_error(kernels, train, message):
+    if torch.cuda.is_available():
+        pytest.skip("says of a machine without a GPU what it lacks")
+    with pytest.raises(UserError, match=message):
+        run(MODELS["llama"], {**TRAIN, **train}, kernels=kernels)
