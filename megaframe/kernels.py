@@ -74,13 +74,17 @@ class Kernels:
             raise UserError(f"{error}; use another, or {AUTO}") from None
         return None if run is choice.kernel.reference else run
 
-    def piece(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A piece of plain code between products and transfers, compiled where that is wanted."""
+    def piece(
+        self, function: Callable[..., Any], simply: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
+        """A piece of plain code between products and transfers; where that is wanted compiled, from
+        how it is said `simply`, without what makes it fast as it is."""
         if self._compiler is None:
             return function
-        if function not in self._compiled:
-            self._compiled[function] = self._compiler(function)
-        return self._compiled[function]
+        simply = simply or function
+        if simply not in self._compiled:
+            self._compiled[simply] = self._compiler(simply)
+        return self._compiled[simply]
 
 
 NO_KERNELS = Kernels()

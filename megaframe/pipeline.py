@@ -6,12 +6,14 @@ a pipeline is one of one rank and one stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor
 
+from megaframe.compiled import Compiled
 from megaframe.config import RunConfig
 from megaframe.engine import Engine, Outcome, Timer
 from megaframe.kernels import make_kernels
@@ -35,9 +37,11 @@ _KEPT = 32
 
 class Pipeline:
     """This rank's stages with their optimizer, and the engine that runs them. `schedule` is that of
-    a full batch; every one of the run has its `rank_of`."""
+    a full batch; every one of the run has its `rank_of`. tell: shows lines."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, time: Timer) -> None:
+    def __init__(
+        self, config: RunConfig, mesh: Mesh, time: Timer, tell: Callable[[str], None] = print
+    ) -> None:
         train, self._depth = config.train, config.model.mtp_depth
         full = train.global_batch // (train.microbatch * mesh.layout.data)
         self.schedule = step_schedule(config, full)
@@ -47,7 +51,7 @@ class Pipeline:
         self.context = Context(*mesh.divide_context(exchanging_ranks(config.parallel)))
         experts = _places(config, mesh)
         tensor = mesh.group("tensor")
-        kernels = make_kernels(config, mesh.device)
+        kernels = make_kernels(config, mesh.device, _compiler(config, tell))
         self.stages = build_stages(config, plans, tensor, self.context, experts, kernels)
         ends = rank_of[0], rank_of[-1]
         shared = config.model.tie_embeddings or config.model.mtp_depth > 0
@@ -108,6 +112,13 @@ def _places(config: RunConfig, mesh: Mesh) -> Places:
         mesh.group("context", "tensor"),
         config.parallel.dispatch,
     )
+
+
+def _compiler(
+    config: RunConfig, tell: Callable[[str], None]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+    backend = config.train.compile
+    return None if backend == "none" else partial(Compiled, backend=backend, tell=tell)
 
 
 def _links(rank_of: Sequence[int]) -> Iterator[tuple[int, int]]:

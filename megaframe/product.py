@@ -11,11 +11,15 @@ Shape legend: M rows, K summed over, N columns.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 PIECE_BYTES = 4 << 20
 """Size of the pieces in which a result is made that is then added or copied elsewhere."""
+GPU_PIECE_BYTES = 256 << 20
+"""The same on a GPU, where a piece is a product that fills it."""
 
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
@@ -40,6 +44,11 @@ def product_into(
 
     `out` may be of higher precision than the operands; its old content matters with `add` only.
     """
+    if left_MK.is_cuda and out_MN.dtype is torch.float32 and _sums_wide(left_MK.dtype):
+        beta = 1.0 if add else 0.0
+        wide = torch.ops.aten.addmm.dtype_out
+        wide(out_MN, left_MK, right_KN, torch.float32, beta=beta, alpha=scale, out=out_MN)
+        return
     if out_MN.dtype == left_MK.dtype and not _by_onednn(left_MK):
         beta = 1.0 if add else 0.0
         torch.addmm(out_MN, left_MK, right_KN, beta=beta, alpha=scale, out=out_MN)
@@ -47,7 +56,8 @@ def product_into(
     rows, columns = out_MN.shape
     by_rows = rows > columns
     short, long = sorted((rows, columns))
-    step = max(1, PIECE_BYTES // max(1, short * left_MK.element_size()))
+    size = PIECE_BYTES if left_MK.device.type == "cpu" else GPU_PIECE_BYTES
+    step = max(1, size // max(1, short * left_MK.element_size()))
     for start in range(0, long, step):
         piece = slice(start, start + step)
         if by_rows:
@@ -60,6 +70,21 @@ def product_into(
             into.copy_(made)
         else:
             torch.mul(made, scale, out=into)
+
+
+@lru_cache
+def _sums_wide(dtype: torch.dtype) -> bool:
+    """Whether torch adds a product of this type to fp32 sums in one operation on this GPU. The
+    first call tries; versions of torch before 2.10 may not."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    left = torch.ones(16, 16, dtype=dtype, device="cuda")
+    out = torch.ones(16, 16, dtype=torch.float32, device="cuda")
+    try:
+        torch.ops.aten.addmm.dtype_out(out, left, left, torch.float32, beta=1.0, alpha=2.0, out=out)
+    except (AttributeError, RuntimeError):
+        return False
+    return bool((out == 33.0).all())
 
 
 def _by_onednn(left: Tensor) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megaframe.comm import ALONE, Group, symmetric
+from megaframe.comm.shelf import Shelf, Stored
 from megaframe.config import RunConfig
 from megaframe.ending import Done, End, Kept, Values
 from megaframe.kernels import NO_KERNELS, Kernels
@@ -68,13 +69,13 @@ _HERE = Places()
 class Flight:
     """What a stage keeps of one microbatch between its forward and its backward.
 
-    inputs: the leaf that each block started from. outputs: what came of each block, None where it
-    runs again. embedded: output of the embedding. end: what the end keeps. left: what B leaves for
-    W.
+    inputs: the leaf that each block started from, maybe on the shelf. outputs: what came of each
+    block, None where it runs again. embedded: output of the embedding. end: what the end keeps.
+    left: what B leaves for W.
     """
 
     frame: Frame
-    inputs: list[Tensor] = field(default_factory=list)
+    inputs: list[Tensor | Stored] = field(default_factory=list)
     outputs: list[GradientEdge | None] = field(default_factory=list)
     embedded: GradientEdge | None = None
     end: Kept | None = None
@@ -123,6 +124,7 @@ class Stage:
         """Of the values of all units."""
         self._flights: dict[int, Flight] = {}
         self._tally = Tally()
+        self._away: Shelf | None = None
 
     def first(self, *, backward: bool) -> Module | None:
         """The unit whose values a pass needs first, None where it needs none."""
@@ -186,6 +188,8 @@ class Stage:
             with values(block), torch.set_grad_enabled(not again):
                 x = block(leaf, flight.frame)
             flight.outputs.append(None if again else get_gradient_edge(x))
+            if again and self.config.train.offload:
+                flight.inputs[-1] = self._shelf(leaf).store(leaf.detach())
         if self.end is None:
             return x.detach()
         loss, flight.end = self.end.forward(x, microbatch, flight.frame, scale, values)
@@ -226,7 +230,9 @@ class Stage:
             assert flight.end is not None
             gradient = self.end.backward(flight.end, values, finish)
         for block in reversed(self.blocks):
-            leaf, output = flight.inputs.pop(), flight.outputs.pop()
+            leaf, output = _taken(flight.inputs.pop()), flight.outputs.pop()
+            if flight.inputs and isinstance(before := flight.inputs[-1], Stored):
+                before.fetch()  # while this one is computed
             with values(block):
                 if output is None:
                     output = get_gradient_edge(block(leaf, frame))
@@ -278,6 +284,12 @@ class Stage:
                 x = block(x, frame)
         return x
 
+    def _shelf(self, x: Tensor) -> Shelf:
+        """Where inputs of blocks that run again are put away."""
+        if self._away is None:
+            self._away = Shelf(x.device)
+        return self._away
+
     def _values(self, units: Sequence[Module], following: Module | None = None) -> Values:
         """For a pass over `units`: a context in which the values of one are here, and those of the
         next one on their way; `following` is that of the last."""
@@ -315,6 +327,10 @@ class Stage:
             kernels=self.kernels,
             eight=self._eight,
         )
+
+
+def _taken(leaf: Tensor | Stored) -> Tensor:
+    return leaf.take().requires_grad_() if isinstance(leaf, Stored) else leaf
 
 
 def build_stages(

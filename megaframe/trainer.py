@@ -59,7 +59,7 @@ class Trainer:
         self._dropped = False
         self._new_state: list[str] = []
         timer = StepTimer()
-        self.pipeline = Pipeline(config, mesh, timer.time)
+        self.pipeline = Pipeline(config, mesh, timer.time, lambda text: self.meter.note(text))
         self.optimizer = self.pipeline.optimizer
         data = mesh.group("data")
         self.loader = Loader(config, data.index, data.size)
@@ -81,6 +81,8 @@ class Trainer:
             self.meter.note(line)
         if config.optim.offload and mesh.device.type == "cpu":
             self.meter.note("optim.offload=true does nothing on a CPU: all memory is the host's")
+        if config.train.offload and mesh.device.type == "cpu":
+            self.meter.note("train.offload=true does nothing on a CPU but copy")
         node = config.parallel.node_size or ranks_on_this_node()
         for warning in (crossing(config, mesh.layout, node), dropping(config.model)):
             if warning is not None:

@@ -32,7 +32,7 @@ def reference(
 ) -> tuple[Tensor, Tensor]:
     """Loss of each token, at least fp32 [T], and the logits, which with `gradient` have become that
     of the sum of the losses. Negative labels have no loss; options as of cross_entropy."""
-    options = {
+    options: dict[str, Any] = {
         "label_smoothing": label_smoothing,
         "z_loss": z_loss,
         "softcap": softcap,

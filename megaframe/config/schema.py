@@ -125,6 +125,12 @@ class Train(Section):
     recompute_blocks: NonNegative | tuple[NonNegative, ...] = 0
     """Blocks at the start of each stage (one number, or one per stage) that are computed again from
     their input whatever `recompute` says."""
+    offload: bool = False
+    """Keep the inputs of blocks that run again in host memory until then; on a CPU they are there
+    anyway."""
+    compile: Literal["none", "inductor", "aot_eager"] = "none"
+    """Compile what lies between products and transfers (norms, activations, rotation, sums) with
+    this backend of torch.compile, where `kernels` names nothing for it. aot_eager only tries it."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the target probability that is spread over the vocabulary."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0

@@ -70,5 +70,6 @@ class _SplitLookup(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None, None]:
         here, outside = ctx.saved_tensors
         rows = all_gather(gradients[0], ctx.tensor).wait()
-        ctx.weight.add_rows(here[~outside], rows[~outside])
+        # Rows of others add zeros; to leave them out the host would have to wait for their number.
+        ctx.weight.add_rows(here, rows.masked_fill(outside[:, None], 0))
         return None, None, None, None

@@ -49,7 +49,7 @@ def activate(kind: str, x: Tensor, kernels: Kernels = NO_KERNELS) -> Tensor:
     """x [..., F] to [..., F]; for swiglu x [..., 2F] = (gate, up) to silu(gate) * up [..., F]."""
     if run := kernels.find("activation", x, kind):
         return run(x, kind)
-    return kernels.piece(_activated)(kind, x)
+    return kernels.piece(_activated, _activated_simply)(kind, x)
 
 
 def _activated(kind: str, x: Tensor) -> Tensor:
@@ -58,6 +58,13 @@ def _activated(kind: str, x: Tensor) -> Tensor:
     if kind == "relu2":
         return F.relu(x).square()
     return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+def _activated_simply(kind: str, x: Tensor) -> Tensor:
+    if kind == "swiglu":
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+    return _activated(kind, x)
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -94,7 +94,7 @@ class Rotary:
         tables = self.cos.squeeze(-2), self.sin.squeeze(-2)
         if run := self._kernels.find("rotary", x, *tables):
             return run(x, *tables)
-        return self._kernels.piece(_rotated)(x, self.cos, self.sin)
+        return self._kernels.piece(_rotated, _rotated_simply)(x, self.cos, self.sin)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -102,6 +102,12 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if width == x.shape[-1]:
         return _Rotate.apply(x, cos, sin)
     return torch.cat((_Rotate.apply(x[..., :width], cos, sin), x[..., width:]), -1)
+
+
+def _rotated_simply(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
 
 
 class _Rotate(torch.autograd.Function):

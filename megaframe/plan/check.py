@@ -44,6 +44,7 @@ def check(config: RunConfig, world: int, *, data: bool = True) -> None:
         *_stages(config),
         *(_schedule(config, sizes["data"]) if not layout else ()),
         *_compression(config),
+        *_precision(config.train),
         *_learning_rate(config.optim, config.train.steps),
         *_optimizer(config.optim),
         *(_sources(config) if data else ()),
@@ -202,6 +203,22 @@ def _compression(config: RunConfig) -> Iterator[str]:
                 f"parallel.{key}={value:g} means nothing to {name}; leave it out, or use "
                 f"parallel.compress={kind}"
             )
+
+
+def _precision(train: Train) -> Iterator[str]:
+    if train.fp8 != "none" and train.precision == "fp16":
+        yield (
+            f"train.fp8={train.fp8} has no scale of gradients that train.precision=fp16 needs; use "
+            "train.precision=bf16"
+        )
+    again = train.recompute_blocks
+    none = again == 0 if isinstance(again, int) else not any(again)
+    if train.offload and train.recompute != "full" and none:
+        yield (
+            "train.offload=true moves the inputs of blocks that run again, and train.recompute="
+            f"{train.recompute} with train.recompute_blocks={shown(again)} has none; use "
+            "train.recompute=full, or train.recompute_blocks=1 or more"
+        )
 
 
 def _learning_rate(optim: Optim, steps: int) -> Iterator[str]:

@@ -165,7 +165,11 @@ def _activations(config: RunConfig, plans: Sequence[StagePlan], actions: Sequenc
     ]
     if config.train.recompute == "full" and any(plan.last for plan in plans):
         again += [predictor_bytes(config, index) for index in range(config.model.mtp_depth)]
-    return most + max(again, default=0)
+    brought = 0
+    if config.train.offload and again:  # the one in use and the one that comes before it
+        tokens = config.train.microbatch * config.train.seq
+        brought = min(2, len(again)) * tokens * config.model.hidden * WIDTH[config.train.precision]
+    return most + max(again, default=0) + brought
 
 
 def _stage_bytes(config: RunConfig, plan: StagePlan) -> int:
@@ -177,6 +181,8 @@ def _stage_bytes(config: RunConfig, plan: StagePlan) -> int:
     whole = sum(block_bytes(config, layer) for layer in plan.blocks[plan.recomputed :])
     depth = config.model.mtp_depth * plan.last
     streams = len(plan.blocks) + 2 * (plan.last + depth)
+    if config.train.offload:
+        streams -= plan.recomputed  # which are in the host's memory
     predictors = depth * tokens * _norm_bytes(config)
     if config.train.recompute != "full":
         predictors += sum(predictor_bytes(config, index) for index in range(depth))

@@ -57,7 +57,8 @@ def route(chosen_RK: Tensor, experts: int, places: Places, kernels: Kernels = NO
     if places.axis.size == 1 and places.inside.size == 1:
         chosen = chosen_RK.int()
         if run := kernels.find("expert_order", chosen, experts):
-            return _sorted_here(*run(chosen, experts), kernels)
+            order_P, places_RK, ends_E = run(chosen, experts)
+            return _sorted_here(order_P, places_RK, ends_E, kernels)
     return _KINDS[places.kind](_Choice(chosen_RK, experts, places))
 
 

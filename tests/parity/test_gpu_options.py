@@ -1,0 +1,182 @@
+"""Options of a step that change where and how it is computed and not what comes of it: offload of
+activations, compiled pieces; and nothing in a step makes the host wait for the device.
+"""
+
+import os
+from contextlib import contextmanager
+
+import pytest
+import torch
+from megaframe_kernels import device
+from torch.utils._python_dispatch import TorchDispatchMode
+from training import MODELS, assert_same, assert_same_bits, run
+
+from megaframe.comm.shelf import Shelf
+from megaframe.compiled import MOST, Compiled
+from megaframe.config import RunConfig
+from megaframe.engine import Engine
+from megaframe.errors import UserError
+from megaframe.plan.check import check
+from megaframe.plan.memory import Held, memory
+from megaframe.plan.schedules import step_schedule
+from megaframe.plan.stages import stage_plans
+from megaframe.schedule import lower
+
+MOE = {"experts": 4, "ffn": 8, "top_k": 2, "balance_loss": 0.1, "z_loss": 0.01}
+EXPERTS = {"norm": "rmsnorm", "activation": "swiglu", "moe": MOE}
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel", "train"),
+    [
+        ("gpt2", {}, {"recompute": "full"}),
+        ("llama", {"pipeline": 2, "zero": 3}, {"recompute_blocks": 1, "recompute": "selective"}),
+    ],
+)
+def test_offload_changes_no_bit(name, parallel, train, pool):
+    ranks, model = parallel.get("pipeline", 1), {**MODELS[name], "layers": 4}
+    plain = pool.run(ranks, run, model, train, parallel)
+    assert_same_bits(pool.run(ranks, run, model, {**train, "offload": True}, parallel), plain)
+
+
+def test_what_is_on_the_shelf_is_not_on_the_device():
+    shelf, x = Shelf(torch.device("cpu")), torch.randn(8, 4)
+    stored, before = shelf.store(x), x.clone()
+    x.zero_()
+    stored.fetch()
+    again = shelf.store(torch.ones(8, 4))  # in the buffer that was read
+    assert torch.equal(stored.take(), before) and (again.take() == 1).all()
+
+
+def test_the_memory_plan_knows_what_is_away():
+    def activations(offload):
+        config = RunConfig(
+            model={"layers": 6, "hidden": 64, "heads": 2, "vocab": 100},
+            train={"recompute": "full", "seq": 32, "precision": "fp32", "offload": offload},
+        )
+        actions = lower(step_schedule(config, 2)).ranks[0]
+        return memory(config, Held(0, (1,), ()), 1, stage_plans(config), actions).activations
+
+    stream = 32 * 64 * 4
+    assert activations(False) - activations(True) == (6 - 2) * stream
+
+
+def test_offload_without_anything_to_move_is_refused():
+    config = RunConfig(model={"vocab": 100}, train={"offload": True})
+    with pytest.raises(UserError, match=r"train\.offload=true .* use train\.recompute=full"):
+        check(config, 1, data=False)
+
+
+def test_compiled_pieces_do_not_change_the_answer(pool):
+    for name, train in (("llama", {}), ("gpt2", {"recompute": "selective"})):
+        plain = pool.run(1, run, MODELS[name], train)[0]
+        made = pool.run(1, run, MODELS[name], {**train, "compile": "aot_eager"})
+        assert_same(made, plain)
+    plain = pool.run(1, run, MODELS["llama"])[0]
+    assert_same(pool.run(2, run, MODELS["llama"], {"compile": "aot_eager"}, {"tensor": 2}), plain)
+
+
+def test_shapes_that_keep_changing_are_left_to_plain_code_and_said_once():
+    said = []
+
+    def double(x):
+        return 2 * x
+
+    torch._dynamo.reset()
+    compiled = Compiled(double, "aot_eager", said.append)
+    for size in range(1, MOST + 4):
+        assert torch.equal(compiled(torch.ones(size)), torch.full((size,), 2.0))
+    assert len(said) == 1 and "double has met" in said[0]
+
+
+class _Waits(TorchDispatchMode):
+    """Fails on operators whose result the host must know before it can go on."""
+
+    NAMES = (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "bincount",
+        "is_nonzero",
+    )
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.split(".")[0]
+        boolean = name == "index" and any(i is not None and i.dtype is torch.bool for i in args[1])
+        assert name not in self.NAMES and not boolean, f"the host waits for {function}"
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def nobody_waits():
+    """No operator and no method of a tensor that brings numbers to the host is called, but for what
+    the interpreter of Triton does with them."""
+    inside = []
+
+    def forbidden(name, real):
+        def method(self, *arguments):
+            assert inside, f"the host asks for Tensor.{name}"
+            return real(self, *arguments)
+
+        return method
+
+    def launched(*arguments, **options):
+        inside.append(1)
+        with torch.utils._python_dispatch._disable_current_modes():
+            launch(*arguments, **options)
+        inside.pop()
+
+    launch = device.launch
+    names = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy", "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        import sys
+
+        for name, module in list(sys.modules.items()):
+            if name.startswith("megaframe_kernels") and getattr(module, "launch", None) is launch:
+                patch.setattr(module, "launch", launched)
+        for name in names:
+            patch.setattr(torch.Tensor, name, forbidden(name, getattr(torch.Tensor, name)))
+        with _Waits():
+            yield
+
+
+def run_watched(*given):
+    """`run`, of which nothing in an engine's step lets the host wait; the numbers of the step
+    before, which are on the host by then, are read outside."""
+    import training
+
+    step = Engine.run
+
+    def watched(self, *arguments):
+        self.optimizer._hear()
+        with nobody_waits():
+            return step(self, *arguments)
+
+    os.environ["TRITON_INTERPRET"] = "1"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "run", watched)
+        patch.setattr(training, "GLOBAL_BATCH", 2)
+        return run(*given)
+
+
+@pytest.mark.parametrize(
+    ("model", "train", "parallel", "kernels"),
+    [
+        (MODELS["gpt2"], {}, {}, {}),
+        (MODELS["llama"], {"recompute": "selective"}, {"tensor": 2, "zero": 2}, {}),
+        (MODELS["llama"], {"recompute": "full", "offload": True}, {"context": 2}, {}),
+        (EXPERTS, {}, {}, {"permute": "triton", "grouped_product": "triton"}),
+    ],
+)
+def test_nothing_in_a_step_makes_the_host_wait(model, train, parallel, kernels, pool):
+    train = {"microbatch": 2, "precision": "fp32", **train}
+    ranks = max([*parallel.values(), 1])
+    pool.run(ranks, run_watched, model, train, parallel, False, False, False, {}, kernels)
+
+
+def test_a_wait_is_noticed():
+    x = torch.ones(3)
+    for wait in (lambda: x.sum().item(), lambda: x[x > 0], lambda: bool(x[0]), lambda: x.nonzero()):
+        with pytest.raises(AssertionError, match="the host"), nobody_waits():
+            wait()
