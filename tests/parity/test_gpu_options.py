@@ -68,12 +68,10 @@ def test_offload_without_anything_to_move_is_refused():
 
 
 def test_compiled_pieces_do_not_change_the_answer(pool):
-    for name, train in (("llama", {}), ("gpt2", {"recompute": "selective"})):
-        plain = pool.run(1, run, MODELS[name], train)[0]
-        made = pool.run(1, run, MODELS[name], {**train, "compile": "aot_eager"})
-        assert_same(made, plain)
     plain = pool.run(1, run, MODELS["llama"])[0]
-    assert_same(pool.run(2, run, MODELS["llama"], {"compile": "aot_eager"}, {"tensor": 2}), plain)
+    for recompute in ("none", "selective"):
+        train = {"compile": "aot_eager", "recompute": recompute}
+        assert_same(pool.run(2, run, MODELS["llama"], train, {"tensor": 2}), plain)
 
 
 def test_shapes_that_keep_changing_are_left_to_plain_code_and_said_once():
@@ -83,7 +81,7 @@ def test_shapes_that_keep_changing_are_left_to_plain_code_and_said_once():
         return 2 * x
 
     torch._dynamo.reset()
-    compiled = Compiled(double, "aot_eager", said.append)
+    compiled = Compiled(double, "eager", said.append)
     for size in range(1, MOST + 4):
         assert torch.equal(compiled(torch.ones(size)), torch.full((size,), 2.0))
     assert len(said) == 1 and "double has met" in said[0]
