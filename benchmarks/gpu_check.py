@@ -1,7 +1,8 @@
 """Tests the kernels on the GPU that is here and measures them: `make gpu-check`.
 
-One command, under 8 minutes, and one file: `results/<chip>.json` with the ceilings of this GPU, and
-for every kernel each implementation's time, share of the ceiling and error. What is slower than
+One command, under 8 minutes, and one file: `results/<chip>.json` with the ceilings of this GPU, for
+every kernel each implementation's time, share of the ceiling and error, and whole training steps
+beside plain PyTorch (`training_gpu.py`). What is slower than
 another implementation says so itself; the order of speed goes into the table that chooses
 (`--choose`). `--dry` runs everything on tiny sizes, on a CPU too, and measures nothing.
 """
@@ -22,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "kernels"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
+import training_gpu  # noqa: E402
+
 _MINUTES = 8.0
-_TESTS_MINUTES = 3.0
-_TRAINING_MINUTES = 1.0
+_TESTS_MINUTES = 2.0
 _WORTH_COMPILING = frozenset(
     ("norm", "activation", "rotary", "cross_entropy", "adamw", "square_sum", "router", "quantise")
 )
@@ -216,37 +218,6 @@ def run_tests(dry: bool) -> str:
     return next((line for line in reversed(done.stdout.splitlines()) if line), "no output")
 
 
-def train(config: str, folder: Path, steps: int, more: Sequence[str]) -> dict[str, Any]:
-    """Train a config on random tokens for a few steps: what its metrics say of the last half."""
-    import numpy as np
-
-    sys.path.insert(0, str(ROOT))
-    from megaframe.data.indexed import TokenFileWriter
-    from megaframe.data.token_index import token_dtype
-
-    prefix, run = folder / "tokens", folder / "run"
-    with TokenFileWriter(str(prefix), token_dtype(50257)) as writer:
-        writer.append(np.random.default_rng(0).integers(0, 50257, size=2**21))
-    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), "--config", config]
-    command += [f"run.dir={run}", f"train.steps={steps}"]
-    command += ["checkpoint.every=0", "train.eval_every=0"]
-    command += [f"data.sources=[{{path: {prefix}}}]", "data.split=[1, 0, 0]", *more]
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=60 * _TRAINING_MINUTES
-        )
-    except subprocess.TimeoutExpired:
-        return {"config": config, "trouble": f"not finished after {_TRAINING_MINUTES:g} minutes"}
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        return {"config": config, "trouble": lines[-1][:200]}
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    late = lines[len(lines) // 2 :]
-    keys = ("tokens_per_second", "tflops_per_second", "mfu")
-    middle = {key: sorted(line.get(key) or 0.0 for line in late)[len(late) // 2] for key in keys}
-    return {"config": config, **middle}
-
-
 def report(measurements: Sequence[Measurement]) -> str:
     """A table for people."""
     rows = [f"{'kernel':<22}{'case':<36}{'implementation':<16}{'forward':>18}{'backward':>18}"]
@@ -292,7 +263,7 @@ def check(dry: bool, only: Sequence[str], minutes: float, skip_tests: bool) -> d
         for case, tiny in zip(cases(TINY if dry else REAL), cases(TINY), strict=True):
             if only and case.kernel not in only:
                 continue
-            if time.monotonic() - begun > 60 * (minutes - _TRAINING_MINUTES):
+            if time.monotonic() - begun > 60 * (minutes - training_gpu.MINUTES):
                 left_out.append(f"{case.kernel}: {case.name}")
                 continue
             found = list(measure(case, tiny, ceilings, dry))
@@ -330,24 +301,23 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=_MINUTES)
     parser.add_argument("--skip-tests", action="store_true")
     parser.add_argument("--choose", action="store_true", help="write the order into choices.json")
-    parser.add_argument("--config", default=str(ROOT / "configs" / "gpt2-124m.yaml"))
+    parser.add_argument("--skip-training", action="store_true")
     parser.add_argument("--write", type=Path, help="by default results/<chip>.json")
     given = parser.parse_args()
     if given.dry:
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    import tempfile
-
     import torch
 
     if not torch.cuda.is_available() and not given.dry:
         print("torch sees no GPU: nothing to check here (--dry tries the script itself)")
         return 1
     result = check(given.dry, given.only, given.minutes, given.skip_tests)
-    if not given.dry and not given.only:
-        with tempfile.TemporaryDirectory() as folder:
-            more = ("train.global_batch=32", "train.microbatch=32", "train.precision=bf16")
-            result["training"] = [train(given.config, Path(folder), 20, more)]
-            print(result["training"][0])
+    if not given.skip_training and not given.only:
+        rows = []
+        for row in training_gpu.measure(given.dry):
+            rows.append(row)
+            print(training_gpu.line_of(row), flush=True)
+        result["training"] = training_gpu.with_ratios(rows)
     path = given.write or ROOT / "benchmarks" / "results" / f"{result['chip']}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {path} after {result['seconds']:.0f} s")

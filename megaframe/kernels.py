@@ -55,6 +55,10 @@ class Kernels:
         """Whether `find` may find something."""
         return name in self._choices
 
+    def active(self) -> dict[str, str]:
+        """What runs for each kernel where nothing is refused."""
+        return {name: choice.active for name, choice in self._choices.items()}
+
     @property
     def fuses(self) -> bool:
         """Whether a sum is better made together with the norm of it."""

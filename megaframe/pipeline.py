@@ -51,7 +51,7 @@ class Pipeline:
         self.context = Context(*mesh.divide_context(exchanging_ranks(config.parallel)))
         experts = _places(config, mesh)
         tensor = mesh.group("tensor")
-        kernels = make_kernels(config, mesh.device, _compiler(config, tell))
+        self.kernels = kernels = make_kernels(config, mesh.device, _compiler(config, tell))
         self.stages = build_stages(config, plans, tensor, self.context, experts, kernels)
         ends = rank_of[0], rank_of[-1]
         shared = config.model.tie_embeddings or config.model.mtp_depth > 0

@@ -1,0 +1,197 @@
+"""The same model in plain PyTorch: modules, autocast to bf16, torch's attention and fused AdamW.
+
+Each block is compiled by torch.compile, which is how its authors compile large models, and so are
+head and loss together. Experts are sorted by a stable argsort and multiplied by torch's grouped
+product, without a wait for the host.
+"""
+
+from __future__ import annotations
+
+import torch
+from gpu_workload import batches, read, run
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megaframe.config import Model
+
+
+class Norm(nn.Module):
+    """Either norm, as torch has it."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.kind, self.eps = model.norm, model.norm_eps
+        self.gain = nn.Parameter(torch.ones(model.hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "rmsnorm":
+            return functional.rms_norm(x, self.gain.shape, self.gain.to(x.dtype), self.eps)
+        return functional.layer_norm(x, self.gain.shape, self.gain.to(x.dtype), None, self.eps)
+
+
+class Attention(nn.Module):
+    """Causal, with grouped heads and rotary positions where the model has them."""
+
+    def __init__(self, model: Model, seq: int) -> None:
+        super().__init__()
+        self.heads, self.groups, self.width = model.heads, model.kv_heads, model.head_dim
+        outputs = (model.heads + 2 * model.kv_heads) * model.head_dim
+        self.qkv = nn.Linear(model.hidden, outputs, bias=False)
+        self.output = nn.Linear(model.heads * model.head_dim, model.hidden, bias=False)
+        self.rotary = model.position == "rotary"
+        rate = model.rotary_base ** -(torch.arange(0, self.width, 2).float() / self.width)
+        angle = torch.arange(seq).float()[:, None] * rate
+        self.register_buffer("cos", torch.cat((angle.cos(), angle.cos()), -1), persistent=False)
+        self.register_buffer("sin", torch.cat((-angle.sin(), angle.sin()), -1), persistent=False)
+
+    def turn(self, x: Tensor) -> Tensor:
+        swapped = torch.cat(x.chunk(2, -1)[::-1], -1)
+        return x * self.cos.to(x.dtype) + swapped * self.sin.to(x.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = (self.heads, self.groups, self.groups)
+        by_head = self.qkv(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
+        query, key, value = by_head.split(sizes, 1)
+        if self.rotary:
+            query, key = self.turn(query), self.turn(key)
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=self.heads > self.groups
+        )
+        return self.output(attended.transpose(1, 2).flatten(2))
+
+
+def activate(kind: str, x: Tensor) -> Tensor:
+    if kind == "swiglu":
+        gate, up = x.chunk(2, -1)
+        return functional.silu(gate) * up
+    return functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+class MLP(nn.Module):
+    """Plain or gated."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.kind = model.activation
+        wide = model.ffn * (2 if model.activation == "swiglu" else 1)
+        self.up = nn.Linear(model.hidden, wide, bias=False)
+        self.down = nn.Linear(model.ffn, model.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(activate(self.kind, self.up(x)))
+
+
+class Experts(nn.Module):
+    """The k best of a softmax, their weights made to sum to one."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        assert model.moe is not None
+        self.kind, self.k = model.activation, model.moe.top_k
+        count, wide = model.moe.experts, model.moe.ffn or model.ffn
+        outer = wide * (2 if model.activation == "swiglu" else 1)
+        self.router = nn.Linear(model.hidden, count, bias=False)
+        self.up = nn.Parameter(torch.empty(count, outer, model.hidden))
+        self.down = nn.Parameter(torch.empty(count, model.hidden, wide))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        best = self.router(flat).float().softmax(-1).topk(self.k, -1)
+        gates = best.values / best.values.sum(-1, keepdim=True)
+        chosen = best.indices.flatten()
+        order = chosen.argsort(stable=True)
+        ends = functional.one_hot(chosen, len(self.up)).sum(0).cumsum(0).to(torch.int32)
+        kind = torch.bfloat16
+        rows = flat[order // self.k].to(kind)
+        inner = functional.grouped_mm(rows, self.up.to(kind).mT, offs=ends)
+        inner = activate(self.kind, inner)
+        made = functional.grouped_mm(inner, self.down.to(kind).mT, offs=ends)
+        made = made * gates.flatten()[order, None].to(kind)
+        home = torch.empty_like(made).index_copy(0, order, made)
+        return home.unflatten(0, (-1, self.k)).sum(1).view(x.shape)
+
+
+class Block(nn.Module):
+    """Pre-norm."""
+
+    def __init__(self, model: Model, seq: int) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = Norm(model), Norm(model)
+        self.attention = Attention(model, seq)
+        self.mlp = MLP(model) if model.moe is None else Experts(model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Head(nn.Module):
+    """Final norm, logits and mean cross-entropy."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.norm = Norm(model)
+
+    def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        logits = functional.linear(self.norm(x), weight)
+        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+class GPT(nn.Module):
+    """Tables, blocks, head."""
+
+    def __init__(self, model: Model, seq: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(model.vocab or 1, model.hidden)
+        self.positions = nn.Embedding(seq, model.hidden) if model.position == "learned" else None
+        self.blocks = nn.ModuleList(Block(model, seq) for _ in range(model.layers))
+        self.head = Head(model)
+        self.logits = self.tokens
+        if not model.tie_embeddings:
+            self.logits = nn.Embedding(model.vocab or 1, model.hidden)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=model.init_std)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        if self.positions is not None:
+            x = x + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x, self.logits.weight, targets)
+
+
+def main() -> None:
+    config, device = read()
+    train, optim = config.train, config.optim
+    with device:
+        model = GPT(config.model, train.seq)
+    if config.train.compile != "none" or device.type == "cuda":
+        for part in (*model.blocks, model.head):
+            part.compile(dynamic=False)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1]},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    betas, decay = (optim.beta1, optim.beta2), optim.weight_decay
+    adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=betas, weight_decay=decay, fused=True)
+    make, count = batches(config, device), train.global_batch // train.microbatch
+
+    def step() -> Tensor:
+        losses = []
+        for _ in range(count):
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = model(*make())
+            (loss / count).backward()
+            losses.append(loss.detach())
+        nn.utils.clip_grad_norm_(model.parameters(), optim.clip, foreach=True)
+        adamw.step()
+        adamw.zero_grad(set_to_none=True)
+        return torch.stack(losses).mean()
+
+    run(step, config, device, ["torch.compile of each block", "autocast", "fused AdamW"])
+
+
+if __name__ == "__main__":
+    main()
