@@ -2,9 +2,9 @@
 
 One command, under 8 minutes, and one file: `results/<chip>.json` with the ceilings of this GPU, for
 every kernel each implementation's time, share of the ceiling and error, and whole training steps
-beside plain PyTorch (`training_gpu.py`). What is slower than
-another implementation says so itself; the order of speed goes into the table that chooses
-(`--choose`). `--dry` runs everything on tiny sizes, on a CPU too, and measures nothing.
+beside plain PyTorch (`training_gpu.py`). What is slower than another implementation says so itself;
+the order of speed goes into the table that chooses (`--choose`). `--dry` runs everything on tiny
+sizes, on a CPU too, and measures nothing.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megaframe.comm import Pending, receive, send
+from megaframe.graph import Graph, Passed
 from megaframe.mesh import Mesh
 from megaframe.meter import Part
 from megaframe.microbatch import Microbatch
@@ -57,6 +58,7 @@ class Engine:
     ) -> None:
         self.stages, self.optimizer, self.mesh, self.time = stages, optimizer, mesh, time
         self.rank = mesh.coordinate["pipeline"]
+        self.graph: Graph | None = None
         self.pair = Pair()
 
     def run(
@@ -71,24 +73,40 @@ class Engine:
         those of scale * (sum of the losses). The list ends with the update. paired: forwards that
         run by turns with the backward right behind them."""
         self.optimizer.start_step()
+
+        def compute(inputs: Sequence[Microbatch]) -> Passed:
+            return self._pass(schedule, inputs, step, scale, paired)
+
+        if self.graph is None:
+            passed = compute(microbatches)
+        else:
+            passed = self.graph.run(compute, microbatches, scale)
+        with self.time("communication"):
+            self.optimizer.wait()
+        with self.time("optimizer"):
+            update = self.optimizer.update()
+        return Outcome(passed.loss, passed.ahead, update, passed.signs, passed.tallies)
+
+    def _pass(
+        self,
+        schedule: Schedule,
+        microbatches: Sequence[Microbatch],
+        step: int,
+        scale: float,
+        paired: Mapping[Action, Action],
+    ) -> Passed:
+        """All of the list but the update, which ends it."""
         passes = _Passes(self, schedule, microbatches, step, scale)
-        update: Update | None = None
         actions = iter(self._with_following(schedule.ranks[self.rank]))
         for action, following in actions:
             if action in paired:
                 passes.do_both(action, *next(actions))
-            elif action.kind is Kind.UPDATE:
-                with self.time("communication"):
-                    self.optimizer.wait()
-                with self.time("optimizer"):
-                    update = self.optimizer.update()
-            else:
+            elif action.kind is not Kind.UPDATE:
                 passes.do(action, following)
         passes.finish()
-        assert update is not None, "a lowered schedule ends with the update"
         tallies = [stage.take_tally() for stage in self.stages.values()]
         loss = sum((t.loss for t in tallies if t.loss is not None), passes.loss)
-        return Outcome(loss, passes.ahead, update, passes.signs, tallies)
+        return Passed(loss, passes.ahead, passes.signs, tallies)
 
     def _with_following(self, actions: Sequence[Action]) -> list[tuple[Action, Module | None]]:
         """Each action with the unit whose values the next pass after it needs first."""

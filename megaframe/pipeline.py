@@ -16,6 +16,7 @@ from torch import Tensor
 from megaframe.compiled import Compiled
 from megaframe.config import RunConfig
 from megaframe.engine import Engine, Outcome, Timer
+from megaframe.graph import Graph, refuse
 from megaframe.kernels import make_kernels
 from megaframe.mesh import EXPERT_SETS, Mesh, ranks_on_this_node
 from megaframe.microbatch import Microbatch, look_ahead, part_of
@@ -67,6 +68,9 @@ class Pipeline:
         for stage in self.stages.values():
             stage.keeper = self.optimizer
         self._engine = Engine(self.stages, self.optimizer, mesh, time)
+        if train.cuda_graph:
+            refuse(config, mesh.layout, mesh.device)
+            self._engine.graph = Graph(tell)
 
         @lru_cache(_KEPT)
         def lowered(microbatches: int, train: bool) -> tuple[Schedule, Mapping[Action, Action]]:

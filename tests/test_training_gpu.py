@@ -20,11 +20,10 @@ import training_gpu  # noqa: E402
 def test_rows_run_and_both_contenders_start_alike(tmp_path):
     path = tmp_path / "rows.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "training_gpu.py"), "--dry"]
-    command += ["--only", "llama-8b-slice-fp8", "moe-slice", "--write", str(path)]
+    command += ["--only", "moe-slice", "--write", str(path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    eight, experts = json.loads(path.read_text())
-    assert "plain" not in eight and eight["ours"]["tokens_per_second"] > 0, eight
+    (experts,) = json.loads(path.read_text())
     assert experts["same_start"], experts
     for name in ("ours", "plain"):
         found = experts[name]

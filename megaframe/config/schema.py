@@ -131,6 +131,9 @@ class Train(Section):
     compile: Literal["none", "inductor", "aot_eager"] = "none"
     """Compile what lies between products and transfers (norms, activations, rotation, sums) with
     this backend of torch.compile, where `kernels` names nothing for it. aot_eager only tries it."""
+    cuda_graph: bool = False
+    """Start all passes of a step with one call: one GPU, no experts, no dropout, as many valid
+    tokens in each step. Says where a step has to do without."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the target probability that is spread over the vocabulary."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0

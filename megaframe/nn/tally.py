@@ -21,6 +21,13 @@ class Tally:
         """The same of a part of the loss."""
         _add(self.losses, name, value)
 
+    def copied(self) -> Tally:
+        """The same numbers, in memory of their own."""
+        made = Tally()
+        made.counts = {name: value.clone() for name, value in self.counts.items()}
+        made.losses = {name: value.clone() for name, value in self.losses.items()}
+        return made
+
     @property
     def loss(self) -> Tensor | None:
         """All that is added to the loss, fp64 scalar; None where nothing is."""

@@ -1,0 +1,140 @@
+"""Graph: all passes of a step as one CUDA graph, which the host starts with one call.
+
+The graph is of the microbatches' shapes and of the scale of the gradients. Tokens are copied to
+where it reads them, and what it computes lies where it did before, so that what outlives the step
+is copied. The update is not in it: learning rates and the number of the step are the host's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaframe.config import RunConfig
+from megaframe.errors import UserError
+from megaframe.layout import Layout
+from megaframe.microbatch import Microbatch
+from megaframe.nn.tally import Tally
+from megaframe.optim.health import Sign
+
+_EAGER = 2
+"""Steps of a kind that run without a graph first: what is made once is made in them."""
+_MOST = 4
+"""Graphs that a run keeps, each with memory of its own."""
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What the passes of a step came to, as `Outcome` has it."""
+
+    loss: Tensor
+    ahead: Tensor
+    signs: Sequence[Sign]
+    tallies: Sequence[Tally]
+
+    def copied(self) -> Passed:
+        """In memory that no graph writes."""
+        return Passed(
+            self.loss.clone(),
+            self.ahead.clone(),
+            [replace(sign, largest=sign.largest.clone()) for sign in self.signs],
+            [tally.copied() for tally in self.tallies],
+        )
+
+
+Compute = Callable[[Sequence[Microbatch]], Passed]
+Record = Callable[[Callable[[], Passed]], tuple[Passed, Callable[[], None]]]
+"""Records what a function launches: what it returns, and what runs it again into the same place."""
+
+
+def record_cuda(compute: Callable[[], Passed]) -> tuple[Passed, Callable[[], None]]:
+    """By torch's CUDA graphs."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        passed = compute()
+    graph.replay()  # recording runs nothing
+    return passed, graph.replay
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    inputs: Sequence[Microbatch]
+    passed: Passed
+    run: Callable[[], None]
+
+
+class Graph:
+    """record: makes one. tell: is given a line to show."""
+
+    def __init__(self, tell: Callable[[str], None], record: Record = record_cuda) -> None:
+        self._tell, self._record = tell, record
+        self._recorded: dict[Any, _Recorded] = {}
+        self._met: dict[Any, int] = {}
+        self._told = False
+
+    def run(self, compute: Compute, microbatches: Sequence[Microbatch], scale: float) -> Passed:
+        """What `compute` makes of the microbatches; scale: that of the gradients in it."""
+        kind = (scale, *(_kind_of(one) for one in microbatches))
+        if kind in self._recorded:
+            found = self._recorded[kind]
+            for static, given in zip(found.inputs, microbatches, strict=True):
+                for into, x in zip(_tensors(static), _tensors(given), strict=True):
+                    into.copy_(x, non_blocking=True)
+            found.run()
+            return found.passed.copied()
+        times = self._met[kind] = self._met.get(kind, 0) + 1
+        if times <= _EAGER:
+            return compute(microbatches)
+        if len(self._recorded) == _MOST:
+            self._say(f"{_MOST} graphs of other shapes or numbers of valid tokens are kept")
+            return compute(microbatches)
+        inputs = [_copied(one) for one in microbatches]
+        passed, run = self._record(lambda: compute(inputs))
+        self._recorded[kind] = _Recorded(inputs, passed, run)
+        return passed.copied()
+
+    def _say(self, why: str) -> None:
+        if not self._told:
+            self._told = True
+            self._tell(f"train.cuda_graph: {why}; some steps run without one")
+
+
+def refuse(config: RunConfig, layout: Layout, device: torch.device) -> None:
+    """Raise `UserError` where a step is no graph, with every reason."""
+    moe = config.model.moe
+    reasons = {
+        f"a graph is of a GPU, and this runs on a {device.type}": device.type != "cuda",
+        f"the {layout.world} ranks exchange tensors during the passes; use 1": layout.world > 1,
+        "model.moe: the host deals out tokens": moe is not None,
+        f"model.dropout={config.model.dropout:g}: masks are keyed by the step; use 0": (
+            config.model.dropout > 0
+        ),
+        "train.offload=true moves tensors beside it; use false": config.train.offload,
+        "data.reset_attention=true: what tokens see differs from step to step; use false": (
+            config.data.reset_attention
+        ),
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found:
+        raise UserError("\n  ".join(["train.cuda_graph=true cannot work here", *found]))
+
+
+def _kind_of(microbatch: Microbatch) -> tuple[Any, ...]:
+    return tuple((tuple(x.shape), x.dtype) for x in _tensors(microbatch))
+
+
+def _tensors(microbatch: Microbatch) -> list[Tensor]:
+    of_itself = [x for x in vars(microbatch).values() if isinstance(x, Tensor)]
+    return of_itself + [x for pair in microbatch.ahead for x in pair]
+
+
+def _copied(microbatch: Microbatch) -> Microbatch:
+    changed: dict[str, Any] = {
+        name: x.clone() for name, x in vars(microbatch).items() if isinstance(x, Tensor)
+    }
+    ahead = tuple((tokens.clone(), labels.clone()) for tokens, labels in microbatch.ahead)
+    return replace(microbatch, **changed, ahead=ahead)
