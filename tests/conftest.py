@@ -5,6 +5,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
+# One thread each, here and in every process that a test starts: test files run side by side, and
+# threads that wait for each other by spinning take from them four times what they give. It is also
+# part of the order of sums. Torch reads it when it is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import torch
 
 if not torch.cuda.is_available():

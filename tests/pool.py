@@ -52,9 +52,6 @@ class Pool:
 
 
 def _serve(end):
-    import torch
-
-    torch.set_num_threads(1)
     gc.freeze()  # what was imported is never looked at again
     while True:
         try:
