@@ -9,7 +9,7 @@ inputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,7 @@ class Tiles:
 
 TILES = {8: Tiles(128, 128, 64, 8, 3), 9: Tiles(128, 256, 64, 8, 3), 10: Tiles(128, 256, 64, 8, 3)}
 """Of 16-bit numbers, by generation of the chip."""
+_COLUMNS_OF_ADDING = 128
 _WIDE_NUMBERS = Tiles(32, 32, 32, 4, 2)
 """For fp32."""
 
@@ -291,6 +292,9 @@ def launch_weight_gradient_into(
     """Write the gradient of the weights, or add it, where it belongs, whatever its type there."""
     d_y, x = _adjacent(d_y), _adjacent(x)
     experts, outputs, inputs = d_weights.shape
+    if add and tiles is None and x.dtype != torch.float32:
+        # What is added to takes as many registers as the sums.
+        tiles = replace(TILES[generation(x)], columns=_COLUMNS_OF_ADDING)
     tiles, precision = _choose(x, tiles)
     launch(
         _multiply_transposed,
