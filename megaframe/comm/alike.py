@@ -75,7 +75,8 @@ class Alike(dist.ProcessGroup):
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Done:
         """It arrives when this rank sends the like."""
-        self._arriving.setdefault(source, []).append(tensors[0])
+        if not tensors[0].is_meta:
+            self._arriving.setdefault(source, []).append(tensors[0])
         return Done()
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> Done:
