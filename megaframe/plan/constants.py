@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 
 
@@ -30,6 +31,13 @@ class Software:
     kernels: launched in the forward of a block; backward launches `backward_kernels` times as many.
     head_backward: whether the head makes its gradients in backward instead of in forward.
     state_bytes: that the update of an element reads and writes.
+    accumulate_bytes: that adding a microbatch's gradient of a weight to the sum moves besides the
+    product, 0 where the product adds.
+    products: type of the products where it is not `train.precision`: fp8.
+    parts: into which transfers beside forward products are cut; None: `parallel.tensor_chunks`.
+    logit_bytes: that the loss moves for each logit.
+    data_tail: parts that data ranks' transfers come in, the last of which nothing hides.
+    step_seconds: of the host and of what nothing else counts, once a step.
     """
 
     name: str = "megaframe"
@@ -49,6 +57,16 @@ class Software:
     backward_kernels: float = 2.0
     head_backward: bool = False
     state_bytes: float = 30.0
+    accumulate_bytes: float = 0.0
+    products: str | None = None
+    parts: int | None = None
+    logit_bytes: float = 16.0
+    data_tail: float = 32.0
+    step_seconds: float = 0.0
+
+    def tensor_parts(self, config: RunConfig) -> float:
+        """Parts in which rows travel beside forward products."""
+        return float(self.parts or config.parallel.tensor_chunks)
 
 
 MEGAFRAME = Software()
