@@ -1,0 +1,215 @@
+"""How long a step takes, where the time goes, and whether it fits.
+
+    cluster = load_cluster("h100-ib")
+    constants = constants_of(cluster.chip.family)
+    predict(config, layout, cluster, constants) -> Prediction      exact: the schedule is simulated
+    estimate(config, cluster, constants, candidates) -> Estimates  closed forms on arrays, `fast.py`
+
+Both are the same arithmetic (`costs.py`), on numbers or on numpy arrays; they differ in the bubble,
+which `predict` simulates and `estimate` takes from closed forms, and in stages, whose unequal
+works `estimate` only bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megaframe.config.schema import RunConfig
+from megaframe.errors import UserError
+from megaframe.layout import Layout
+from megaframe.plan.cluster import Cluster
+from megaframe.plan.constants import Constants
+from megaframe.plan.costs import Machine, Part, Passes, block
+from megaframe.plan.schedules import step_schedule
+from megaframe.plan.sizes import sizes_of
+from megaframe.plan.stages import StagePlan, block_work, end_work, stage_plans
+from megaframe.plan.update import (
+    Owned,
+    block_owned,
+    data_seconds,
+    head,
+    stage_seconds,
+    table_owned,
+    update_seconds,
+)
+from megaframe.schedule import Schedule
+from megaframe.schedule.costs import Costs
+from megaframe.schedule.simulate import Timeline, simulate
+
+Number = Any
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One step of a run, predicted.
+
+    step_seconds: mean time of a step, stragglers included, failures not.
+    breakdown: seconds by part, which add up to `step_seconds`: compute, tensor, context, expert,
+    data, pipeline (exposed communication of each axis), bubble, optimizer, other.
+    mfu, hfu: of the chip's dense peak, with causal attention; None where no peak is known.
+    tflops_per_gpu: of the model, causal attention counted as half.
+    memory_bytes: by kind, of the rank that needs most. fits: whether that is within the chip.
+    reasons: sentences with numbers, the most important first.
+    """
+
+    step_seconds: float
+    breakdown: Mapping[str, float]
+    mfu: float | None
+    hfu: float | None
+    tflops_per_gpu: float
+    tokens_per_second: float
+    memory_bytes: Mapping[str, int]
+    fits: bool
+    reasons: tuple[str, ...]
+
+
+def predict(
+    config: RunConfig, layout: Layout, cluster: Cluster, constants: Constants
+) -> Prediction:
+    """The step of `config` on `layout`; `config` has passed `check`.
+
+    Raises `UserError` where the cluster has no such number of ranks, or its chip no such type.
+    """
+    if layout.world > cluster.size:
+        raise UserError(
+            f"{layout.world} ranks are more than the {cluster.size} of cluster {cluster.name}; "
+            f"use {cluster.size} or fewer"
+        )
+    machine = Machine(config, cluster, constants, sizes_of(config, layout))
+    plans = stage_plans(config)
+    parts = [_stage(machine, plan) for plan in plans]
+    schedule = step_schedule(config, machine.sizes.microbatches)
+    transfer = float(stage_seconds(machine))
+    timeline = simulate(schedule, _schedule_costs(machine, parts, transfer))
+    breakdown = _breakdown(machine, plans, parts, schedule, timeline, transfer)
+    step = sum(breakdown.values())
+    return _told(config, layout, cluster, breakdown, step)
+
+
+def _stage(machine: Machine, plan: StagePlan) -> Part:
+    """All of a stage, for one microbatch."""
+    parts = [block(machine, layer) for layer in plan.blocks]
+    if plan.last:
+        parts.append(head(machine))
+    whole = Part(Passes())
+    for number, part in enumerate(parts):
+        whole = whole + part
+        again = number < plan.recomputed and machine.config.train.recompute != "full"
+        if again:
+            whole = whole + Part(Passes(0.0, part.whole.forward, 0.0))
+    return whole
+
+
+def _schedule_costs(machine: Machine, parts: Sequence[Part], transfer: float) -> Costs:
+    """Costs of every stage; a transfer that does not run beside compute is part of its pass."""
+    waiting = 0.0 if machine.software.overlap_pipeline else transfer
+    last = len(parts) - 1
+    return Costs(
+        forward=tuple(
+            float(part.whole.forward) + waiting * (number < last)
+            for number, part in enumerate(parts)
+        ),
+        backward=tuple(
+            float(part.whole.backward) + waiting * (number > 0) for number, part in enumerate(parts)
+        ),
+        weight=tuple(float(part.whole.weight) for part in parts),
+        comm=transfer - waiting,
+    )
+
+
+def _breakdown(
+    machine: Machine,
+    plans: Sequence[StagePlan],
+    parts: Sequence[Part],
+    schedule: Schedule,
+    timeline: Timeline,
+    transfer: float,
+) -> dict[str, float]:
+    """Seconds by part, of the rank that has most to do."""
+    many = machine.sizes.microbatches
+    rank = max(range(len(timeline.work)), key=lambda number: timeline.work[number])
+    here = schedule.stages(rank)
+    whole = Part(Passes())
+    for stage in here:
+        whole = whole + parts[stage]
+    found = {name: float(many * part.total) for name, part in whole.named().items()}
+    work, step = float(timeline.work[rank]), float(timeline.time)
+    found["pipeline"] = max(0.0, work - sum(found.values()))
+    ends = [
+        _end_of_step(
+            machine, [plans[s] for s in schedule.stages(r)], [parts[s] for s in schedule.stages(r)]
+        )
+        for r in range(len(timeline.work))
+    ]
+    data, update = max(ends, key=sum)
+    found["data"] = data
+    found["bubble"] = step - work
+    found["optimizer"] = update
+    slow = jitter(machine.cluster, float(machine.sizes.world))
+    found["other"] = machine.software.step_seconds + slow * (step + data + update)
+    return found
+
+
+def _end_of_step(
+    machine: Machine, plans: Sequence[StagePlan], parts: Sequence[Part]
+) -> tuple[float, float]:
+    """Exposed exchange of data ranks, and the update, of a rank with these stages."""
+    dense = experts = 0.0
+    window = Passes()
+    for plan, part in zip(plans, parts, strict=True):
+        window = window + part.compute
+        for layer in plan.blocks:
+            one = block_owned(machine, layer)
+            dense, experts = dense + one.dense, experts + one.experts
+        tables = plan.first + (
+            plan.last and not (plan.first and machine.config.model.tie_embeddings)
+        )
+        dense = dense + tables * table_owned(machine)
+    held = Owned(dense, experts)
+    return float(data_seconds(machine, held, window)), float(update_seconds(machine, held))
+
+
+def jitter(cluster: Cluster, ranks: Number) -> Number:
+    """Share by which a step of so many ranks is longer than one of a single rank: the largest of n
+    like delays grows with the root of the logarithm of n."""
+    return cluster.jitter * np.sqrt(np.log(np.maximum(ranks, 1.0)) / np.log(1000.0))
+
+
+def model_flops(config: RunConfig) -> tuple[float, float]:
+    """Operations per token of the model, causal attention counted as half; and with what recompute
+    adds."""
+    plans = stage_plans(config)
+    works = [block_work(config, layer) for layer in range(config.model.layers)]
+    end = end_work(config)
+    model = sum(w.forward + w.backward + w.weight for w in works) + end.forward + end.backward
+    model += end.weight
+    again = sum(works[layer].forward for plan in plans for layer in plan.blocks[: plan.recomputed])
+    return model, model + again
+
+
+def _told(
+    config: RunConfig,
+    layout: Layout,
+    cluster: Cluster,
+    breakdown: dict[str, float],
+    step: float,
+) -> Prediction:
+    tokens = config.train.global_batch * config.train.seq
+    model, hardware = model_flops(config)
+    rate = model * tokens / step / layout.world
+    peak = cluster.chip.peaks.get(config.train.precision)
+    return Prediction(
+        step_seconds=step,
+        breakdown=breakdown,
+        mfu=None if peak is None else rate / peak,
+        hfu=None if peak is None else rate / peak * hardware / model,
+        tflops_per_gpu=rate / 1e12,
+        tokens_per_second=tokens / step,
+        memory_bytes={},
+        fits=True,
+        reasons=(),
+    )
