@@ -20,6 +20,7 @@ class Software:
 
     fused_attention: scores never leave the chip; else masked, normalised and dropped out in
     kernels that move `score_bytes` for each in forward and `score_backward_bytes` in backward.
+    attention_speed: of its fused attention beside FlashAttention-2's.
     causal_skip: the half of the scores that is masked is not computed.
     sequence_parallel: norms and residuals are divided among tensor ranks.
     stream_passes, inner_passes: times that the elementwise kernels of a block read or write a value
@@ -39,11 +40,14 @@ class Software:
     data_tail: parts that data ranks' transfers come in, the last of which nothing hides.
     parallel_block: whether attention and MLP start from the same rows, so that a block has half of
     the tensor axis's transfers.
+    steps_meet: whether a rank begins its next step before others end this one, so that a step is as
+    long as the longest span of a rank.
     step_seconds: of the host and of what nothing else counts, once a step.
     """
 
     name: str = "megaframe"
     fused_attention: bool = True
+    attention_speed: float = 1.0
     causal_skip: bool = True
     sequence_parallel: bool = True
     stream_passes: float = 12.0
@@ -66,6 +70,7 @@ class Software:
     logit_bytes: float = 16.0
     data_tail: float = 32.0
     parallel_block: bool = False
+    steps_meet: bool = False
     step_seconds: float = 0.0
 
     def tensor_parts(self, config: RunConfig) -> float:

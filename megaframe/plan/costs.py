@@ -229,7 +229,7 @@ def _attention(machine: Machine) -> Passes:
     if software.fused_attention:
         keys = mean_keys(seq, model.window) if software.causal_skip else seq
         flops = 2.0 * machine.tokens * keys * heads * (query + value)
-        forward = flops / rate.attention
+        forward = flops / (rate.attention * software.attention_speed)
         # Backward makes scores again: five products in place of two (Dao 2023, section 3.1).
         return Passes(forward, 2.5 * forward, 0.0)
     groups = sizes.microbatch * heads

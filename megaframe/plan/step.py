@@ -149,6 +149,8 @@ def _breakdown(
         whole = whole + parts[stage]
     found = {name: float(many * part.total) for name, part in whole.named().items()}
     work, step = float(timeline.work[rank]), float(timeline.time)
+    if machine.software.steps_meet:
+        step = float(max(timeline.spans))
     found["pipeline"] = max(0.0, work - sum(found.values()))
     owned = _by_layer(machine, block_owned)
     ends = []
