@@ -18,8 +18,9 @@ from megaframe.errors import UserError
 class Software:
     """What a trainer does, beside what the keys of a config say.
 
-    fused_attention: scores never leave the chip; else each is read and written `score_bytes` bytes
-    in forward, and twice that in backward.
+    fused_attention: scores never leave the chip; else masked, normalised and dropped out in
+    kernels that move `score_bytes` for each in forward and `score_backward_bytes` in backward.
+    attention_speed: of its fused attention beside FlashAttention-2's.
     causal_skip: the half of the scores that is masked is not computed.
     sequence_parallel: norms and residuals are divided among tensor ranks.
     stream_passes, inner_passes: times that the elementwise kernels of a block read or write a value
@@ -37,16 +38,22 @@ class Software:
     parts: into which transfers beside forward products are cut; None: `parallel.tensor_chunks`.
     logit_bytes: that the loss moves for each logit.
     data_tail: parts that data ranks' transfers come in, the last of which nothing hides.
+    parallel_block: whether attention and MLP start from the same rows, so that a block has half of
+    the tensor axis's transfers.
+    steps_meet: whether a rank begins its next step before others end this one, so that a step is as
+    long as the longest span of a rank.
     step_seconds: of the host and of what nothing else counts, once a step.
     """
 
     name: str = "megaframe"
     fused_attention: bool = True
+    attention_speed: float = 1.0
     causal_skip: bool = True
     sequence_parallel: bool = True
     stream_passes: float = 12.0
     inner_passes: float = 2.0
-    score_bytes: float = 13.0
+    score_bytes: float = 9.0
+    score_backward_bytes: float = 11.0
     gradient_bytes: int | None = None
     overlap_data: bool = True
     overlap_tensor: bool = True
@@ -62,6 +69,8 @@ class Software:
     parts: int | None = None
     logit_bytes: float = 16.0
     data_tail: float = 32.0
+    parallel_block: bool = False
+    steps_meet: bool = False
     step_seconds: float = 0.0
 
     def tensor_parts(self, config: RunConfig) -> float:
@@ -82,7 +91,8 @@ class Constants:
     attention: share of the sustained peak of fused attention.
     memory: share of its bandwidth that elementwise kernels reach.
     launch: seconds of the host for each kernel.
-    link: share of a link's bandwidth that collectives reach.
+    contention: by which share of its time a transfer beside compute delays that.
+    link: share of a link's bandwidth that collectives reach; not fitted.
     """
 
     product: float = 0.85
@@ -90,6 +100,7 @@ class Constants:
     attention: float = 0.5
     memory: float = 0.8
     launch: float = 6e-6
+    contention: float = 0.2
     link: float = 0.8
     software: Software = field(default=MEGAFRAME)
 

@@ -229,15 +229,16 @@ def _attention(machine: Machine) -> Passes:
     if software.fused_attention:
         keys = mean_keys(seq, model.window) if software.causal_skip else seq
         flops = 2.0 * machine.tokens * keys * heads * (query + value)
-        forward = flops / rate.attention
+        forward = flops / (rate.attention * software.attention_speed)
         # Backward makes scores again: five products in place of two (Dao 2023, section 3.1).
         return Passes(forward, 2.5 * forward, 0.0)
     groups = sizes.microbatch * heads
     rows, keys = seq / sizes.context, float(seq)
     products = grouped_product_seconds(rate, groups, rows, keys, query)
     products = products + grouped_product_seconds(rate, groups, rows, value, keys)
-    scores = moving_seconds(rate, software.score_bytes * groups * rows * keys)
-    return Passes(products + scores, 2 * products + 2 * scores, 0.0)
+    one = moving_seconds(rate, groups * rows * keys)
+    backward = 2 * products + software.score_backward_bytes * one
+    return Passes(products + software.score_bytes * one, backward, 0.0)
 
 
 def _elementwise(machine: Machine) -> Passes:
@@ -269,23 +270,28 @@ def _tensor_traffic(machine: Machine, linears: Passes) -> Passes:
     two saved inputs again, beside products."""
     model, software, sizes = machine.config.model, machine.software, machine.sizes
     size = machine.rate.width * machine.tokens * model.hidden
+    parts, contention = software.tensor_parts(machine.config), machine.constants.contention
+    if software.parallel_block:
+        size = size / 2
     one = machine.seconds("all_gather", size, "tensor")
     if not software.sequence_parallel:
         half = machine.seconds("all_reduce", size, "tensor")
         return Passes(2 * half, 2 * half, 0.0)
-    forward = hidden_by(4 * one, linears.forward, software.tensor_parts(machine.config))
+    forward = hidden_by(4 * one, linears.forward, parts, contention)
     if not software.overlap_tensor:
         return Passes(np.where(sizes.tensor > 1, forward, 0.0), 4 * one, 0.0)
     # The gathers of gradients wait; scatters and saved inputs run beside products.
-    waiting = 2 * one / software.tensor_parts(machine.config)
-    rest = np.maximum(0.0, 4 * one - linears.weight - linears.backward / 2)
+    waiting = 2 * one / parts
+    room = linears.weight + linears.backward / 2
+    rest = hidden_by(4 * one, room, 16.0, contention)
     return Passes(forward, waiting + rest, 0.0)
 
 
-def hidden_by(moved: Number, compute: Number, parts: float) -> Number:
-    """What is exposed of a transfer that is cut into `parts`, each beside the compute of another;
-    the first one waits."""
-    return np.maximum(moved / parts, moved - compute * (parts - 1) / parts)
+def hidden_by(moved: Number, compute: Number, parts: float, contention: float) -> Number:
+    """What a transfer costs that is cut into `parts`, each beside the compute of another: the first
+    one waits, compute may be too short for the others, and is delayed by what it hides."""
+    exposed = np.maximum(moved / parts, moved - compute * (parts - 1) / parts)
+    return exposed + contention * (moved - exposed)
 
 
 def _context_traffic(machine: Machine, attention: Passes) -> Passes:

@@ -30,7 +30,7 @@ class _Count:
     tables: list[int] = field(default_factory=list)
 
 
-def held_of(config: RunConfig, layout: Layout, plans: Sequence[StagePlan]) -> Held:
+def held(config: RunConfig, layout: Layout, plans: Sequence[StagePlan]) -> Held:
     """What a rank with the stages of `plans` has of the parameters."""
     model = config.model
     if model.emulate is not None:
@@ -41,7 +41,7 @@ def held_of(config: RunConfig, layout: Layout, plans: Sequence[StagePlan]) -> He
     tables: list[int] = []
     vectors = 0
     first, last = any(plan.first for plan in plans), any(plan.last for plan in plans)
-    table = _share(model.vocab or 0, layout.tensor) * model.hidden
+    table = dealt(model.vocab or 0, layout.tensor) * model.hidden
     if first:
         tables.append(table)
         if model.position == "learned":
@@ -82,7 +82,7 @@ def rank_memory(
     here = [plans[stage] for stage in schedule.stages(rank)]
     return memory(
         config,
-        held_of(config, layout, here),
+        held(config, layout, here),
         layout.data_shard * layout.context,
         here,
         schedule.ranks[rank],
@@ -100,8 +100,8 @@ def _block(model: Model, layer: int, layout: Layout) -> _Count:
         return found
     width = moe.ffn or model.ffn
     up = 2 if model.activation == "swiglu" else 1
-    here = _share(moe.experts, layout.expert)
-    found.experts = here * (up + 1) * model.hidden * _share(width, layout.expert_tensor)
+    here = dealt(moe.experts, layout.expert)
+    found.experts = here * (up + 1) * model.hidden * dealt(width, layout.expert_tensor)
     found.whole += moe.experts * model.hidden
     if moe.shared:
         _mlp(model, moe.shared * width, layout.tensor, found)
@@ -109,13 +109,13 @@ def _block(model: Model, layer: int, layout: Layout) -> _Count:
 
 
 def _attention(model: Model, tensor: int, found: _Count) -> None:
-    groups = _share(model.kv_heads, tensor)
+    groups = dealt(model.kv_heads, tensor)
     width = groups * (model.heads // model.kv_heads + 2) * model.head_dim
     if _copies(model.kv_heads, tensor) > 1:
         found.shared += width * model.hidden
     else:
         found.split += width * model.hidden
-    found.split += model.hidden * _share(model.heads, tensor) * model.head_dim
+    found.split += model.hidden * dealt(model.heads, tensor) * model.head_dim
     found.vectors += width * model.qkv_bias + model.hidden * model.bias
     found.vectors += 2 * model.head_dim * model.qk_norm
 
@@ -124,7 +124,7 @@ def _latent(model: Model, tensor: int, found: _Count) -> None:
     latent = model.latent
     assert latent is not None
     query, value = head_widths(model)
-    heads = _share(model.heads, tensor)
+    heads = dealt(model.heads, tensor)
     found.whole += latent_width(latent) * model.hidden
     found.split += heads * query * (latent.query_rank or model.hidden)
     found.split += heads * (latent.head_dim + value) * latent.kv_rank
@@ -134,7 +134,7 @@ def _latent(model: Model, tensor: int, found: _Count) -> None:
 
 def _mlp(model: Model, width: int, tensor: int, found: _Count) -> None:
     up = 2 if model.activation == "swiglu" else 1
-    inner = _share(width, tensor)
+    inner = dealt(width, tensor)
     found.split += (up + 1) * model.hidden * inner
     found.vectors += (up * inner + model.hidden) * model.bias
 
@@ -150,7 +150,7 @@ def _norm(model: Model) -> int:
     return model.hidden * (1 + (model.bias and model.norm == "layernorm"))
 
 
-def _share(total: int, parts: int) -> int:
+def dealt(total: int, parts: int) -> int:
     """Of `total` things what the first of so many ranks has."""
     return -(-total // (parts // _copies(total, parts)))
 

@@ -12,9 +12,9 @@ works `estimate` only bounds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from megaframe.layout import Layout
 from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
 from megaframe.plan.costs import Machine, Part, Passes, block
+from megaframe.plan.experts import has_experts
 from megaframe.plan.schedules import step_schedule
 from megaframe.plan.sizes import sizes_of
 from megaframe.plan.stages import StagePlan, block_work, end_work, stage_plans
@@ -40,6 +41,7 @@ from megaframe.schedule import Schedule
 from megaframe.schedule.costs import Costs
 from megaframe.schedule.simulate import Timeline, simulate
 
+T = TypeVar("T")
 Number = Any
 
 
@@ -81,7 +83,8 @@ def predict(
         )
     machine = Machine(config, cluster, constants, sizes_of(config, layout))
     plans = stage_plans(config)
-    parts = [_stage(machine, plan) for plan in plans]
+    blocks = _by_layer(machine, block)
+    parts = [_stage(machine, plan, blocks) for plan in plans]
     schedule = step_schedule(config, machine.sizes.microbatches)
     transfer = float(stage_seconds(machine))
     timeline = simulate(schedule, _schedule_costs(machine, parts, transfer))
@@ -90,9 +93,17 @@ def predict(
     return _told(config, layout, cluster, breakdown, step)
 
 
-def _stage(machine: Machine, plan: StagePlan) -> Part:
+def _by_layer(machine: Machine, function: Callable[[Machine, int], T]) -> list[T]:
+    """`function` of every layer, asked once for each kind of them."""
+    moe = machine.config.model.moe
+    kinds = [moe is not None and has_experts(moe, n) for n in range(machine.config.model.layers)]
+    known = {kind: function(machine, kinds.index(kind)) for kind in set(kinds)}
+    return [known[kind] for kind in kinds]
+
+
+def _stage(machine: Machine, plan: StagePlan, blocks: Sequence[Part]) -> Part:
     """All of a stage, for one microbatch."""
-    parts = [block(machine, layer) for layer in plan.blocks]
+    parts = [blocks[layer] for layer in plan.blocks]
     if plan.last:
         parts.append(head(machine))
     whole = Part(Passes())
@@ -138,13 +149,16 @@ def _breakdown(
         whole = whole + parts[stage]
     found = {name: float(many * part.total) for name, part in whole.named().items()}
     work, step = float(timeline.work[rank]), float(timeline.time)
+    if machine.software.steps_meet:
+        step = float(max(timeline.spans))
     found["pipeline"] = max(0.0, work - sum(found.values()))
-    ends = [
-        _end_of_step(
-            machine, [plans[s] for s in schedule.stages(r)], [parts[s] for s in schedule.stages(r)]
-        )
-        for r in range(len(timeline.work))
-    ]
+    owned = _by_layer(machine, block_owned)
+    ends = []
+    for number in range(len(timeline.work)):
+        stages = schedule.stages(number)
+        own = [plans[stage] for stage in stages]
+        window = sum((parts[stage].compute for stage in stages), Passes())
+        ends.append(_end_of_step(machine, own, owned, window))
     data, update = max(ends, key=sum)
     found["data"] = data
     found["bubble"] = step - work
@@ -155,19 +169,16 @@ def _breakdown(
 
 
 def _end_of_step(
-    machine: Machine, plans: Sequence[StagePlan], parts: Sequence[Part]
+    machine: Machine, plans: Sequence[StagePlan], owned: Sequence[Owned], window: Passes
 ) -> tuple[float, float]:
-    """Exposed exchange of data ranks, and the update, of a rank with these stages."""
+    """Exposed exchange of data ranks, and the update, of a rank with these stages. window: what it
+    computes for one microbatch."""
+    tied = machine.config.model.tie_embeddings
     dense = experts = 0.0
-    window = Passes()
-    for plan, part in zip(plans, parts, strict=True):
-        window = window + part.compute
+    for plan in plans:
         for layer in plan.blocks:
-            one = block_owned(machine, layer)
-            dense, experts = dense + one.dense, experts + one.experts
-        tables = plan.first + (
-            plan.last and not (plan.first and machine.config.model.tie_embeddings)
-        )
+            dense, experts = dense + owned[layer].dense, experts + owned[layer].experts
+        tables = plan.first + (plan.last and not (plan.first and tied))
         dense = dense + tables * table_owned(machine)
     held = Owned(dense, experts)
     return float(data_seconds(machine, held, window)), float(update_seconds(machine, held))

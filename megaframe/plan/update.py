@@ -93,13 +93,16 @@ def data_seconds(machine: Machine, held: Owned, window: Passes) -> Number:
         often = each * (scatter + np.where(sizes.zero == 3, 2 * gather, 0.0))
         often = often + np.where(sizes.zero == 3, 0.0, gather)
         return np.where(sizes.zero >= 2, often, once) + replicas
-    tail = software.data_tail
-    once = hidden_by(np.where(sizes.zero == 0, whole, scatter), backward, tail)
-    once = once + np.where(sizes.zero == 0, 0.0, hidden_by(gather, forward, tail))
+
+    def beside(moved: Number, compute: Number) -> Number:
+        return hidden_by(moved, compute, software.data_tail, machine.constants.contention)
+
+    once = beside(np.where(sizes.zero == 0, whole, scatter), backward)
+    once = once + np.where(sizes.zero == 0, 0.0, beside(gather, forward))
     third = sizes.zero == 3
-    often = hidden_by(scatter + np.where(third, gather, 0.0), backward, tail)
-    often = often + np.where(third, hidden_by(gather, forward, tail), 0.0)
-    often = each * often + np.where(third, 0.0, hidden_by(gather, forward, tail))
+    often = beside(scatter + np.where(third, gather, 0.0), backward)
+    often = often + np.where(third, beside(gather, forward), 0.0)
+    often = each * often + np.where(third, 0.0, beside(gather, forward))
     return np.where(sizes.zero >= 2, often, once) + replicas
 
 

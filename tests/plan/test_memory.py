@@ -10,7 +10,7 @@ from megaframe.mesh import Mesh, world_size
 from megaframe.meter import StepTimer
 from megaframe.microbatch import Microbatch, look_ahead
 from megaframe.pipeline import Pipeline
-from megaframe.plan.held import held_of
+from megaframe.plan.held import held
 from megaframe.plan.memory import Held, block_bytes, memory
 from megaframe.plan.stages import stage_plans
 from megaframe.schedule import Action, Kind
@@ -97,8 +97,8 @@ def allocated(precision, zero, model, optim=None, expert=1):
     for step in range(2):
         pipeline.train(microbatches, step, 1.0)
     plans = stage_plans(config)
-    held, schedule = held_of(config, layout, plans), pipeline.schedule.ranks[0]
-    plan = memory(config, held, layout.data, plans, schedule, layout.expert_shard, host=True)
+    here, schedule = held(config, layout, plans), pipeline.schedule.ranks[0]
+    plan = memory(config, here, layout.data, plans, schedule, layout.expert_shard, host=True)
     state = [t for b in optimizer.buckets if b.optimizer for t in b.optimizer.state.values()]
     mesh.close()
     return plan, sum(tensor.nbytes for tensor in state), optimizer.buffers
