@@ -18,7 +18,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 LAYOUTS = [
     {},
     {"tensor": 2, "pipeline": 2},
-    {"tensor": 16, "data": 2, "expert": 4, "expert_tensor": 2},
+    {"tensor": 4, "data": 8, "expert": 4, "expert_tensor": 2},
 ]
 
 
