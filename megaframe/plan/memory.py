@@ -29,8 +29,8 @@ class Memory:
     """Bytes on one rank. weights: in master precision. values: what the model computes with beside
     them. activations: what the backward of the microbatches in flight needs. logits: the chunk.
     messages: on their way between stages. rooms: for gradients that arrive, on a CPU. checkpoint:
-    the copy that is written, where that is in the same memory. overhead: what the device's software
-    takes for itself, and what its allocator cannot use."""
+    the copy that is written, where that is in the same memory. temporaries: of single operations.
+    overhead: what the device's software takes for itself, and what its allocator cannot use."""
 
     weights: int
     values: int
@@ -41,6 +41,7 @@ class Memory:
     messages: int = 0
     rooms: int = 0
     checkpoint: int = 0
+    temporaries: int = 0
     overhead: int = 0
 
     @property
@@ -148,14 +149,14 @@ def memory(
     tensor = config.parallel.tensor
     vocab = -(-(config.model.vocab or 0) // tensor)
     chunk = min(tokens, max(1, LOSS_CHUNK // max(1, vocab)))
-    state = _state(config.optim, held, own, master)
+    state = state_bytes(config.optim, held, own, master)
     # Tokens are dealt to the context ranks; rows, heads and widths to the tensor ranks.
     dealt = tensor * config.parallel.context
     kept, messages = _activations(config, plans, actions)
     saved = 0
     if host and config.checkpoint.every:
         alone = held.own(ranks, expert_ranks)
-        saved = alone * master + _state(config.optim, held, alone, master, saved=True)
+        saved = alone * master + state_bytes(config.optim, held, alone, master, saved=True)
     return Memory(
         weights=own * master,
         values=values * width,
@@ -166,7 +167,23 @@ def memory(
         messages=messages // dealt,
         rooms=_rooms(held, ranks, expert_ranks, stage) * master if host else 0,
         checkpoint=saved,
+        temporaries=max(
+            2 * tokens * widest(config) * width // dealt,
+            chunk * vocab * width if any(plan.last for plan in plans) else 0,
+        ),
     )
+
+
+def widest(config: RunConfig) -> int:
+    """Elements of a token in the widest place of a block, which backward makes twice beside what is
+    kept."""
+    model = config.model
+    if model.emulate is not None:
+        return model.hidden
+    up = 2 if model.activation == "swiglu" else 1
+    moe = model.moe
+    experts = 0 if moe is None else (moe.top_k + moe.shared) * (moe.ffn or model.ffn)
+    return max(up * model.ffn, up * experts)
 
 
 def _rooms(held: Held, ranks: int, expert_ranks: int, stage: int) -> int:
@@ -189,7 +206,7 @@ _STATE = {"bf16": 2.0, "int8": 1.0 + 4 / 256}
 """Bytes of a moment, by `optim.state`; int8 has a factor in fp32 for each 256."""
 
 
-def _state(optim: Optim, held: Held, own: int, master: int, *, saved: bool = False) -> int:
+def state_bytes(optim: Optim, held: Held, own: int, master: int, *, saved: bool = False) -> int:
     """Bytes that the optimizer remembers of `own` of the parameters; saved: as a checkpoint has
     them, which knows no blocks."""
     moment = _STATE.get(optim.state, master)
@@ -212,7 +229,7 @@ def _activations(
     size = {plan.number: _stage_bytes(config, plan) for plan in plans}
     stream = config.train.microbatch * config.train.seq * config.model.hidden
     stream *= WIDTH[config.train.precision]
-    split = {action.stage for action in actions if action.kind is Kind.W}
+    split = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.W}
     sent = {(a.kind, a.stage, a.microbatch) for a in actions if a.kind in _SENDS}
     kept = waiting = most = together = 0
     arriving: set[tuple[Kind, int | None, int | None]] = set()
@@ -222,7 +239,7 @@ def _activations(
             continue
         if kind is Kind.F:
             kept += size[stage]
-        elif kind is (Kind.W if stage in split else Kind.B):
+        elif kind is (Kind.W if (stage, number) in split else Kind.B):
             kept -= size[stage]
         if kind in _RECEIVED:
             waiting += stream

@@ -25,6 +25,8 @@ from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
 from megaframe.plan.costs import Machine, Part, Passes, block
 from megaframe.plan.experts import has_experts
+from megaframe.plan.memory import Memory
+from megaframe.plan.room import by_kind, worst_memory
 from megaframe.plan.schedules import step_schedule
 from megaframe.plan.sizes import sizes_of
 from megaframe.plan.stages import StagePlan, block_work, end_work, stage_plans
@@ -89,8 +91,8 @@ def predict(
     transfer = float(stage_seconds(machine))
     timeline = simulate(schedule, _schedule_costs(machine, parts, transfer))
     breakdown = _breakdown(machine, plans, parts, schedule, timeline, transfer)
-    step = sum(breakdown.values())
-    return _told(config, layout, cluster, breakdown, step)
+    memory = worst_memory(config, layout, schedule, cluster.chip)
+    return _told(config, layout, cluster, breakdown, memory)
 
 
 def _by_layer(machine: Machine, function: Callable[[Machine, int], T]) -> list[T]:
@@ -207,8 +209,9 @@ def _told(
     layout: Layout,
     cluster: Cluster,
     breakdown: dict[str, float],
-    step: float,
+    memory: Memory,
 ) -> Prediction:
+    step = sum(breakdown.values())
     tokens = config.train.global_batch * config.train.seq
     model, hardware = model_flops(config)
     rate = model * tokens / step / layout.world
@@ -220,7 +223,7 @@ def _told(
         hfu=None if peak is None else rate / peak * hardware / model,
         tflops_per_gpu=rate / 1e12,
         tokens_per_second=tokens / step,
-        memory_bytes={},
-        fits=True,
+        memory_bytes=by_kind(memory),
+        fits=memory.total <= cluster.chip.memory,
         reasons=(),
     )
