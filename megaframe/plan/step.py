@@ -164,7 +164,9 @@ def _breakdown(
     found["bubble"] = step - work
     found["optimizer"] = update
     slow = jitter(machine.cluster, float(machine.sizes.world))
-    found["other"] = machine.software.step_seconds + slow * (step + data + update)
+    found["other"] = machine.software.step_kernels * machine.rate.launch + slow * (
+        step + data + update
+    )
     return found
 
 
@@ -180,7 +182,7 @@ def _end_of_step(
             dense, experts = dense + owned[layer].dense, experts + owned[layer].experts
         tables = plan.first + (plan.last and not (plan.first and tied))
         dense = dense + tables * table_owned(machine)
-    held = Owned(dense, experts)
+    held = Owned(dense, experts, max(1, sum(len(plan.blocks) for plan in plans)))
     return float(data_seconds(machine, held, window)), float(update_seconds(machine, held))
 
 
