@@ -80,6 +80,15 @@ class Part:
             self.expert + other.expert,
         )
 
+    def times(self, factor: Number) -> Part:
+        """`factor` of these."""
+        return Part(
+            self.compute.times(factor),
+            self.tensor.times(factor),
+            self.context.times(factor),
+            self.expert.times(factor),
+        )
+
     @property
     def whole(self) -> Passes:
         """All of it."""

@@ -147,14 +147,14 @@ def _activations(config: RunConfig, plans: Sequence[StagePlan], actions: Sequenc
     """Most bytes kept between forward and backward at any time; and, where a block runs again,
     everything of that one."""
     size = {plan.number: _stage_bytes(config, plan) for plan in plans}
-    split = {action.stage for action in actions if action.kind is Kind.W}
+    split = {(a.stage, a.microbatch) for a in actions if a.kind is Kind.W}
     kept = most = 0
     for action in actions:
         if action.stage is None:
             continue
         if action.kind is Kind.F:
             kept += size[action.stage]
-        elif action.kind is (Kind.W if action.stage in split else Kind.B):
+        elif action.kind is (Kind.W if (action.stage, action.microbatch) in split else Kind.B):
             kept -= size[action.stage]
         most = max(most, kept)
     again = [

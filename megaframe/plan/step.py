@@ -13,10 +13,8 @@ works `estimate` only bounds.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
-
-import numpy as np
 
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
@@ -25,8 +23,13 @@ from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
 from megaframe.plan.costs import Machine, Part, Passes, block
 from megaframe.plan.experts import has_experts
+from megaframe.plan.held import held
+from megaframe.plan.memory import memory
+from megaframe.plan.reasons import reasons
+from megaframe.plan.room import room
 from megaframe.plan.schedules import step_schedule
 from megaframe.plan.sizes import sizes_of
+from megaframe.plan.slow import jitter
 from megaframe.plan.stages import StagePlan, block_work, end_work, stage_plans
 from megaframe.plan.update import (
     Owned,
@@ -85,12 +88,23 @@ def predict(
     plans = stage_plans(config)
     blocks = _by_layer(machine, block)
     parts = [_stage(machine, plan, blocks) for plan in plans]
-    schedule = step_schedule(config, machine.sizes.microbatches)
+    schedule = step_schedule(config, int(machine.sizes.microbatches))
     transfer = float(stage_seconds(machine))
     timeline = simulate(schedule, _schedule_costs(machine, parts, transfer))
-    breakdown = _breakdown(machine, plans, parts, schedule, timeline, transfer)
-    step = sum(breakdown.values())
-    return _told(config, layout, cluster, breakdown, step)
+    breakdown = _breakdown(machine, plans, parts, schedule, timeline)
+    return _told(config, layout, cluster, breakdown, rank_memory(config, layout, schedule))
+
+
+def rank_memory(config: RunConfig, layout: Layout, schedule: Schedule) -> dict[str, int]:
+    """Bytes by kind of the pipeline rank that needs most."""
+    plans = stage_plans(config)
+    found = []
+    for rank, actions in enumerate(schedule.ranks):
+        own = [plans[stage] for stage in schedule.stages(rank)]
+        shard = layout.data_shard * layout.context
+        mine = held(config, layout, own)
+        found.append(memory(config, mine, shard, own, actions, layout.expert_shard))
+    return asdict(max(found, key=lambda one: one.total))
 
 
 def _by_layer(machine: Machine, function: Callable[[Machine, int], T]) -> list[T]:
@@ -138,7 +152,6 @@ def _breakdown(
     parts: Sequence[Part],
     schedule: Schedule,
     timeline: Timeline,
-    transfer: float,
 ) -> dict[str, float]:
     """Seconds by part, of the rank that has most to do."""
     many = machine.sizes.microbatches
@@ -167,7 +180,7 @@ def _breakdown(
     found["other"] = machine.software.step_kernels * machine.rate.launch + slow * (
         step + data + update
     )
-    return found
+    return {name: float(value) for name, value in found.items()}
 
 
 def _end_of_step(
@@ -184,12 +197,6 @@ def _end_of_step(
         dense = dense + tables * table_owned(machine)
     held = Owned(dense, experts, max(1, sum(len(plan.blocks) for plan in plans)))
     return float(data_seconds(machine, held, window)), float(update_seconds(machine, held))
-
-
-def jitter(cluster: Cluster, ranks: Number) -> Number:
-    """Share by which a step of so many ranks is longer than one of a single rank: the largest of n
-    like delays grows with the root of the logarithm of n."""
-    return cluster.jitter * np.sqrt(np.log(np.maximum(ranks, 1.0)) / np.log(1000.0))
 
 
 def model_flops(config: RunConfig) -> tuple[float, float]:
@@ -209,20 +216,23 @@ def _told(
     layout: Layout,
     cluster: Cluster,
     breakdown: dict[str, float],
-    step: float,
+    needed: dict[str, int],
 ) -> Prediction:
+    step = float(sum(breakdown.values()))
     tokens = config.train.global_batch * config.train.seq
     model, hardware = model_flops(config)
     rate = model * tokens / step / layout.world
     peak = cluster.chip.peaks.get(config.train.precision)
+    there = room(cluster.chip)
+    fits = sum(needed.values()) <= there
     return Prediction(
         step_seconds=step,
         breakdown=breakdown,
         mfu=None if peak is None else rate / peak,
-        hfu=None if peak is None else rate / peak * hardware / model,
+        hfu=None if peak is None else rate / peak * hardware / model if model else 0.0,
         tflops_per_gpu=rate / 1e12,
         tokens_per_second=tokens / step,
-        memory_bytes={},
-        fits=True,
-        reasons=(),
+        memory_bytes=needed,
+        fits=fits,
+        reasons=tuple(reasons(config, layout, cluster, breakdown, needed)),
     )
