@@ -4,8 +4,9 @@ A message of n bytes takes alpha + n / bandwidth on one tier. A group is a list 
 first: how many of its members (or of the groups inside) meet on each tier; formulas take numbers or
 numpy arrays. n is always the whole buffer: what each rank ends with (all-gather, all-reduce,
 broadcast), begins with (reduce-scatter) or sends in all (all-to-all). Formulas: Thakur,
-Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH"; the tree is the
-double binary one of Sanders, Speck and Traeff 2009, which keeps both directions of a link busy.
+Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH"; the
+tree is the double binary one of Sanders, Speck and Traeff 2009, which keeps both directions of a
+link busy.
 """
 
 from __future__ import annotations
@@ -221,17 +222,20 @@ ALGORITHMS: Mapping[str, Mapping[str, Formula]] = {
 
 
 def hop_seconds(size: Number, group: Sequence[Level]) -> Number:
-    """From one member to the next, the slowest of such hops: alpha + n beta; 0 in a group of one."""
+    """From one member to the next, the slowest such hop: alpha + n beta; 0 in a group of one."""
     p, alpha, bandwidth = _slowest(group)
     return np.where(p > 1, alpha + size / bandwidth, 0.0)
 
 
-def collective_seconds(operation: str, size: Number, group: Sequence[Level]) -> Number:
-    """Seconds of `operation` by the algorithm that is best for this size and group; 0 for a group
-    of one rank."""
+def collective_seconds(
+    operation: str, size: Number, group: Sequence[Level], known: Sequence[str] = ()
+) -> Number:
+    """Seconds of `operation` by the algorithm that is best for this size and group, of those that
+    are `known`, or of all; 0 for a group of one rank."""
     best: Number = np.inf
-    for formula in ALGORITHMS[operation].values():
-        best = np.minimum(best, formula(size, group))
+    for name, formula in ALGORITHMS[operation].items():
+        if not known or name in known:
+            best = np.minimum(best, formula(size, group))
     return best
 
 

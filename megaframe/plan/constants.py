@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 
+NCCL = ("ring", "tree", "in_network", "pairwise", "scatter")
+"""Algorithms of NCCL's collectives."""
+
 
 @dataclass(frozen=True)
 class Software:
@@ -26,10 +29,15 @@ class Software:
     stream_passes, inner_passes: times that the elementwise kernels of a block read or write a value
     of width `hidden` and of the MLP's inner width in forward; backward does so twice as often.
     gradient_bytes: of an element, as it is summed over data ranks; None: of master precision.
+    copy_engines: whether the tensor axis's transfers are made by engines of their own, so that they
+    do not delay the compute beside them.
     overlap_data, overlap_tensor, overlap_pipeline: whether these transfers run beside compute.
     scatter_pipeline: whether tensor ranks each send their part of what goes to the next stage.
     selective: what `train.recompute=selective` computes again: norms and activations, or attention.
     kernels: launched in the forward of a block; backward launches `backward_kernels` times as many.
+    end_kernels: launched in forward for embedding and loss; backward launches as for a block.
+    step_kernels: launched once a step, for the norm, the update and what is logged.
+    collectives: algorithms that its library has.
     head_backward: whether the head makes its gradients in backward instead of in forward.
     state_bytes: that the update of an element reads and writes.
     accumulate_bytes: that adding a microbatch's gradient of a weight to the sum moves besides the
@@ -42,7 +50,6 @@ class Software:
     the tensor axis's transfers.
     steps_meet: whether a rank begins its next step before others end this one, so that a step is as
     long as the longest span of a rank.
-    step_seconds: of the host and of what nothing else counts, once a step.
     """
 
     name: str = "megaframe"
@@ -55,6 +62,7 @@ class Software:
     score_bytes: float = 9.0
     score_backward_bytes: float = 11.0
     gradient_bytes: int | None = None
+    copy_engines: bool = False
     overlap_data: bool = True
     overlap_tensor: bool = True
     overlap_pipeline: bool = True
@@ -62,6 +70,9 @@ class Software:
     selective: str = "norms"
     kernels: float = 40.0
     backward_kernels: float = 2.0
+    end_kernels: float = 30.0
+    step_kernels: float = 100.0
+    collectives: tuple[str, ...] = NCCL
     head_backward: bool = False
     state_bytes: float = 30.0
     accumulate_bytes: float = 0.0
@@ -71,7 +82,6 @@ class Software:
     data_tail: float = 32.0
     parallel_block: bool = False
     steps_meet: bool = False
-    step_seconds: float = 0.0
 
     def tensor_parts(self, config: RunConfig) -> float:
         """Parts in which rows travel beside forward products."""
@@ -91,7 +101,8 @@ class Constants:
     attention: share of the sustained peak of fused attention.
     memory: share of its bandwidth that elementwise kernels reach.
     launch: seconds of the host for each kernel.
-    contention: by which share of its time a transfer beside compute delays that.
+    contention: by how much a transfer beside compute delays that, as a share of the time that the
+    bytes would take on the innermost tier.
     link: share of a link's bandwidth that collectives reach; not fitted.
     """
 
@@ -105,14 +116,16 @@ class Constants:
     software: Software = field(default=MEGAFRAME)
 
 
+_H100 = Constants(0.778, 1104.0, 0.328, 1.000, 1.2e-05, 0.474)
 CONSTANTS: Mapping[str, Constants] = {
-    "a100": Constants(),
-    "h100": Constants(),
-    "b200": Constants(),
-    "tpu": Constants(),
-    "cpu": Constants(),
+    "a100": Constants(0.884, 478.0, 0.520, 0.912, 4.27e-05, 3),
+    "h100": _H100,
+    "b200": _H100,
+    "tpu": _H100,
+    "cpu": Constants(0.9, 0.0, 0.4, 0.8, 5e-6, 1.0),
 }
-"""By family of chips. Fitted: a100, h100. Measured: cpu. The others are those of h100."""
+"""By family of chips. Fitted: a100, h100. The others are guesses, those of h100, until kernels are
+measured on them."""
 
 
 def constants_of(family: str) -> Constants:

@@ -15,9 +15,8 @@ import numpy as np
 
 from megaframe.config.schema import RunConfig
 from megaframe.plan.cluster import Cluster
-from megaframe.plan.collectives import Level, collective_seconds, hop_seconds, levels
+from megaframe.plan.collectives import Level, collective_seconds, hop_seconds, levels, members
 from megaframe.plan.constants import Constants
-from megaframe.plan.context import exchanging_ranks
 from megaframe.plan.experts import has_experts
 from megaframe.plan.kernels import (
     Rates,
@@ -31,6 +30,11 @@ from megaframe.plan.stages import head_widths, latent_width, mean_keys
 
 Number = Any
 """A float, or a numpy array of them."""
+
+
+_CAST_BYTES = 6.0
+"""To find the largest of a tensor's values, to read them again, and to write them in eight bits as
+they are and transposed."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,15 @@ class Part:
             self.expert + other.expert,
         )
 
+    def times(self, factor: Number) -> Part:
+        """`factor` of these."""
+        return Part(
+            self.compute.times(factor),
+            self.tensor.times(factor),
+            self.context.times(factor),
+            self.expert.times(factor),
+        )
+
     @property
     def whole(self) -> Passes:
         """All of it."""
@@ -99,7 +112,9 @@ class Machine:
     ) -> None:
         self.config, self.cluster, self.sizes = config, cluster, sizes
         self.constants, self.software = constants, constants.software
-        self.rate: Rates = rates(cluster.chip, constants, self.software.products or kind_of(config))
+        kind = config.train.precision
+        self.rate: Rates = rates(cluster.chip, constants, kind)
+        self.linear: Rates = rates(cluster.chip, constants, self.software.products or kind)
         self.tokens = sizes.microbatch * config.train.seq / sizes.context
         self.groups: dict[str, list[Level]] = {
             "tensor": self.group(1, sizes.tensor),
@@ -115,14 +130,17 @@ class Machine:
         """Levels of a group, with the share of their bandwidth that collectives reach."""
         return levels(self.cluster, stride, size, self.constants.link)
 
-    def seconds(self, operation: str, size: Number, axis: str) -> Number:
-        """A collective of `size` bytes over the ranks of an axis."""
-        return collective_seconds(operation, size, self.groups[axis])
+    def seconds(self, operation: str, size: Number, axis: str, times: Number = 1.0) -> Number:
+        """Collectives over the ranks of an axis, in so many `times` of together `size` bytes."""
+        known = self.software.collectives
+        return times * collective_seconds(operation, size / times, self.groups[axis], known)
 
-
-def kind_of(config: RunConfig) -> str:
-    """The type that products are made in."""
-    return config.train.precision
+    def delay(self, size: Number, axis: str) -> Number:
+        """Seconds by which compute is delayed by `size` bytes of an axis beside it: those that the
+        bytes take where links are fastest, because memory and processors carry them, not wires."""
+        many = members(self.groups[axis])
+        busy = size * (many - 1) / many / (self.cluster.tiers[0].bandwidth * self.constants.link)
+        return self.constants.contention * busy
 
 
 def block(machine: Machine, layer: int) -> Part:
@@ -134,8 +152,11 @@ def block(machine: Machine, layer: int) -> Part:
     moe = model.moe
     experts = moe is not None and has_experts(moe, layer)
     attention = _attention(machine)
-    linears = _attention_linears(machine)
-    linears = linears + (_expert_mlp(machine) if experts else _mlp(machine, model.ffn))
+    if machine.software.parallel_block and model.latent is None and not experts:
+        linears = _joined_linears(machine)
+    else:
+        linears = _attention_linears(machine)
+        linears = linears + (_expert_mlp(machine) if experts else _mlp(machine, model.ffn))
     stream = _elementwise(machine)
     again = Passes(0.0, _again(machine, linears, attention, stream), 0.0)
     compute = linears + attention + stream + again
@@ -168,9 +189,14 @@ def _three(
     machine: Machine, outputs: Number, inputs: Number, rows: Number = None, groups: Number = 1.0
 ) -> Passes:
     rows = machine.tokens if rows is None else rows
-    forward, backward, weight = three_products(machine.rate, rows, outputs, inputs, groups)
+    forward, backward, weight = three_products(machine.linear, rows, outputs, inputs, groups)
     adding = machine.software.accumulate_bytes * groups * outputs * inputs
-    return Passes(forward, backward, weight + moving_seconds(machine.rate, adding))
+    made = Passes(forward, backward, weight + moving_seconds(machine.rate, adding))
+    if machine.software.products != "fp8":
+        return made
+    operands = groups * (rows * inputs + outputs * inputs)
+    one = moving_seconds(machine.rate, _CAST_BYTES)
+    return made + Passes(one * operands, one * groups * rows * outputs, 0.0)
 
 
 def _attention_linears(machine: Machine) -> Passes:
@@ -190,6 +216,17 @@ def _attention_linears(machine: Machine) -> Passes:
     heads = model.heads * (latent.head_dim + value) / tensor
     parts = parts + _three(machine, heads, latent.kv_rank)
     return parts + _three(machine, model.hidden, model.heads * value / tensor)
+
+
+def _joined_linears(machine: Machine) -> Passes:
+    """Those of a block whose attention and MLP start from the same rows: two products in all."""
+    model, tensor = machine.config.model, machine.sizes.tensor
+    up = 2 if model.activation == "swiglu" else 1
+    queries = model.heads * model.head_dim / tensor
+    keys = 2 * model.head_dim * np.maximum(1.0, model.kv_heads / tensor)
+    inner = model.ffn / tensor
+    into = _three(machine, queries + keys + up * inner, model.hidden)
+    return into + _three(machine, model.hidden, queries + inner)
 
 
 def _mlp(machine: Machine, width: Number) -> Passes:
@@ -270,37 +307,39 @@ def _tensor_traffic(machine: Machine, linears: Passes) -> Passes:
     two saved inputs again, beside products."""
     model, software, sizes = machine.config.model, machine.software, machine.sizes
     size = machine.rate.width * machine.tokens * model.hidden
-    parts, contention = software.tensor_parts(machine.config), machine.constants.contention
+    parts = software.tensor_parts(machine.config)
     if software.parallel_block:
         size = size / 2
     one = machine.seconds("all_gather", size, "tensor")
     if not software.sequence_parallel:
         half = machine.seconds("all_reduce", size, "tensor")
         return Passes(2 * half, 2 * half, 0.0)
-    forward = hidden_by(4 * one, linears.forward, parts, contention)
+    delay = 0.0 if software.copy_engines else machine.delay(4 * size, "tensor")
+    forward = hidden_by(4 * one, linears.forward, parts, delay)
     if not software.overlap_tensor:
         return Passes(np.where(sizes.tensor > 1, forward, 0.0), 4 * one, 0.0)
     # The gathers of gradients wait; scatters and saved inputs run beside products.
     waiting = 2 * one / parts
     room = linears.weight + linears.backward / 2
-    rest = hidden_by(4 * one, room, 16.0, contention)
+    rest = hidden_by(4 * one, room, 16.0, delay)
     return Passes(forward, waiting + rest, 0.0)
 
 
-def hidden_by(moved: Number, compute: Number, parts: float, contention: float) -> Number:
+def hidden_by(moved: Number, compute: Number, parts: float, delay: Number) -> Number:
     """What a transfer costs that is cut into `parts`, each beside the compute of another: the first
-    one waits, compute may be too short for the others, and is delayed by what it hides."""
+    one waits, compute may be too short for the others, and what it hides delays it, all of it by
+    `delay` seconds, but never by more than it hides."""
     exposed = np.maximum(moved / parts, moved - compute * (parts - 1) / parts)
-    return exposed + contention * (moved - exposed)
+    hidden = moved - exposed
+    return exposed + np.minimum(hidden, delay * hidden / np.maximum(moved, 1e-30))
 
 
 def _context_traffic(machine: Machine, attention: Passes) -> Passes:
     """Keys and values round the ring, each transfer beside a tile; or heads for tokens."""
     model, sizes = machine.config.model, machine.sizes
     query, value = head_widths(model)
-    exchanging = exchanging_ranks(machine.config.parallel)
     width = machine.rate.width
-    if exchanging > 1 and machine.config.parallel.context_kind == "all_to_all":
+    if machine.config.parallel.context_kind == "all_to_all":
         rows = machine.tokens * (model.heads + model.kv_heads) * (query + value)
         size = width * rows / sizes.tensor
         one = machine.seconds("all_to_all", size, "context")

@@ -1,14 +1,14 @@
 """Estimates of many layouts of one config at a time, by closed forms on arrays.
 
-The costs of blocks, ends and updates are those of one prediction; what is different is the bubble,
-which has a closed form for each schedule, and stages, of which the fullest speaks for all.
+The costs of blocks and transfers are those of `predict`, computed for all candidates at once. What
+a simulation would find is replaced by closed forms: stages as `plan.stages` divides them, the
+bubbles of the named schedules, the activations that they keep.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -17,9 +17,10 @@ from megaframe.plan.candidates import SCHEDULES, Array, Candidates
 from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
 from megaframe.plan.costs import Machine, Part, Passes, block
-from megaframe.plan.experts import has_experts
-from megaframe.plan.room import blocks_of_fullest, memory_bytes
-from megaframe.plan.step import jitter
+from megaframe.plan.experts import expert_layers, has_experts
+from megaframe.plan.sizes import Sizes
+from megaframe.plan.slow import jitter
+from megaframe.plan.stages import block_work, end_work
 from megaframe.plan.update import (
     Owned,
     block_owned,
@@ -29,21 +30,10 @@ from megaframe.plan.update import (
     table_owned,
     update_seconds,
 )
+from megaframe.plan.worst import memory_bytes
 
 _AT_ONCE = 1 << 15
 """Candidates of a round, whose arrays stay in cache."""
-_BUBBLES: Mapping[str, tuple[float, float, float]] = {
-    "gpipe": (1, 1, 1),
-    "1f1b": (1, 1, 1),
-    "interleaved": (1, 1, 1),
-    "breadth-first": (1, 1, 1),
-    "zb-h1": (1, 1, -1),
-    "zb-h2": (1, 1, -2),
-    "zb-v": (0.5, 0.5, -1),
-    "v-half": (0.5, 0.5, 0.5),
-    "dualpipe-v": (0.5, 1, -1.5),
-}
-"""Bubble by schedule: p - 1 times so much of F, of B and of W of a rank, never less than none."""
 
 
 @dataclass(frozen=True)
@@ -65,89 +55,137 @@ def estimate(
         _estimate(config, cluster, constants, candidates.taken(slice(start, start + _AT_ONCE)))
         for start in range(0, len(candidates), _AT_ONCE)
     ]
-    return Estimates(
-        *(
-            np.concatenate([getattr(one, name) for one in rounds])
-            for name in ("step_seconds", "memory_bytes", "fits")
-        ),
-        {
-            name: np.concatenate([one.breakdown[name] for one in rounds])
-            for name in rounds[0].breakdown
-        },
+    step, memory, fits = (
+        np.concatenate([getattr(one, name) for one in rounds])
+        for name in ("step_seconds", "memory_bytes", "fits")
     )
+    parts = rounds[0].breakdown
+    breakdown = {name: np.concatenate([one.breakdown[name] for one in rounds]) for name in parts}
+    return Estimates(step, memory, fits, breakdown)
 
 
 def _estimate(
     config: RunConfig, cluster: Cluster, constants: Constants, candidates: Candidates
 ) -> Estimates:
-    sizes = candidates.sizes(config)
+    sizes, schedule = candidates.sizes(config), candidates.schedule
     machine = Machine(config, cluster, constants, sizes)
-    rank, held = _fullest_rank(machine)
-    m, p = sizes.microbatches, sizes.pipeline
-    found = {name: m * part.total * np.ones(len(candidates)) for name, part in rank.named().items()}
-    whole = rank.whole
-    factors = np.array([_BUBBLES[name] for name in SCHEDULES])[candidates.schedule].T
-    of_a_round = sum(
-        factor * seconds
-        for factor, seconds in zip(
-            factors, (whole.forward, whole.backward, whole.weight), strict=True
-        )
+    one, owned = _mean_block(machine)
+    end = head(machine)
+    share = _share(machine, one, end)
+    rank = one.times(share.blocks) + end.times(share.heads)
+    held = Owned(
+        owned.dense * share.blocks + table_owned(machine) * _tables(config, machine.sizes),
+        owned.experts * share.blocks,
+        np.maximum(1.0, share.blocks),
     )
-    chunks = np.where(np.isin(candidates.schedule, _IN_TURNS), sizes.chunks, 1)
+    breakdown = _breakdown(machine, rank, held, schedule)
+    memory = memory_bytes(config, cluster.chip, sizes, schedule)
+    return Estimates(sum(breakdown.values()), memory, memory <= cluster.chip.memory, breakdown)
+
+
+def _mean_block(machine: Machine) -> tuple[Part, Owned]:
+    """Costs and parameters of a layer, on average over dense ones and those with experts."""
+    model = machine.config.model
+    share = expert_layers(model) / model.layers
+    whole, owned = Part(Passes()), Owned(0.0, 0.0)
+    for experts, weight in ((False, 1 - share), (True, share)):
+        if not weight:
+            continue
+        layer = next(
+            n
+            for n in range(model.layers)
+            if (model.moe is not None and has_experts(model.moe, n)) == experts
+        )
+        one = block_owned(machine, layer)
+        whole = whole + block(machine, layer).times(weight)
+        owned = Owned(owned.dense + weight * one.dense, owned.experts + weight * one.experts)
+    return whole, owned
+
+
+@dataclass(frozen=True)
+class Share:
+    """blocks: of the rank that has most to do. heads: 1 where that is the one with the head."""
+
+    blocks: Array
+    heads: Array
+
+
+def _share(machine: Machine, one: Part, end: Part) -> Share:
+    """The division of `plan.stages.divide` in closed form: the largest stage is either so many
+    blocks, or some blocks and the head."""
+    sizes, layers = machine.sizes, machine.config.model.layers
+    stages = sizes.pipeline * sizes.chunks
+    weight = _head_weight(machine)
+    above, below = np.ceil(weight), np.floor(weight)
+    even = np.maximum(np.ceil((layers + above) / stages), above)
+    beside = np.maximum(0.0, np.ceil((layers - (stages - 1) * below) / stages)) + weight
+    largest = np.minimum(even, beside)
+    wanted = np.rint((layers + weight) / stages - weight)
+    last = np.clip(wanted, 0.0, np.maximum(0.0, np.floor(largest - weight + 1e-9)))
+    last = np.where(stages > 1, last, layers)
+    # The others are as even as they can be; those with one block more follow each other.
+    others = np.maximum(1, stages - 1)
+    low = np.floor((layers - last) / others)
+    more = np.ceil((layers - last - low * others) / sizes.pipeline)
+    middle = sizes.chunks * low + np.minimum(more, sizes.chunks)
+    end_rank = (sizes.chunks - 1) * low + np.maximum(0.0, np.minimum(more, sizes.chunks) - 1) + last
+    ends = end_rank * one.whole.total + end.whole.total > middle * one.whole.total
+    ends = ends | (sizes.pipeline == 1)
+    end_rank = np.where(sizes.pipeline == 1, layers, end_rank)
+    return Share(np.where(ends, end_rank, middle), ends * 1.0)
+
+
+def _head_weight(machine: Machine) -> Array:
+    """Work of the head, in blocks, as `plan.stages` divides layers by it."""
+    config, sizes = machine.config, machine.sizes
+    works = [block_work(config, layer) for layer in range(config.model.layers)]
+    forward = sum(work.forward for work in works) / len(works)
+    others = sum(work.backward + work.weight for work in works) / len(works)
+    end = end_work(config)
+    twice = np.where(sizes.recompute == 2, 2.0, 1.0)
+    head = end.forward + end.backward + end.weight
+    return head / np.maximum(twice * forward + others, 1e-30)
+
+
+def _tables(config: RunConfig, sizes: Sizes) -> Array:
+    """Tables of a rank that has most of them."""
+    both = 1.0 if config.model.tie_embeddings else 2.0
+    return np.where(sizes.pipeline == 1, both, 1.0)
+
+
+def bubble(schedule: Array, sizes: Sizes, passes: Passes) -> Array:
+    """Seconds that a rank waits in the whole step, from its start to the last rank's end; passes:
+    of a rank's whole share. Of zb-h2, zb-v and dualpipe-v these are more than the papers count,
+    because ranks begin and end apart; v-half's is exact for equal passes and even ranks."""
+    before = sizes.pipeline - 1
+    forward, backward, weight = passes.forward, passes.backward, passes.weight
+    whole = before * passes.total
+    forms = {
+        "gpipe": whole,
+        "1f1b": whole,
+        "interleaved": whole / sizes.chunks,
+        "breadth-first": whole / sizes.chunks,
+        "zb-h1": before * (forward + backward - weight),
+        "zb-h2": before * np.maximum(forward, forward + backward - 2 * weight),
+        "zb-v": before * np.maximum(backward / 2, backward - weight),
+        "v-half": sizes.pipeline * (forward / 2 + 1.5 * backward - weight / 4) - forward,
+        "dualpipe-v": sizes.pipeline * (backward - weight / 2) - (backward - weight),
+    }
+    return np.where(sizes.pipeline > 1, np.choose(schedule, [forms[n] for n in SCHEDULES]), 0.0)
+
+
+def _breakdown(machine: Machine, rank: Part, held: Owned, schedule: Array) -> dict[str, Array]:
+    sizes, software = machine.sizes, machine.software
+    many = sizes.microbatches
+    found = {name: many * part.total for name, part in rank.named().items()}
     transfer = stage_seconds(machine)
-    overlapped = machine.software.overlap_pipeline
-    found["pipeline"] = np.where(overlapped, 0.0, 2 * m * sizes.chunks * transfer)
-    trip = 2 * (p * sizes.chunks - 1) * transfer
-    found["bubble"] = np.maximum(0.0, (p - 1) * of_a_round / chunks) + trip * overlapped
+    waiting = 0.0 if software.overlap_pipeline else 1.0
+    found["pipeline"] = waiting * 2 * sizes.chunks * many * transfer
     found["data"] = data_seconds(machine, held, rank.compute)
+    filling = bubble(schedule, sizes, rank.whole)
+    found["bubble"] = filling + 2 * (sizes.pipeline - 1) * transfer
     found["optimizer"] = update_seconds(machine, held)
     step = sum(found.values())
-    found["other"] = machine.software.step_seconds + jitter(cluster, sizes.world) * step
-    memory = memory_bytes(config, cluster.chip, sizes, candidates.schedule)
-    return Estimates(step + found["other"], memory, memory <= cluster.chip.memory, found)
-
-
-_IN_TURNS = [SCHEDULES.index(name) for name in ("interleaved", "breadth-first")]
-
-
-def _fullest_rank(machine: Machine) -> tuple[Part, Owned]:
-    """The stages of the rank with most to do, and what it has of the parameters."""
-    model, sizes = machine.config.model, machine.sizes
-    kinds = [model.moe is not None and has_experts(model.moe, n) for n in range(model.layers)]
-    blocks = blocks_of_fullest(machine.config, sizes.pipeline * sizes.chunks) * sizes.chunks
-    blocks = np.minimum(blocks, model.layers)
-    last = head(machine)
-    # The rank with the head has fewer blocks, where there are others.
-    part, held = Part(Passes()), Owned(0.0, 0.0)
-    for kind in set(kinds):
-        layer, share = kinds.index(kind), kinds.count(kind) / model.layers
-        part = part + times(block(machine, layer), share * blocks)
-        one = block_owned(machine, layer)
-        held = Owned(
-            held.dense + share * blocks * one.dense, held.experts + share * blocks * one.experts
-        )
-    rest = np.maximum(0.0, model.layers - (sizes.pipeline - 1) * blocks) / np.maximum(blocks, 1)
-    with_head = times(part, rest) + last
-    more = with_head.whole.total > part.whole.total
-    part = _chosen(more, with_head, part)
-    tables = np.where(sizes.pipeline == 1, 2 - model.tie_embeddings, 1) * table_owned(machine)
-    return part, Owned(held.dense + tables, held.experts)
-
-
-def times(part: Part, factor: Any) -> Part:
-    """So many of these."""
-    return Part(*(passes.times(factor) for passes in part.named().values()))
-
-
-def _chosen(which: Array, one: Part, other: Part) -> Part:
-    """The one where `which` is true."""
-    return Part(
-        *(
-            Passes(
-                np.where(which, a.forward, b.forward),
-                np.where(which, a.backward, b.backward),
-                np.where(which, a.weight, b.weight),
-            )
-            for a, b in zip(one.named().values(), other.named().values(), strict=True)
-        )
-    )
+    slow = jitter(machine.cluster, sizes.world)
+    found["other"] = software.step_kernels * machine.rate.launch + slow * step
+    return {name: np.broadcast_to(value, many.shape) for name, value in found.items()}

@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
-
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.layout import Layout
@@ -25,10 +23,10 @@ from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
 from megaframe.plan.costs import Machine, Part, Passes, block
 from megaframe.plan.experts import has_experts
-from megaframe.plan.memory import Memory
-from megaframe.plan.room import by_kind, worst_memory
+from megaframe.plan.reasons import reasons
 from megaframe.plan.schedules import step_schedule
 from megaframe.plan.sizes import sizes_of
+from megaframe.plan.slow import jitter
 from megaframe.plan.stages import StagePlan, block_work, end_work, stage_plans
 from megaframe.plan.update import (
     Owned,
@@ -39,6 +37,7 @@ from megaframe.plan.update import (
     table_owned,
     update_seconds,
 )
+from megaframe.plan.worst import by_kind, worst_memory
 from megaframe.schedule import Schedule
 from megaframe.schedule.costs import Costs
 from megaframe.schedule.simulate import Timeline, simulate
@@ -87,12 +86,12 @@ def predict(
     plans = stage_plans(config)
     blocks = _by_layer(machine, block)
     parts = [_stage(machine, plan, blocks) for plan in plans]
-    schedule = step_schedule(config, machine.sizes.microbatches)
+    schedule = step_schedule(config, int(machine.sizes.microbatches))
     transfer = float(stage_seconds(machine))
     timeline = simulate(schedule, _schedule_costs(machine, parts, transfer))
-    breakdown = _breakdown(machine, plans, parts, schedule, timeline, transfer)
-    memory = worst_memory(config, layout, schedule, cluster.chip)
-    return _told(config, layout, cluster, breakdown, memory)
+    breakdown = _breakdown(machine, plans, parts, schedule, timeline)
+    needed = worst_memory(config, layout, schedule, cluster.chip)
+    return _told(config, layout, cluster, breakdown, by_kind(needed))
 
 
 def _by_layer(machine: Machine, function: Callable[[Machine, int], T]) -> list[T]:
@@ -140,7 +139,6 @@ def _breakdown(
     parts: Sequence[Part],
     schedule: Schedule,
     timeline: Timeline,
-    transfer: float,
 ) -> dict[str, float]:
     """Seconds by part, of the rank that has most to do."""
     many = machine.sizes.microbatches
@@ -166,8 +164,10 @@ def _breakdown(
     found["bubble"] = step - work
     found["optimizer"] = update
     slow = jitter(machine.cluster, float(machine.sizes.world))
-    found["other"] = machine.software.step_seconds + slow * (step + data + update)
-    return found
+    found["other"] = machine.software.step_kernels * machine.rate.launch + slow * (
+        step + data + update
+    )
+    return {name: float(value) for name, value in found.items()}
 
 
 def _end_of_step(
@@ -182,14 +182,8 @@ def _end_of_step(
             dense, experts = dense + owned[layer].dense, experts + owned[layer].experts
         tables = plan.first + (plan.last and not (plan.first and tied))
         dense = dense + tables * table_owned(machine)
-    held = Owned(dense, experts)
+    held = Owned(dense, experts, max(1, sum(len(plan.blocks) for plan in plans)))
     return float(data_seconds(machine, held, window)), float(update_seconds(machine, held))
-
-
-def jitter(cluster: Cluster, ranks: Number) -> Number:
-    """Share by which a step of so many ranks is longer than one of a single rank: the largest of n
-    like delays grows with the root of the logarithm of n."""
-    return cluster.jitter * np.sqrt(np.log(np.maximum(ranks, 1.0)) / np.log(1000.0))
 
 
 def model_flops(config: RunConfig) -> tuple[float, float]:
@@ -209,21 +203,22 @@ def _told(
     layout: Layout,
     cluster: Cluster,
     breakdown: dict[str, float],
-    memory: Memory,
+    needed: dict[str, int],
 ) -> Prediction:
-    step = sum(breakdown.values())
+    step = float(sum(breakdown.values()))
     tokens = config.train.global_batch * config.train.seq
     model, hardware = model_flops(config)
     rate = model * tokens / step / layout.world
     peak = cluster.chip.peaks.get(config.train.precision)
+    fits = sum(needed.values()) <= cluster.chip.memory
     return Prediction(
         step_seconds=step,
         breakdown=breakdown,
         mfu=None if peak is None else rate / peak,
-        hfu=None if peak is None else rate / peak * hardware / model,
+        hfu=None if peak is None else rate / peak * hardware / model if model else 0.0,
         tflops_per_gpu=rate / 1e12,
         tokens_per_second=tokens / step,
-        memory_bytes=by_kind(memory),
-        fits=memory.total <= cluster.chip.memory,
-        reasons=(),
+        memory_bytes=needed,
+        fits=fits,
+        reasons=tuple(reasons(config, layout, cluster, breakdown, needed)),
     )

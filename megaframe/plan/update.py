@@ -36,17 +36,28 @@ def head(machine: Machine) -> Part:
     many = 1.0 + model.mtp_depth
     if machine.software.head_backward:
         forward, backward, weight = products
-        compute = Passes(forward + 0.7 * loss, backward + 0.3 * loss, weight)
+        compute = _launched(machine, forward + 0.7 * loss, backward + 0.3 * loss, weight)
         return Part(compute.times(many), Passes(gather, gather, 0.0).times(many))
-    return Part(Passes(sum(products) + loss).times(many), Passes(2 * gather).times(many))
+    compute = _launched(machine, sum(products) + loss, 0.0, 0.0)
+    return Part(compute.times(many), Passes(2 * gather).times(many))
+
+
+def _launched(machine: Machine, forward: Number, backward: Number, weight: Number) -> Passes:
+    """These passes, or as long as the host takes to launch them."""
+    software = machine.software
+    host = software.end_kernels * machine.rate.launch
+    lacking = np.maximum(0.0, host * software.backward_kernels - backward - weight)
+    return Passes(np.maximum(forward, host), backward + lacking, weight)
 
 
 @dataclass(frozen=True)
 class Owned:
-    """Parameters of one rank before data ranks divide them: dense, and those of experts."""
+    """Parameters of one rank before data ranks divide them: dense, and those of experts. buckets:
+    in which they are exchanged."""
 
     dense: Number
     experts: Number
+    buckets: Number = 1.0
 
 
 def block_owned(machine: Machine, layer: int) -> Owned:
@@ -82,9 +93,10 @@ def data_seconds(machine: Machine, held: Owned, window: Passes) -> Number:
         half = machine.config.parallel.reduce_precision == "bf16"
         wire = 2 if half else max(4, width)
     size = held.dense + held.experts
-    scatter = machine.seconds("reduce_scatter", wire * size, "shard")
-    gather = machine.seconds("all_gather", width * size, "shard")
-    whole = machine.seconds("all_reduce", wire * size, "shard")
+    times = held.buckets if software.overlap_data else 1.0
+    scatter = machine.seconds("reduce_scatter", wire * size, "shard", times)
+    gather = machine.seconds("all_gather", width * size, "shard", times)
+    whole = machine.seconds("all_reduce", wire * size, "shard", times)
     replicas = machine.seconds("all_reduce", wire * size / sizes.shard, "replicas")
     backward, forward = window.backward + window.weight, window.forward
     each = sizes.microbatches * 1.0
@@ -94,15 +106,18 @@ def data_seconds(machine: Machine, held: Owned, window: Passes) -> Number:
         often = often + np.where(sizes.zero == 3, 0.0, gather)
         return np.where(sizes.zero >= 2, often, once) + replicas
 
-    def beside(moved: Number, compute: Number) -> Number:
-        return hidden_by(moved, compute, software.data_tail, machine.constants.contention)
+    def beside(moved: Number, compute: Number, bytes_each: Number) -> Number:
+        delay = machine.delay(bytes_each * size, "shard")
+        return hidden_by(moved, compute, software.data_tail, delay)
 
-    once = beside(np.where(sizes.zero == 0, whole, scatter), backward)
-    once = once + np.where(sizes.zero == 0, 0.0, beside(gather, forward))
+    first = sizes.zero == 0
+    once = beside(np.where(first, whole, scatter), backward, wire * np.where(first, 2.0, 1.0))
+    gathered = beside(gather, forward, width)
+    once = once + np.where(first, 0.0, gathered)
     third = sizes.zero == 3
-    often = beside(scatter + np.where(third, gather, 0.0), backward)
-    often = often + np.where(third, beside(gather, forward), 0.0)
-    often = each * often + np.where(third, 0.0, beside(gather, forward))
+    moved = scatter + np.where(third, gather, 0.0)
+    often = beside(moved, backward, wire + np.where(third, width, 0.0))
+    often = each * (often + np.where(third, gathered, 0.0)) + np.where(third, 0.0, gathered)
     return np.where(sizes.zero >= 2, often, once) + replicas
 
 
@@ -116,11 +131,15 @@ def update_seconds(machine: Machine, held: Owned) -> Number:
 
 
 def stage_seconds(machine: Machine) -> Number:
-    """From the end of a stage's pass until the next one has its result."""
-    model, sizes = machine.config.model, machine.sizes
+    """From the end of a stage's pass until the next one has its result, whole again where its
+    tensor ranks each sent a part."""
+    model, sizes, software = machine.config.model, machine.sizes, machine.software
     size = machine.rate.width * machine.tokens * model.hidden
-    if machine.software.scatter_pipeline or machine.software.sequence_parallel:
-        size = size / sizes.tensor
     if model.emulate is not None:
         size = 0.0 * size
-    return np.where(sizes.pipeline > 1, hop_seconds(size, machine.groups["next_stage"]), 0.0)
+    divided = software.scatter_pipeline or software.sequence_parallel
+    sent = size / sizes.tensor if divided else size
+    seconds = hop_seconds(sent, machine.groups["next_stage"])
+    if divided and not software.sequence_parallel:
+        seconds = seconds + machine.seconds("all_gather", size, "tensor")
+    return np.where(sizes.pipeline > 1, seconds, 0.0)

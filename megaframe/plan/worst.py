@@ -1,8 +1,7 @@
 """Room: whether a layout fits into a device's memory, exactly for one and at once for many.
 
-What software takes for itself is a fixed part and a share; both are allowances and not measured on
-every machine, so that a plan that just fits is no promise. A device that is the host has rooms for
-transfers and a checkpoint's copy as well.
+Of many at once the ends of the pipeline are counted, as if all stages had as many blocks as the
+fullest. A device that is the host has rooms for transfers and a checkpoint's copy as well.
 """
 
 from __future__ import annotations
@@ -28,15 +27,12 @@ from megaframe.plan.memory import (
     state_bytes,
     widest,
 )
+from megaframe.plan.room import room
 from megaframe.plan.sizes import RECOMPUTE, Sizes
 from megaframe.plan.stages import StagePlan, block_work, end_work, stage_plans
 from megaframe.schedule import Schedule, lower
 
 Array = np.ndarray[Any, Any]
-CONTEXT, COMMUNICATORS = 600 << 20, 900 << 20
-"""Bytes that a GPU's context with its libraries takes, and the buffers of NCCL between ranks."""
-_GAPS = 0.04
-"""Share of what comes and goes in a step that the allocator loses between blocks."""
 _MANY = 32
 """Pipeline ranks up to which all are looked at; of more only the ends and the middle."""
 
@@ -48,15 +44,12 @@ def worst_memory(config: RunConfig, layout: Layout, schedule: Schedule, chip: Ch
     host = chip.family == "cpu"
     found = (rank_memory(config, layout, plans, lowered, rank, host=host) for rank in ranks)
     worst = max(found, key=lambda one: one.total)
-    return replace(worst, overhead=overhead(worst, chip, layout.world))
+    return replace(worst, overhead=round(overhead(chip)))
 
 
-def overhead(of: Memory, chip: Chip, world: int) -> int:
-    """Bytes that are gone beside what a run asks for."""
-    if chip.family == "cpu":
-        return 0
-    passing = of.activations + of.logits + of.messages + of.temporaries
-    return CONTEXT + COMMUNICATORS * (world > 1) + round(_GAPS * passing)
+def overhead(chip: Chip) -> float:
+    """Bytes of a chip that no run can have."""
+    return chip.memory - room(chip)
 
 
 def by_kind(of: Memory) -> dict[str, int]:
@@ -184,8 +177,7 @@ def _end_bytes(config: RunConfig, chip: Chip, end: _End) -> Array:
     moments = _moments(config, master)
     static = own * (master + moments) + values * width + gradients * master
     passing = _passing(config, end)
-    gone = 0.0 if chip.family == "cpu" else CONTEXT + COMMUNICATORS * (c.world > 1)
-    return static + passing * (1 + _GAPS * (chip.family != "cpu")) + gone
+    return static + passing + overhead(chip)
 
 
 _V_SHAPED = [SCHEDULES.index(name) for name in ("zb-v", "v-half", "dualpipe-v")]
