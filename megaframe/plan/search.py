@@ -15,19 +15,23 @@ import numpy as np
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.layout import Layout
-from megaframe.plan.candidates import SCHEDULES, Candidates
+from megaframe.plan.candidates import SCHEDULES, Array, Candidates
 from megaframe.plan.check import check
 from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
 from megaframe.plan.fast import Estimates, estimate
+from megaframe.plan.nearest import ROOM, nothing_fits
 from megaframe.plan.sizes import RECOMPUTE
 from megaframe.plan.step import Prediction, predict
 from megaframe.plan.valid import Fixed, candidates
 
 SIMULATED = 24
 """Survivors of the estimates."""
-_OF_A_KIND = 3
+_OF_A_KIND = 2
 """Of these, most with the same tensor, context and pipeline ranks."""
+_SIMPLER = {"context": 0.004, "data_replicate": 0.002, "expert_tensor": 0.002, "chunks": 0.002}
+"""What an axis must gain, as a share of the step, to be used at all: those that gain nothing would
+else be chosen by the last digit. Dearer ones of zero and recompute, each step of them, 0.001."""
 _PASSES = 60_000
 """Most passes of a schedule that is simulated for a search: more would take seconds each."""
 
@@ -82,6 +86,8 @@ def search(
     estimates = estimate(config, cluster, constants, every)
     between = time.perf_counter()
     choices = _simulated(config, gpus, cluster, constants, every, estimates, simulated)
+    if not choices:
+        raise UserError(nothing_fits(config, gpus, cluster, constants, every, estimates, fixed))
     end = time.perf_counter()
     return Found(choices, every, estimates, between - before, end - begin)
 
@@ -138,13 +144,15 @@ def _simulated(
     most: int,
 ) -> tuple[Choice, ...]:
     """The best that fit, by simulation."""
-    order = np.argsort(np.where(estimates.fits, estimates.step_seconds, np.inf), kind="stable")
+    fits = estimates.memory_bytes <= ROOM * cluster.chip.memory
+    penalty = _penalty(every)
+    order = np.argsort(np.where(fits, estimates.step_seconds * penalty, np.inf), kind="stable")
     kinds: Counter[tuple[int, ...]] = Counter()
     found: list[Choice] = []
     looked = 0
     passes = every.sizes(config).microbatches * every.pipeline * every.chunks * 3
     for place in order.tolist():
-        if looked == most or not estimates.fits[place]:
+        if looked == most or not fits[place]:
             break
         kind = tuple(int(a[place]) for a in (every.tensor, every.context, every.pipeline))
         if kinds[kind] == _OF_A_KIND or (passes[place] > _PASSES and found):
@@ -155,9 +163,17 @@ def _simulated(
         check(one, gpus, data=False)
         layout = Layout.from_parallel(one.parallel, gpus)
         prediction = predict(one, layout, cluster, constants)
-        if prediction.fits:
+        if sum(prediction.memory_bytes.values()) <= ROOM * cluster.chip.memory:
             found.append(Choice(one, layout, prediction, place))
-    return tuple(sorted(found, key=lambda choice: choice.prediction.step_seconds))
+    return tuple(sorted(found, key=lambda one: one.prediction.step_seconds * penalty[one.place]))
+
+
+def _penalty(every: Candidates) -> Array:
+    """Factor by which the step of a less simple layout counts as longer."""
+    found = 1.0 + 0.001 * (every.zero + every.recompute)
+    for name, share in _SIMPLER.items():
+        found = found + share * (getattr(every, name) > 1)
+    return found
 
 
 def _none_valid(config: RunConfig, gpus: int, cluster: Cluster, fixed: Fixed | None) -> str:
