@@ -13,7 +13,7 @@ import numpy as np
 from megaframe.plan.candidates import SCHEDULES, Array
 from megaframe.plan.cluster import Cluster
 from megaframe.plan.nearest import ROOM, in_words
-from megaframe.plan.search import Found
+from megaframe.plan.search import Choice, Found
 from megaframe.plan.sizes import RECOMPUTE
 from megaframe.plan.slow import goodput
 
@@ -36,30 +36,34 @@ _NOTHING = 0.0005
 
 def decision(found: Found, cluster: Cluster) -> Iterator[str]:
     """The best layout in a few sentences."""
-    best = found.best
-    prediction, train = best.prediction, best.config.train
-    used = sum(prediction.memory_bytes.values()) / _GIB
     every = found.candidates
-    yield f"Use {in_words(every, best.place)}."
-    mfu = "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%}"
-    yield (
-        f"A step takes {prediction.step_seconds:.3g} s: {prediction.tokens_per_second:,.0f} tokens "
-        f"a second, {prediction.tflops_per_gpu:.0f} TFLOP/s a GPU{mfu}; the fullest GPU has "
-        f"{used:.1f} of {cluster.chip.memory / _GIB:.0f} GiB."
-    )
-    tokens = train.steps * train.global_batch * train.seq
-    state = sum(prediction.memory_bytes.get(kind, 0) for kind in ("weights", "optimizer"))
-    world = best.layout.world
-    run = goodput(cluster, world, prediction.tokens_per_second, tokens, state)
-    yield (
-        f"{tokens:.3g} tokens take {run.days:.3g} days and ${run.dollars:,.0f}, with "
-        f"{run.failures_a_day:.2g} failures a day and {run.share:.1%} of the time left for "
-        f"training, a checkpoint every {run.interval / 60:.2g} minutes."
-    )
+    yield f"Use {in_words(every, found.best.place)}."
+    yield from said(found.best, cluster)
     yield (
         f"{len(every):,} layouts estimated in {found.estimated_seconds:.2g} s, "
         f"{int(found.estimates.fits.sum()):,} fit, {len(found.choices)} of the best simulated; "
         f"{found.seconds:.2g} s in all."
+    )
+
+
+def said(choice: Choice, cluster: Cluster) -> Iterator[str]:
+    """What is predicted of a layout, and what a run then takes."""
+    prediction, train = choice.prediction, choice.config.train
+    used = sum(prediction.memory_bytes.values()) / _GIB
+    mfu = "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%}"
+    there = "" if prediction.fits else ": it does not fit"
+    yield (
+        f"A step takes {prediction.step_seconds:.3g} s: {prediction.tokens_per_second:,.0f} tokens "
+        f"a second, {prediction.tflops_per_gpu:.0f} TFLOP/s a GPU{mfu}; the fullest GPU needs "
+        f"{used:.1f} of {cluster.chip.memory / _GIB:.0f} GiB{there}."
+    )
+    tokens = train.steps * train.global_batch * train.seq
+    state = sum(prediction.memory_bytes.get(kind, 0) for kind in ("weights", "optimizer"))
+    run = goodput(cluster, choice.layout.world, prediction.tokens_per_second, tokens, state)
+    yield (
+        f"{tokens:.3g} tokens take {run.days:.3g} days and ${run.dollars:,.0f}, with "
+        f"{run.failures_a_day:.2g} failures a day and {run.share:.1%} of the time left for "
+        f"training, a checkpoint every {run.interval / 60:.2g} minutes."
     )
 
 

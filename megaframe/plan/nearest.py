@@ -42,6 +42,22 @@ def nothing_fits(
     return "\n  ".join(lines)
 
 
+def instead(config: RunConfig, gpus: int, cluster: Cluster, constants: Constants) -> Iterator[str]:
+    """What would work in the place of a layout that does not fit: the same axes with other
+    recompute, ZeRO and microbatch, any layout of as many GPUs, and what `nothing_fits` names."""
+    parallel = config.parallel
+    axes = ("tensor", "context", "pipeline", "expert", "expert_tensor", "data_replicate")
+    same = {name: getattr(parallel, name) for name in axes}
+    if parallel.pipeline > 1:
+        same |= {"schedule": parallel.schedule, "chunks": parallel.chunks}
+    for name, fixed in (("the same axes", same), (f"{gpus} GPUs", {})):
+        found = _fitting(config, gpus, cluster, constants, fixed)
+        if found:
+            yield f"{name}: {found}"
+            return
+    yield from _ways(config, gpus, cluster, constants, None)
+
+
 def in_words(every: Candidates, place: int) -> str:
     """The layout at a place, as keys."""
     axes = ("tensor", "context", "pipeline", "chunks", "data", "expert", "expert_tensor")

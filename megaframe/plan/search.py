@@ -38,12 +38,13 @@ _PASSES = 60_000
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout, the config that has it, and what is predicted of it. place: among candidates."""
+    """A layout, the config that has it, and what is predicted of it. place: among candidates, of a
+    search."""
 
     config: RunConfig
     layout: Layout
     prediction: Prediction
-    place: int
+    place: int = -1
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ counted on the way, memory and bytes, is therefore what the code does and not wh
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,7 +54,8 @@ def rehearse(config: RunConfig, layout: Layout, rank: int) -> Counted:
     """
     parallel = {"expert_overlap": False, "symmetric_memory": "off"}
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=parallel)})
-    with Hollow() as ledger:
+    with Hollow() as ledger, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of names that torch will change
         mesh = Mesh(layout, alone=rank)
         return counted_step(config, mesh, ledger)
 
