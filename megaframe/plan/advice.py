@@ -76,6 +76,8 @@ def alternatives(found: Found, cluster: Cluster) -> Iterator[str]:
         chosen = int(column[best])
         values = np.unique(column)
         near = values if name in _NAMES else _beside(values, chosen)
+        if name == "tensor":
+            near = np.union1d(near, values[values > cluster.node][:1])
         for value in near.tolist():
             if value != chosen:
                 text = _compared(found, cluster, name, value, (column == value) & fits)

@@ -17,10 +17,10 @@ from megaframe.plan.candidates import SCHEDULES, Array, Candidates
 from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
 from megaframe.plan.costs import Machine, Part, Passes, block
+from megaframe.plan.division import division
 from megaframe.plan.experts import expert_layers, has_experts
 from megaframe.plan.sizes import Sizes
 from megaframe.plan.slow import jitter
-from megaframe.plan.stages import block_work, end_work
 from megaframe.plan.update import (
     Owned,
     block_owned,
@@ -111,40 +111,12 @@ class Share:
 
 
 def _share(machine: Machine, one: Part, end: Part) -> Share:
-    """The division of `plan.stages.divide` in closed form: the largest stage is either so many
-    blocks, or some blocks and the head."""
-    sizes, layers = machine.sizes, machine.config.model.layers
-    stages = sizes.pipeline * sizes.chunks
-    weight = _head_weight(machine)
-    above, below = np.ceil(weight), np.floor(weight)
-    even = np.maximum(np.ceil((layers + above) / stages), above)
-    beside = np.maximum(0.0, np.ceil((layers - (stages - 1) * below) / stages)) + weight
-    largest = np.minimum(even, beside)
-    wanted = np.rint((layers + weight) / stages - weight)
-    last = np.clip(wanted, 0.0, np.maximum(0.0, np.floor(largest - weight + 1e-9)))
-    last = np.where(stages > 1, last, layers)
-    # The others are as even as they can be; those with one block more follow each other.
-    others = np.maximum(1, stages - 1)
-    low = np.floor((layers - last) / others)
-    more = np.ceil((layers - last - low * others) / sizes.pipeline)
-    middle = sizes.chunks * low + np.minimum(more, sizes.chunks)
-    end_rank = (sizes.chunks - 1) * low + np.maximum(0.0, np.minimum(more, sizes.chunks) - 1) + last
-    ends = end_rank * one.whole.total + end.whole.total > middle * one.whole.total
-    ends = ends | (sizes.pipeline == 1)
-    end_rank = np.where(sizes.pipeline == 1, layers, end_rank)
-    return Share(np.where(ends, end_rank, middle), ends * 1.0)
-
-
-def _head_weight(machine: Machine) -> Array:
-    """Work of the head, in blocks, as `plan.stages` divides layers by it."""
-    config, sizes = machine.config, machine.sizes
-    works = [block_work(config, layer) for layer in range(config.model.layers)]
-    forward = sum(work.forward for work in works) / len(works)
-    others = sum(work.backward + work.weight for work in works) / len(works)
-    end = end_work(config)
-    twice = np.where(sizes.recompute == 2, 2.0, 1.0)
-    head = end.forward + end.backward + end.weight
-    return head / np.maximum(twice * forward + others, 1e-30)
+    """What the largest rank has: either so many blocks, or some blocks and the head."""
+    divided = division(machine.config, machine.sizes)
+    middle, last = divided.middle, divided.end
+    ends = last * one.whole.total + end.whole.total > middle * one.whole.total
+    ends = ends | (machine.sizes.pipeline == 1)
+    return Share(np.where(ends, last, middle), ends * 1.0)
 
 
 def _tables(config: RunConfig, sizes: Sizes) -> Array:
@@ -160,11 +132,14 @@ def bubble(schedule: Array, sizes: Sizes, passes: Passes) -> Array:
     before = sizes.pipeline - 1
     forward, backward, weight = passes.forward, passes.backward, passes.weight
     whole = before * passes.total
+    # Fewer microbatches than ranks leave some idle in every round of chunks.
+    short = np.maximum(0, sizes.pipeline - sizes.microbatches) * passes.total
+    rounds = (sizes.chunks - 1) / sizes.chunks
     forms = {
         "gpipe": whole,
         "1f1b": whole,
         "interleaved": whole / sizes.chunks,
-        "breadth-first": whole / sizes.chunks,
+        "breadth-first": whole / sizes.chunks + short * rounds,
         "zb-h1": before * (forward + backward - weight),
         "zb-h2": before * np.maximum(forward, forward + backward - 2 * weight),
         "zb-v": before * np.maximum(backward / 2, backward - weight),

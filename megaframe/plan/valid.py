@@ -1,8 +1,8 @@
 """All valid layouts of a config on so many GPUs, but for those that another one always beats.
 
-Left out are GPipe (1F1B takes as long and keeps less), matrices split over more than two innermost
-tiers, context ranks with fewer tokens than make a tile worth sending, and ZeRO with nobody to share
-with.
+Left out are GPipe and, where it can be interleaved, breadth-first (1F1B and interleaved take as
+long and keep less), matrices split over more than two innermost tiers, context ranks with fewer
+tokens than make a tile worth sending, and ZeRO with nobody to share with.
 """
 
 from __future__ import annotations
@@ -191,10 +191,11 @@ def _schedules(
         limits = LIMITS[name]
         if limits.fill and least < pipeline:
             continue
-        for chunks in _given(fixed, "chunks", _CHUNKS):
+        # Interleaved keeps less, and without chunks 1F1B does.
+        beaten = name == "breadth-first" and least >= pipeline and "schedule" not in fixed
+        for chunks in _given(fixed, "chunks", _CHUNKS[name == "breadth-first" :]):
             possible = limits.nearest_chunks(chunks) == chunks
-            alike = name == "breadth-first" and chunks == 1  # is 1F1B with more in flight
-            if possible and not alike and pipeline * chunks <= config.model.layers:
+            if possible and not beaten and pipeline * chunks <= config.model.layers:
                 yield SCHEDULES.index(name), chunks
 
 

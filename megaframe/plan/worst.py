@@ -15,6 +15,7 @@ from megaframe.config.schema import RunConfig
 from megaframe.layout import Layout
 from megaframe.plan.candidates import SCHEDULES
 from megaframe.plan.chips import Chip
+from megaframe.plan.division import division
 from megaframe.plan.experts import has_experts
 from megaframe.plan.held import held, rank_memory
 from megaframe.plan.memory import (
@@ -29,7 +30,7 @@ from megaframe.plan.memory import (
 )
 from megaframe.plan.room import room
 from megaframe.plan.sizes import RECOMPUTE, Sizes
-from megaframe.plan.stages import StagePlan, block_work, end_work, stage_plans
+from megaframe.plan.stages import StagePlan, stage_plans
 from megaframe.schedule import Schedule, lower
 
 Array = np.ndarray[Any, Any]
@@ -120,31 +121,21 @@ class _Blocks:
         self._of = {key: np.asarray(values, dtype=float)[place] for key, values in rows.items()}
         self.table = np.asarray(tables, dtype=float)[place]
         self.rotary = float(rotary_bytes(_with(config, 1, 1, "none")))
-        fullest = blocks_of_fullest(config, c.pipeline * c.chunks)
-        here = np.minimum(fullest * c.chunks, model.layers)
-        self.here = {True: np.minimum(here, self.number.get(True, 0))}
-        self.here[False] = here - self.here[True]
-        self.fullest = fullest
+        divided = division(config, c)
+        self.here = {True: divided.middle, False: divided.end}
 
-    def total(self, name: str) -> Array:
+    def count(self, kind: bool, first: bool) -> Array:
+        """Blocks with or without experts of the rank with the first or the last stage."""
+        routed = np.minimum(self.here[first], self.number.get(True, 0))
+        return routed if kind else self.here[first] - routed
+
+    def total(self, name: str, first: bool) -> Array:
         """Sum over the blocks of a rank."""
-        return sum(self.here[kind] * self._of[kind, name] for kind in self.layers)
+        return sum(self.count(kind, first) * self._of[kind, name] for kind in self.layers)
 
     def largest(self, name: str) -> Array:
         """Of one block, the larger kind."""
         return np.maximum.reduce([self._of[kind, name] for kind in self.layers])
-
-
-def blocks_of_fullest(config: RunConfig, stages: Array) -> Array:
-    """Blocks of the stage that has most, where the head counts as so many blocks as it is work."""
-    layers = config.model.layers
-    works = [block_work(config, layer) for layer in range(layers)]
-    mean = sum(work.forward + work.backward + work.weight for work in works) / layers
-    end = end_work(config)
-    of_head = (end.forward + end.backward + end.weight) / mean if mean else 0.0
-    even = np.ceil(layers / stages)
-    rest = layers - (stages - 1) * even
-    return np.where((stages > 1) & (np.maximum(rest, 0) + of_head > even + 1), even + 1, even)
 
 
 def _end_bytes(config: RunConfig, chip: Chip, end: _End) -> Array:
@@ -159,7 +150,7 @@ def _end_bytes(config: RunConfig, chip: Chip, end: _End) -> Array:
     if not first:
         ends = np.where(both, of.table + head + positions, of.table)
     names = ("vectors", "split", "whole", "shared", "experts")
-    vectors, split, whole, shared, experts = (of.total(name) for name in names)
+    vectors, split, whole, shared, experts = (of.total(name, first) for name in names)
     dense = vectors + split + whole + shared + ends
     total = dense + experts
     ranks = c.data * c.context // c.data_replicate
@@ -196,9 +187,8 @@ def _passing(config: RunConfig, end: _End) -> Array:
     width, dealt = WIDTH[train.precision], c.tensor * c.context
     rows = c.microbatch * train.seq
     stream = rows * model.hidden * width
-    keeps = of.total("keeps") * c.microbatch / c.chunks
-    blocks = np.minimum(of.fullest, model.layers)
-    stage = blocks * stream + keeps + of.rotary * c.tensor
+    keeps = of.total("keeps", end.first) * c.microbatch / c.chunks
+    stage = of.here[end.first] / c.chunks * stream + keeps + of.rotary * c.tensor
     last = (c.pipeline == 1) | end.v_shaped if end.first else np.full(len(c.tensor), True)
     vocab = np.ceil((model.vocab or 0) / c.tensor)
     logits = np.minimum(rows, np.maximum(1, LOSS_CHUNK // np.maximum(1, vocab))) * vocab * width
