@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megaframe.automatic import with_layout
-from megaframe.config import RunConfig, dump, load
+from megaframe.config import Model, RunConfig, dump, load
 from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.plan.check import check
@@ -63,11 +63,10 @@ def test_a_resumed_run_keeps_its_layout_on_as_many_ranks(tmp_path):
 
 
 def test_a_model_without_room_is_refused_before_anything_is_built(tmp_path):
-    large = {"layers": 80, "hidden": 16384, "heads": 128, "vocab": 50_000}
+    config = made(tmp_path)
+    large = Model(layers=80, hidden=16384, heads=128, vocab=50_000)
     with pytest.raises(UserError, match="no layout on 8 GPUs of h100-ib"):
-        with_layout(
-            made(tmp_path).model_copy(update={"model": type(made(tmp_path).model)(**large)}), 8
-        )
+        with_layout(config.model_copy(update={"model": large}), 8)
 
 
 def test_a_run_says_why_and_its_folder_has_the_layout(overrides, tmp_path):

@@ -89,7 +89,9 @@ def asked(arguments: argparse.Namespace) -> Question:
     cluster = load_cluster(arguments.cluster or config.parallel.cluster or DEFAULT)
     parallel = config.parallel
     rest = parallel.tensor * parallel.context * parallel.pipeline
-    gpus = arguments.gpus or rest * (parallel.data or max(1, cluster.node // rest))
+    gpus = arguments.gpus
+    if gpus is None:
+        gpus = rest * (parallel.data or max(1, cluster.node // rest))
     if gpus < 1:
         raise UserError(f"--gpus {gpus} is no number of GPUs; use 1 or more")
     given = {text.partition("=")[0] for text in arguments.overrides}

@@ -55,12 +55,13 @@ def _memory(config: RunConfig, layout: Layout, rank: int, found: Counted) -> Ite
     yield Row("optimizer", found.optimizer, plan.optimizer)
     again = any(p.recomputed for p in stage_plans(config))
     passing = found.kept + found.temporaries if again else found.kept
-    planned = kept + plan.logits + plan.temporaries if again else kept
+    planned = kept + plan.temporaries if again else kept
     what = "activations, messages" + ", temporaries" * again
     yield Row(what, passing, planned)
     if not again:
-        yield Row("temporaries", found.temporaries, plan.logits + plan.temporaries)
-    yield Row("most at a time", found.peak, buffers + plan.optimizer + planned)
+        yield Row("temporaries", found.temporaries, plan.temporaries)
+    whole = buffers + plan.optimizer + kept + plan.temporaries
+    yield Row("most at a time", found.peak, whole)
 
 
 def _traffic(config: RunConfig, layout: Layout, rank: int, found: Counted) -> Iterator[Row]:
