@@ -7,8 +7,8 @@ would give it as much.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -30,10 +30,10 @@ class Alike(dist.ProcessGroup):
     """Rank `index` of `size` that are alike."""
 
     def __init__(self, index: int, size: int) -> None:
-        super().__init__(index, size)
+        super().__init__(index, size)  # type: ignore[call-arg]  # the stubs know another one only
         self._arriving: dict[int, list[Tensor]] = {}
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: object = None) -> Done:
+    def allreduce(self, *given: Any, **options: Any) -> Done:
         """The sum or the largest of what all have: as it is here, up to a factor."""
         return Done()
 
@@ -42,12 +42,11 @@ class Alike(dist.ProcessGroup):
             part.copy_(given)
         return Done()
 
-    def allgather(
-        self, outs: Sequence[Sequence[Tensor]], given: Sequence[Tensor], opts: object = None
-    ) -> Done:
+    def allgather(self, *given: Any, **options: Any) -> Done:
         """Every rank has what this one has."""
-        for part in outs[0]:
-            _fill(part, given[0])
+        (parts,), (own,) = given[:2]
+        for part in parts:
+            _fill(part, own)
         return Done()
 
     def _reduce_scatter_base(self, out: Tensor, given: Tensor, opts: object = None) -> Done:

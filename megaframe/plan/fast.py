@@ -80,7 +80,9 @@ def _estimate(
     )
     breakdown = _breakdown(machine, rank, held, schedule)
     memory = memory_bytes(config, cluster.chip, sizes, schedule)
-    return Estimates(sum(breakdown.values()), memory, memory <= cluster.chip.memory, breakdown)
+    return Estimates(
+        np.sum(list(breakdown.values()), axis=0), memory, memory <= cluster.chip.memory, breakdown
+    )
 
 
 def _mean_block(machine: Machine) -> tuple[Part, Owned]:

@@ -19,13 +19,9 @@ from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
 from megaframe.plan.fast import estimate
 from megaframe.plan.nearest import ROOM
-from megaframe.plan.reasons import outermost, span
-from megaframe.plan.schedules import step_schedule
+from megaframe.plan.scaling import balances
 from megaframe.plan.search import Choice, Found
-from megaframe.plan.stages import stage_plans
-from megaframe.plan.traffic import traffic
 from megaframe.plan.valid import candidates
-from megaframe.schedule import lower
 
 _GIB = 2.0**30
 _MOST_GPUS = 100_000
@@ -124,7 +120,7 @@ def pictures(choice: Choice, cluster: Cluster, constants: Constants) -> Iterator
         [_bar(name, seconds, "s") for name, seconds in parts.items()],
         {"barmode": "stack", "xaxis": {"title": "seconds"}},
     )
-    yield _roofline(choice, cluster)
+    yield _roofline(choice, cluster, constants)
     yield _scaling(choice, cluster, constants)
 
 
@@ -151,9 +147,9 @@ def _line(x: float) -> dict[str, Any]:
     }
 
 
-def _roofline(choice: Choice, cluster: Cluster) -> Picture:
+def _roofline(choice: Choice, cluster: Cluster, constants: Constants) -> Picture:
     """Work for each byte moved over each axis, under the roof of the tier that it moves on."""
-    config, layout = choice.config, choice.layout
+    config = choice.config
     peak = cluster.chip.peaks[config.train.precision]
     intensity = np.logspace(0, 6, 61)
     roofs: list[tuple[str, dict[str, Any]]] = [
@@ -171,17 +167,12 @@ def _roofline(choice: Choice, cluster: Cluster) -> Picture:
             *((tier.name, tier.bandwidth) for tier in cluster.tiers),
         ]
     ]
-    flops = choice.prediction.tflops_per_gpu * 1e12 * choice.prediction.step_seconds
-    for axis, size in _moved(choice).items():
-        if size:
-            tier = outermost(cluster, *span(axis, layout))
-            work = flops / size
-            roof = min(peak, work * tier.bandwidth) / 1e12
-            point = {"x": [work], "y": [roof], "mode": "markers+text", "textposition": "top left"}
-            name = f"{axis} {layout.sizes[axis]} over {tier.name}"
-            roofs.append(
-                ("Scatter", {**point, "text": [axis], "name": name, "marker": {"size": 11}})
-            )
+    for one in balances(config, choice.layout, cluster, constants):
+        rate = next(tier.bandwidth for tier in cluster.tiers if tier.name == one.tier)
+        roof = min(peak, one.intensity * rate) / 1e12
+        point = {"x": [one.intensity], "y": [roof], "mode": "markers+text", "text": [one.axis]}
+        point |= {"textposition": "top left", "name": f"{one.axis} over {one.tier}"}
+        roofs.append(("Scatter", {**point, "marker": {"size": 11}}))
     reached = {"x": [1, 1e6], "y": [choice.prediction.tflops_per_gpu] * 2, "mode": "lines"}
     roofs.append(("Scatter", {**reached, "name": "predicted", "line": {"dash": "dot"}}))
     return Picture(
@@ -192,19 +183,6 @@ def _roofline(choice: Choice, cluster: Cluster) -> Picture:
             "yaxis": {"type": "log", "title": "TFLOP/s a GPU"},
         },
     )
-
-
-def _moved(choice: Choice) -> dict[str, float]:
-    """Bytes of a step by axis, of the pipeline rank that moves most."""
-    config, layout = choice.config, choice.layout
-    many = config.train.global_batch // (config.train.microbatch * layout.data)
-    schedule, plans = lower(step_schedule(config, many)), stage_plans(config)
-    found: dict[str, float] = {}
-    for rank in {0, len(schedule.ranks) // 2, len(schedule.ranks) - 1}:
-        here = [plans[stage] for stage in schedule.stages(rank)]
-        for axis, size in traffic(config, layout, here, schedule.ranks[rank]).items():
-            found[axis] = max(found.get(axis, 0.0), size)
-    return found
 
 
 def _scaling(choice: Choice, cluster: Cluster, constants: Constants) -> Picture:
