@@ -54,6 +54,9 @@ def held(config: RunConfig, layout: Layout, plans: Sequence[StagePlan]) -> Held:
         if not model.tie_embeddings:
             tables.append(table)
     units = [*counts, *predictors]
+    if layout.tensor == 1:  # then these travel together
+        for unit in units:
+            unit.split, unit.whole = unit.split + unit.whole, 0
     copies = _copies(model.kv_heads, layout.tensor) if model.latent is None else 1
     return Held(
         vectors + sum(unit.vectors for unit in units),

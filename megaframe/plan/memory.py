@@ -191,14 +191,20 @@ def _rooms(held: Held, ranks: int, expert_ranks: int, stage: int) -> int:
     if not stage:
         return 0
 
-    def others(sizes: Sequence[int], among: int) -> int:
-        return sum({size - size // among for size in sizes if size})
+    def others(sizes: Sequence[int], among: int) -> list[int]:
+        return [size - size // among for size in sizes if size]
 
-    return (
-        others((*held.blocks, *held.tables, held.vectors), ranks)
-        + others(held.experts, expert_ranks)
-        + others(held.whole, ranks * held.tensor)
-        + others(held.shared, ranks * held.copies)
+    # Two are in use at a time: where a block is one bucket, those of two blocks.
+    of_blocks = others(held.blocks, ranks)
+    alone = not (any(held.experts) or any(held.whole) or any(held.shared))
+    rest = (
+        others((*held.tables, held.vectors), ranks),
+        others(held.experts, expert_ranks),
+        others(held.whole, ranks * held.tensor),
+        others(held.shared, ranks * held.copies),
+    )
+    return (_of_neighbours(of_blocks) if alone else sum(set(of_blocks))) + sum(
+        sum(set(sizes)) for sizes in rest
     )
 
 

@@ -32,7 +32,8 @@ _HEAD = """<!doctype html>
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1200px; color: #222;
        padding: 0 1rem }}
 h1 {{ font-size: 1.4rem }} h2 {{ font-size: 1.05rem; margin: 1.6rem 0 .3rem }}
-.grid {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(480px, 1fr)); gap: 1rem }}
+.grid {{ display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 1rem }}
+@media (max-width: 900px) {{ .grid {{ grid-template-columns: minmax(0, 1fr) }} }}
 .grid > div {{ border: 1px solid #ddd; border-radius: 6px; padding: .3rem; min-width: 0;
        overflow: hidden }}
 li {{ margin: .15rem 0 }}

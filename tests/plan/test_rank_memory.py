@@ -47,16 +47,16 @@ def made(model, train, parallel):
     )
 
 
-def assert_moved(counted, planned, layout, zero):
-    """Bytes by axis as the closed forms have them, where they are closed."""
+def assert_moved(counted, planned, layout, config):
+    """Bytes by axis as the closed forms have them, where they are closed: not for tables that two
+    ends share, nor for heads that tensor ranks share."""
+    model, zero = config.model, config.parallel.zero
     if layout.tensor > 1:
         assert counted["tensor"] == pytest.approx(planned["tensor"], rel=0.01)
-    if layout.pipeline > 1:
-        # What is not activations is a tied table.
-        assert counted["pipeline"] >= planned["pipeline"]
+    if layout.pipeline > 1 and not model.mtp_depth:
         assert counted["pipeline"] == pytest.approx(planned["pipeline"], rel=0.01)
     axes = "context+data" if layout.context > 1 else "data"
-    if layout.data > 1 and zero < 3 and layout.expert == 1 and layout.tensor in (1, 4):
+    if layout.data > 1 and zero < 3 and model.moe is None and model.kv_heads >= layout.tensor:
         assert counted[axes] == pytest.approx(planned["data"], rel=0.01)
 
 
@@ -80,5 +80,5 @@ def test_the_plan_is_what_a_rank_counts_within_one_percent(name):
         total = found.buffers + found.optimizer + found.kept
         here = [plans[stage] for stage in schedule.stages(layout.coordinate(rank)["pipeline"])]
         moved = traffic(config, layout, here, lowered.ranks[layout.coordinate(rank)["pipeline"]])
-        assert_moved(found.traffic, moved, layout, config.parallel.zero)
+        assert_moved(found.traffic, moved, layout, config)
         assert total == pytest.approx(buffers + plan.optimizer + kept, rel=0.01)
