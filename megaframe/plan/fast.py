@@ -261,7 +261,8 @@ def _block_bytes(machine: Machine) -> Array:
 
 
 def _whole_block(config: RunConfig, recompute: str) -> float:
-    """Bytes that the block that keeps most keeps of one sample beside its input."""
+    """Bytes that a block keeps of one sample beside its input, on average."""
     train = config.train.model_copy(update={"recompute": recompute, "microbatch": 1})
     one = config.model_copy(update={"train": train})
-    return float(max(block_bytes(one, layer) for layer in {0, config.model.layers - 1}))
+    layers = config.model.layers
+    return sum(block_bytes(one, layer) for layer in range(layers)) / layers
