@@ -28,9 +28,8 @@ predicts of the same model, layout, cluster and software. One command makes this
 {summary}
 
 **error**: of the step's time, relative. **fitted to**: every other row, beginning with the first; \
-**held out**: the rest. **null**: the mean error of the best constant rate for each chip, chosen on \
-all rows; **removed**: the part of it that the prediction removes. **loses**: where a \
-table has layouts of one model on the same ranks, how much slower the predicted best is than the \
+**held out**: the rest. **null**: the mean error of the best constant rate for each chip, chosen \
+on all rows; **removed**: the part of it that the prediction removes. **loses**: where a table has layouts of one model on the same ranks, how much slower the predicted best is than the \
 true best, at worst. Targets in brackets.
 
 Six constants of each generation of chips are fitted, to all tables at once and never to one row \

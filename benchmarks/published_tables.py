@@ -112,9 +112,7 @@ MEGATRON_2024 = replace(
     parts=8,
     copy_engines=True,
 )
-ZERO_BUBBLE = replace(
-    MEGATRON_2022, name="Zero Bubble on Megatron-LM of 2023", overlap_pipeline=True
-)
+ZERO_BUBBLE = replace(MEGATRON_2022, name="Zero Bubble on Megatron-LM of 2023")
 FOUNDRY = Software(
     name="llm-foundry: FSDP of PyTorch, Triton's fused attention",
     fused_attention=True,
@@ -382,8 +380,8 @@ def megascale() -> Iterator[Row]:
 
 
 _ZERO_BUBBLE_VOCAB = 32000
-"""Not published; with 27 to 35 thousand, counted once, 14.6 and 28.3 billion parameters are what the
-layers and widths add up to."""
+"""Not published; with 27 to 35 thousand, counted once, 14.6 and 28.3 billion parameters are what
+the layers and widths add up to."""
 _ZERO_BUBBLE = {
     # layers, heads, hidden, pipeline, microbatch, chunks when interleaved
     "1.5B": (22, 24, 2304, 8, 6, 3),

@@ -65,5 +65,5 @@ def test_impossible_clusters(read, before, after, said):
 
 
 def test_unknown_clusters():
-    with pytest.raises(UserError, match="no file h100_ib.yaml; use h100-ib"):
+    with pytest.raises(UserError, match=r"no file h100_ib\.yaml; use h100-ib"):
         load_cluster("h100_ib")
