@@ -21,14 +21,12 @@ from megaframe.plan.held import held, rank_memory
 from megaframe.plan.memory import (
     LOSS_CHUNK,
     WIDTH,
-    Held,
     Memory,
     block_bytes,
     rotary_bytes,
-    state_bytes,
     widest,
 )
-from megaframe.plan.room import room
+from megaframe.plan.room import room, state_width
 from megaframe.plan.sizes import RECOMPUTE, Sizes
 from megaframe.plan.stages import StagePlan, stage_plans
 from megaframe.schedule import Schedule, lower
@@ -165,19 +163,14 @@ def _end_bytes(config: RunConfig, chip: Chip, end: _End) -> Array:
         values = values - np.where(c.zero == 3, vectors / ranks, own)
     around = of.table * (both & (c.microbatches > 1) & (model.position != "learned"))
     gradients = np.where(c.zero >= 2, vectors + lent + around + own, total)
-    moments = _moments(config, master)
-    static = own * (master + moments) + values * width + gradients * master
+    static = (
+        own * (master + state_width(config.optim, master)) + values * width + gradients * master
+    )
     passing = _passing(config, end)
     return static + passing + overhead(chip)
 
 
 _V_SHAPED = [SCHEDULES.index(name) for name in ("zb-v", "v-half", "dualpipe-v")]
-
-
-def _moments(config: RunConfig, master: int) -> float:
-    """Bytes of the optimizer's state of an element."""
-    one = Held(0, (1 << 20,), ())
-    return state_bytes(config.optim, one, 1 << 20, master) / (1 << 20)
 
 
 def _passing(config: RunConfig, end: _End) -> Array:

@@ -9,9 +9,11 @@ import pytest
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.layout import Layout
+from megaframe.plan.candidates import SCHEDULES, Candidates
 from megaframe.plan.cluster import load_cluster
 from megaframe.plan.constants import CONSTANTS, constants_of
-from megaframe.plan.fast import RECOMPUTE, SCHEDULES, Candidates, estimate
+from megaframe.plan.fast import estimate
+from megaframe.plan.sizes import RECOMPUTE
 from megaframe.plan.step import model_flops, predict
 from megaframe.schedule import generate
 from megaframe.schedule.costs import Costs
