@@ -34,6 +34,7 @@ data = ["tiktoken>=0.9,<0.15", "pyarrow>=18,<27", "zstandard>=0.23,<0.26"]
 hf = ["tokenizers>=0.21,<0.24"]
 cloud = ["fsspec>=2025.1,<2027", "s3fs>=2025.1,<2027"]
 bench = ["matplotlib>=3.9,<3.12"]
+plan = ["plotly>=6,<8"]
 ray = ["ray[train,tune]>=2.40,<2.61"]
 test = [
     "pytest>=8,<10",
@@ -89,6 +90,7 @@ setup(
         "cloud": cloud,
         "ray": ray,
         "bench": bench,
-        "dev": wandb + tensorboard + data + hf + test,
+        "plan": plan,
+        "dev": wandb + tensorboard + data + hf + plan + test,
     },
 )

@@ -83,7 +83,8 @@ class Engine:
                 with self.time("optimizer"):
                     update = self.optimizer.update()
             else:
-                passes.do(action, following)
+                with self.time("compute"):
+                    passes.do(action, following)
         passes.finish()
         assert update is not None, "a lowered schedule ends with the update"
         tallies = [stage.take_tally() for stage in self.stages.values()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,10 @@ class NotFinite(RuntimeError):
 
 
 class Trainer:
-    """One rank's part in one run. Raises `UserError` for whatever of the config cannot work."""
+    """One rank's part in one run. notes: what is to be said at its start. Raises `UserError` for
+    whatever of the config cannot work."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
+    def __init__(self, config: RunConfig, mesh: Mesh, notes: Sequence[str] = ()) -> None:
         self.config, self.mesh = config, mesh
         _set_determinism(config)
         self.folder = Path(config.run.dir)
@@ -71,7 +72,7 @@ class Trainer:
         self._experts: ExpertMeter | None = None
         if config.model.moe is not None:
             self._experts = ExpertMeter(config, specs, mesh.layout.expert)
-        for line in pipeline_summary(config, self.pipeline.schedule):
+        for line in (*notes, *pipeline_summary(config, self.pipeline.schedule)):
             self.meter.note(line)
         if self._dropped:
             self.meter.note(

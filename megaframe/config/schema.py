@@ -26,6 +26,13 @@ class Run(Section):
 
 
 class Parallel(Section):
+    auto: bool = False
+    """Let the planner choose the layout for the ranks at hand: all of `tensor` to `schedule` here
+    that is not given, `train.microbatch` and `train.recompute`. A resumed run keeps what it began
+    with."""
+    cluster: str | None = None
+    """Description of the machine that a plan is made for: one of `configs/clusters`, or a path.
+    Default: by device; for tools/plan.py h100-ib."""
     tensor: Positive = 1
     """Ranks that split each matrix (and, outside the matrices, the sequence)."""
     tensor_chunks: Positive = 1
