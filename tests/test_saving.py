@@ -1,4 +1,6 @@
-"""Saves beside training: what is saved is the step's, whatever the copy takes; failures end nothing."""
+"""Saves beside training hold the state of their step, however long the copy takes; one that fails
+ends no run.
+"""
 
 import time
 
@@ -24,7 +26,7 @@ KEYS = {
 
 
 def train(keys, seconds=0.0, after=None):
-    """A run whose copies take so many seconds. after: is called with the trainer after each step."""
+    """A run whose copies take so many seconds. after: is called with the trainer after a step."""
     config = load(None, keys)
     mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
     trainer = Trainer(config, mesh)

@@ -24,6 +24,9 @@ MANIFEST = "manifest.json"
 MAX_BYTES = 256 << 20
 """Largest manifest that is written or read: about two million slices."""
 
+MAX_SLICE_BYTES = 256 << 20
+"""Largest slice that is read; those that are written are much smaller."""
+
 DTypeName = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
 """Names that safetensors gives to dtypes."""
 DTYPES: dict[DTypeName, torch.dtype] = {
@@ -132,7 +135,13 @@ def problem(manifest: Manifest) -> str | None:
                 )
             if piece.file not in manifest.files:
                 return f"tensor {name} is in {piece.file}, which is not in its list of files"
-            held[piece.file] += tensor.bytes_of(piece.shape)
+            size = tensor.bytes_of(piece.shape)
+            if size > MAX_SLICE_BYTES:
+                return (
+                    f"tensor {name} has a slice of {size} bytes, larger than any that is read "
+                    f"({MAX_SLICE_BYTES})"
+                )
+            held[piece.file] += size
         untiled = tiling_problem(tensor.shape, [piece.box for piece in tensor.slices])
         if untiled:
             return f"tensor {name} of shape {tensor.shape}: {untiled}"
