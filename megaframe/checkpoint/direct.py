@@ -43,7 +43,8 @@ class DirectFile:
         self._pool = ThreadPoolExecutor(_UNDER_WAY)
         self._writes: deque[tuple[Future[None], np.ndarray]] = deque()
         self._size = size
-        self._buffer, self._filled = _aligned(size), 0
+        self._rows, self._filled = _aligned(size), 0
+        """The chunk that is being filled, and room for what will come back of it."""
         self._direct = False
 
     def __enter__(self) -> DirectFile:
@@ -68,17 +69,18 @@ class DirectFile:
         """Write the next bytes."""
         left = np.frombuffer(data, np.uint8)
         while len(left):
-            room = min(len(left), len(self._buffer) - self._filled)
-            self._buffer[self._filled : self._filled + room] = left[:room]
+            into = self._rows[0][self._filled :]
+            room = min(len(left), len(into))
+            into[:room] = left[:room]
             self._filled += room
             left = left[room:]
-            if self._filled == len(self._buffer):
+            if room == len(into):
                 self._send(self._filled)
 
     def finish(self, head: bytes) -> None:
         """Write what was left out at the start, and return when all is on the disk and compared."""
         last = self._filled % ALIGNMENT
-        tail = self._buffer[self._filled - last : self._filled].copy()
+        tail = self._rows[0][self._filled - last : self._filled].copy()
         self._send(self._filled - last)
         while self._writes:
             self._writes.popleft()[0].result()
@@ -91,7 +93,7 @@ class DirectFile:
         if self._direct:
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             for data, start in ends:
-                self._compare(data, start)
+                self._compare(data, start, np.empty_like(data))
 
     @property
     def compared(self) -> bool:
@@ -99,34 +101,34 @@ class DirectFile:
         return self._direct
 
     def _send(self, size: int) -> None:
-        whole = self._buffer[:size]
-        act = self._write_and_compare if self._direct else self._write
-        self._writes.append((self._pool.submit(act, whole, self._start), self._buffer))
+        data, back = self._rows[:, :size]
+        sent = self._pool.submit(self._write_and_compare, data, self._start, back)
+        self._writes.append((sent, self._rows))
         self._start, self._filled = self._start + size, 0
         if len(self._writes) <= _UNDER_WAY:
-            self._buffer = _aligned(self._size)
+            self._rows = _aligned(self._size)
         else:
-            done, self._buffer = self._writes.popleft()
+            done, self._rows = self._writes.popleft()
             done.result()
 
-    def _write_and_compare(self, data: np.ndarray, start: int) -> None:
+    def _write_and_compare(self, data: np.ndarray, start: int, back: np.ndarray) -> None:
         self._write(data, start)
-        self._compare(data, start)
+        if self._direct:
+            self._compare(data, start, back)
 
     def _write(self, data: np.ndarray, start: int) -> None:
         while len(data):
             written = os.pwrite(self._file.fileno(), data.data, start)
             data, start = data[written:], start + written
 
-    def _compare(self, data: np.ndarray, start: int) -> None:
-        found = _aligned(len(data))[: len(data)]
+    def _compare(self, data: np.ndarray, start: int, back: np.ndarray) -> None:
         read = 0
         while read < len(data):
-            got = os.preadv(self._file.fileno(), [found[read:].data], start + read)
+            got = os.preadv(self._file.fileno(), [back[read:].data], start + read)
             if not got:
                 break
             read += got
-        if read < len(data) or not np.array_equal(found, data):
+        if read < len(data) or not np.array_equal(back, data):
             raise UserError(
                 f"{self._path} is not what was written to it: bytes {start} to "
                 f"{start + len(data)} come back from the disk as others"
@@ -144,11 +146,12 @@ class DirectFile:
 
 
 def _aligned(size: int) -> np.ndarray:
-    """Bytes that start at a multiple of the alignment: a chunk, or as many as `size` needs."""
+    """Two rows of bytes that start at multiples of the alignment: each has room for a chunk, or for
+    as many as `size` needs."""
     size = min(_CHUNK_BYTES, -(-max(1, size) // ALIGNMENT) * ALIGNMENT)
-    room = np.empty(size + ALIGNMENT, np.uint8)
+    room = np.empty(2 * size + ALIGNMENT, np.uint8)
     start = -room.ctypes.data % ALIGNMENT
-    return room[start : start + size]
+    return room[start : start + 2 * size].reshape(2, size)
 
 
 def _reserve(descriptor: int, size: int) -> None:

@@ -185,20 +185,20 @@ def newest_is_one(folder):
 def extra_memory(folder):
     """Load half of the columns of a tensor: prints its bytes, and the most used beside them."""
     torch.set_num_threads(1)
-    shape = (6000, 16000)
+    shape = (8000, 16000)
 
     def save_rows():
         rows = torch.ones(shape)
         given = {"world": 2, "store": HashStore(), "keep": 1}
         writers = [Writer(Path(folder), rank=rank, **given) for rank in range(2)]
         for rank, writer in enumerate(writers):
-            half = rows[3000 * rank : 3000 * (rank + 1)]
-            writer.save(1, [Slice("a", shape, (3000 * rank, 0), half)], {})
+            half = rows[4000 * rank : 4000 * (rank + 1)]
+            writer.save(1, [Slice("a", shape, (4000 * rank, 0), half)], {})
         for writer in writers:
             writer.wait()
 
     assert os.waitpid(forked(save_rows), 0)[1] == 0
-    columns = torch.zeros(6000, 8000)
+    columns = torch.zeros(8000, 8000)
     columns.fill_(0.5)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with open_checkpoint(find(Path(folder), "latest")) as checkpoint:
