@@ -1,8 +1,8 @@
 """Saving and loading a sharded state, beside torch.distributed.checkpoint and a plain write.
 
 Two ranks hold 1.07 GB in fp32, rows of 32 tensors each, and take turns in the same processes: a
-write of the same bytes with fsync; ours, until the checkpoint is verified and has its name; dcp's
-save, which flushes too; loads of each by the same rows, ours by columns as well, from the disk and
+write of the same bytes with fsync; ours, until the checkpoint is read back and has its name, and
+without the reading back; dcp's save, which flushes too; loads of each by the same rows, ours by columns as well, from the disk and
 from the page cache; and steps (matrix products, then an update of the state) at whose start a save
 in the background begins. Of these, `blocked` is what the save keeps the step from its work: in the
 call, and before the update; the step alone and the step with the save are beside it.
@@ -38,6 +38,7 @@ BYTES = TENSORS * ROWS * COLUMNS * 4
 CHUNK = 8 << 20
 RATIOS = {
     "save / write": ("write", "save"),
+    "save, not read back / write": ("write", "save, not read back"),
     "save / dcp save": ("dcp save", "save"),
     "load / dcp load": ("dcp load", "load"),
     "load / dcp load, cached": ("dcp load, cached", "load, cached"),
@@ -214,6 +215,8 @@ class Ours(Contender):
 
     def turns(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         self.clear()
+        yield "save, not read back", self.save_unread
+        self.clear()
         yield "save", self.save
         self.forget()
         yield "load", self.load
@@ -238,6 +241,15 @@ class Ours(Contender):
     def save(self) -> None:
         self.begin()
         self.writer.wait()
+
+    def save_unread(self) -> None:
+        """The same, but nobody looks whether the disk has what was written."""
+        from megaframe.checkpoint.direct import DirectFile
+
+        compare = DirectFile._compare
+        setattr(DirectFile, "_compare", lambda *given: None)  # noqa: B010
+        self.save()
+        setattr(DirectFile, "_compare", compare)  # noqa: B010
 
     def load(self) -> None:
         self._load(self.slices())
@@ -314,12 +326,12 @@ def show(seconds: Measured) -> None:
         rate = f"{BYTES / spread.median / 1e9:8.2f} GB/s"
         rate = rate if any(word in name for word in ("save", "load", "write")) else ""
         rate = "" if "step" in name or "blocked" in name else rate
-        print(f"{name:<26}{spread.median:8.3f} s ({spread.low:.3f}-{spread.high:.3f}){rate}")
+        print(f"{name:<30}{spread.median:8.3f} s ({spread.low:.3f}-{spread.high:.3f}){rate}")
     print()
     for name, pair in RATIOS.items():
         found = ratio(seconds, *pair)
         whole = statistics.median(seconds[pair[0]]) / statistics.median(seconds[pair[1]])
-        print(f"{name:<26}{whole:8.2f}   ({found.low:.2f}-{found.high:.2f} in rounds)")
+        print(f"{name:<30}{whole:8.2f}   ({found.low:.2f}-{found.high:.2f} in rounds)")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 ends no run.
 """
 
+import resource
 import time
 
 import torch
@@ -78,18 +79,18 @@ def test_the_update_waits_for_a_copy_that_takes_longer_than_a_step(pool, overrid
     assert "unsent" in " ".join(found)
 
 
-def block(trainer):
-    """Put a file in the way of the save of step 2, and away before that of step 4."""
-    path = trainer.folder / "checkpoints" / "step-00000002"
+def no_room(trainer):
+    """Files cannot become as large as that of step 2; those after it can."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     if trainer.step == 2:
-        path.write_text("in the way")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     if trainer.step == 3:
         trainer.saving._writer._thread.join()
-        path.unlink()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
 def test_a_save_that_fails_is_said_and_the_run_goes_on(pool, overrides, tmp_path):
-    pool.run(1, train, overrides(**KEYS), 0.0, block)
+    pool.run(1, train, overrides(**KEYS), 0.0, no_room)
     log = (tmp_path / "run/run.log").read_text()
     assert log.count("warning: ") == 1 and "checkpoint of step 2" in log and "goes on" in log
     saved = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*"))
