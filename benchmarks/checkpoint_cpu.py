@@ -2,10 +2,11 @@
 
 Two ranks hold 1.07 GB in fp32, rows of 32 tensors each, and take turns in the same processes: a
 write of the same bytes with fsync; ours, until the checkpoint is read back and has its name, and
-without the reading back; dcp's save, which flushes too; loads of each by the same rows, ours by columns as well, from the disk and
-from the page cache; and steps (matrix products, then an update of the state) at whose start a save
-in the background begins. Of these, `blocked` is what the save keeps the step from its work: in the
-call, and before the update; the step alone and the step with the save are beside it.
+without the reading back; dcp's save, which flushes too; loads of each by the same rows, ours by
+columns as well, from the disk and from the page cache; and steps (matrix products, then an update
+of the state) at whose start a save in the background begins. Of these, `blocked` is what the save
+keeps the step from its work: in the call, and before the update; the step alone and the step with
+the save are beside it.
 """
 
 from __future__ import annotations
