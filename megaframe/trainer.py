@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.checkpoint import Checkpoint, Slice, Writer, find, open_checkpoint
+from megaframe.checkpoint import Checkpoint, Slice, Writer, given, open_checkpoint
 from megaframe.checkpoint.memory import MemoryWriter
 from megaframe.comm import all_reduce, barrier
 from megaframe.config import RunConfig, dump
@@ -223,8 +223,8 @@ class Trainer:
             grad_norm=float(self._last.update.grad_norm) if self._last else math.nan,
         )
         slices, unsent = self._slices(owned_only=True), self._unsent()
-        given = self.step, [*slices, *unsent], state.model_dump(mode="json")
-        self.saving.start(writer, *given, self.meter.note)
+        part = self.step, [*slices, *unsent], state.model_dump(mode="json")
+        self.saving.start(writer, *part, self.meter.note)
         if unsent or self.config.parallel.serial:  # what is not sent changes before the update
             writer.copied()
         else:
@@ -270,10 +270,9 @@ class Trainer:
 
     def _start_warm(self) -> None:
         wanted = self.config.checkpoint.weights
-        path = wanted and find(self.folder, wanted, "checkpoint.weights")
-        if not path:
+        if not wanted:
             return
-        with open_checkpoint(path) as checkpoint:
+        with open_checkpoint(given(Path(wanted), "checkpoint.weights")) as checkpoint:
             saved = read_state(checkpoint).config
             weights = (one for one in self.optimizer.tensors() if one[0] == one[1].name)
             checkpoint.load(starting_parts(weights, checkpoint, saved, self.config))
