@@ -15,6 +15,7 @@ GUIDES = (
     "pipeline",
     "tensor",
     "experts",
+    "checkpoints",
     "plan",
     "prediction",
 )

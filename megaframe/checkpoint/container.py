@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 import torch
 import xxhash
@@ -22,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 from torch import Tensor
 
+from megaframe.checkpoint.direct import ALIGNMENT, DirectFile
 from megaframe.checkpoint.manifest import (
     DTYPE_NAMES,
     DTYPES,
@@ -35,7 +35,7 @@ from megaframe.checkpoint.manifest import (
 from megaframe.checkpoint.slices import Shape, Slice, pieces
 from megaframe.errors import UserError
 
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = 16 << 20
 """Slices are cut to this size: one piece is checked, and held in memory, at a time."""
 CHUNK_BYTES = 8 << 20
 """Bytes between two points where another thread can run."""
@@ -108,31 +108,28 @@ def key(name: str, offset: Shape, shape: Shape) -> str:
 def write(
     path: Path, planned: Sequence[Piece], bytes_of: Callable[[Piece], memoryview]
 ) -> SavedFile:
-    """Write the bytes of each piece, in order, to a new file and flush it to the disk. Raises
-    OSError."""
+    """Write the bytes of each piece, in order, to a new file, and read it back from the disk.
+
+    Raises OSError, and UserError where something else comes back.
+    """
     checksums = ["0" * 16] * len(planned)
     reserved = len(_header(path.name, planned, checksums))
-    with open(path, "xb", buffering=0) as file:
-        file.seek(reserved)
+    size = reserved + sum(piece.bytes for piece in planned)
+    with DirectFile(path, size, start=reserved) as file:
         for index, piece in enumerate(planned):
             digest = xxhash.xxh3_64()
             data = bytes_of(piece)
             for begin in range(0, len(data), CHUNK_BYTES):
                 chunk = data[begin : begin + CHUNK_BYTES]
                 digest.update(chunk)
-                _write_all(file, chunk)
+                file.put(chunk)
             checksums[index] = digest.hexdigest()
         header = _header(path.name, planned, checksums)
-        file.seek(0)
-        _write_all(file, memoryview(header))
-        os.fsync(file.fileno())
-    size = len(header) + sum(piece.bytes for piece in planned)
-    return SavedFile(bytes=size, header=checksum(header))
-
-
-def _write_all(file: BinaryIO, data: memoryview) -> None:
-    while len(data):
-        data = data[file.write(data) :]
+        file.finish(header)
+    saved = SavedFile(bytes=size, header=checksum(header))
+    if not file.compared:
+        verify(path, saved)
+    return saved
 
 
 def _header(file: str, planned: Sequence[Piece], checksums: Sequence[str]) -> bytes:
@@ -148,7 +145,7 @@ def _header(file: str, planned: Sequence[Piece], checksums: Sequence[str]) -> by
     part = Tensors.dump_json(_contents(file, planned, checksums)).decode()
     metadata = {"format": "megaframe-checkpoint", "tensors": part}
     text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(f"header of {file} is {len(text)} bytes, over {MAX_HEADER_BYTES}")
     return len(text).to_bytes(8, "little") + text

@@ -24,7 +24,6 @@ from megaframe.checkpoint.container import (
     Unplaced,
     buffer_for,
     placed,
-    verify,
     write,
 )
 from megaframe.checkpoint.folder import final_name, remove
@@ -183,7 +182,6 @@ def assemble(
         for number, group in enumerate(groups):
             name = f"rank-{number:05d}.safetensors"
             saved[name] = write(temporary / name, placed(group), bytes_of)
-            verify(temporary / name, saved[name])
         return commit(temporary, step, state, saved, attempt)
     except OSError as error:
         raise UserError(f"cannot write {error.filename or temporary}: {error.strerror}") from None

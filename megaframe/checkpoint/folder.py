@@ -23,6 +23,13 @@ def final_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """The step of what `checkpoints` finds."""
+    match = _FINAL.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
 def is_temporary(name: str) -> bool:
     return name.endswith(".tmp")
 
@@ -82,8 +89,9 @@ def publish(temporary: Path, step: int, attempt: str) -> Path:
     return final
 
 
-def prune(folder: Path, written: Path, keep: int, attempt: str) -> None:
-    """Delete all but the one just written and the `keep - 1` newest others, unless in use."""
+def prune(folder: Path, written: Path, keep: int, every: int, attempt: str) -> None:
+    """Delete all but the one just written, the `keep - 1` newest others and those of steps that are
+    multiples of `every` (0: of none), unless in use."""
     successors = {path.name for path in checkpoints(folder)}
     kept = 1
     for path in checkpoints(folder):
@@ -92,6 +100,8 @@ def prune(folder: Path, written: Path, keep: int, attempt: str) -> None:
         is_replaced = path.suffix == ".replaced" and path.stem in successors
         if not is_replaced and kept < keep:
             kept += 1
+        elif not is_replaced and every and step_of(path) % every == 0:
+            continue
         elif not is_in_use(path):
             remove(path, attempt)
 

@@ -241,6 +241,14 @@ class Checkpoint(Section):
     """Save every so many steps and at the end; 0 never saves."""
     keep: Positive = 2
     """Newest checkpoints that are kept."""
+    keep_every: NonNegative = 0
+    """Keep the checkpoints of steps that are multiples of this for good; 0: of none."""
+    memory_every: NonNegative = 0
+    """Copy every rank's part into the memory of its node, and of another one, every so many steps;
+    where these copies are newer than what is saved `resume=latest` continues from them. 0 never."""
+    memory_dir: str = "/dev/shm"
+    """memory_every: a folder that lies in a node's memory; it must have room for two copies of the
+    parts of twice the node's ranks."""
     resume: str | None = None
     """`latest` continues from the run folder's newest checkpoint (a fresh start where there is
     none yet); a path continues from that checkpoint."""
