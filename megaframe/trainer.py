@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.checkpoint import Slice, Writer, find, open_checkpoint
+from megaframe.checkpoint import Place, Slice, Writer, find, open_checkpoint, place
 from megaframe.comm import all_reduce, barrier
 from megaframe.config import RunConfig, dump
 from megaframe.data.loader import Loader
@@ -52,6 +52,8 @@ class Trainer:
         self.config, self.mesh = config, mesh
         _set_determinism(config)
         self.folder = Path(config.run.dir)
+        home = config.checkpoint.folder
+        self.home = self.folder / "checkpoints" if home is None else place(home)
         self.step = self._skipped = 0
         self._loss = torch.zeros((), dtype=torch.float64)
         self._last: Outcome | None = None
@@ -212,7 +214,7 @@ class Trainer:
         if not self.config.checkpoint.every:
             return None
         return Writer(
-            self.folder / "checkpoints",
+            self.home,
             rank=self.mesh.rank,
             world=self.mesh.layout.world,
             store=self.mesh.store,
@@ -247,7 +249,7 @@ class Trainer:
 
     def _restore_or_initialise(self) -> None:
         wanted = self.config.checkpoint.resume
-        path = find(self.folder / "checkpoints", wanted) if wanted else None
+        path = find(self.home, wanted) if wanted else None
         if path is None:
             self._refuse_to_overwrite()
             self.optimizer.draw(self.config.run.seed)
@@ -269,7 +271,7 @@ class Trainer:
 
     def _start_warm(self) -> None:
         wanted = self.config.checkpoint.weights
-        path = wanted and find(self.folder, wanted, "checkpoint.weights")
+        path = wanted and find(self.home, wanted, "checkpoint.weights")
         if not path:
             return
         with open_checkpoint(path) as checkpoint:
@@ -278,12 +280,19 @@ class Trainer:
             checkpoint.load(starting_parts(weights, checkpoint, saved, self.config))
 
     def _refuse_to_overwrite(self) -> None:
-        """A fresh start must not destroy another run's records."""
-        metrics = self.folder / "metrics.jsonl"
-        if self.config.checkpoint.resume is None and metrics.exists():
+        """A fresh start must not destroy another run's records, or its checkpoints."""
+        key = self.config.checkpoint
+        if key.resume is not None:
+            return
+        if (self.folder / "metrics.jsonl").exists():
             raise UserError(
                 f"run.dir={self.folder} already holds a run; continue it with "
                 "checkpoint.resume=latest, or give another run.dir"
+            )
+        if key.folder is not None and key.every and find(self.home, "latest") is not None:
+            raise UserError(
+                f"checkpoint.folder={self.home} already holds checkpoints; continue from them with "
+                "checkpoint.resume=latest, or give another folder"
             )
 
 
@@ -308,7 +317,7 @@ def resolve(config: RunConfig) -> RunConfig:
     return config
 
 
-def _check_same_model(saved: dict[str, dict[str, Any]], config: RunConfig, path: Path) -> None:
+def _check_same_model(saved: dict[str, dict[str, Any]], config: RunConfig, path: Place) -> None:
     """Refuse a checkpoint whose model, or whose cut of the data into samples, is another."""
     now = config.model_dump(mode="json")
     keys = [("model", key) for key in now["model"] if key not in _FREE_KEYS]

@@ -20,10 +20,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megaframe.checkpoint import Checkpoint, find, open_checkpoint
+from megaframe.checkpoint import Checkpoint, Place, locate, open_checkpoint, place
 from megaframe.checkpoint.examine import damage, differences, regroup
-from megaframe.checkpoint.folder import checkpoints
-from megaframe.checkpoint.manifest import MANIFEST
 from megaframe.errors import UserError, reported
 from megaframe.huggingface.folder import export, load
 
@@ -55,8 +53,8 @@ def _summary(checkpoint: Checkpoint) -> Table:
         kind = "weights"
         if name.startswith(_STATE):
             kind = f"optimizer {name.removeprefix(_STATE).partition('/')[0]}"
-        for place, count in enumerate((1, math.prod(tensor.shape), tensor.bytes_of(tensor.shape))):
-            kinds[kind][place] += count
+        for column, more in enumerate((1, math.prod(tensor.shape), tensor.bytes_of(tensor.shape))):
+            kinds[kind][column] += more
         files |= {piece.file for piece in tensor.slices}
     table = Table(title=f"{checkpoint.path}: step {checkpoint.step}, {len(files)} files", box=None)
     for title in ("", "tensors", "elements", "GB"):
@@ -126,7 +124,7 @@ def reshard(given: argparse.Namespace) -> int:
     if given.files < 1:
         raise UserError(f"--files={given.files}: use 1 or more")
     with open_checkpoint(_checkpoint(given.path)) as checkpoint:
-        print(f"wrote {regroup(checkpoint, Path(given.to), given.files)}")
+        print(f"wrote {regroup(checkpoint, place(given.to), given.files)}")
     return 0
 
 
@@ -140,18 +138,13 @@ def export_hf(given: argparse.Namespace) -> int:
 
 def import_hf(given: argparse.Namespace) -> int:
     """Write the model in a folder of Hugging Face transformers as a checkpoint of step 0."""
-    print(f"wrote {load(Path(given.path), Path(given.to))}")
+    print(f"wrote {load(Path(given.path), place(given.to))}")
     return 0
 
 
-def _checkpoint(given: str) -> Path:
+def _checkpoint(given: str) -> Place:
     """The checkpoint itself, or the latest in a folder of them."""
-    path = Path(given)
-    if checkpoints(path) and not (path / MANIFEST).exists():
-        newest = find(path, "latest")
-        assert newest is not None
-        return newest
-    return path
+    return locate(place(given)) or place(given)
 
 
 def _print(table: Table) -> None:
@@ -166,7 +159,7 @@ def _arguments() -> argparse.Namespace:
         name = run.__name__.replace("_", "-")
         command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
         command.set_defaults(run=run)
-        path = "a checkpoint, or a folder of them: its latest"
+        path = "a checkpoint, or a folder of them: its latest; path or URL"
         command.add_argument("path", help="a model's folder" if run is import_hf else path)
         if run is inspect:
             command.add_argument("--tensors", action="store_true", help="list all tensors")

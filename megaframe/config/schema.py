@@ -234,12 +234,15 @@ class Checkpoint(Section):
     """Save every so many steps and at the end; 0 never saves."""
     keep: Positive = 2
     """Newest checkpoints that are kept."""
+    folder: str | None = None
+    """Where checkpoints lie: a path, or the URL of a store such as s3://bucket/run, of this run
+    alone. Default: `checkpoints` in the run's folder."""
     resume: str | None = None
-    """`latest` continues from the run folder's newest checkpoint (a fresh start where there is
-    none yet); a path continues from that checkpoint."""
+    """`latest` continues from the newest checkpoint in `folder` (a fresh start where there is none
+    yet); the path or URL of a checkpoint continues from that."""
     weights: str | None = None
-    """Path of a checkpoint whose weights a new run starts with. Where the run has experts and the
-    checkpoint has none, each expert starts as a copy of its layer's MLP, or of a part of it."""
+    """Path or URL of a checkpoint whose weights a new run starts with. Where the run has experts
+    and the checkpoint has none, each starts as a copy of its layer's MLP, or of a part of it."""
 
 
 class Meter(Section):

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megaframe.checkpoint import Checkpoint, Slice
+from megaframe.checkpoint import Checkpoint, Place, Slice
 from megaframe.checkpoint.container import PIECE_BYTES, Piece, Unplaced
 from megaframe.checkpoint.examine import as_bytes, assemble, grouped
 from megaframe.checkpoint.slices import Box, pieces, region
@@ -111,7 +111,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def load(folder: Path, to: Path) -> Path:
+def load(folder: Path, to: Place) -> Place:
     """Write the model in a Hugging Face folder as a checkpoint of step 0 in the folder `to`, in
     fp32. Raises `UserError` for a model that is not here, tensors that are missing, unknown or of
     another shape, and damaged files."""
