@@ -40,6 +40,9 @@ def main() -> None:
 def inspect(given: argparse.Namespace) -> int:
     """Say what a checkpoint holds."""
     with open_checkpoint(_checkpoint(given.path)) as checkpoint:
+        tensors = checkpoint.tensors.values()
+        files = {piece.file for tensor in tensors for piece in tensor.slices}
+        print(f"{checkpoint.path}: step {checkpoint.step}, {len(files)} files")
         _print(_summary(checkpoint))
         if given.tensors:
             _print(_tensors(checkpoint))
@@ -48,15 +51,13 @@ def inspect(given: argparse.Namespace) -> int:
 
 def _summary(checkpoint: Checkpoint) -> Table:
     kinds: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-    files = set()
     for name, tensor in checkpoint.tensors.items():
         kind = "weights"
         if name.startswith(_STATE):
             kind = f"optimizer {name.removeprefix(_STATE).partition('/')[0]}"
         for column, more in enumerate((1, math.prod(tensor.shape), tensor.bytes_of(tensor.shape))):
             kinds[kind][column] += more
-        files |= {piece.file for piece in tensor.slices}
-    table = Table(title=f"{checkpoint.path}: step {checkpoint.step}, {len(files)} files", box=None)
+    table = Table(box=None)
     for title in ("", "tensors", "elements", "GB"):
         table.add_column(title, justify="left" if not title else "right")
     for kind, (tensors, elements, size) in kinds.items():
