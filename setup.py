@@ -44,6 +44,10 @@ test = [
     "ruff>=0.12,<0.18",
     "mypy>=1.15,<3",
     "types-PyYAML>=6.0.12",
+    # An S3 server on loopback, and what its server needs.
+    "moto[s3]>=5.1,<6",
+    "flask>=3,<4",
+    "flask-cors>=5,<7",
 ]
 
 setup(
@@ -89,6 +93,6 @@ setup(
         "cloud": cloud,
         "ray": ray,
         "bench": bench,
-        "dev": wandb + tensorboard + data + hf + test,
+        "dev": wandb + tensorboard + data + hf + cloud + test,
     },
 )

@@ -6,10 +6,12 @@ It is a pickle, and not unpickled (see `pickled`); what it says is checked befor
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from megaframe.checkpoint.manifest import DTYPES, DTypeName
 from megaframe.checkpoint.slices import Shape, is_inside, tiling_problem
@@ -54,7 +56,7 @@ _EXPECTED = {
 
 
 @dataclass(frozen=True)
-class Place:
+class Extent:
     """Bytes of a file in the folder."""
 
     file: str
@@ -68,7 +70,7 @@ class Chunk:
 
     offset: Shape
     shape: Shape
-    place: Place
+    extent: Extent
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Contents:
     """All of a folder, by name: tensors, and what is stored of other things."""
 
     tensors: Mapping[str, Stored]
-    others: Mapping[str, Place]
+    others: Mapping[str, Extent]
 
 
 def read_metadata(folder: Path) -> Contents:
@@ -100,16 +102,42 @@ def read_metadata(folder: Path) -> Contents:
             f"{folder} is no folder of torch.distributed.checkpoint: {METADATA}: {error.strerror}"
         ) from None
     try:
-        return _contents(describe(data, _EXPECTED))
+        contents = _contents(describe(data, _EXPECTED))
+        _check_sizes(folder, contents)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
+    return contents
+
+
+def _check_sizes(folder: Path, contents: Contents) -> None:
+    """Raises ValueError where tensors would be larger than what is stored of them."""
+    sizes: dict[str, int] = {}
+    needed: Counter[str] = Counter()
+    for name, stored in contents.tensors.items():
+        for chunk in stored.chunks if stored.dtype is not None else ():
+            file, start, length = chunk.extent.file, chunk.extent.start, chunk.extent.length
+            if file not in sizes:
+                try:
+                    sizes[file] = (folder / file).stat().st_size
+                except OSError as error:
+                    raise ValueError(f"{name!r} is in {file}: {error.strerror}") from None
+            size = prod(chunk.shape) * DTYPES[stored.dtype].itemsize if stored.dtype else 0
+            if size > length or start + length > sizes[file]:
+                raise ValueError(
+                    f"{name!r} at {chunk.offset} needs {size} bytes, which should be in {length} "
+                    f"from {start} on of {file}, and that has {sizes[file]}"
+                )
+            needed[file] += length
+    for file, length in needed.items():
+        if length > sizes[file]:
+            raise ValueError(f"{file} of {sizes[file]} bytes should hold {length}")
 
 
 def _contents(root: Any) -> Contents:
     state = _state(root, _METADATA)
     places = _places(_typed(state.get("storage_data"), dict, "storage_data"))
     tensors: dict[str, Stored] = {}
-    others: dict[str, Place] = {}
+    others: dict[str, Extent] = {}
     left = _MAX_CHUNKS
     for name, entry in _typed(state.get("state_dict_metadata"), dict, "names").items():
         if not isinstance(name, str):
@@ -130,7 +158,7 @@ def _stored(
     name: str,
     state: Mapping[str, Any],
     chunks: Iterable[Any],
-    places: Mapping[tuple[str, Shape | None], Place],
+    places: Mapping[tuple[str, Shape | None], Extent],
 ) -> Stored:
     shape = _size(state.get("size"))
     properties = state.get("properties")
@@ -146,28 +174,30 @@ def _stored(
         if (name, box[0]) not in places:
             raise ValueError(f"{name!r} has a chunk at {box[0]} that is stored nowhere")
         found.append(Chunk(*box, places[name, box[0]]))
-    wrong = None if 0 in shape else tiling_problem(shape, [(one.offset, one.shape) for one in found])
+    wrong = (
+        None if 0 in shape else tiling_problem(shape, [(one.offset, one.shape) for one in found])
+    )
     if wrong:
         raise ValueError(f"{name!r} of shape {shape}: {wrong}")
     return Stored(shape, DTYPE_OF.get(dtype) if isinstance(dtype, Name) else None, tuple(found))
 
 
-def _places(given: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], Place]:
+def _places(given: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], Extent]:
     """Where each item is, by its name and the offset of its box."""
-    places: dict[tuple[str, Shape | None], Place] = {}
+    places: dict[tuple[str, Shape | None], Extent] = {}
     for key, value in given.items():
         index, info = _state(key, _INDEX), _state(value, _INFO)
         name, offset = index.get("fqn"), index.get("offset")
-        file, start, length = (info.get(key) for key in ("relative_path", "offset", "length"))
+        file, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
         if not isinstance(name, str):
             raise ValueError("it stores something without a name")
         if not isinstance(file, str) or not _FILE.fullmatch(file):
             raise ValueError(f"{name!r} is stored in {str(file)[:80]!r}, which is no file name")
-        if not _is_count(start) or not _is_count(length):
+        if not (_is_count(start) and _is_count(length)):
             raise ValueError(f"{name!r} is stored in no part of {file}")
         if info.get("transform_descriptors"):
             raise ValueError(f"{name!r} is stored transformed; save without extensions")
-        places[name, None if offset is None else _size(offset)] = Place(file, start, length)
+        places[name, None if offset is None else _size(offset)] = Extent(file, start, length)
     return places
 
 
@@ -188,11 +218,11 @@ def _size(given: Any) -> Shape:
     """A torch.Size."""
     if isinstance(given, Record) and given.what == _SIZE and len(given.arguments) == 1:
         sizes = given.arguments[0]
-        if type(sizes) in (tuple, list) and len(sizes) <= _MAX_DIMS:
-            if all(_is_count(size) for size in sizes):
-                return tuple(sizes)
+        few = type(sizes) in (tuple, list) and len(sizes) <= _MAX_DIMS
+        if few and all(_is_count(size) for size in sizes):
+            return tuple(sizes)
     raise ValueError("it has a size that is none")
 
 
-def _is_count(given: Any) -> bool:
+def _is_count(given: Any) -> TypeGuard[int]:
     return type(given) is int and 0 <= given < _MAX_SIZE

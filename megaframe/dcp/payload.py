@@ -10,7 +10,6 @@ import io
 import mmap
 import re
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from megaframe.checkpoint.manifest import DTYPES, DTypeName
 from megaframe.checkpoint.slices import Box, Shape, region
-from megaframe.dcp.metadata import Chunk, Place
+from megaframe.dcp.metadata import Chunk, Extent
 from megaframe.dcp.pickled import PERSISTENT, Name, Record, describe
 from megaframe.errors import UserError
 
@@ -47,7 +46,7 @@ class DataFile:
         except (OSError, ValueError) as error:
             text = error.strerror if isinstance(error, OSError) else "it is empty"
             raise UserError(f"cannot read {path}: {text}") from None
-        self._last: tuple[Place, NDArray[Any]] | None = None
+        self._last: tuple[Extent, NDArray[Any]] | None = None
 
     def close(self) -> None:
         self._last = None
@@ -56,18 +55,20 @@ class DataFile:
     def read(self, name: str, dtype: DTypeName, chunk: Chunk, box: Box) -> memoryview:
         """The bytes of a box inside a chunk, in row-major order."""
         try:
-            if self._last is None or self._last[0] != chunk.place:
-                self._last = chunk.place, self._array(dtype, chunk)
+            if self._last is None or self._last[0] != chunk.extent:
+                self._last = chunk.extent, self._array(dtype, chunk)
         except (ValueError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
-            raise UserError(f"{self.path} is damaged: tensor {name} at {chunk.offset}: {error}") from None
+            raise UserError(
+                f"{self.path} is damaged: tensor {name} at {chunk.offset}: {error}"
+            ) from None
         inside = region((chunk.offset, chunk.shape), box)
         found = np.ascontiguousarray(self._last[1][inside])
         return found.reshape(-1).view(np.uint8).data
 
-    def text(self, name: str, place: Place, limit: int) -> str:
+    def text(self, name: str, extent: Extent, limit: int) -> str:
         """A text that was stored."""
         try:
-            archive = _Archive(self._part(place), limit)
+            archive = _Archive(self._part(extent), limit)
             found = describe(archive.read("data.pkl"), ())
         except (ValueError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
             raise UserError(f"{self.path} is damaged: {name}: {error}") from None
@@ -75,17 +76,17 @@ class DataFile:
             raise UserError(f"{self.path} is damaged: {name} is no text")
         return found
 
-    def _part(self, place: Place) -> _Part:
-        if place.start + place.length > len(self._memory):
+    def _part(self, extent: Extent) -> _Part:
+        if extent.start + extent.length > len(self._memory):
             raise ValueError(
-                f"it should be in bytes {place.start} to {place.start + place.length}, "
+                f"it should be in bytes {extent.start} to {extent.start + extent.length}, "
                 f"and the file has {len(self._memory)}"
             )
-        return _Part(self._memory, place)
+        return _Part(self._memory, extent)
 
     def _array(self, dtype: DTypeName, chunk: Chunk) -> NDArray[Any]:
         """All elements of a chunk where they are in the file, as whole numbers of their size."""
-        archive = _Archive(self._part(chunk.place), _MAX_PART)
+        archive = _Archive(self._part(chunk.extent), _MAX_PART)
         if archive.read("byteorder") != b"little":
             raise ValueError("it is not of the order of bytes of this machine")
         size = DTYPES[dtype].itemsize
@@ -100,7 +101,7 @@ class DataFile:
             shape,
             np.dtype(f"u{size}"),
             buffer=self._memory,
-            offset=chunk.place.start + start + first * size,
+            offset=chunk.extent.start + start + first * size,
             strides=[stride * size for stride in strides],
         )
 
@@ -141,8 +142,8 @@ def _are_counts(given: Any) -> bool:
 class _Part(io.RawIOBase):
     """A part of a file, of which no more than `limit` bytes are read at a time."""
 
-    def __init__(self, memory: mmap.mmap, place: Place) -> None:
-        self._memory, self._place, self._at = memory, place, 0
+    def __init__(self, memory: mmap.mmap, extent: Extent) -> None:
+        self._memory, self._extent, self._at = memory, extent, 0
         self.limit = _MAX_PART
 
     def seekable(self) -> bool:
@@ -155,18 +156,18 @@ class _Part(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._place.length}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._extent.length}[whence]
         if base + offset < 0:
             raise ValueError("it is no archive")
         self._at = base + offset
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        left = max(0, self._place.length - self._at)
+        left = max(0, self._extent.length - self._at)
         size = left if size is None or size < 0 else min(size, left)
         if size > self.limit:
             raise ValueError(f"it has a part of {size} bytes where there are {self.limit} at most")
-        start = self._place.start + self._at
+        start = self._extent.start + self._at
         self._at += size
         return self._memory[start : start + size]
 
@@ -207,15 +208,3 @@ class _Archive:
             raise ValueError(f"its {name} has {size} bytes where there are {self._limit} at most")
         self._part.seek(start)
         return self._part.read(size)
-
-
-def read_all(path: Path, wanted: Sequence[tuple[str, DTypeName, Chunk]]) -> list[bytes]:
-    """Whole chunks of one file."""
-    file = DataFile(path)
-    try:
-        return [
-            bytes(file.read(name, dtype, chunk, (chunk.offset, chunk.shape)))
-            for name, dtype, chunk in wanted
-        ]
-    finally:
-        file.close()

@@ -28,8 +28,7 @@ from megaframe.config import Data, RunConfig, Train
 from megaframe.errors import UserError
 from megaframe.huggingface.models import config_of, model_of
 from megaframe.huggingface.tensors import Theirs, tensors_of
-from megaframe.optim.optimizer import OptimizerState
-from megaframe.run_state import RunState, read_state
+from megaframe.run_state import initial_state, read_state
 from megaframe.spec import Constant, ParamSpec
 from megaframe.stage import model_specs
 
@@ -124,19 +123,12 @@ def load(folder: Path, to: Place) -> Place:
     theirs = tensors_of(model, specs)
     files = _files(folder)
     _check_names(folder, theirs, files, model.tie_embeddings)
-    state = RunState(
-        config=run.model_dump(mode="json"),
-        data={},
-        optimizer=OptimizerState(0, 1.0, 0),
-        loss=float("nan"),
-        grad_norm=float("nan"),
-    )
     boxes, source = _boxes(specs, theirs)
     found = _Boxes(folder, files, source)
     return assemble(
         to,
         0,
-        state.model_dump(mode="json"),
+        initial_state(run).model_dump(mode="json"),
         grouped(boxes, lambda box: box.bytes, FILE_BYTES),
         found.bytes_of,
     )
