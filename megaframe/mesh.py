@@ -188,6 +188,18 @@ class Mesh:
             found[label] = found.get(label, 0) + group.traffic.take()[0]
         return found
 
+    def beside(self) -> Group:
+        """A new group of all ranks, over connections of their own between hosts, for what goes on
+        beside training; its bytes are not counted. All ranks of the world call it."""
+        axes = ("pipeline", "data", "context", "tensor")
+        (ranks,) = self.layout.groups(*axes)
+        handle = None
+        if len(ranks) > 1:
+            with self._gathering():
+                limit = timedelta(seconds=self._timeout)
+                handle = dist.new_group(ranks, timeout=limit, backend="gloo")
+        return Group(axes, ranks, self.rank, handle)
+
     def name_stages(self, rank_of: Sequence[int]) -> None:
         """Tell the pipeline coordinate of each stage, by number, for messages about lost ranks."""
         if self._watch is not None:

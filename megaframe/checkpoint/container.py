@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 from torch import Tensor
 
+from megaframe.checkpoint.direct import ALIGNMENT
 from megaframe.checkpoint.manifest import (
     DTYPE_NAMES,
     DTYPES,
@@ -33,7 +34,7 @@ from megaframe.checkpoint.slices import Shape, Slice, pieces
 from megaframe.checkpoint.storage import Place, store_of
 from megaframe.errors import UserError
 
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = 16 << 20
 """Slices are cut to this size: one piece is checked, and held in memory, at a time."""
 CHUNK_BYTES = 8 << 20
 """Bytes between two points where another thread can run."""
@@ -116,24 +117,30 @@ def divided(planned: Sequence[Piece], limit: int | None) -> list[list[Piece]]:
 def write(
     path: Place, given: Sequence[Piece], bytes_of: Callable[[Piece], memoryview]
 ) -> SavedFile:
-    """Write the bytes of each piece, back to back, to a new file that is durable then. Raises
-    OSError."""
+    """Write the bytes of each piece, back to back, to a new file, and read it back from where it is
+    stored.
+
+    Raises OSError, and UserError where something else comes back.
+    """
     planned = placed(given)
     checksums = ["0" * 16] * len(planned)
-    start = len(_header(path.name, planned, checksums))
-    with store_of(path).create(path) as file:
+    reserved = len(_header(path.name, planned, checksums))
+    size = reserved + sum(piece.bytes for piece in planned)
+    with store_of(path).create(path, size, start=reserved) as file:
         for index, piece in enumerate(given):
             digest = xxhash.xxh3_64()
             data = bytes_of(piece)
             for begin in range(0, len(data), CHUNK_BYTES):
                 chunk = data[begin : begin + CHUNK_BYTES]
                 digest.update(chunk)
-                file.write(start + begin, chunk)
-            start += len(data)
+                file.put(chunk)
             checksums[index] = digest.hexdigest()
         header = _header(path.name, planned, checksums)
-        file.write(0, memoryview(header))
-    return SavedFile(bytes=start, header=checksum(header))
+        file.finish(header)
+    saved = SavedFile(bytes=size, header=checksum(header))
+    if not file.compared:
+        verify(path, saved)
+    return saved
 
 
 def _header(file: str, planned: Sequence[Piece], checksums: Sequence[str]) -> bytes:
@@ -149,7 +156,7 @@ def _header(file: str, planned: Sequence[Piece], checksums: Sequence[str]) -> by
     part = Tensors.dump_json(_contents(file, planned, checksums)).decode()
     metadata = {"format": "megaframe-checkpoint", "tensors": part}
     text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(f"header of {file} is {len(text)} bytes, over {MAX_HEADER_BYTES}")
     return len(text).to_bytes(8, "little") + text

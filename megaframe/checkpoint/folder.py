@@ -8,6 +8,13 @@ from megaframe.checkpoint.storage import Place, store_of
 _POINTER_BYTES = 64
 
 
+def step_of(path: Place) -> int:
+    """The step of what `checkpoints` finds."""
+    match = FINAL.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
 def checkpoints(home: Place) -> list[Place]:
     """Whole checkpoints, newest (highest step) first. A replaced one comes after its successor."""
     found = []
@@ -36,8 +43,9 @@ def move_pointer(home: Place, name: str, attempt: str) -> None:
     store_of(home).replace(home / POINTER, f"{name}\n".encode("ascii"), attempt)
 
 
-def prune(home: Place, written: Place, keep: int, attempt: str) -> None:
-    """Delete all but the one just written and the `keep - 1` newest others, unless in use."""
+def prune(home: Place, written: Place, keep: int, every: int, attempt: str) -> None:
+    """Delete all but the one just written, the `keep - 1` newest others and those of steps that are
+    multiples of `every` (0: of none), unless in use."""
     store = store_of(home)
     found = checkpoints(home)
     successors = {path.name for path in found}
@@ -49,5 +57,7 @@ def prune(home: Place, written: Place, keep: int, attempt: str) -> None:
         is_replaced = stem != path.name and stem in successors
         if not is_replaced and kept < keep:
             kept += 1
+        elif not is_replaced and every and step_of(path) % every == 0:
+            continue
         elif not store.is_in_use(path):
             store.remove(path, attempt)

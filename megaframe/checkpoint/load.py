@@ -11,6 +11,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
+from typing import IO
 
 import torch
 from pydantic import JsonValue
@@ -35,7 +36,7 @@ from megaframe.errors import UserError
 class Checkpoint:
     """An open checkpoint. While it is open, no writer deletes it."""
 
-    def __init__(self, path: Place, manifest: Manifest, file: Source) -> None:
+    def __init__(self, path: Place, manifest: Manifest, file: Source | IO[bytes]) -> None:
         self.path = path
         self._manifest = manifest
         self._file = file

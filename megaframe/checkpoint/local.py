@@ -12,11 +12,12 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from megaframe.checkpoint.direct import DirectFile
 from megaframe.checkpoint.manifest import MANIFEST
 from megaframe.checkpoint.names import FINAL, POINTER, TEMPORARY, final_name, is_temporary
 from megaframe.checkpoint.storage import Sink, Source, Store
@@ -46,18 +47,6 @@ class LocalSource:
 
     def close(self) -> None:
         self._file.close()
-
-
-class LocalSink:
-    """A new file that is open for writing."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-
-    def write(self, start: int, data: memoryview) -> None:
-        self._file.seek(start)
-        while len(data):
-            data = data[self._file.write(data) :]
 
 
 class Local(Store[Path]):
@@ -115,19 +104,18 @@ class Local(Store[Path]):
     def begin(self, draft: Path) -> None:
         draft.mkdir(parents=True)
 
-    @contextmanager
-    def create(self, file: Path) -> Iterator[Sink]:
-        with open(file, "xb", buffering=0) as opened:
-            yield LocalSink(opened)
-            os.fsync(opened.fileno())
+    def create(self, file: Path, size: int, start: int) -> AbstractContextManager[Sink]:
+        return DirectFile(file, size, start)
 
     def publish(
         self, draft: Path, step: int, attempt: str, manifest: bytes, kept: Collection[str]
     ) -> Path:
         """One that an earlier run left under that name stays, as `.replaced`, until the new one is
         in place: `checkpoints` finds it if this is as far as the process gets."""
-        with self.create(draft / MANIFEST) as sink:
-            sink.write(0, memoryview(manifest))
+        with open(draft / MANIFEST, "xb") as opened:
+            opened.write(manifest)
+            opened.flush()
+            os.fsync(opened.fileno())
         flush(draft)
         final = draft.parent / final_name(step)
         replaced = draft.parent / f"{final.name}.replaced"

@@ -12,9 +12,9 @@ from __future__ import annotations
 import errno
 import io
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from fsspec.spec import AbstractFileSystem
@@ -69,12 +69,20 @@ class RemoteSource:
 class RemoteSink:
     """A file that is made in memory and sent when it is whole."""
 
-    def __init__(self) -> None:
-        self.data = io.BytesIO()
+    compared = False
 
-    def write(self, start: int, data: memoryview) -> None:
-        self.data.seek(start)
-        self.data.write(data)
+    def __init__(self, file: Remote, start: int) -> None:
+        self._file = file
+        self._data = io.BytesIO()
+        self._data.seek(start)
+
+    def put(self, data: memoryview) -> None:
+        self._data.write(data)
+
+    def finish(self, head: bytes) -> None:
+        self._data.seek(0)
+        self._data.write(head)
+        _put(self._file, self._data.getvalue())
 
 
 class FsspecStore(Store[Remote]):
@@ -146,11 +154,8 @@ class FsspecStore(Store[Remote]):
     def begin(self, draft: Remote) -> None:
         """Object stores have no folders; where there are some, the file makes its own."""
 
-    @contextmanager
-    def create(self, file: Remote) -> Iterator[Sink]:
-        sink = RemoteSink()
-        yield sink
-        _put(file, sink.data.getvalue())
+    def create(self, file: Remote, size: int, start: int) -> AbstractContextManager[Sink]:
+        return nullcontext(RemoteSink(file, start))
 
     def publish(
         self, draft: Remote, step: int, attempt: str, manifest: bytes, kept: Collection[str]

@@ -13,20 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from threading import Thread
 
-import torch
 from pydantic import JsonValue
-from torch import Tensor
 from torch.distributed import Store
 
+from megaframe.checkpoint.background import Background
 from megaframe.checkpoint.container import (
     Piece,
     Reader,
-    by_alignment,
     divided,
-    plan,
-    verify,
     write,
 )
 from megaframe.checkpoint.folder import move_pointer, prune
@@ -49,11 +44,12 @@ _HEADERS_AT_ONCE = 16
 """Files of all ranks whose headers rank 0 reads at a time."""
 
 
-class Writer:
+class Writer(Background):
     """Writes one rank's part of each checkpoint of a run into `home`, which all ranks share.
 
-    keep:    how many of the newest checkpoints stay (at least 1).
-    timeout: seconds to wait for another rank before a save is given up.
+    keep:       how many of the newest checkpoints stay (at least 1).
+    keep_every: those of steps that are multiples of it stay for good; 0: none.
+    timeout:    seconds to wait for another rank before a save is given up.
     Whatever goes wrong in the background is raised by the next `save`, `wait` or `poll`: UserError
     for what a user can mend. The writer can be used again after that.
     Its thread ends with the process: call `wait` before leaving.
@@ -67,72 +63,34 @@ class Writer:
         world: int,
         store: Store,
         keep: int,
+        keep_every: int = 0,
         timeout: float = 600.0,
     ) -> None:
+        super().__init__()
         self._home = home
         self._storage = store_of(home)
         self._rank = rank
         self._world = world
         # A connection of its own, since others may wait in the given one (not in torch's stubs).
         self._store: Store = store.clone()  # type: ignore[attr-defined]
-        self._keep = keep
+        self._keep, self._keep_every = keep, keep_every
         self._timeout = timeout
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._thread: Thread | None = None
-        self._failure: Exception | None = None
         if rank == 0:
             with _explained(f"cannot use {home} for checkpoints", home):
                 self._storage.prepare(home)
 
     def save(self, step: int, slices: Sequence[Slice], state: Mapping[str, JsonValue]) -> None:
-        """Copy the slices and the state, and return; the rest happens in the background.
+        """Take the state, and return; the rest happens in the background, a copy of the slices
+        first. Until `copied` has returned they must not change.
 
         Every rank calls this with the same step. Together the ranks' slices cover each tensor
         once; a rank may have none. Rank 0's `state` is the one that is saved; its floats come back
         bit for bit. Waits for the save before.
         """
-        self.wait()
-        held = by_alignment(slices)
-        planned = plan(held)
-        job = _Job(step, planned, self._copied(held, planned), json.loads(json.dumps(dict(state))))
-        self._thread = Thread(target=self._run, args=(job,), name="checkpoint", daemon=True)
-        self._thread.start()
+        kept = json.loads(json.dumps(dict(state)))
+        self.start(slices, lambda planned, data: self._write(_Job(step, planned, data, kept)))
 
-    def wait(self) -> None:
-        """Return when the last save is committed; raise what went wrong."""
-        if self._thread is not None:
-            self._thread.join()
-        self.poll()
-
-    def poll(self) -> bool:
-        """Whether no save is in flight; raise what went wrong with the last one."""
-        if self._thread is not None and self._thread.is_alive():
-            return False
-        self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-        return True
-
-    def _copied(self, held: Sequence[Slice], planned: Sequence[Piece]) -> memoryview:
-        """Copy the slices to host memory, back to back. The memory is used again by each save."""
-        size = planned[-1].stop if planned else 0
-        devices = {part.tensor.device for part in held if part.tensor.is_cuda}
-        if self._buffer.numel() < size:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # never both
-            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=bool(devices))
-        start = 0
-        for part in held:
-            stop = start + part.tensor.nbytes
-            _as_bytes_of(part.tensor, self._buffer[start:stop]).copy_(
-                part.tensor.detach(), non_blocking=True
-            )
-            start = stop
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
-        return self._buffer.numpy().data[:size]
-
-    def _run(self, job: _Job) -> None:
+    def _write(self, job: _Job) -> None:
         meeting = Meeting(
             self._store,
             step=job.step,
@@ -140,13 +98,10 @@ class Writer:
             world=self._world,
             timeout=self._timeout,
         )
-        try:
-            if self._rank == 0:
-                self._lead(meeting, job)
-            else:
-                self._follow(meeting, job)
-        except Exception as error:  # raised again, by `poll`, in the caller's thread
-            self._failure = error
+        if self._rank == 0:
+            self._lead(meeting, job)
+        else:
+            self._follow(meeting, job)
 
     def _lead(self, meeting: Meeting, job: _Job) -> None:
         attempt = meeting.open()
@@ -162,7 +117,7 @@ class Writer:
                 self._contribute(meeting, attempt, job)
                 files = _reported(job.step, meeting.hear(attempt, "done"))
                 final = commit(draft, self._home, job.step, job.state, files, attempt)
-                prune(self._home, final, self._keep, attempt)
+                prune(self._home, final, self._keep, self._keep_every, attempt)
             failure = ""
         except Exception as error:
             failure = str(error) if isinstance(error, UserError) else repr(error)
@@ -203,7 +158,7 @@ class Writer:
         try:
             with ThreadPoolExecutor(self._storage.at_once(self._home)) as pool:
                 groups = divided(job.planned, self._storage.file_bytes)
-                files = pool.map(lambda one: self._write(attempt, job, *one), enumerate(groups))
+                files = pool.map(lambda one: self._file(attempt, job, *one), enumerate(groups))
                 message = {"files": {name: saved.model_dump() for name, saved in files}}
         except UserError as error:
             message = {"error": str(error)}
@@ -211,14 +166,13 @@ class Writer:
             message = {"error": traceback.format_exc()}
         meeting.tell(attempt, "done", message)
 
-    def _write(
+    def _file(
         self, attempt: str, job: _Job, part: int, pieces: Sequence[Piece]
     ) -> tuple[str, SavedFile]:
         draft = self._storage.draft(self._home, job.step, attempt)
         path = draft / self._storage.file_name(self._rank, part, attempt)
         with _explained("cannot write", path, len(job.data), discard=path):
             saved = write(path, pieces, lambda piece: job.data[piece.start : piece.stop])
-            verify(path, saved)
         return path.name, saved
 
 
@@ -243,10 +197,6 @@ def commit(
     final = store_of(home).publish(draft, step, attempt, encode(manifest), files.keys())
     move_pointer(home, final.name, attempt)
     return final
-
-
-def _as_bytes_of(tensor: Tensor, data: Tensor) -> Tensor:
-    return data.view(tensor.dtype).view(tensor.shape)
 
 
 def _reported(step: int, messages: Sequence[Message]) -> dict[str, SavedFile]:

@@ -76,11 +76,17 @@ class Source(Protocol):
 
 
 class Sink(Protocol):
-    """A file being written. What was written is in place, durable, once the context is left, and
-    not before; it never is when that happens by an exception. Raises OSError."""
+    """A file being written. Raises OSError."""
 
-    def write(self, start: int, data: memoryview) -> None:
-        """Write all of `data` from byte `start` on."""
+    @property
+    def compared(self) -> bool:
+        """Whether all of it was read back from where it is stored; else nothing was."""
+
+    def put(self, data: memoryview) -> None:
+        """Write the next bytes."""
+
+    def finish(self, head: bytes) -> None:
+        """Write what was left out at the start, and return when all is stored for good."""
 
 
 class Store(ABC, Generic[P]):
@@ -127,8 +133,8 @@ class Store(ABC, Generic[P]):
     def begin(self, draft: P) -> None: ...
 
     @abstractmethod
-    def create(self, file: P) -> AbstractContextManager[Sink]:
-        """A new file, to be written."""
+    def create(self, file: P, size: int, start: int) -> AbstractContextManager[Sink]:
+        """A new file of `size` bytes, to be written. start: bytes left out at the start."""
 
     @abstractmethod
     def publish(

@@ -234,9 +234,17 @@ class Checkpoint(Section):
     """Save every so many steps and at the end; 0 never saves."""
     keep: Positive = 2
     """Newest checkpoints that are kept."""
+    keep_every: NonNegative = 0
+    """Keep the checkpoints of steps that are multiples of this for good; 0: of none."""
     folder: str | None = None
     """Where checkpoints lie: a path, or the URL of a store such as s3://bucket/run, of this run
     alone. Default: `checkpoints` in the run's folder."""
+    memory_every: NonNegative = 0
+    """Copy every rank's part into the memory of its node, and of another one, every so many steps;
+    where these copies are newer than what is saved `resume=latest` continues from them. 0 never."""
+    memory_dir: str = "/dev/shm"
+    """memory_every: a folder that lies in a node's memory; it must have room for two copies of the
+    parts of twice the node's ranks."""
     resume: str | None = None
     """`latest` continues from the newest checkpoint in `folder` (a fresh start where there is none
     yet); the path or URL of a checkpoint continues from that."""

@@ -47,6 +47,7 @@ def check(config: RunConfig, world: int, *, data: bool = True) -> None:
         *_compression(config),
         *_learning_rate(config.optim, config.train.steps),
         *_optimizer(config.optim),
+        *_saving(config.checkpoint),
         *(_sources(config) if data else ()),
         *_data(config),
         *_places(config.checkpoint),
@@ -258,6 +259,20 @@ def _optimizer(optim: Optim) -> Iterator[str]:
         yield (
             "optim.nesterov=true looks ahead along optim.momentum=0; use optim.nesterov=false, or "
             "a momentum such as 0.9"
+        )
+
+
+def _saving(checkpoint: Checkpoint) -> Iterator[str]:
+    every, kept = checkpoint.every, checkpoint.keep_every
+    if kept and not every:
+        yield (
+            f"checkpoint.keep_every={kept} means nothing to checkpoint.every=0, which saves "
+            "nothing; leave it out"
+        )
+    elif kept and kept % every:
+        yield (
+            f"checkpoint.keep_every={kept} is not a multiple of checkpoint.every={every}; "
+            f"use {nearest_multiples(every, kept)}"
         )
 
 

@@ -111,7 +111,7 @@ def test_what_is_saved_is_found_and_loaded(home):
         assert (checkpoint.step, checkpoint.state) == (2, {"value": 2.0})
         assert len({one.file for one in checkpoint.tensors["a"].slices}) == 2 * 2
     sizes = [len(content(home / name)) for name in names(home) if name.endswith(".safetensors")]
-    assert len(sizes) == 8 and max(sizes) < FILE + 2000  # a header has no fixed size
+    assert len(sizes) == 8 and max(sizes) <= FILE + 4096  # and a header
 
 
 @settings(deadline=None, max_examples=15)
