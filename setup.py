@@ -45,6 +45,10 @@ test = [
     "ruff>=0.12,<0.18",
     "mypy>=1.15,<3",
     "types-PyYAML>=6.0.12",
+    # An S3 server on loopback, and what its server needs.
+    "moto[s3]>=5.1,<6",
+    "flask>=3,<4",
+    "flask-cors>=5,<7",
 ]
 
 setup(
@@ -91,6 +95,6 @@ setup(
         "ray": ray,
         "bench": bench,
         "plan": plan,
-        "dev": wandb + tensorboard + data + hf + plan + test,
+        "dev": wandb + tensorboard + data + hf + cloud + plan + test,
     },
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from megaframe.checkpoint import Checkpoint, Slice, Writer, find, open_checkpoint
+from megaframe.checkpoint import Checkpoint, Slice, Writer, find, open_checkpoint, place
 from megaframe.checkpoint.gather import gather_json
 from megaframe.checkpoint.memory import MemoryWriter, Peers
 from megaframe.checkpoint.ram import Ram
@@ -36,6 +36,8 @@ class Saving:
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
         self._config, self._mesh = config, mesh
         self._folder = Path(config.run.dir)
+        home = config.checkpoint.folder
+        self.home = self._folder / "checkpoints" if home is None else place(home)
         self._group: Group | None = None
         self._ram: Ram | None = None
         self._writer: Writer | None = None
@@ -49,7 +51,7 @@ class Saving:
     def newest(self) -> Checkpoint | None:
         """What `checkpoint.resume` asks for, open; None for a fresh start."""
         wanted = self._config.checkpoint.resume
-        path = find(self._folder / "checkpoints", wanted) if wanted else None
+        path = find(self.home, wanted) if wanted else None
         saved = None if path is None else open_checkpoint(path)
         if wanted != "latest" or self._group is None or self._ram is None:
             return saved
@@ -72,7 +74,7 @@ class Saving:
         config, mesh = self._config, self._mesh
         if config.checkpoint.every:
             self._writer = Writer(
-                self._folder / "checkpoints",
+                self.home,
                 rank=mesh.rank,
                 world=mesh.layout.world,
                 store=mesh.store,

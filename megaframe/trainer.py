@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.checkpoint import Checkpoint, Slice, Writer, given, open_checkpoint
+from megaframe.checkpoint import Checkpoint, Place, Slice, Writer, given, open_checkpoint
 from megaframe.checkpoint.memory import MemoryWriter
 from megaframe.comm import all_reduce, barrier
 from megaframe.config import RunConfig, dump
@@ -273,18 +273,26 @@ class Trainer:
         wanted = self.config.checkpoint.weights
         if not wanted:
             return
-        with open_checkpoint(given(Path(wanted), "checkpoint.weights")) as checkpoint:
+        with open_checkpoint(given(wanted, "checkpoint.weights")) as checkpoint:
             saved = read_state(checkpoint).config
             weights = (one for one in self.optimizer.tensors() if one[0] == one[1].name)
             checkpoint.load(starting_parts(weights, checkpoint, saved, self.config))
 
     def _refuse_to_overwrite(self) -> None:
-        """A fresh start must not destroy another run's records."""
-        metrics = self.folder / "metrics.jsonl"
-        if self.config.checkpoint.resume is None and metrics.exists():
+        """A fresh start must not destroy another run's records, or its checkpoints."""
+        key = self.config.checkpoint
+        if key.resume is not None:
+            return
+        if (self.folder / "metrics.jsonl").exists():
             raise UserError(
                 f"run.dir={self.folder} already holds a run; continue it with "
                 "checkpoint.resume=latest, or give another run.dir"
+            )
+        home = self.saving.home
+        if key.folder is not None and key.every and find(home, "latest") is not None:
+            raise UserError(
+                f"checkpoint.folder={home} already holds checkpoints; continue from them with "
+                "checkpoint.resume=latest, or give another folder"
             )
 
 
@@ -309,7 +317,7 @@ def resolve(config: RunConfig) -> RunConfig:
     return config
 
 
-def _check_same_model(saved: dict[str, dict[str, Any]], config: RunConfig, path: Path) -> None:
+def _check_same_model(saved: dict[str, dict[str, Any]], config: RunConfig, path: Place) -> None:
     """Refuse a checkpoint whose model, or whose cut of the data into samples, is another."""
     now = config.model_dump(mode="json")
     keys = [("model", key) for key in now["model"] if key not in _FREE_KEYS]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from math import prod
-from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -18,6 +17,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
 from megaframe.checkpoint.slices import Box, Shape, is_inside, tiling_problem
+from megaframe.checkpoint.storage import Place
 from megaframe.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -43,7 +43,9 @@ Size = Annotated[int, Field(ge=1, lt=1 << 48)]
 Offset = Annotated[int, Field(ge=0, lt=1 << 48)]
 Shaped = Annotated[tuple[Size, ...], Field(max_length=8)]
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-FileName = Annotated[str, Field(pattern=r"^rank-[0-9]{5,9}\.safetensors$")]
+FileName = Annotated[
+    str, Field(pattern=r"^rank-[0-9]{5,9}(\.[0-9]{5,9}\.[0-9a-f]{8})?\.safetensors$")
+]
 
 
 class Record(BaseModel):
@@ -178,7 +180,7 @@ def encode(manifest: Manifest) -> bytes:
     return data
 
 
-def decode(data: bytes, source: Path) -> Manifest:
+def decode(data: bytes, source: Place) -> Manifest:
     """Read a manifest and check all of it. Raises UserError that begins with `source`."""
     text = unsealed(data)
     if text is None:

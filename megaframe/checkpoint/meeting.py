@@ -11,12 +11,13 @@ import json
 import secrets
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from torch.distributed import Store
 
 from megaframe.errors import UserError
 
-Message = dict[str, int | str]
+Message = dict[str, Any]
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.005, 0.25
 """Seconds between two looks at the store; the pause doubles."""

@@ -19,8 +19,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, ValidationError
 
-from megaframe.checkpoint.folder import final_name
 from megaframe.checkpoint.manifest import Offset, Record, SavedFile, sealed, unsealed
+from megaframe.checkpoint.names import final_name
 from megaframe.errors import UserError
 
 MAX_RECORD_BYTES = 16 << 20

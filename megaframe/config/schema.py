@@ -243,6 +243,9 @@ class Checkpoint(Section):
     """Newest checkpoints that are kept."""
     keep_every: NonNegative = 0
     """Keep the checkpoints of steps that are multiples of this for good; 0: of none."""
+    folder: str | None = None
+    """Where checkpoints lie: a path, or the URL of a store such as s3://bucket/run, of this run
+    alone. Default: `checkpoints` in the run's folder."""
     memory_every: NonNegative = 0
     """Copy every rank's part into the memory of its node, and of another one, every so many steps;
     where these copies are newer than what is saved `resume=latest` continues from them. 0 never."""
@@ -250,11 +253,11 @@ class Checkpoint(Section):
     """memory_every: a folder that lies in a node's memory; it must have room for two copies of the
     parts of twice the node's ranks."""
     resume: str | None = None
-    """`latest` continues from the run folder's newest checkpoint (a fresh start where there is
-    none yet); a path continues from that checkpoint."""
+    """`latest` continues from the newest checkpoint in `folder` (a fresh start where there is none
+    yet); the path or URL of a checkpoint continues from that."""
     weights: str | None = None
-    """Path of a checkpoint whose weights a new run starts with. Where the run has experts and the
-    checkpoint has none, each expert starts as a copy of its layer's MLP, or of a part of it."""
+    """Path or URL of a checkpoint whose weights a new run starts with. Where the run has experts
+    and the checkpoint has none, each starts as a copy of its layer's MLP, or of a part of it."""
 
 
 class Meter(Section):

@@ -16,6 +16,7 @@ from megaframe.config.numbers import (
     nearest_multiples,
 )
 from megaframe.config.schema import BatchRamp, Checkpoint, Optim, RunConfig, Train
+from megaframe.config.url import is_url, url_mistake
 from megaframe.errors import UserError
 from megaframe.plan.context import context_mistakes
 from megaframe.plan.experts import expert_mistakes
@@ -49,10 +50,20 @@ def check(config: RunConfig, world: int, *, data: bool = True) -> None:
         *_saving(config.checkpoint),
         *(_sources(config) if data else ()),
         *_data(config),
+        *_places(config.checkpoint),
     ]
     if mistakes:
         count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
         raise UserError("\n  ".join([f"{count} in the config", *mistakes]))
+
+
+def _places(checkpoint: Checkpoint) -> Iterator[str]:
+    for key in ("folder", "resume", "weights"):
+        value = getattr(checkpoint, key)
+        if value is not None and is_url(value):
+            mistake = url_mistake(value)
+            if mistake:
+                yield f"checkpoint.{key}: {mistake}"
 
 
 def _further_ahead(config: RunConfig) -> Iterator[str]:
