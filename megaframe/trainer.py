@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.checkpoint import Checkpoint, Place, Slice, Writer, given, open_checkpoint
+from megaframe.checkpoint import Checkpoint, Place, Slice, Writer, find, given, open_checkpoint
 from megaframe.checkpoint.memory import MemoryWriter
 from megaframe.comm import all_reduce, barrier
 from megaframe.config import RunConfig, dump
