@@ -24,23 +24,26 @@ def main() -> None:
         return
     # Ranks that are lost are named below; torch's warnings would add pages of C++ stack to it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from megaframe.automatic import with_layout
     from megaframe.describe import describe
     from megaframe.mesh import Mesh, global_rank, world_size
     from megaframe.trainer import Trainer, resolve
 
     with reported(rank=global_rank()):
-        config = resolve(load(arguments.config, arguments.overrides))
+        config, notes = with_layout(
+            resolve(load(arguments.config, arguments.overrides)), world_size()
+        )
         check(config, world_size(), data=not arguments.dry_run)
         layout = Layout.from_parallel(config.parallel, world_size())
         if arguments.dry_run:
-            print(describe(config, layout))
+            print("\n".join([*notes, describe(config, layout)]))
             return
         parallel = config.parallel
         mesh = Mesh(
             layout, device=config.run.device, timeout=parallel.timeout, serial=parallel.serial
         )
         try:
-            Trainer(config, mesh).run()
+            Trainer(config, mesh, notes).run()
         except LostRanks as lost:
             mesh.leave(lost)
         finally:

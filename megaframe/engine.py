@@ -102,7 +102,8 @@ class Engine:
             if action in paired:
                 passes.do_both(action, *next(actions))
             elif action.kind is not Kind.UPDATE:
-                passes.do(action, following)
+                with self.time("compute"):
+                    passes.do(action, following)
         passes.finish()
         tallies = [stage.take_tally() for stage in self.stages.values()]
         loss = sum((t.loss for t in tallies if t.loss is not None), passes.loss)

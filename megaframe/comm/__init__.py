@@ -229,17 +229,20 @@ def collective(out: Tensor, group: Group, start: Callable[[], dist.Work | None])
     return pending
 
 
-def send(tensor: Tensor, link: Group) -> Pending[Tensor]:
-    """Send to the other rank of a link. The tensor must not change before it has left."""
+def send(tensor: Tensor, link: Group, to: int | None = None) -> Pending[Tensor]:
+    """Send to the other rank of a link, or to rank `to` of any group. The tensor must not change
+    before it has left."""
     link.traffic.count(tensor.nbytes)
-    other = 1 - link.index
+    other = 1 - link.index if to is None else to
     return _started(tensor, link, lambda: dist.isend(tensor, group=link.handle, group_dst=other))
 
 
-def receive(into: Tensor, link: Group, too: Pending[Tensor] | None = None) -> Pending[Tensor]:
-    """Receive from the other rank of a link, in the order in which it sends; with `too`, what
-    must be done as well before it is there."""
-    other = 1 - link.index
+def receive(
+    into: Tensor, link: Group, too: Pending[Tensor] | None = None, source: int | None = None
+) -> Pending[Tensor]:
+    """Receive from the other rank of a link, or from rank `source` of any group, in the order in
+    which it sends; with `too`, what must be done as well before it is there."""
+    other = 1 - link.index if source is None else source
     return _started(into, link, lambda: dist.irecv(into, group=link.handle, group_src=other), too)
 
 
