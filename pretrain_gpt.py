@@ -24,7 +24,7 @@ def main() -> None:
         return
     # Ranks that are lost are named below; torch's warnings would add pages of C++ stack to it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from megaframe.automatic import with_layout
+    from megaframe.automatic import cluster_of, with_layout
     from megaframe.describe import describe
     from megaframe.mesh import Mesh, global_rank, world_size
     from megaframe.trainer import Trainer, resolve
@@ -36,7 +36,8 @@ def main() -> None:
         check(config, world_size(), data=not arguments.dry_run)
         layout = Layout.from_parallel(config.parallel, world_size())
         if arguments.dry_run:
-            print("\n".join([*notes, describe(config, layout)]))
+            host = cluster_of(config).chip.is_host
+            print("\n".join([*notes, describe(config, layout, host=host)]))
             return
         parallel = config.parallel
         mesh = Mesh(

@@ -52,9 +52,10 @@ def cluster_of(config: RunConfig) -> Cluster:
     """The cluster that the config names, or the one that its device is likely to be of."""
     if config.parallel.cluster is not None:
         return load_cluster(config.parallel.cluster)
-    if config.run.device == "cpu" or not torch.cuda.is_available():
+    device, here = config.run.device, torch.cuda.is_available()
+    if device == "cpu" or (device == "auto" and not here):
         return load_cluster("cpu")
-    name = torch.cuda.get_device_name()
+    name = torch.cuda.get_device_name() if here else ""
     known = [cluster for part, cluster in _BY_NAME.items() if part in name]
     return load_cluster(known[0] if known else DEFAULT)
 

@@ -18,8 +18,8 @@ from megaframe.spec import ParamSpec, active_parameters, parameter_count
 from megaframe.stage import model_specs
 
 
-def describe(config: RunConfig, layout: Layout) -> str:
-    """The run in words and numbers; nothing is allocated for it."""
+def describe(config: RunConfig, layout: Layout, *, host: bool = False) -> str:
+    """The run in words and numbers; nothing is allocated for it. host: it is to run on a CPU."""
     specs = model_specs(config)
     count = parameter_count(specs)
     train = config.train
@@ -36,7 +36,7 @@ def describe(config: RunConfig, layout: Layout) -> str:
         f"{tokens * train.steps:,} in the run",
         *choices_table(config, specs),
         *pipeline_summary(config, schedule),
-        *_memory(config, layout, schedule),
+        *_memory(config, layout, schedule, host),
         *(f"warning: {warning}" for warning in warnings if warning is not None),
     ]
     return "\n".join(lines)
@@ -47,11 +47,12 @@ def _active(specs: Sequence[ParamSpec]) -> str:
     return "" if active == parameter_count(specs) else f", {active:,} of which each token meets"
 
 
-def _memory(config: RunConfig, layout: Layout, schedule: Schedule) -> Iterator[str]:
+def _memory(config: RunConfig, layout: Layout, schedule: Schedule, host: bool) -> Iterator[str]:
     """A column for each pipeline rank, the first of its tensor and data ranks."""
     plans, lowered = stage_plans(config), lower(schedule)
     columns = [
-        rank_memory(config, layout, plans, lowered, rank) for rank in range(len(schedule.ranks))
+        rank_memory(config, layout, plans, lowered, rank, host=host)
+        for rank in range(len(schedule.ranks))
     ]
     yield "memory per rank, without interpreter and temporaries"
     if len(columns) > 1:

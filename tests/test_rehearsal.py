@@ -85,6 +85,16 @@ def test_experts_are_counted_as_if_equally_busy(name, pool):
         assert alone.kept == pytest.approx(found.kept, rel=0.1)
 
 
+def test_what_is_put_away_is_not_counted_and_what_needs_a_gpu_is_left_out():
+    def kept(**train):
+        config = made(LLAMA, {"recompute": "full", **train}, {})
+        return rehearse(config, Layout(), 0).kept
+
+    inputs = 4 * 32 * 64 * 2  # of each block in bf16
+    assert kept() - kept(offload=True) == inputs
+    assert kept(cuda_graph=True, compile="inductor") == kept()
+
+
 @pytest.mark.parametrize("rank", [0, 3000, 4095])
 def test_any_rank_of_a_large_world(rank):
     """A thousandth of it is allocated here."""

@@ -21,7 +21,7 @@ from megaframe.comm import Group, all_gather, all_reduce, reduce_scatter
 from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.microbatch import IGNORE
 from megaframe.parameter import Parameter
-from megaframe.plan.memory import GPU_LOSS_CHUNK, LOSS_CHUNK
+from megaframe.plan.memory import most_logits
 from megaframe.product import product_into
 
 
@@ -62,7 +62,8 @@ def head_loss(
     """
     hidden_TH = all_gather(hidden_TH, tensor).wait()
     tokens, vocab = hidden_TH.shape[0], weight.value.shape[0]
-    rows = min(tokens, max(1, chunk_of(hidden_TH.device) // vocab))
+    most = most_logits(host=hidden_TH.device.type == "cpu")
+    rows = min(tokens, max(1, most // vocab))
     buffer = hidden_TH.new_empty(rows, vocab)
     loss = torch.zeros((), dtype=torch.float64, device=hidden_TH.device)
     d_hidden = None if scale is None else torch.empty_like(hidden_TH)
@@ -82,11 +83,6 @@ def head_loss(
     if d_hidden is not None:
         d_hidden = reduce_scatter(d_hidden, tensor).wait()
     return HeadResult(loss if tensor.index == 0 else torch.zeros_like(loss), d_hidden)
-
-
-def chunk_of(device: torch.device) -> int:
-    """Most logits that exist at once on a device."""
-    return LOSS_CHUNK if device.type == "cpu" else GPU_LOSS_CHUNK
 
 
 @dataclass(frozen=True)

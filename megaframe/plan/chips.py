@@ -36,6 +36,11 @@ class Chip:
     idle_watts: float = 0.0
 
     @property
+    def is_host(self) -> bool:
+        """Whether its memory is the host's."""
+        return self.family == "cpu"
+
+    @property
     def power_share(self) -> float:
         """Share of its peak clock that large products hold within the limit of power."""
         wanted = self.product_watts - self.idle_watts

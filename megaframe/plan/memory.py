@@ -17,14 +17,14 @@ from megaframe.plan.experts import has_experts
 from megaframe.plan.stages import StagePlan, head_widths, latent_width
 from megaframe.schedule import Action, Kind
 
-LOSS_CHUNK = 12_900_000
-"""Most logits that exist at once. Fewer make fp32 products slower (docs/log.md)."""
-
-GPU_LOSS_CHUNK = 1 << 28
-"""The same on a GPU, whose products want many rows of few words."""
-
 WIDTH = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 """Bytes of a value or an activation, by `train.precision`."""
+
+
+def most_logits(*, host: bool) -> int:
+    """Logits that exist at once at most. On the host fewer make fp32 products slower (docs/log.md);
+    the products of a GPU want many rows of few words."""
+    return 12_900_000 if host else 1 << 28
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def memory(
     tokens = config.train.microbatch * config.train.seq
     tensor = config.parallel.tensor
     vocab = -(-(config.model.vocab or 0) // tensor)
-    chunk = min(tokens, max(1, LOSS_CHUNK // max(1, vocab)))
+    chunk = min(tokens, max(1, most_logits(host=host) // max(1, vocab)))
     state = state_bytes(config.optim, held, own, master)
     # Tokens are dealt to the context ranks; rows, heads and widths to the tensor ranks.
     dealt = tensor * config.parallel.context

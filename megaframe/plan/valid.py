@@ -76,13 +76,15 @@ def candidates(
     ]
     table = np.asarray(rows, dtype=np.int64).reshape(-1, 10)
     zero = _given(fixed, "zero", (0, 1, 2, 3))
-    recompute = _given(fixed, "recompute", tuple(range(len(RECOMPUTE))))
+    # Offload is of the inputs of blocks that run again.
+    again = (RECOMPUTE.index("full"),) if config.train.offload else tuple(range(len(RECOMPUTE)))
+    recompute = _given(fixed, "recompute", again)
     many = len(zero) * len(recompute)
     columns = [np.repeat(column, many) for column in table.T]
     t, c, p, d, r, e, et, mb, schedule, chunks = columns
     zeros = np.tile(np.repeat(zero, len(recompute)), len(table))
-    again = np.tile(np.asarray(recompute), len(zero) * len(table))
-    found = Candidates(t, c, p, chunks, d, r, e, et, zeros, again, mb, schedule)
+    recomputes = np.tile(np.asarray(recompute), len(zero) * len(table))
+    found = Candidates(t, c, p, chunks, d, r, e, et, zeros, recomputes, mb, schedule)
     return found.taken(_useful(found, fixed))
 
 

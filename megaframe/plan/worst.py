@@ -19,10 +19,10 @@ from megaframe.plan.division import division
 from megaframe.plan.experts import has_experts
 from megaframe.plan.held import held, rank_memory
 from megaframe.plan.memory import (
-    LOSS_CHUNK,
     WIDTH,
     Memory,
     block_bytes,
+    most_logits,
     rotary_bytes,
     widest,
 )
@@ -40,7 +40,7 @@ def worst_memory(config: RunConfig, layout: Layout, schedule: Schedule, chip: Ch
     """Memory of the rank that needs most. schedule: that of a step."""
     plans, lowered, many = stage_plans(config), lower(schedule), len(schedule.ranks)
     ranks = range(many) if many <= _MANY else (0, 1, many // 2, many - 2, many - 1)
-    host = chip.family == "cpu"
+    host = chip.is_host
     found = (rank_memory(config, layout, plans, lowered, rank, host=host) for rank in ranks)
     worst = max(found, key=lambda one: one.total)
     return replace(worst, overhead=round(overhead(chip)))
@@ -166,28 +166,32 @@ def _end_bytes(config: RunConfig, chip: Chip, end: _End) -> Array:
     static = (
         own * (master + state_width(config.optim, master)) + values * width + gradients * master
     )
-    passing = _passing(config, end)
+    passing = _passing(config, end, most_logits(host=chip.is_host))
     return static + passing + overhead(chip)
 
 
 _V_SHAPED = [SCHEDULES.index(name) for name in ("zb-v", "v-half", "dualpipe-v")]
 
 
-def _passing(config: RunConfig, end: _End) -> Array:
-    """Bytes that come and go in a step: activations, messages, logits, temporaries."""
+def _passing(config: RunConfig, end: _End, most: int) -> Array:
+    """Bytes that come and go in a step: activations, messages, logits, `most` at once, and
+    temporaries."""
     c, of = end.c, end.of
     model, train = config.model, config.train
     width, dealt = WIDTH[train.precision], c.tensor * c.context
     rows = c.microbatch * train.seq
     stream = rows * model.hidden * width
     keeps = of.total("keeps", end.first) * c.microbatch / c.chunks
-    stage = of.here[end.first] / c.chunks * stream + keeps + of.rotary * c.tensor
+    stage = keeps + of.rotary * c.tensor
+    if not train.offload:  # which takes the inputs of all blocks away
+        stage = stage + of.here[end.first] / c.chunks * stream
     last = (c.pipeline == 1) | end.v_shaped if end.first else np.full(len(c.tensor), True)
     vocab = np.ceil((model.vocab or 0) / c.tensor)
-    logits = np.minimum(rows, np.maximum(1, LOSS_CHUNK // np.maximum(1, vocab))) * vocab * width
+    logits = np.minimum(rows, np.maximum(1, most // np.maximum(1, vocab))) * vocab * width
     temporaries = np.maximum(2 * rows * widest(config) * width / dealt, logits * last)
     messages = np.where(c.pipeline > 1, 2 * stream / dealt, 0.0)
-    kept = (end.live * stage + of.largest("again") * c.microbatch + 2 * stream * last) / dealt
+    inputs = 2 * stream * (last + train.offload)
+    kept = (end.live * stage + of.largest("again") * c.microbatch + inputs) / dealt
     return kept + messages + logits * last + temporaries
 
 

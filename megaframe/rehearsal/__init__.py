@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from megaframe.config import RunConfig
+from megaframe.config.schema import Kernels
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
 from megaframe.meter import Part
@@ -49,11 +50,19 @@ class Counted:
 def rehearse(config: RunConfig, layout: Layout, rank: int) -> Counted:
     """One step of `rank` as the config says. Raises `ValueError` for a rank outside the layout.
 
-    Pairs of passes (`parallel.expert_overlap`) run one after the other, and fused products over
-    symmetric memory as plain ones: both need what is not here.
+    Pairs of passes (`parallel.expert_overlap`) run one after the other, fused products over
+    symmetric memory, kernels and compiled pieces as plain code, and no step is a graph: all need
+    what is not here.
     """
     parallel = {"expert_overlap": False, "symmetric_memory": "off"}
-    config = config.model_copy(update={"parallel": config.parallel.model_copy(update=parallel)})
+    train: dict[str, object] = {"compile": "none", "cuda_graph": False}
+    config = config.model_copy(
+        update={
+            "parallel": config.parallel.model_copy(update=parallel),
+            "train": config.train.model_copy(update=train),
+            "kernels": Kernels(),
+        }
+    )
     with Hollow() as ledger, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of names that torch will change
         mesh = Mesh(layout, alone=rank)

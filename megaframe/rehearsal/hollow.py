@@ -27,7 +27,7 @@ _BY_INDEX = (_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN.index_put.defau
 
 class Ledger(TorchDispatchMode):
     """Counts the bytes of all storages that are made while it is entered, on any device, until they
-    are freed. live: now. peak: the most since `mark`."""
+    are freed; but not what a device leaves to the host. live: now. peak: the most since `mark`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,8 +47,9 @@ class Ledger(TorchDispatchMode):
     ) -> Any:
         """Run the operator as `run` does, and enter what it made."""
         made = self.run(func, args, dict(kwargs or {}))
-        for tensor in _tensors(made):
-            self._enter(tensor)
+        if not _to_host(args, kwargs or {}):
+            for tensor in _tensors(made):
+                self._enter(tensor)
         return made
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,6 +176,13 @@ def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(tree, dict):
         return {key: _mapped(item, change) for key, item in tree.items()}
     return tree
+
+
+def _to_host(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator takes something of a device to the memory of the host."""
+    device = kwargs.get("device")
+    away = device is not None and device.type == "cpu"
+    return away and any(tensor.device.type != "cpu" for tensor in _tensors(args))
 
 
 def _hollow(tree: Any) -> Any:

@@ -37,7 +37,7 @@ def expected(hidden, labels, weight, scale):
 
 @pytest.mark.parametrize("rows", [1, 7, 29, 1000])
 def test_chunks_change_nothing(rows, monkeypatch):
-    monkeypatch.setattr(loss_module, "LOSS_CHUNK", rows * VOCAB)
+    monkeypatch.setattr(loss_module, "most_logits", lambda host: rows * VOCAB)
     hidden, labels, weight = head(torch.float64, torch.float64)
     result = head_loss(hidden, labels, weight, LossOptions(), 0.25, ALONE)
     loss, d_hidden, d_weight = expected(hidden, labels, weight, 0.25)
