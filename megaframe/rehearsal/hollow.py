@@ -47,21 +47,21 @@ class Ledger(TorchDispatchMode):
     ) -> Any:
         """Run the operator as `run` does, and enter what it made."""
         made = self.run(func, args, dict(kwargs or {}))
-        if not _to_host(args, kwargs or {}):
-            for tensor in _tensors(made):
-                self._enter(tensor)
+        away = _to_host(args, kwargs or {})
+        for tensor in _tensors(made):
+            self._enter(tensor, away)
         return made
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The operator itself."""
         return func(*args, **kwargs)
 
-    def _enter(self, tensor: Tensor) -> None:
+    def _enter(self, tensor: Tensor, away: bool) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
             return
-        size = storage.nbytes()
+        size = 0 if away else storage.nbytes()
         self._known.add(key)
         self.live += size
         self.peak = max(self.peak, self.live)
