@@ -60,6 +60,8 @@ class Engine:
         self.rank = mesh.coordinate["pipeline"]
         self.graph: Graph | None = None
         self.pair = Pair()
+        self.sent: deque[Pending[Tensor]] = deque()
+        """What is on its way to other stages."""
 
     def run(
         self,
@@ -80,11 +82,13 @@ class Engine:
         if self.graph is None:
             passed = compute(microbatches)
         else:
-            passed = self.graph.run(compute, microbatches, scale)
+            with self.time("compute"):
+                passed = self.graph.run(compute, microbatches, scale)
         with self.time("communication"):
             self.optimizer.wait()
         with self.time("optimizer"):
             update = self.optimizer.update()
+        self._finish()
         return Outcome(passed.loss, passed.ahead, update, passed.signs, passed.tallies)
 
     def _pass(
@@ -104,7 +108,6 @@ class Engine:
             elif action.kind is not Kind.UPDATE:
                 with self.time("compute"):
                     passes.do(action, following)
-        passes.finish()
         tallies = [stage.take_tally() for stage in self.stages.values()]
         loss = sum((t.loss for t in tallies if t.loss is not None), passes.loss)
         return Passed(loss, passes.ahead, passes.signs, tallies)
@@ -125,8 +128,13 @@ class Engine:
         for action in schedule.ranks[self.rank]:
             if action.kind in _FORWARD_ONLY:
                 passes.do(action)
-        passes.finish()
+        self._finish()
         return passes.loss
+
+    def _finish(self) -> None:
+        """Wait until everything has left."""
+        while self.sent:
+            self.sent.popleft().wait()
 
 
 class _Passes:
@@ -146,7 +154,6 @@ class _Passes:
         self._rank_of, self._split = schedule.rank_of, schedule.split
         self._arriving: dict[tuple[Kind, int, int], Pending[Tensor]] = {}
         self._leaving: dict[tuple[Kind, int, int], Tensor] = {}
-        self._sent: deque[Pending[Tensor]] = deque()
         self._reducing: set[int] = set()
         self._forwards: Counter[int] = Counter()
         self.signs: list[Sign] = []
@@ -184,11 +191,6 @@ class _Passes:
             lambda hand_over: self._forward(f, of_f, None, hand_over),
             lambda hand_over: self._backward(b, of_b, following, hand_over),
         )
-
-    def finish(self) -> None:
-        """Wait until everything has left."""
-        while self._sent:
-            self._sent.popleft().wait()
 
     def _forward(
         self,
@@ -257,9 +259,10 @@ class _Passes:
     def _send(self, kind: Kind, stage: int, microbatch: int, other: int) -> None:
         made = self._leaving.pop((kind, stage, microbatch)).contiguous()
         link = self._engine.mesh.link(self._engine.rank, self._rank_of[other])
-        self._sent.append(send(made, link))
-        while self._sent and self._sent[0].arrived():
-            self._sent.popleft()
+        sent = self._engine.sent
+        sent.append(send(made, link))
+        while sent and sent[0].arrived():
+            sent.popleft()
 
     def _receive(self, kind: Kind, stage: int, microbatch: int, other: int) -> None:
         here = self._engine.stages[stage]

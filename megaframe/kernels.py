@@ -102,7 +102,8 @@ def make_kernels(
 ) -> Kernels:
     """Those of a run on a device. What a compiler fuses is left to it where nothing is named.
 
-    Raises `UserError` for a named implementation that this machine does not have.
+    Raises `UserError` for a named implementation that this machine does not have, and where 8 bits
+    are asked for without the library, which has their plain code too.
     """
     asked = {key: getattr(config.kernels, key) for key in FAMILIES}
     named = {key: name for key, name in asked.items() if name not in (AUTO, PLAIN_CODE)}
@@ -111,19 +112,21 @@ def make_kernels(
         wanted = list(named)
     elif compiler is not None:
         wanted = [key for key in wanted if key in named or key not in _FUSED_BY_A_COMPILER]
-    if not wanted:
+    needing = {f"kernels.{key}={name}": f"kernels.{key}={AUTO}" for key, name in named.items()}
+    if config.train.fp8 != "none":
+        needing[f"train.fp8={config.train.fp8}"] = "train.fp8=none"
+    if not (wanted or needing):
         return Kernels({}, compiler)
     try:
         from megaframe_kernels.kernel import KernelError
         from megaframe_kernels.registry import KERNELS
         from megaframe_kernels.selection import select
     except ImportError as error:
-        if not named:
+        if not needing:
             return Kernels({}, compiler)
-        key, name = next(iter(named.items()))
+        what, instead = next(iter(needing.items()))
         raise UserError(
-            f"kernels.{key}={name} needs the library of kernels, which needs Triton: {error}; "
-            f"use kernels.{key}={AUTO}"
+            f"{what} needs the library of kernels, which needs Triton: {error}; use {instead}"
         ) from None
     used = {kernel: KERNELS[kernel] for key in wanted for kernel in FAMILIES[key]}
     overrides = {
