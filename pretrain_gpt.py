@@ -25,6 +25,7 @@ def main() -> None:
     # Ranks that are lost are named below; torch's warnings would add pages of C++ stack to it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from megaframe.describe import describe
+    from megaframe.faults.leaving import record_flights
     from megaframe.mesh import Mesh, global_rank, world_size
     from megaframe.trainer import Trainer, resolve
 
@@ -35,9 +36,14 @@ def main() -> None:
         if arguments.dry_run:
             print(describe(config, layout))
             return
+        record_flights(config)
         parallel = config.parallel
         mesh = Mesh(
-            layout, device=config.run.device, timeout=parallel.timeout, serial=parallel.serial
+            layout,
+            device=config.run.device,
+            timeout=parallel.timeout,
+            serial=parallel.serial,
+            check_collectives=config.faults.check_collectives,
         )
         try:
             Trainer(config, mesh).run()

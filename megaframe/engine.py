@@ -23,7 +23,7 @@ from megaframe.microbatch import Microbatch
 from megaframe.nn.frame import rows_of
 from megaframe.nn.tally import Tally
 from megaframe.nn.turns import HandOver, Pair
-from megaframe.optim.health import Sign, sign
+from megaframe.optim.health import Sign, largest, sign
 from megaframe.optim.optimizer import Optimizer, Update
 from megaframe.parameter import Module
 from megaframe.schedule import Action, Kind, Schedule
@@ -31,6 +31,7 @@ from megaframe.stage import Done, Stage
 
 Timer = Callable[[Part], AbstractContextManager[object]]
 _ALONE: Mapping[Action, Action] = {}
+_PASSES = (Kind.F, Kind.B, Kind.W)
 _FORWARD_ONLY = (Kind.F, Kind.SEND_F, Kind.RECV_F)
 
 
@@ -66,15 +67,21 @@ class Engine:
         step: int,
         scale: float,
         paired: Mapping[Action, Action] = _ALONE,
+        *,
+        by_block: bool = False,
     ) -> Outcome:
         """Execute this rank's list on the microbatches of optimizer step `step`; gradients are
         those of scale * (sum of the losses). The list ends with the update. paired: forwards that
-        run by turns with the backward right behind them."""
+        run by turns with the backward right behind them. by_block: leave a sign of every block."""
         self.optimizer.start_step()
         passes = _Passes(self, schedule, microbatches, step, scale)
+        for stage in self.stages.values():
+            stage.look = passes.look if by_block else None
         update: Update | None = None
+        place = self.mesh.place
         actions = iter(self._with_following(schedule.ranks[self.rank]))
         for action, following in actions:
+            place.act("", action, action.kind.value if action.kind in _PASSES else None)
             if action in paired:
                 passes.do_both(action, *next(actions))
             elif action.kind is Kind.UPDATE:
@@ -84,6 +91,7 @@ class Engine:
                     update = self.optimizer.update()
             else:
                 passes.do(action, following)
+        place.act("", None)
         passes.finish()
         assert update is not None, "a lowered schedule ends with the update"
         tallies = [stage.take_tally() for stage in self.stages.values()]
@@ -170,6 +178,10 @@ class _Passes:
         """Wait until everything has left."""
         while self._sent:
             self._sent.popleft().wait()
+
+    def look(self, backward: bool, stage: int, number: int, block: int, made: Tensor) -> None:
+        """Leave a sign of the pass of one block."""
+        self.signs.append(Sign(backward, stage, number, largest(made), block))
 
     def _forward(
         self,

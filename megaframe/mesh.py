@@ -11,12 +11,15 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from megaframe.comm import Group, Ring
+from megaframe.comm.order import Order
+from megaframe.comm.place import Place
 from megaframe.comm.watch import Watch
 from megaframe.errors import LostRanks, UserError
 from megaframe.layout import Layout
@@ -72,6 +75,7 @@ class Mesh:
         device: str = "auto",
         timeout: float = 600.0,
         serial: bool = False,
+        check_collectives: bool = False,
         axis_sets: Sequence[tuple[str, ...]] = AXIS_SETS,
     ) -> None:
         self.layout = layout
@@ -82,11 +86,16 @@ class Mesh:
         self.coordinate = layout.place(self.rank)
         self._timeout, self._serial = timeout, serial
         self.store: dist.Store = dist.HashStore()
+        self.place = Place()
+        """Where this rank is in its work."""
+        self._order: Order | None = None
         self._watch: Watch | None = None
         self._links: dict[tuple[int, int], Group] = {}
         with self._gathering():
             if layout.world > 1:
                 self.store = self._rendezvous()
+        if check_collectives:
+            self._order = Order(self.store, self.rank, self.place)
         self._groups: dict[frozenset[str], Group] = {}
         self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._counted: list[tuple[str, Group]] = []
@@ -95,7 +104,7 @@ class Mesh:
         """The data ranks, over connections of their own on the host: for numbers that must not
         queue behind large transfers."""
         if layout.world > 1:
-            self._watch = Watch(self.store, layout, self.rank, timeout)
+            self._watch = Watch(self.store, layout, self.rank, timeout, self.place)
 
     def group(self, *axes: str) -> Group:
         """The group of ranks over `axes`."""
@@ -193,6 +202,14 @@ class Mesh:
         if self._watch is not None:
             self._watch.rank_of = tuple(rank_of)
 
+    def watch_steps(self, limit: float, folder: Path) -> None:
+        """From now on end the run when what `place` says to be under way takes more than so many
+        seconds on any rank; stacks are written into `folder`. All ranks call it; 0 is no limit."""
+        if limit and self._watch is None:
+            self._watch = Watch(self.store, self.layout, self.rank, self._timeout, self.place)
+        if self._watch is not None:
+            self._watch.limit, self._watch.folder = limit, folder
+
     def leave(self, lost: LostRanks) -> NoReturn:
         """Say which rank is at fault and end this process; see `Watch.leave`."""
         if self._watch is None:
@@ -239,7 +256,7 @@ class Mesh:
         """Make a process group of each of `members`, which all ranks give alike. Returns the one
         with this rank, or this rank alone where there is none. shared: one that was made before
         for the same ranks will do. backend: another one than the device's."""
-        mine = Group(axes, (self.rank,), 0, None)
+        mine = Group(axes, (self.rank,), 0, None, place=self.place)
         for ranks in members:
             handle = self._handles.get(ranks) if shared else None
             if len(ranks) > 1 and handle is None:
@@ -249,7 +266,10 @@ class Mesh:
                 if shared:
                     self._handles[ranks] = handle
             if self.rank in ranks:
-                mine = Group(axes, ranks, ranks.index(self.rank), handle, self._serial)
+                index = ranks.index(self.rank)
+                mine = Group(
+                    axes, ranks, index, handle, self._serial, place=self.place, order=self._order
+                )
         if any(len(ranks) > 1 for ranks in members):
             self._counted.append((self._label(axes), mine))
         return mine

@@ -76,12 +76,20 @@ class Pipeline:
 
         self._lowered = lowered
 
-    def train(self, microbatches: Sequence[Microbatch], step: int, scale: float) -> Outcome:
+    def train(
+        self,
+        microbatches: Sequence[Microbatch],
+        step: int,
+        scale: float,
+        *,
+        by_block: bool = False,
+    ) -> Outcome:
         """One optimizer step; see `Engine.run`. The microbatches are of whole samples."""
         schedule, paired = self._lowered(len(microbatches), True)
         depth = self._depth
         ahead = [look_ahead(one, depth) for one in microbatches] if depth else microbatches
-        return self._engine.run(schedule, self._parts(ahead), step, scale, paired)
+        parts = self._parts(ahead)
+        return self._engine.run(schedule, parts, step, scale, paired, by_block=by_block)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Loss sum without gradients; see `Engine.evaluate`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -14,6 +14,16 @@ from megaframe.optim.optimizer import OptimizerState
 
 STATE, AVERAGE = "optimizer.", "optimizer.ema/"
 """How the names of tensors begin that are state of the optimizer, and averages of weights."""
+
+
+@dataclass(frozen=True)
+class HistoryState:
+    """What was judged of the steps before: the last losses, and first samples of the steps that are
+    left out, and of those that have failed once."""
+
+    losses: Sequence[float] = ()
+    left_out: Sequence[int] = ()
+    failed: Sequence[int] = ()
 
 
 class RunState(BaseModel):
@@ -27,6 +37,7 @@ class RunState(BaseModel):
     optimizer: OptimizerState
     loss: float
     grad_norm: float
+    history: HistoryState = HistoryState()
 
 
 def read_state(checkpoint: Checkpoint) -> RunState:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,14 @@ from megaframe.data.loader import Loader
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.engine import Outcome
 from megaframe.errors import UserError
+from megaframe.faults.guard import Guard
+from megaframe.faults.leaving import exit_status, heeding_signals
+from megaframe.faults.ledger import Ledger
 from megaframe.mesh import Mesh, ranks_on_this_node
 from megaframe.meter import Meter, StepTimer
 from megaframe.meter.experts import ExpertMeter
 from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.optim.bucket import UNSENT
-from megaframe.optim.health import first_sick
 from megaframe.pipeline import Pipeline
 from megaframe.plan.experts import dropping
 from megaframe.plan.nodes import crossing
@@ -33,16 +35,10 @@ from megaframe.run_state import RunState, new_state, read_state, without_missing
 from megaframe.stage import model_specs
 from megaframe.warm_start import starting_parts
 
-_MAX_SKIPPED = 20
-"""Steps in a row whose gradients are not finite, after which a run gives up."""
 _JUMP = 1.5
 """Factor between the last loss before a load and the first after it that is worth a warning."""
 _FREE_KEYS = {"dropout", "init_std"}
 """Keys of the model section that may change when a run resumes: no weight depends on them."""
-
-
-class NotFinite(RuntimeError):
-    """Gradients stayed non-finite for many steps; the weights are those of the last good one."""
 
 
 class Trainer:
@@ -52,7 +48,8 @@ class Trainer:
         self.config, self.mesh = config, mesh
         _set_determinism(config)
         self.folder = Path(config.run.dir)
-        self.step = self._skipped = 0
+        ledger = Ledger(self.folder, keep=mesh.rank == 0)
+        self.step = 0
         self._loss = torch.zeros((), dtype=torch.float64)
         self._last: Outcome | None = None
         self._loss_before: float | None = None
@@ -64,7 +61,7 @@ class Trainer:
         data = mesh.group("data")
         self.loader = Loader(config, data.index, data.size)
         self._token_bytes = _token_bytes(config, mesh.device)
-        self._restore_or_initialise()
+        state = self._restore_or_initialise()
         barrier(mesh.world)  # all have seen the run folder as it was before any rank writes to it
         specs = model_specs(config)
         self.meter = Meter(config, mesh, specs, timer, start_step=self.step)
@@ -86,31 +83,54 @@ class Trainer:
             if warning is not None:
                 self.meter.note(f"warning: {warning}")
         self.writer = self._make_writer()
+        self.guard = Guard(config, mesh, self.pipeline, self.meter, ledger, self._go_back)
+        self.guard.starts_after(self.step, state)
         if mesh.rank == 0:
             (self.folder / "config.yaml").write_text(dump(config), encoding="utf-8")
 
     def run(self) -> None:
-        """Train until `train.steps`, evaluating and saving on the way."""
-        try:
-            while self.step < self.config.train.steps:
-                self._train_step()
-                if self._due(self.config.train.eval_every):
-                    with self.meter.time("evaluation"):
-                        self._evaluate()
-                self.meter.flush(self.step)
-                if self.writer is not None and self._due(self.config.checkpoint.every):
-                    # Before its checkpoint, or a run resumed from that would miss the line.
-                    self.meter.settle()
-                    with self.meter.time("checkpoint"):
-                        self._save(self.writer)
-            if self._last is not None:
-                self._judge(self._last, self.step)
-            if self.writer is not None:
-                self.writer.wait()
-            barrier(self.mesh.world)
-        finally:
-            self.loader.close()
+        """Train until `train.steps`, evaluating and saving on the way. Raises `SystemExit` when a
+        signal asked to leave before, after a checkpoint."""
+        with heeding_signals(self.mesh.place), self.guard:
+            try:
+                while not self._finished():
+                    self._one_step()
+                if self.writer is not None:
+                    self.writer.wait()
+                barrier(self.mesh.world)
+            finally:
+                self.loader.close()
         self.meter.close()
+        if self.step < self.config.train.steps:
+            raise SystemExit(exit_status(self.guard.told))
+
+    def _finished(self) -> bool:
+        """Whether nothing is left to do, not even again."""
+        over = self.guard.told or self.step >= self.config.train.steps
+        return bool(over) and not self.guard.heed(self.meter.settle())
+
+    def _one_step(self) -> None:
+        """A step with what follows it: evaluation, what is known by now of steps, a checkpoint."""
+        guard, config = self.guard, self.config
+        guard.begin(f"step {self.step + 1}")
+        self._train_step()
+        if self._due(config.train.eval_every):
+            guard.begin(f"the evaluation after step {self.step}")
+            with self.meter.time("evaluation"):
+                self._evaluate()
+        guard.begin(f"the end of step {self.step}")
+        guard.record(self.step)
+        if guard.heed(self.meter.flush(self.step)):
+            return
+        if self._due(config.faults.compare_every) and guard.replicas_differ(self.step):
+            return
+        if self.writer is not None and (self._due(config.checkpoint.every) or guard.told):
+            # Before its checkpoint, or a run resumed from that would miss the line.
+            if guard.heed(self.meter.settle()):
+                return
+            guard.begin(f"the save after step {self.step}")
+            with self.meter.time("checkpoint"):
+                self._save(self.writer)
 
     def _due(self, every: int) -> bool:
         """Whether something done every so many steps, and at the end, is to be done now."""
@@ -119,15 +139,20 @@ class Trainer:
     def _train_step(self) -> None:
         meter, device = self.meter, self.mesh.device
         meter.start_step()
+        self.mesh.place.act("data", None, "data")
         with meter.time("data"):
             batch = self.loader.next()
+            while self.guard.leaves_out(batch):
+                batch = self.loader.next()
             microbatches = [_move(microbatch, device) for microbatch in batch.microbatches]
+        self.mesh.place.act("counting tokens", None)
         with meter.time("communication"):
             valid = self._valid_tokens(batch.microbatches)
         with meter.time("compute"):
             scale = self.optimizer.loss_scale / valid
-            outcome = self.pipeline.train(microbatches, self.step, scale)
+            outcome = self.guard.train(microbatches, self.step, scale)
         self.step += 1
+        self.guard.trained(self.step, batch, outcome)
         self._loss = outcome.loss / valid
         update = outcome.update
         meter.record("loss", self._loss, "sum")
@@ -143,33 +168,13 @@ class Trainer:
         meter.record("tokens", batch.samples * self.config.train.seq, "last")
         if self.config.train.precision == "fp16":
             meter.record("loss_scale", self.optimizer.loss_scale, "last")
-        before, self._last = self._last, outcome
-        if before is not None:
-            self._judge(before, self.step - 1)
+        self._last = outcome
         self._compare_with_before()
 
     def _valid_tokens(self, microbatches: Iterable[Microbatch]) -> int:
         """Tokens with a loss in the global batch, the one normaliser of the step; at least 1."""
         counts = torch.stack([(m.labels_BS != IGNORE).sum() for m in microbatches])
         return max(1, int(all_reduce(counts.sum(), self.mesh.aside).wait()))
-
-    def _judge(self, outcome: Outcome, step: int) -> None:
-        """Report a step that updated nothing. It is done while the next one runs, for which nothing
-        has to wait."""
-        if outcome.update.finite():
-            self._skipped = 0
-            return
-        self._skipped += 1
-        names = self.optimizer.sick(outcome.update)
-        what = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
-        stages = len(self.pipeline.rank_of)
-        where = first_sick(outcome.signs, stages, self.mesh.world, self.mesh.device)
-        text = f"step {step}: gradients of {what} are not finite ({where}); nothing was updated"
-        self.meter.note(text)
-        if self._skipped == _MAX_SKIPPED:
-            self.meter.flush(self.step)
-            self.meter.close()
-            raise NotFinite(f"{text}, as in the {_MAX_SKIPPED - 1} steps before")
 
     def _compare_with_before(self) -> None:
         """Report a loss that jumped after a load."""
@@ -227,6 +232,7 @@ class Trainer:
             optimizer=self.optimizer.state(),
             loss=self._global_loss(),
             grad_norm=float(self._last.update.grad_norm) if self._last else math.nan,
+            history=self.guard.history.state(),
         )
         slices = [*self._slices(owned_only=True), *self._unsent()]
         writer.save(self.step, slices, state.model_dump(mode="json"))
@@ -245,7 +251,7 @@ class Trainer:
             for name, tensor in self.optimizer.unsent()
         ]
 
-    def _restore_or_initialise(self) -> None:
+    def _restore_or_initialise(self) -> RunState | None:
         wanted = self.config.checkpoint.resume
         path = find(self.folder / "checkpoints", wanted) if wanted else None
         if path is None:
@@ -253,7 +259,24 @@ class Trainer:
             self.optimizer.draw(self.config.run.seed)
             self._start_warm()
             self.optimizer.begin()
-            return
+            return None
+        return self._restore(path)
+
+    def _go_back(self, choose: Callable[[Path], Path | None]) -> tuple[int, RunState] | None:
+        """Continue from the checkpoint that is chosen in the folder of all, once what is being
+        saved is there. Returns its step and state; None where there is none."""
+        if self.writer is not None:
+            self.writer.wait()
+        path = choose(self.folder / "checkpoints")
+        if path is None:
+            return None
+        state = self._restore(path)
+        self._loss_before = None
+        return self.step, state
+
+    def _restore(self, path: Path) -> RunState:
+        """Continue from a checkpoint, also in the middle of a run."""
+        self.optimizer.settle()
         with open_checkpoint(path) as checkpoint:
             state = read_state(checkpoint)
             _check_same_model(state.config, self.config, path)
@@ -266,6 +289,7 @@ class Trainer:
         self.optimizer.load_state(state.optimizer)
         self.loader.load(state.data)
         self._loss_before = state.loss
+        return state
 
     def _start_warm(self) -> None:
         wanted = self.config.checkpoint.weights

@@ -37,6 +37,13 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for _, _, path in sorted(found, reverse=True)]
 
 
+def step_of(path: Path) -> int:
+    """The step of a whole checkpoint, by its name."""
+    match = _FINAL.fullmatch(path.name)
+    assert match is not None, "as `checkpoints` gives it"
+    return int(match[1])
+
+
 def read_pointer(folder: Path) -> str | None:
     """The name that `latest` holds, whatever it may be; None where there is no such file."""
     try:

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaframe.comm.order import Order
+from megaframe.comm.place import Place, named
 from megaframe.errors import LostRanks
 
 T = TypeVar("T")
@@ -54,6 +56,7 @@ class Group:
 
     `handle` is the process group of torch, None when the group is this rank alone.
     `serial` finishes every collective before returning, in the order of the calls.
+    `place` is told of every wait. `order`, where there is one, compares what the ranks start.
     """
 
     axes: tuple[str, ...]
@@ -62,11 +65,28 @@ class Group:
     handle: dist.ProcessGroup | None
     serial: bool = False
     traffic: Traffic = field(default_factory=Traffic)
+    place: Place = field(default_factory=Place)
+    order: Order | None = None
 
     @property
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """All ranks but this one."""
+        return self.ranks[: self.index] + self.ranks[self.index + 1 :]
+
+    def begin(self, kind: str, tensor: Tensor | None, *, alike: bool = True) -> None:
+        """Something is about to start; raises `OutOfStep` where ranks are compared and differ.
+        tensor: of one type and shape on all ranks. alike: whether they start it in one action."""
+        if self.order is not None and self.handle is not None:
+            shape = (
+                ["", "any shape"] if tensor is None else [str(tensor.dtype), str([*tensor.shape])]
+            )
+            axes, first = " x ".join(self.axes), self.index == 0
+            self.order.begin(self.handle.group_name, axes, first, [kind, *shape], alike)
 
 
 ALONE = Group((), (0,), 0, None)
@@ -88,7 +108,7 @@ class Pending(Generic[T]):
     """A result still in flight. Forgetting to wait is a type error, not a race.
 
     work: what torch started for it in `group`, None when there is nothing to wait for. too: what
-    `wait()` also waits for. last: what makes the result of all that has come.
+    `wait()` also waits for. last: what makes the result of all that has come. kind: what it is.
     """
 
     def __init__(
@@ -98,20 +118,26 @@ class Pending(Generic[T]):
         group: Group | None = None,
         too: Pending[Tensor] | None = None,
         last: Callable[[], object] | None = None,
+        kind: str = "",
     ) -> None:
         self._value = value
         self._work = work
         self._group = group
         self._too = too
         self._last = last
+        self._kind = kind
 
     def wait(self) -> T:
         """The result, once it is there. Raises `LostRanks` when it does not come."""
         if self._work is not None:
+            assert self._group is not None, "work belongs to a group"
+            place = self._group.place
+            begun = place.wait(self)
             try:
                 self._work.wait()
             except RuntimeError as error:
                 raise _lost(self._group, error) from error
+            place.go_on(begun)
             self._work = None
         if self._too is not None:
             self._too.wait()
@@ -120,6 +146,11 @@ class Pending(Generic[T]):
             self._last()
             self._last = None
         return self._value
+
+    def waits_for(self) -> tuple[str, tuple[int, ...]]:
+        """What `wait()` waits for in words, and the ranks that have a part in it."""
+        assert self._group is not None, "work belongs to a group"
+        return _in_words(self._kind, self._group), self._group.ranks
 
     def arrived(self) -> bool:
         """Whether `wait()` would return at once."""
@@ -134,7 +165,10 @@ def all_reduce(tensor: Tensor, group: Group, how: Reduction = "sum") -> Pending[
     group.traffic.count(2 * tensor.nbytes * (group.size - 1) // group.size)
     operation = _OPERATIONS[how]
     return collective(
-        tensor, group, lambda: dist.all_reduce(tensor, operation, group.handle, async_op=True)
+        tensor,
+        group,
+        lambda: dist.all_reduce(tensor, operation, group.handle, async_op=True),
+        "all_reduce",
     )
 
 
@@ -148,9 +182,12 @@ def all_gather(tensor: Tensor, group: Group) -> Pending[Tensor]:
     if tensor.device.type == "cpu":
         parts = out.view(group.size, *tensor.shape)
         parts[group.index].copy_(tensor)
-        return to_each(out, [tensor] * group.size, parts, group)
+        return to_each(out, [tensor] * group.size, parts, group, kind="all_gather", like=out)
     return collective(
-        out, group, lambda: dist.all_gather_into_tensor(out, tensor, group.handle, async_op=True)
+        out,
+        group,
+        lambda: dist.all_gather_into_tensor(out, tensor, group.handle, async_op=True),
+        "all_gather",
     )
 
 
@@ -165,11 +202,13 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Pending[Tensor]:
         leaving = tensor.view(group.size, *out.shape)
         coming = list(torch.empty_like(leaving))
         coming[group.index] = leaving[group.index]
-        return to_each(out, leaving, coming, group, lambda: sum_into(out, coming))
+        add = partial(sum_into, out, coming)
+        return to_each(out, leaving, coming, group, add, kind="reduce_scatter", like=out)
     return collective(
         out,
         group,
         lambda: dist.reduce_scatter_tensor(out, tensor, group=group.handle, async_op=True),
+        "reduce_scatter",
     )
 
 
@@ -181,7 +220,10 @@ def all_to_all(tensor: Tensor, group: Group) -> Pending[Tensor]:
     out = torch.empty_like(tensor)
     group.traffic.count(tensor.nbytes // group.size * (group.size - 1))
     return collective(
-        out, group, lambda: dist.all_to_all_single(out, tensor, group=group.handle, async_op=True)
+        out,
+        group,
+        lambda: dist.all_to_all_single(out, tensor, group=group.handle, async_op=True),
+        "all_to_all",
     )
 
 
@@ -199,31 +241,44 @@ def to_each(
     coming: Sequence[Tensor] | Tensor,
     group: Group,
     last: Callable[[], object] | None = None,
+    *,
+    kind: str,
+    like: Tensor | None = None,
 ) -> Pending[Tensor]:
     """leaving[i] goes to rank i of the group, for all but this one, and coming[i] comes from it;
     `out` is there after that and `last`. Every rank turns to the next ones first, so that not all
-    send to the same one. What is empty is not sent."""
+    send to the same one. What is empty is not sent. kind, like: as of `collective`."""
+    group.begin(kind, like)
     pending: Pending[Tensor] | None = None
     others = [(group.index + step) % group.size for step in range(1, group.size)]
     for there in reversed(others):
         if not coming[there].numel():
             continue
         receive = partial(dist.irecv, coming[there], group=group.handle, group_src=there)
-        pending = _started(out, group, receive, pending)
+        pending = _started(out, group, receive, kind, pending)
     for there in others:
         if not leaving[there].numel():
             continue
         send = partial(dist.isend, leaving[there], group=group.handle, group_dst=there)
-        pending = _started(out, group, send, pending)
+        pending = _started(out, group, send, kind, pending)
     pending = Pending(out, too=pending, last=last)
     if group.serial:
         pending.wait()
     return pending
 
 
-def collective(out: Tensor, group: Group, start: Callable[[], dist.Work | None]) -> Pending[Tensor]:
-    """What `start` starts over a group, of which `out` is the result."""
-    pending = _started(out, group, start)
+def collective(
+    out: Tensor,
+    group: Group,
+    start: Callable[[], dist.Work | None],
+    kind: str,
+    *,
+    uneven: bool = False,
+) -> Pending[Tensor]:
+    """What `start` starts over a group, of which `out` is the result. kind: its name. uneven:
+    whether ranks have results of other shapes."""
+    group.begin(kind, None if uneven else out)
+    pending = _started(out, group, start, kind)
     if group.serial:
         pending.wait()
     return pending
@@ -232,15 +287,19 @@ def collective(out: Tensor, group: Group, start: Callable[[], dist.Work | None])
 def send(tensor: Tensor, link: Group) -> Pending[Tensor]:
     """Send to the other rank of a link. The tensor must not change before it has left."""
     link.traffic.count(tensor.nbytes)
+    link.begin("transfer", tensor, alike=False)
     other = 1 - link.index
-    return _started(tensor, link, lambda: dist.isend(tensor, group=link.handle, group_dst=other))
+    start = partial(dist.isend, tensor, group=link.handle, group_dst=other)
+    return _started(tensor, link, start, "send")
 
 
 def receive(into: Tensor, link: Group, too: Pending[Tensor] | None = None) -> Pending[Tensor]:
     """Receive from the other rank of a link, in the order in which it sends; with `too`, what
     must be done as well before it is there."""
+    link.begin("transfer", into, alike=False)
     other = 1 - link.index
-    return _started(into, link, lambda: dist.irecv(into, group=link.handle, group_src=other), too)
+    start = partial(dist.irecv, into, group=link.handle, group_src=other)
+    return _started(into, link, start, "receive", too)
 
 
 def pass_on(tensor: Tensor, ring: Ring) -> Pending[Tensor]:
@@ -257,31 +316,38 @@ def pass_on(tensor: Tensor, ring: Ring) -> Pending[Tensor]:
 def barrier(group: Group) -> None:
     """Return once every rank of the group is here. Raises `LostRanks` when one does not come."""
     if group.handle is not None:
+        group.begin("barrier", None)
         try:
-            dist.barrier(group.handle)
+            work = dist.barrier(group.handle, async_op=True)
         except RuntimeError as error:
             raise _lost(group, error) from error
+        Pending(None, work, group, kind="barrier").wait()
 
 
 def _started(
     tensor: Tensor,
     group: Group,
     start: Callable[[], dist.Work | None],
+    kind: str,
     too: Pending[Tensor] | None = None,
 ) -> Pending[Tensor]:
     try:
-        return Pending(tensor, start(), group, too)
+        return Pending(tensor, start(), group, too, kind=kind)
     except RuntimeError as error:  # a connection that is known to be gone fails at once
         raise _lost(group, error) from error
 
 
+def _in_words(kind: str, group: Group) -> str:
+    """`all_reduce over data with rank 2`, `receive over pipeline from rank 1`."""
+    preposition = {"send": "to", "receive": "from"}.get(kind, "with")
+    return f"{kind} over {' x '.join(group.axes)} {preposition} {named(group.others)}"
+
+
 def _lost(group: Group | None, error: RuntimeError) -> LostRanks:
     assert group is not None, "work belongs to a group"
-    others = [rank for rank in group.ranks if rank != group.ranks[group.index]]
     reason = _NOISE.sub("", str(error).strip())
-    names = ", ".join(map(str, others[:8])) + (" ..." if len(others) > 8 else "")
     return LostRanks(
         f"rank {group.ranks[group.index]} lost contact over {' x '.join(group.axes)} "
-        f"with rank{'s' * (len(others) > 1)} {names}: {reason}",
-        others,
+        f"with {named(group.others)}: {reason}",
+        group.others,
     )

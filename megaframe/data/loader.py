@@ -39,6 +39,11 @@ class Step:
     samples: int
     state: dict[str, Any]
 
+    @property
+    def first(self) -> int:
+        """Number of its first sample in the training order."""
+        return int(self.state["samples"]) - self.samples
+
 
 def global_batch(train: Train, samples_seen: int) -> int:
     """Samples of the step that begins after `samples_seen`, by `train.batch_ramp`.

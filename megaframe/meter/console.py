@@ -62,6 +62,11 @@ class ConsoleSink:
     def flush(self) -> None:
         """Every line is handed on at once."""
 
+    def rewind(self, step: int) -> None:
+        """What was printed stays; the summary is of what comes now."""
+        self._run, self._since = Totals(), Totals()
+        self._start_step = step
+
     def close(self) -> None:
         """Print the summary."""
         if self._run.steps:

@@ -25,6 +25,8 @@ from megaframe.spec import ParamSpec
 
 _TIME = {part: f"time/{part}" for part in PARTS}
 _BYTES = "bytes/"
+_AGREED = "agreed/"
+"""How the names of values begin that ranks tell each other and that are not written."""
 
 
 class Meter:
@@ -71,13 +73,19 @@ class Meter:
         """A context whose time is charged to `part` of the step, and not to the part around it."""
         return self._timer.time(part)
 
+    def seconds(self, part: Part) -> float:
+        """Time charged to a part since the last flush."""
+        return self._timer.charged(part) / 1e9
+
     def record(self, name: str, value: Value, how: How = "last") -> None:
         """Put a value into the step's line; see `Records.add`. A name `a/b` is written as b in the
         object a."""
         self._records.add(name, value, how)
 
-    def flush(self, step: int) -> None:
+    def flush(self, step: int) -> Mapping[str, Any]:
         """End step `step`: send its values on their way, and write the line of the step before.
+        Returns that one's values, the same on all ranks but for those recorded as `last`; nothing
+        where its line is written already.
 
         Rates need `tokens` to have been recorded: those of the step, of all ranks together.
         """
@@ -88,18 +96,28 @@ class Meter:
             self._records.add(_BYTES + axes, size, "max")
         previous = self._flight
         self._flight = step, self._records.reduce(self._world, self._device)
-        self._write(previous)
+        return self._write(previous)
 
-    def settle(self) -> None:
-        """Write the line of the last flushed step now, wherever it goes.
+    def settle(self) -> Mapping[str, Any]:
+        """Write the line of the last flushed step now, wherever it goes, and return its values as
+        `flush` does.
 
         Called before a checkpoint of that step is published: a run that is killed and resumed from
         it would otherwise miss the line.
         """
         previous, self._flight = self._flight, None
-        self._write(previous)
+        values = self._write(previous)
         for sink in self._sinks:
             sink.flush()
+        return values
+
+    def rewind(self, step: int) -> None:
+        """The run continues after `step`: forget all of later ones."""
+        self._flight = None
+        self._records = Records()
+        self._timer.take()
+        for sink in self._sinks:
+            sink.rewind(step)
 
     def note(self, text: str) -> None:
         """Say something on the console and in the run log, once for all ranks."""
@@ -113,15 +131,17 @@ class Meter:
         for sink in self._sinks:
             sink.close()
 
-    def _write(self, flight: tuple[int, Reduction] | None) -> None:
+    def _write(self, flight: tuple[int, Reduction] | None) -> Mapping[str, Any]:
         if flight is None:
-            return
+            return {}
         step, reduction = flight
         values = reduction.wait()
         if self._sinks:
-            line = self._line(step, values)
+            shown = {name: values[name] for name in values if not name.startswith(_AGREED)}
+            line = self._line(step, shown)
             for sink in self._sinks:
                 sink.write(line)
+        return values
 
     def _line(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
         """The line of a step; what is recorded beyond the named keys follows them."""

@@ -15,6 +15,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,6 +37,9 @@ class Sink(Protocol):
 
     def flush(self) -> None:
         """Return when all that was written would survive the end of this process."""
+
+    def rewind(self, step: int) -> None:
+        """The run goes back: what is written next is of the step after this one."""
 
     def close(self) -> None:
         """Finish; nothing is written afterwards."""
@@ -85,11 +89,14 @@ class JsonlSink:
 
     def __init__(self, path: Path, start_step: int) -> None:
         self._path = path
+        self._open(start_step)
+
+    def _open(self, start_step: int) -> None:
         try:
-            truncate_after(path, start_step)
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+            truncate_after(self._path, start_step)
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
         except OSError as error:
-            raise cannot_write(path, error) from None
+            raise cannot_write(self._path, error) from None
 
     def write(self, line: Line) -> None:
         text = (json.dumps(_finite(line), allow_nan=False) + "\n").encode()
@@ -102,6 +109,10 @@ class JsonlSink:
 
     def flush(self) -> None:
         """Nothing is buffered."""
+
+    def rewind(self, step: int) -> None:
+        self._file.close()
+        self._open(step)
 
     def close(self) -> None:
         self._file.close()
@@ -140,7 +151,8 @@ class TensorBoardSink:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise _missing("meter.tensorboard=true", "tensorboard") from None
-        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
+        self._open = partial(SummaryWriter, str(folder))
+        self._writer = self._open(purge_step=start_step + 1)
 
     def write(self, line: Line) -> None:
         for name, value in flat(line):
@@ -149,6 +161,10 @@ class TensorBoardSink:
 
     def flush(self) -> None:
         self._writer.flush()
+
+    def rewind(self, step: int) -> None:
+        self._writer.close()
+        self._writer = self._open(purge_step=step + 1)
 
     def close(self) -> None:
         self._writer.close()
@@ -183,6 +199,9 @@ class WandbSink:
 
     def flush(self) -> None:
         """A separate process of wandb's writes what it was given; it outlives this one."""
+
+    def rewind(self, step: int) -> None:
+        """The service keeps what it has of later steps."""
 
     def close(self) -> None:
         self._run.finish()

@@ -53,6 +53,11 @@ class StepTimer:
         """A context whose time is charged to `part`."""
         return self._spans[part]
 
+    def charged(self, part: Part) -> int:
+        """Nanoseconds of a part since `start()` or the last `take()`, without what is being timed
+        now."""
+        return self._elapsed[part]
+
     def take(self) -> dict[Part, int]:
         """Nanoseconds of each part since `start()` or the last `take()`; starts again from zero.
 

@@ -276,6 +276,14 @@ class Optimizer:
             self._hear()
         return self._scale.value
 
+    def settle(self) -> None:
+        """Return when updated weights are where the model computes: others may be loaded over them
+        then."""
+        self._residents.clear()
+        for bucket in self.buckets:
+            if bucket.sharing.stage < 3:
+                bucket.take()
+
     def tensors(self, *, owned: bool = False) -> Iterator[tuple[str, ParamSpec, Box, Tensor]]:
         """Everything that a checkpoint holds of the weights and of the optimizer: what this rank
         keeps, or, `owned`, what it alone saves."""
