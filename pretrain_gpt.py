@@ -13,6 +13,7 @@ from megaframe.config import explain, listing, load
 from megaframe.errors import LostRanks, reported
 from megaframe.layout import Layout
 from megaframe.plan.check import check
+from megaframe.plan.elastic import fitted
 
 
 def main() -> None:
@@ -31,11 +32,16 @@ def main() -> None:
 
     with reported(rank=global_rank()):
         config = resolve(load(arguments.config, arguments.overrides))
-        check(config, world_size(), data=not arguments.dry_run)
-        layout = Layout.from_parallel(config.parallel, world_size())
+        world = world_size()
+        if config.faults.elastic:
+            config, world = fitted(config, world)
+        check(config, world, data=not arguments.dry_run)
+        layout = Layout.from_parallel(config.parallel, world)
         if arguments.dry_run:
             print(describe(config, layout))
             return
+        if global_rank() >= world:
+            return  # a layout that fits has no use for this rank
         record_flights(config)
         parallel = config.parallel
         mesh = Mesh(

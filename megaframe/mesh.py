@@ -90,6 +90,7 @@ class Mesh:
         """Where this rank is in its work."""
         self._order: Order | None = None
         self._watch: Watch | None = None
+        self._rank_of: tuple[int, ...] = ()
         self._links: dict[tuple[int, int], Group] = {}
         with self._gathering():
             if layout.world > 1:
@@ -199,8 +200,9 @@ class Mesh:
 
     def name_stages(self, rank_of: Sequence[int]) -> None:
         """Tell the pipeline coordinate of each stage, by number, for messages about lost ranks."""
+        self._rank_of = tuple(rank_of)
         if self._watch is not None:
-            self._watch.rank_of = tuple(rank_of)
+            self._watch.rank_of = self._rank_of
 
     def watch_steps(self, limit: float, folder: Path) -> None:
         """From now on end the run when what `place` says to be under way takes more than so many
@@ -208,6 +210,7 @@ class Mesh:
         if limit and self._watch is None:
             self._watch = Watch(self.store, self.layout, self.rank, self._timeout, self.place)
         if self._watch is not None:
+            self._watch.rank_of = self._rank_of
             self._watch.limit, self._watch.folder = limit, folder
 
     def leave(self, lost: LostRanks) -> NoReturn:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NoReturn, TypeVar
@@ -47,10 +47,12 @@ _LATE = "late"
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who is at fault and what to say about it; the same on every rank that the store reaches."""
+    """Who is at fault and what to say about it; the same on every rank that the store reaches.
+    late: whether it is that something took too long."""
 
     ranks: tuple[int, ...]
     text: str
+    late: bool = False
 
 
 def at_fault(lost: Mapping[int, Collection[int]], answered: Collection[int]) -> tuple[int, ...]:
@@ -141,10 +143,10 @@ class Watch:
         ) + " ..." * (len(ranks) > _NAMED)
         if others := gathered([seen[rank] for rank in sorted(seen.keys() - set(ranks))]):
             text += f" | {others}"
-        elif len(ranks) > 1:
+        if len(seen) == self._layout.world > 1 and all(sight.waiting for sight in seen.values()):
             text += " | every rank waits for another; faults.check_collectives=true compares what "
             text += "they start"
-        return Verdict(ranks, text)
+        return Verdict(ranks, text, late=True)
 
     def _judged(self, lost: LostRanks) -> Verdict:
         """The verdict of all, or what can be said without a store that answers."""
@@ -168,7 +170,7 @@ class Watch:
     def _judge(self, lost: LostRanks) -> Verdict:
         """Wait for others to report and to answer, and judge unless somebody has."""
         if isinstance(lost, OutOfStep):
-            return self._first(Verdict(lost.ranks, str(lost)))
+            return self._first(Verdict((), str(lost)))
         ranks: tuple[int, ...] = ()
         for _ in range(2):
             deadline = time.monotonic() + _PATIENCE
@@ -188,7 +190,7 @@ class Watch:
 
     def _first(self, mine: Verdict) -> Verdict:
         """The verdict of the first rank that has one."""
-        text = json.dumps({"ranks": mine.ranks, "text": mine.text})
+        text = json.dumps(asdict(mine))
         said = self._store.compare_set("verdict", "", text).decode()
         if said == text and self.folder is not None:
             with suppress(OSError):
@@ -226,7 +228,7 @@ class Watch:
         if lost is not None and str(lost) not in text:
             text += f"; {lost}"
         print(f"error: rank {self._rank}: {text}", file=sys.stderr, flush=True)
-        if lost is None and (self._rank in verdict.ranks or self.limit):
+        if verdict.late or (lost is None and self._rank in verdict.ranks):
             self._dump_stacks(verdict)
         sys.stdout.flush()
         if self._reachable:
@@ -273,7 +275,7 @@ class Watch:
 
 def _decoded(text: str) -> Verdict:
     known = json.loads(text)
-    return Verdict(tuple(known["ranks"]), known["text"])
+    return Verdict(tuple(known["ranks"]), known["text"], known["late"])
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ class Ledger:
     def __init__(self, run: Path, *, keep: bool, clock: Callable[[], float] = time.time) -> None:
         self._run, self._folder, self._clock = run, run / FAULTS, clock
         self._keep = keep
-        self._totals: Counter[str] = Counter()
-        self._unwritten: Counter[str] = Counter()
+        self._totals: defaultdict[str, float] = defaultdict(float)
+        self._unwritten: defaultdict[str, float] = defaultdict(float)
         self._reached = 0
         self._started = self._mark = clock()
         self._first = self._started
@@ -76,7 +76,7 @@ class Ledger:
             self.lose("repeat", now - self._mark - saving)
         self.lose("save", saving)
         self._mark, self._reached = now, max(self._reached, number)
-        lost, self._unwritten = self._unwritten, Counter()
+        lost, self._unwritten = self._unwritten, defaultdict(float)
         return {cause: lost[cause] for cause in CAUSES}
 
     def summary(self) -> str:
