@@ -11,7 +11,7 @@ import socket
 import traceback
 from contextlib import closing
 
-_TIMEOUT = 120.0
+_TIMEOUT = 25.0
 
 
 class Pool:

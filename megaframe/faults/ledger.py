@@ -51,7 +51,8 @@ class Ledger:
     def starts_at(self, step: int) -> None:
         """The run continues after this step; what came before was loading."""
         self.lose("load", self._clock() - self._mark)
-        self._write({"event": "start", "step": step, "reached": self._reached})
+        since = {"since": self._started, "reached": self._reached}
+        self._write({"event": "start", "step": step, **since})
         self._mark = self._clock()
 
     def lose(self, cause: str, seconds: float) -> None:
@@ -96,8 +97,8 @@ class Ledger:
                 self._totals[str(entry.get("cause"))] += entry["seconds"]
             if isinstance(entry.get("reached"), int):
                 self._reached = max(self._reached, entry["reached"])
-            if isinstance(entry.get("at"), float):
-                self._first = min(self._first, entry["at"])
+            if isinstance(entry.get("since"), float):
+                self._first = min(self._first, entry["since"])
         for entry in _entries(self._run / METRICS_FILE, last=True):
             if isinstance(entry.get("step"), int):
                 self._reached = max(self._reached, entry["step"])
