@@ -13,6 +13,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -93,6 +94,9 @@ class Watch:
     def leave(self, lost: LostRanks) -> NoReturn:
         """Say which rank is at fault and end this process with status `EXIT_LOST_RANKS`."""
         self._leaving.acquire()  # for good: the other thread may be ending the process already
+        if threading.current_thread() is threading.main_thread():
+            # A launcher that has noticed too names the rank itself, and need not wait for this one.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._place.told:  # by a launcher that has lost a rank, and names it itself
             _within(_PATIENCE, lambda: self._report(lost))
             os._exit(EXIT_LOST_RANKS)
