@@ -46,7 +46,7 @@ SHAPE = {
     "checkpoint.resume": "latest",
     "data.split": "[1, 0, 0]",
     "meter.peak_tflops": 1,
-    "faults.step_timeout": 4,
+    "faults.step_timeout": 8,
     "faults.elastic": "true",
     "parallel.timeout": 60,
     "parallel.pipeline": 2,

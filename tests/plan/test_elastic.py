@@ -52,7 +52,7 @@ def test_more_ranks_are_used_and_other_axes_follow():
 
 
 def test_what_no_number_of_ranks_mends_is_said():
-    with pytest.raises(UserError, match=r"found no layout for 3 ranks.*\n.*data\.split"):
+    with pytest.raises(UserError, match=r"(?s)found no layout for 3 ranks.*data\.split"):
         fitted(config().model_copy(update={"data": config().data.model_copy(
             update={"split": (0.0, 1.0, 0.0)})}), 3)  # fmt: skip
 
