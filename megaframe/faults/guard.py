@@ -23,7 +23,7 @@ from megaframe.data.loader import Step
 from megaframe.engine import Outcome
 from megaframe.faults.history import History
 from megaframe.faults.ledger import FAULTS, Ledger
-from megaframe.faults.replicas import Replicas
+from megaframe.faults.replicas import Finding, Replicas
 from megaframe.faults.stragglers import Stragglers
 from megaframe.mesh import Mesh
 from megaframe.meter import Meter
@@ -75,6 +75,7 @@ class Guard:
         self.told = 0
         self._unjudged: deque[_Done] = deque()
         self._compared = self._ways_back = 0
+        self._differed: dict[int, Finding] = {}
         self._replicas = Replicas(mesh, pipeline.optimizer.buckets)
         factor = config.faults.straggler_factor
         self._stragglers = Stragglers(mesh, factor) if factor is not None else None
@@ -165,22 +166,19 @@ class Guard:
     def replicas_differ(self, step: int) -> bool:
         """Compare weights after `step` with their replicas; whether the run has gone back because
         of it. Raises `BadDevice` when that was done before, or cannot be done."""
-        finding = self._replicas.compare(step)
-        wrong = self._replicas.wrong_before(step)
+        finding, before = self._replicas.compare(), self._differed.pop(step, None)
         if finding is None:
             self._compared = step
-            if wrong is not None:
-                self._meter.note(
-                    f"step {step}: run again all replicas are equal; {named(wrong)} had other "
-                    "weights before: a fault that passed"
-                )
+            if before is not None:
+                text = f"step {step}: run again all replicas are equal; what differed before"
+                self._meter.note(f"{text}, on {named(before.ranks)}, was a fault that passed")
             return False
         which = named(finding.ranks) + ("" if finding.sure else ", of which one must be wrong,")
         text = f"step {step}: weights on {which} differ from their replicas"
-        if wrong is not None:
+        if before is not None:
             self._meter.note(text)
             raise BadDevice(f"{text}, again after a way back: look at the device")
-        self._replicas.remember(step)
+        self._differed[step] = finding
         if not self._go_back(self._compared + 1, text):
             raise BadDevice(f"{text}, and no checkpoint of before is there to go back to")
         return True

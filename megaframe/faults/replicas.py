@@ -1,9 +1,9 @@
 """Replicas: do the ranks that should hold the same weights hold the same bytes?
 
 Updates are computed by every replica on its own from the same sums, so replicas that differ in one
-bit are a fault of a device or of its memory, which no loss would show for long. Training from a
-checkpoint again tells which: a run is bitwise the same, so the rank that differed from what came
-out the second time was wrong the first time, also where there are only two.
+bit are a fault of a device or of its memory, which no loss would show for long. Most replicas are
+taken to be right. Which of two is wrong cannot be told: what is wrong on one has been in the sums
+of both since.
 """
 
 from __future__ import annotations
@@ -52,52 +52,33 @@ class Finding:
 
 
 class Replicas:
-    """Compares what this rank holds with its replicas. All ranks call it at the same steps."""
+    """Compares what this rank holds with its replicas. All ranks call it together."""
 
     def __init__(self, mesh: Mesh, buckets: Sequence[Bucket]) -> None:
         self._mesh, self._buckets = mesh, buckets
-        self._before: dict[int, list[int]] = {}
 
-    def any(self) -> bool:
-        """Whether anything on this rank has a replica."""
-        return any(group.size > 1 for _, group in self._held())
-
-    def compare(self, step: int) -> Finding | None:
-        """What differs after `step`; None where nothing does. After a way back the second
-        comparison of a step also tells who was wrong at the first: see `wrong_before`."""
-        mine, odd, sure = [], False, True
+    def compare(self) -> Finding | None:
+        """Which ranks hold something else than their replicas; None where none does."""
+        odd, sure = False, True
         for flat, group in self._held():
-            mine.append(hashed(flat))
-            if group.size == 1:
-                continue
-            theirs = all_gather(self._number(mine[-1]), group).wait().tolist()
+            mine = hashed(flat)
+            theirs = all_gather(self._number(mine), group).wait().tolist()
             if len(set(theirs)) > 1:
                 (usual, most), *rest = Counter(theirs).most_common()
                 clear = most > rest[0][1]
-                odd, sure = odd or not clear or mine[-1] != usual, sure and clear
-        self._mine = mine
+                odd, sure = odd or not clear or mine != usual, sure and clear
         found = self._ranks(odd)
         unsure = int(all_reduce(self._number(int(not sure)), self._mesh.world, "max").wait())
         return Finding(found, not unsure) if found else None
-
-    def remember(self, step: int) -> None:
-        """Keep what was compared last, of a step that will be run again."""
-        self._before[step] = self._mine
-
-    def wrong_before(self, step: int) -> tuple[int, ...] | None:
-        """The ranks that held something else when `step` was compared the first time; None where
-        it was not, or was right."""
-        before = self._before.pop(step, None)
-        return None if before is None else self._ranks(before != self._mine)
 
     def _held(self) -> Iterator[tuple[Tensor, Group]]:
         """What this rank holds that others hold too, and who does."""
         for bucket in self._buckets:
             sharing = bucket.sharing
-            whole = sharing.stage == 0
-            yield bucket.weights, sharing.replicas
-            if whole:
-                yield bucket.weights, sharing.shard
+            groups = [sharing.replicas, *([sharing.shard] if sharing.stage == 0 else [])]
+            for group in groups:
+                if group.size > 1:
+                    yield bucket.weights, group
 
     def _ranks(self, here: bool) -> tuple[int, ...]:
         """The ranks for which it is so."""
