@@ -228,7 +228,9 @@ class Mesh:
 
     def _rendezvous(self) -> dist.Store:
         limit = timedelta(seconds=self._timeout)
-        store, rank, world = next(dist.rendezvous("env://", timeout=limit))
+        # The launcher may have started more ranks than the layout uses (`faults.elastic`).
+        known = self.rank, self.layout.world
+        store, rank, world = next(dist.rendezvous("env://", *known, timeout=limit))
         store.set_timeout(limit)
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
