@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megaframe.comm import Group, Ring
 from megaframe.comm.order import Order
 from megaframe.comm.place import Place
+from megaframe.comm.start import fresh_store
 from megaframe.comm.watch import Watch
 from megaframe.errors import LostRanks, UserError
 from megaframe.layout import Layout
@@ -232,6 +233,7 @@ class Mesh:
         known = self.rank, self.layout.world
         store, rank, world = next(dist.rendezvous("env://", *known, timeout=limit))
         store.set_timeout(limit)
+        store = fresh_store(store, rank, world, self._timeout)
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
         return dist.PrefixStore("megaframe", store)
