@@ -27,7 +27,7 @@ def fresh_store(store: Store, rank: int, world: int, timeout: float) -> Store:
         store.set("start", mine)
         for other in range(1, world):
             answer = store.get(f"start/{mine}/{other}")  # waits for it
-            store.set(f"start/{mine}/{other}/heard", answer)
+            store.set(f"start/{mine}/{other}/heard", answer.decode())
         return PrefixStore(f"start-{mine}", store)
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

@@ -139,7 +139,7 @@ class Watch:
         """Who holds up what takes too long."""
         seen = self._answers()
         ranks = held_up_by(seen, self._layout.world)
-        text = f"{self._place.seen(self._rank).doing.partition(',')[0]} took more than "
+        text = f"{seen[self._rank].doing.partition(',')[0]} took more than "
         text += f"faults.step_timeout={self.limit:g} s: "
         text += "; ".join(
             f"{self._name(rank)} {'at ' + str(seen[rank]) if rank in seen else 'does not answer'}"

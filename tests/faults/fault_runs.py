@@ -18,6 +18,8 @@ from megaframe.microbatch import IGNORE  # noqa: E402
 from megaframe.trainer import Trainer  # noqa: E402
 
 ONCE = {"done": False}
+LIMIT = {"seconds": None}
+"""For steps after the first two, which may take long on a machine that does other things."""
 
 
 def main(overrides, fault=None, rank=None, *arguments):
@@ -27,6 +29,8 @@ def main(overrides, fault=None, rank=None, *arguments):
     ONCE["done"] = False
 
     def faulty(trainer):
+        if LIMIT["seconds"] and trainer.step == 2:
+            trainer.mesh.watch_steps(LIMIT["seconds"], trainer.folder / "faults")
         if fault is not None and rank in (None, trainer.mesh.rank):
             fault(trainer, *arguments)
         train_step(trainer)
@@ -44,8 +48,9 @@ def main(overrides, fault=None, rank=None, *arguments):
         Trainer._train_step = train_step
 
 
-def alone(rank, world, port, errors, arguments):
+def alone(rank, world, port, errors, limit, arguments):
     """The same as a process of its own, which may be ended from anywhere inside."""
+    LIMIT["seconds"] = limit
     with open(errors, "w") as file:
         os.dup2(file.fileno(), 2)
     with open(os.devnull, "w") as file:

@@ -11,7 +11,7 @@ from pool import _free_port as free_port
 from megaframe.errors import EXIT_LOST_RANKS
 
 LIMIT = 2.0
-MARGIN = 20.0
+MARGIN = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +26,13 @@ def hang(context, overrides, tmp_path):
     """hang(world, fault, rank, *arguments, **changes) -> what each rank wrote; all have ended."""
 
     def make(world, *fault, **changes):
-        changes = {"faults__step_timeout": LIMIT, "parallel__timeout": 300, **changes}
+        changes = {"faults__step_timeout": MARGIN, "parallel__timeout": 300, **changes}
+        limit = LIMIT if changes["faults__step_timeout"] else 0
         keys, port = overrides(**changes), free_port()
         started = []
         for rank in range(world):
             errors = tmp_path / str(rank)
-            arguments = (rank, world, port, str(errors), (keys, *fault))
+            arguments = (rank, world, port, str(errors), limit, (keys, *fault))
             started.append(context.Process(target=fault_runs.alone, args=arguments))
             started[-1].start()
         deadline = time.monotonic() + MARGIN
