@@ -10,6 +10,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,8 @@ class Ledger:
             self._read()
             self._since_last_sign()
         elif keep:
-            (self._folder / LEDGER_FILE).unlink(
-                missing_ok=True
-            )  # of a run that is not here any more
+            with suppress(OSError):  # what cannot be written is told when it is written
+                (self._folder / LEDGER_FILE).unlink()  # of a run that is not here any more
 
     def starts_at(self, step: int) -> None:
         """The run continues after this step; what came before was loading."""
