@@ -25,20 +25,21 @@ def main() -> None:
         return
     # Ranks that are lost are named below; torch's warnings would add pages of C++ stack to it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from megaframe.automatic import with_layout
     from megaframe.describe import describe
     from megaframe.faults.leaving import record_flights
     from megaframe.mesh import Mesh, global_rank, world_size
     from megaframe.trainer import Trainer, resolve
 
     with reported(rank=global_rank()):
-        config = resolve(load(arguments.config, arguments.overrides))
         world = world_size()
+        config, notes = with_layout(resolve(load(arguments.config, arguments.overrides)), world)
         if config.faults.elastic:
             config, world = fitted(config, world)
         check(config, world, data=not arguments.dry_run)
         layout = Layout.from_parallel(config.parallel, world)
         if arguments.dry_run:
-            print(describe(config, layout))
+            print("\n".join([*notes, describe(config, layout)]))
             return
         if global_rank() >= world:
             return  # a layout that fits has no use for this rank
@@ -52,7 +53,7 @@ def main() -> None:
             check_collectives=config.faults.check_collectives,
         )
         try:
-            Trainer(config, mesh).run()
+            Trainer(config, mesh, notes).run()
         except LostRanks as lost:
             mesh.leave(lost)
         finally:

@@ -34,6 +34,7 @@ data = ["tiktoken>=0.9,<0.15", "pyarrow>=18,<27", "zstandard>=0.23,<0.26"]
 hf = ["tokenizers>=0.21,<0.24"]
 cloud = ["fsspec>=2025.1,<2027", "s3fs>=2025.1,<2027"]
 bench = ["matplotlib>=3.9,<3.12"]
+plan = ["plotly>=6,<8"]
 ray = ["ray[train,tune]>=2.40,<2.61"]
 test = [
     "pytest>=8,<10",
@@ -44,6 +45,10 @@ test = [
     "ruff>=0.12,<0.18",
     "mypy>=1.15,<3",
     "types-PyYAML>=6.0.12",
+    # An S3 server on loopback, and what its server needs.
+    "moto[s3]>=5.1,<6",
+    "flask>=3,<4",
+    "flask-cors>=5,<7",
 ]
 
 setup(
@@ -89,6 +94,7 @@ setup(
         "cloud": cloud,
         "ray": ray,
         "bench": bench,
-        "dev": wandb + tensorboard + data + hf + test,
+        "plan": plan,
+        "dev": wandb + tensorboard + data + hf + cloud + plan + test,
     },
 )

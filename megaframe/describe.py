@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from megaframe.comm import ALONE
 from megaframe.config import RunConfig, dump
 from megaframe.layout import Layout
 from megaframe.optim.choice import choices_table
-from megaframe.parameter import Module
 from megaframe.plan.experts import dropping
-from megaframe.plan.memory import Held, Memory, memory
+from megaframe.plan.held import rank_memory
 from megaframe.plan.nodes import crossing
 from megaframe.plan.schedules import pipeline_summary, step_schedule
-from megaframe.plan.stages import StagePlan, stage_plans
-from megaframe.schedule import Schedule
-from megaframe.spec import EXPERT_AXES, ParamSpec, active_parameters, parameter_count
-from megaframe.stage import build_stages, model_specs
+from megaframe.plan.stages import stage_plans
+from megaframe.schedule import Schedule, lower
+from megaframe.spec import ParamSpec, active_parameters, parameter_count
+from megaframe.stage import model_specs
 
 
 def describe(config: RunConfig, layout: Layout) -> str:
@@ -51,10 +49,9 @@ def _active(specs: Sequence[ParamSpec]) -> str:
 
 def _memory(config: RunConfig, layout: Layout, schedule: Schedule) -> Iterator[str]:
     """A column for each pipeline rank, the first of its tensor and data ranks."""
-    plans = stage_plans(config)
+    plans, lowered = stage_plans(config), lower(schedule)
     columns = [
-        _of_rank(config, layout, [plans[stage] for stage in schedule.stages(rank)], schedule, rank)
-        for rank in range(len(schedule.ranks))
+        rank_memory(config, layout, plans, lowered, rank) for rank in range(len(schedule.ranks))
     ]
     yield "memory per rank, without interpreter and temporaries"
     if len(columns) > 1:
@@ -62,39 +59,6 @@ def _memory(config: RunConfig, layout: Layout, schedule: Schedule) -> Iterator[s
     for kind in asdict(columns[0]):
         yield f"  {kind:<12}" + "".join(_gib(asdict(column)[kind]) for column in columns)
     yield f"  {'total':<12}" + "".join(_gib(column.total) for column in columns)
-
-
-def _of_rank(
-    config: RunConfig,
-    layout: Layout,
-    plans: Sequence[StagePlan],
-    schedule: Schedule,
-    rank: int,
-) -> Memory:
-    stages = build_stages(config, plans, ALONE)
-    held = held_by([unit for stage in stages.values() for unit in stage.units], layout)
-    ranks = layout.data_shard * layout.context
-    return memory(config, held, ranks, plans, schedule.ranks[rank], layout.expert_shard)
-
-
-def held_by(units: Sequence[Module], layout: Layout) -> Held:
-    """The parameters that the first tensor rank has of these units."""
-    size = {
-        parameter: (parameter.spec.local(layout.place(0), layout.sizes).size, unit)
-        for unit in reversed(units)
-        for parameter in unit.parameters()
-    }
-    vectors = sum(n for p, (n, _) in size.items() if p.spec.role in ("gain", "bias"))
-    tables = [n for p, (n, _) in size.items() if p.spec.role in ("embedding", "head")]
-    dense: dict[Module, int] = {}
-    experts: dict[Module, int] = {}
-    for parameter, (count, unit) in size.items():
-        if parameter.spec.role == "matrix":
-            of_experts = EXPERT_AXES[0] in parameter.spec.axes.values()
-            dense.setdefault(unit, 0)
-            experts.setdefault(unit, 0)
-            (experts if of_experts else dense)[unit] += count
-    return Held(vectors, tuple(dense.values()), tuple(tables), tuple(experts.values()))
 
 
 def _gib(size: int) -> str:

@@ -90,7 +90,8 @@ class Engine:
                 with self.time("optimizer"):
                     update = self.optimizer.update()
             else:
-                passes.do(action, following)
+                with self.time("compute"):
+                    passes.do(action, following)
         place.act("", None)
         passes.finish()
         assert update is not None, "a lowered schedule ends with the update"

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megaframe.comm import Group, Ring
+from megaframe.comm.alike import Alike
 from megaframe.comm.order import Order
 from megaframe.comm.place import Place
 from megaframe.comm.start import fresh_store
@@ -66,7 +67,9 @@ def global_rank() -> int:
 class Mesh:
     """This rank's place in the layout, its process groups, its store and its device.
 
-    Raises `UserError` when `device` is not there, `LostRanks` when not all ranks come.
+    alone: play this rank without any other, with groups in which all do the like (`comm/alike.py`)
+    and tensors without content. Raises `UserError` when `device` is not there, `LostRanks` when not
+    all ranks come.
     """
 
     def __init__(
@@ -78,10 +81,12 @@ class Mesh:
         serial: bool = False,
         check_collectives: bool = False,
         axis_sets: Sequence[tuple[str, ...]] = AXIS_SETS,
+        alone: int | None = None,
     ) -> None:
         self.layout = layout
-        self.rank = global_rank()
-        self.device = _device(device)
+        self.rank = global_rank() if alone is None else alone
+        self.device = _device(device) if alone is None else torch.device("meta")
+        self._alone = alone is not None
         if self.device.type == "cpu":
             _keep_freed_memory()
         self.coordinate = layout.place(self.rank)
@@ -94,7 +99,7 @@ class Mesh:
         self._rank_of: tuple[int, ...] = ()
         self._links: dict[tuple[int, int], Group] = {}
         with self._gathering():
-            if layout.world > 1:
+            if layout.world > 1 and not self._alone:
                 self.store = self._rendezvous()
         if check_collectives:
             self._order = Order(self.store, self.rank, self.place)
@@ -105,7 +110,7 @@ class Mesh:
         self.aside = self._make_group(("data",), layout.groups("data"), backend="gloo")
         """The data ranks, over connections of their own on the host: for numbers that must not
         queue behind large transfers."""
-        if layout.world > 1:
+        if layout.world > 1 and not self._alone:
             self._watch = Watch(self.store, layout, self.rank, timeout, self.place)
 
     def group(self, *axes: str) -> Group:
@@ -199,6 +204,18 @@ class Mesh:
             found[label] = found.get(label, 0) + group.traffic.take()[0]
         return found
 
+    def beside(self) -> Group:
+        """A new group of all ranks, over connections of their own between hosts, for what goes on
+        beside training; its bytes are not counted. All ranks of the world call it."""
+        axes = ("pipeline", "data", "context", "tensor")
+        (ranks,) = self.layout.groups(*axes)
+        handle = None
+        if len(ranks) > 1:
+            with self._gathering():
+                limit = timedelta(seconds=self._timeout)
+                handle = dist.new_group(ranks, timeout=limit, backend="gloo")
+        return Group(axes, ranks, self.rank, handle)
+
     def name_stages(self, rank_of: Sequence[int]) -> None:
         """Tell the pipeline coordinate of each stage, by number, for messages about lost ranks."""
         self._rank_of = tuple(rank_of)
@@ -267,10 +284,8 @@ class Mesh:
         for ranks in members:
             handle = self._handles.get(ranks) if shared else None
             if len(ranks) > 1 and handle is None:
-                with self._gathering():
-                    limit = timedelta(seconds=self._timeout)
-                    handle = dist.new_group(ranks, timeout=limit, backend=backend)
-                if shared:
+                handle = self._new_handle(ranks, backend)
+                if shared and handle is not None:
                     self._handles[ranks] = handle
             if self.rank in ranks:
                 index = ranks.index(self.rank)
@@ -280,6 +295,14 @@ class Mesh:
         if any(len(ranks) > 1 for ranks in members):
             self._counted.append((self._label(axes), mine))
         return mine
+
+    def _new_handle(self, ranks: tuple[int, ...], backend: str | None) -> dist.ProcessGroup | None:
+        """A process group; of a rank that is alone only those with it."""
+        if self._alone:
+            return Alike(ranks.index(self.rank), len(ranks)) if self.rank in ranks else None
+        with self._gathering():
+            limit = timedelta(seconds=self._timeout)
+            return dist.new_group(ranks, timeout=limit, backend=backend)
 
     def _label(self, axes: tuple[str, ...]) -> str:
         """The axes with more than one rank; `world` for groups of all ranks on all axes."""

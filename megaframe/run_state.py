@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megaframe.checkpoint import Checkpoint, Slice
+from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.optim.optimizer import OptimizerState
 
@@ -38,6 +40,17 @@ class RunState(BaseModel):
     loss: float
     grad_norm: float
     history: HistoryState = HistoryState()
+
+
+def initial_state(config: RunConfig) -> RunState:
+    """Of a run that has not begun, for weights that come from elsewhere."""
+    return RunState(
+        config=config.model_dump(mode="json"),
+        data={},
+        optimizer=OptimizerState(0, 1.0, 0),
+        loss=math.nan,
+        grad_norm=math.nan,
+    )
 
 
 def read_state(checkpoint: Checkpoint) -> RunState:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
-from megaframe.checkpoint import Slice, find, open_checkpoint
+from megaframe.checkpoint import Place, Slice, locate, open_checkpoint
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.microbatch import Microbatch
@@ -21,17 +20,15 @@ from megaframe.spec import Box
 from megaframe.stage import Stage, whole_model
 
 
-def load_model(path: Path, *, ema: bool = False) -> tuple[RunConfig, Stage]:
+def load_model(given: Place, *, ema: bool = False) -> tuple[RunConfig, Stage]:
     """Config and model of a checkpoint, or of the latest one in a folder of them. ema: with the
     average of its weights.
 
     Raises `UserError` when there is none.
     """
-    if not (path / "manifest.json").exists():
-        latest = find(path, "latest")
-        if latest is None:
-            raise UserError(f"--checkpoint {path}: there is no checkpoint in this folder")
-        path = latest
+    path = locate(given)
+    if path is None:
+        raise UserError(f"--checkpoint {given}: there is no checkpoint in this folder")
     with open_checkpoint(path) as checkpoint:
         config = RunConfig.model_validate(read_state(checkpoint).config)
         stage = whole_model(config)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megaframe.checkpoint import Slice, Writer, find, given, open_checkpoint
+from megaframe.checkpoint import Checkpoint, Place, Slice, Writer, find, given, open_checkpoint
+from megaframe.checkpoint.memory import MemoryWriter
 from megaframe.comm import all_reduce, barrier
 from megaframe.config import RunConfig, dump
 from megaframe.data.loader import Loader
@@ -32,6 +34,7 @@ from megaframe.plan.experts import dropping
 from megaframe.plan.nodes import crossing
 from megaframe.plan.schedules import pipeline_summary
 from megaframe.run_state import RunState, new_state, read_state, without_missing
+from megaframe.saving import Saving
 from megaframe.stage import model_specs
 from megaframe.warm_start import starting_parts
 
@@ -42,9 +45,10 @@ _FREE_KEYS = {"dropout", "init_std"}
 
 
 class Trainer:
-    """One rank's part in one run. Raises `UserError` for whatever of the config cannot work."""
+    """One rank's part in one run. notes: what is to be said at its start. Raises `UserError` for
+    whatever of the config cannot work."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
+    def __init__(self, config: RunConfig, mesh: Mesh, notes: Sequence[str] = ()) -> None:
         self.config, self.mesh = config, mesh
         _set_determinism(config)
         self.folder = Path(config.run.dir)
@@ -61,20 +65,22 @@ class Trainer:
         data = mesh.group("data")
         self.loader = Loader(config, data.index, data.size)
         self._token_bytes = _token_bytes(config, mesh.device)
-        state = self._restore_or_initialise()
+        self.saving = Saving(config, mesh)
+        source = self.saving.newest()
+        state = self._restore_or_initialise(source)
         barrier(mesh.world)  # all have seen the run folder as it was before any rank writes to it
         specs = model_specs(config)
         self.meter = Meter(config, mesh, specs, timer, start_step=self.step)
         self._experts: ExpertMeter | None = None
         if config.model.moe is not None:
             self._experts = ExpertMeter(config, specs, mesh.layout.expert)
-        for line in pipeline_summary(config, self.pipeline.schedule):
+        for line in (*notes, *pipeline_summary(config, self.pipeline.schedule)):
             self.meter.note(line)
         if self._dropped:
             self.meter.note(
                 "what compression had not sent yet is dropped: it belongs to another layout"
             )
-        for line in self._new_state:
+        for line in (*self._new_state, *self.saving.notes):
             self.meter.note(line)
         if config.optim.offload and mesh.device.type == "cpu":
             self.meter.note("optim.offload=true does nothing on a CPU: all memory is the host's")
@@ -82,7 +88,7 @@ class Trainer:
         for warning in (crossing(config, mesh.layout, node), dropping(config.model)):
             if warning is not None:
                 self.meter.note(f"warning: {warning}")
-        self.writer = self._make_writer()
+        self.saving.begin(source)
         self.guard = Guard(config, mesh, self.pipeline, self.meter, ledger, self._go_back)
         self.guard.starts_after(self.step, state)
         if mesh.rank == 0:
@@ -95,19 +101,21 @@ class Trainer:
             try:
                 while not self._finished():
                     self._one_step()
-                if self.writer is not None:
-                    self.writer.wait()
+                self.saving.finish(self.meter.note, leaving=not self._at_end())
                 barrier(self.mesh.world)
             finally:
                 self.loader.close()
         self.meter.close()
-        if self.step < self.config.train.steps:
+        if not self._at_end():
             raise SystemExit(exit_status(self.guard.told))
 
     def _finished(self) -> bool:
         """Whether nothing is left to do, not even again."""
-        over = self.guard.told or self.step >= self.config.train.steps
+        over = self.guard.told or self._at_end()
         return bool(over) and not self.guard.heed(self.meter.settle())
+
+    def _at_end(self) -> bool:
+        return self.step >= self.config.train.steps
 
     def _one_step(self) -> None:
         """A step with what follows it: evaluation, what is known by now of steps, a checkpoint."""
@@ -124,13 +132,15 @@ class Trainer:
             return
         if self._due(config.faults.compare_every) and guard.replicas_differ(self.step):
             return
-        if self.writer is not None and (self._due(config.checkpoint.every) or guard.told):
+        self.saving.watch(self.meter.note)
+        writer = self.saving.due(self.step, leaving=bool(guard.told))
+        if writer is not None:
             # Before its checkpoint, or a run resumed from that would miss the line.
             if guard.heed(self.meter.settle()):
                 return
             guard.begin(f"the save after step {self.step}")
             with self.meter.time("checkpoint"):
-                self._save(self.writer)
+                self._save(writer)
 
     def _due(self, every: int) -> bool:
         """Whether something done every so many steps, and at the end, is to be done now."""
@@ -213,19 +223,7 @@ class Trainer:
         if size:
             self.meter.record("eval_bits_per_byte", nats / math.log(2) / size, "last")
 
-    def _make_writer(self) -> Writer | None:
-        if not self.config.checkpoint.every:
-            return None
-        return Writer(
-            self.folder / "checkpoints",
-            rank=self.mesh.rank,
-            world=self.mesh.layout.world,
-            store=self.mesh.store,
-            keep=self.config.checkpoint.keep,
-            timeout=self.config.parallel.timeout,
-        )
-
-    def _save(self, writer: Writer) -> None:
+    def _save(self, writer: Writer | MemoryWriter) -> None:
         state = RunState(
             config=self.config.model_dump(mode="json"),
             data=self.loader.state,
@@ -234,8 +232,17 @@ class Trainer:
             grad_norm=float(self._last.update.grad_norm) if self._last else math.nan,
             history=self.guard.history.state(),
         )
-        slices = [*self._slices(owned_only=True), *self._unsent()]
-        writer.save(self.step, slices, state.model_dump(mode="json"))
+        slices, unsent = self._slices(owned_only=True), self._unsent()
+        part = self.step, [*slices, *unsent], state.model_dump(mode="json")
+        self.saving.start(writer, *part, self.meter.note)
+        if unsent or self.config.parallel.serial:  # what is not sent changes before the update
+            writer.copied()
+        else:
+            self.optimizer.hold(partial(self._until_copied, writer))
+
+    def _until_copied(self, writer: Writer | MemoryWriter) -> None:
+        with self.meter.time("checkpoint"):
+            writer.copied()
 
     def _slices(self, *, owned_only: bool) -> list[Slice]:
         """This rank's pieces of everything in a checkpoint."""
@@ -251,35 +258,33 @@ class Trainer:
             for name, tensor in self.optimizer.unsent()
         ]
 
-    def _restore_or_initialise(self) -> RunState | None:
-        wanted = self.config.checkpoint.resume
-        path = find(self.folder / "checkpoints", wanted) if wanted else None
-        if path is None:
+    def _restore_or_initialise(self, source: Checkpoint | None) -> RunState | None:
+        if source is None:
             self._refuse_to_overwrite()
             self.optimizer.draw(self.config.run.seed)
             self._start_warm()
             self.optimizer.begin()
             return None
-        return self._restore(path)
+        return self._restore(source)
 
-    def _go_back(self, choose: Callable[[Path], Path | None]) -> tuple[int, RunState] | None:
-        """Continue from the checkpoint that is chosen in the folder of all, once what is being
-        saved is there. Returns its step and state; None where there is none."""
-        if self.writer is not None:
-            self.writer.wait()
-        path = choose(self.folder / "checkpoints")
+    def _go_back(self, choose: Callable[[Place], Place | None]) -> tuple[int, RunState] | None:
+        """Continue from the checkpoint that is chosen in the home of all, once what is being saved
+        is there. Returns its step and state; None where there is none."""
+        self.saving.settle(self.meter.note)
+        path = choose(self.saving.home)
         if path is None:
             return None
-        state = self._restore(path)
+        state = self._restore(open_checkpoint(path))
+        self.saving.rewind()
         self._loss_before = None
         return self.step, state
 
-    def _restore(self, path: Path) -> RunState:
+    def _restore(self, source: Checkpoint) -> RunState:
         """Continue from a checkpoint, also in the middle of a run."""
         self.optimizer.settle()
-        with open_checkpoint(path) as checkpoint:
+        with source as checkpoint:
             state = read_state(checkpoint)
-            _check_same_model(state.config, self.config, path)
+            _check_same_model(state.config, self.config, checkpoint.path)
             slices = self._slices(owned_only=False)
             unsent = [part for part in self._unsent() if part.name in checkpoint.tensors]
             checkpoint.load([*without_missing(slices, checkpoint.tensors), *unsent])
@@ -295,18 +300,26 @@ class Trainer:
         wanted = self.config.checkpoint.weights
         if not wanted:
             return
-        with open_checkpoint(given(Path(wanted), "checkpoint.weights")) as checkpoint:
+        with open_checkpoint(given(wanted, "checkpoint.weights")) as checkpoint:
             saved = read_state(checkpoint).config
             weights = (one for one in self.optimizer.tensors() if one[0] == one[1].name)
             checkpoint.load(starting_parts(weights, checkpoint, saved, self.config))
 
     def _refuse_to_overwrite(self) -> None:
-        """A fresh start must not destroy another run's records."""
-        metrics = self.folder / "metrics.jsonl"
-        if self.config.checkpoint.resume is None and metrics.exists():
+        """A fresh start must not destroy another run's records, or its checkpoints."""
+        key = self.config.checkpoint
+        if key.resume is not None:
+            return
+        if (self.folder / "metrics.jsonl").exists():
             raise UserError(
                 f"run.dir={self.folder} already holds a run; continue it with "
                 "checkpoint.resume=latest, or give another run.dir"
+            )
+        home = self.saving.home
+        if key.folder is not None and key.every and find(home, "latest") is not None:
+            raise UserError(
+                f"checkpoint.folder={home} already holds checkpoints; continue from them with "
+                "checkpoint.resume=latest, or give another folder"
             )
 
 
@@ -331,7 +344,7 @@ def resolve(config: RunConfig) -> RunConfig:
     return config
 
 
-def _check_same_model(saved: dict[str, dict[str, Any]], config: RunConfig, path: Path) -> None:
+def _check_same_model(saved: dict[str, dict[str, Any]], config: RunConfig, path: Place) -> None:
     """Refuse a checkpoint whose model, or whose cut of the data into samples, is another."""
     now = config.model_dump(mode="json")
     keys = [("model", key) for key in now["model"] if key not in _FREE_KEYS]

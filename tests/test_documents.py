@@ -11,7 +11,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_HERE = {"make test": "is what runs this test"}
-GUIDES = tuple(ROOT / f"docs/{name}.md" for name in ("pipeline", "tensor", "experts", "faults"))
+GUIDES = (
+    "pipeline",
+    "tensor",
+    "experts",
+    "checkpoints",
+    "plan",
+    "prediction",
+    "faults",
+)
+"""In this order, of docs/."""
 SHORTER = {"make demo": 'make demo OVERRIDES="train.steps=5 train.eval_every=5"'}
 
 
@@ -62,7 +71,7 @@ def test_the_commands_of_the_readme_and_then_of_the_guides_work(clone):
     assert (clone / "runs/demo/metrics.jsonl").read_text().count("\n") == 5
     assert (clone / "runs/demo/checkpoints/latest").exists()
     for guide in GUIDES:
-        run_all(commands(guide.read_text()), clone)
+        run_all(commands((ROOT / f"docs/{guide}.md").read_text()), clone)
     drawn, shown = (root / "docs/images/zb-v.svg" for root in (clone, ROOT))
     assert drawn.read_text() == shown.read_text(), "the picture in the guide is another"
 

@@ -6,6 +6,8 @@ python tools/checkpoint.py diff runs/a/checkpoints runs/b/checkpoints
 python tools/checkpoint.py reshard runs/demo/checkpoints --to elsewhere --files 4
 python tools/checkpoint.py export-hf runs/demo/checkpoints --to demo-hf
 python tools/checkpoint.py import-hf demo-hf --to runs/imported/checkpoints
+python tools/checkpoint.py export-dcp runs/demo/checkpoints --to demo-dcp
+python tools/checkpoint.py import-dcp demo-dcp --to runs/back/checkpoints
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megaframe.checkpoint import Checkpoint, find, open_checkpoint
+from megaframe import dcp
+from megaframe.checkpoint import Checkpoint, Place, locate, open_checkpoint, place
 from megaframe.checkpoint.examine import damage, differences, regroup
-from megaframe.checkpoint.folder import checkpoints
-from megaframe.checkpoint.manifest import MANIFEST
+from megaframe.config import load as load_config
 from megaframe.errors import UserError, reported
 from megaframe.huggingface.folder import export, load
 
@@ -42,6 +44,9 @@ def main() -> None:
 def inspect(given: argparse.Namespace) -> int:
     """Say what a checkpoint holds."""
     with open_checkpoint(_checkpoint(given.path)) as checkpoint:
+        tensors = checkpoint.tensors.values()
+        files = {piece.file for tensor in tensors for piece in tensor.slices}
+        print(f"{checkpoint.path}: step {checkpoint.step}, {len(files)} files")
         _print(_summary(checkpoint))
         if given.tensors:
             _print(_tensors(checkpoint))
@@ -50,15 +55,13 @@ def inspect(given: argparse.Namespace) -> int:
 
 def _summary(checkpoint: Checkpoint) -> Table:
     kinds: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-    files = set()
     for name, tensor in checkpoint.tensors.items():
         kind = "weights"
         if name.startswith(_STATE):
             kind = f"optimizer {name.removeprefix(_STATE).partition('/')[0]}"
-        for place, count in enumerate((1, math.prod(tensor.shape), tensor.bytes_of(tensor.shape))):
-            kinds[kind][place] += count
-        files |= {piece.file for piece in tensor.slices}
-    table = Table(title=f"{checkpoint.path}: step {checkpoint.step}, {len(files)} files", box=None)
+        for column, more in enumerate((1, math.prod(tensor.shape), tensor.bytes_of(tensor.shape))):
+            kinds[kind][column] += more
+    table = Table(box=None)
     for title in ("", "tensors", "elements", "GB"):
         table.add_column(title, justify="left" if not title else "right")
     for kind, (tensors, elements, size) in kinds.items():
@@ -126,7 +129,7 @@ def reshard(given: argparse.Namespace) -> int:
     if given.files < 1:
         raise UserError(f"--files={given.files}: use 1 or more")
     with open_checkpoint(_checkpoint(given.path)) as checkpoint:
-        print(f"wrote {regroup(checkpoint, Path(given.to), given.files)}")
+        print(f"wrote {regroup(checkpoint, place(given.to), given.files)}")
     return 0
 
 
@@ -140,34 +143,58 @@ def export_hf(given: argparse.Namespace) -> int:
 
 def import_hf(given: argparse.Namespace) -> int:
     """Write the model in a folder of Hugging Face transformers as a checkpoint of step 0."""
-    print(f"wrote {load(Path(given.path), Path(given.to))}")
+    print(f"wrote {load(Path(given.path), place(given.to))}")
     return 0
 
 
-def _checkpoint(given: str) -> Path:
+def export_dcp(given: argparse.Namespace) -> int:
+    """Write all tensors, and the state of the run, as a folder of torch.distributed.checkpoint."""
+    with open_checkpoint(_checkpoint(given.path)) as checkpoint:
+        dcp.export(checkpoint, Path(given.to))
+    print(f"wrote {given.to}")
+    return 0
+
+
+def import_dcp(given: argparse.Namespace) -> int:
+    """Write a folder of torch.distributed.checkpoint as a checkpoint; tensors keep their names."""
+    config = load_config(given.config) if given.config else None
+    done = dcp.load(Path(given.path), place(given.to), config)
+    print(f"wrote {done.path}")
+    if done.left_out:
+        more = f" and {len(done.left_out) - 5} more" if len(done.left_out) > 5 else ""
+        print(
+            f"left out, for not being floating-point numbers: {', '.join(done.left_out[:5])}{more}"
+        )
+    if not done.has_state:
+        print("the folder has no state of a run: for a checkpoint to start from, give --config")
+    return 0
+
+
+def _checkpoint(given: str) -> Place:
     """The checkpoint itself, or the latest in a folder of them."""
-    path = Path(given)
-    if checkpoints(path) and not (path / MANIFEST).exists():
-        newest = find(path, "latest")
-        assert newest is not None
-        return newest
-    return path
+    return locate(place(given)) or place(given)
 
 
 def _print(table: Table) -> None:
     Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False).print(table)
 
 
+_FOLDERS = {import_hf: "a model's folder", import_dcp: "a folder of torch.distributed.checkpoint"}
+"""What commands read that read no checkpoint."""
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for run in (inspect, verify, diff, reshard, export_hf, import_hf):
+    for run in (
+        inspect, verify, diff, reshard, export_hf, import_hf, export_dcp, import_dcp,
+    ):  # fmt: skip
         assert run.__doc__ is not None
         name = run.__name__.replace("_", "-")
         command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
         command.set_defaults(run=run)
-        path = "a checkpoint, or a folder of them: its latest"
-        command.add_argument("path", help="a model's folder" if run is import_hf else path)
+        path = "a checkpoint, or a folder of them: its latest; path or URL"
+        command.add_argument("path", help=_FOLDERS.get(run, path))
         if run is inspect:
             command.add_argument("--tensors", action="store_true", help="list all tensors")
         if run is diff:
@@ -180,10 +207,17 @@ def _arguments() -> argparse.Namespace:
             )
         if run is reshard:
             command.add_argument("--files", type=int, required=True, help="number of files")
-        if run in (reshard, import_hf):
-            command.add_argument("--to", required=True, help="folder for the new checkpoint")
+        if run in (reshard, import_hf, import_dcp):
+            command.add_argument(
+                "--to", required=True, help="folder for the new checkpoint; path or URL"
+            )
+        if run in (export_hf, export_dcp):
+            command.add_argument("--to", required=True, help="the folder to write")
+        if run is import_dcp:
+            command.add_argument(
+                "--config", metavar="FILE", help="YAML of the run whose weights they are"
+            )
         if run is export_hf:
-            command.add_argument("--to", required=True, help="folder for the model")
             command.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16")
     return parser.parse_args()
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 import torch
 
+from megaframe.checkpoint import place
 from megaframe.config import RunConfig
 from megaframe.data.tokenizer import Tokenizer, load_tokenizer
 from megaframe.errors import UserError, reported
@@ -21,7 +21,7 @@ def main() -> None:
     """Load, sample, print as it comes."""
     arguments = _arguments()
     with reported():
-        config, stage = load_model(Path(arguments.checkpoint), ema=arguments.ema)
+        config, stage = load_model(place(arguments.checkpoint), ema=arguments.ema)
         tokenizer = _tokenizer(config, arguments.tokenizer)
         generator = torch.Generator().manual_seed(arguments.seed)
         ids = tokenizer.encode(arguments.prompt)
@@ -58,7 +58,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--checkpoint",
         required=True,
-        help="a checkpoint, or a folder of them, of which the latest is taken",
+        help="a checkpoint, or a folder of them, of which the latest is taken; path or URL",
     )
     parser.add_argument("--prompt", default="", help="text to go on from")
     parser.add_argument("--tokens", type=int, default=100, help="most tokens to sample")

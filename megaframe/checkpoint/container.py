@@ -8,13 +8,10 @@ which holds the checksums, is written last: until then the file is not readable 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 import torch
 import xxhash
@@ -22,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 from torch import Tensor
 
+from megaframe.checkpoint.direct import ALIGNMENT
 from megaframe.checkpoint.manifest import (
     DTYPE_NAMES,
     DTYPES,
@@ -33,9 +31,10 @@ from megaframe.checkpoint.manifest import (
     checksum,
 )
 from megaframe.checkpoint.slices import Shape, Slice, pieces
+from megaframe.checkpoint.storage import Place, store_of
 from megaframe.errors import UserError
 
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = 16 << 20
 """Slices are cut to this size: one piece is checked, and held in memory, at a time."""
 CHUNK_BYTES = 8 << 20
 """Bytes between two points where another thread can run."""
@@ -105,34 +104,43 @@ def key(name: str, offset: Shape, shape: Shape) -> str:
     return f"{name}[{','.join(spans)}]"
 
 
+def divided(planned: Sequence[Piece], limit: int | None) -> list[list[Piece]]:
+    """Pieces in runs of at most `limit` bytes, or of one piece; one run without a limit."""
+    groups: list[list[Piece]] = []
+    for piece in planned:
+        if not groups or (limit is not None and piece.stop - groups[-1][0].start > limit):
+            groups.append([])
+        groups[-1].append(piece)
+    return groups
+
+
 def write(
-    path: Path, planned: Sequence[Piece], bytes_of: Callable[[Piece], memoryview]
+    path: Place, given: Sequence[Piece], bytes_of: Callable[[Piece], memoryview]
 ) -> SavedFile:
-    """Write the bytes of each piece, in order, to a new file and flush it to the disk. Raises
-    OSError."""
+    """Write the bytes of each piece, back to back, to a new file, and read it back from where it is
+    stored.
+
+    Raises OSError, and UserError where something else comes back.
+    """
+    planned = placed(given)
     checksums = ["0" * 16] * len(planned)
     reserved = len(_header(path.name, planned, checksums))
-    with open(path, "xb", buffering=0) as file:
-        file.seek(reserved)
-        for index, piece in enumerate(planned):
+    size = reserved + sum(piece.bytes for piece in planned)
+    with store_of(path).create(path, size, start=reserved) as file:
+        for index, piece in enumerate(given):
             digest = xxhash.xxh3_64()
             data = bytes_of(piece)
             for begin in range(0, len(data), CHUNK_BYTES):
                 chunk = data[begin : begin + CHUNK_BYTES]
                 digest.update(chunk)
-                _write_all(file, chunk)
+                file.put(chunk)
             checksums[index] = digest.hexdigest()
         header = _header(path.name, planned, checksums)
-        file.seek(0)
-        _write_all(file, memoryview(header))
-        os.fsync(file.fileno())
-    size = len(header) + sum(piece.bytes for piece in planned)
-    return SavedFile(bytes=size, header=checksum(header))
-
-
-def _write_all(file: BinaryIO, data: memoryview) -> None:
-    while len(data):
-        data = data[file.write(data) :]
+        file.finish(header)
+    saved = SavedFile(bytes=size, header=checksum(header))
+    if not file.compared:
+        verify(path, saved)
+    return saved
 
 
 def _header(file: str, planned: Sequence[Piece], checksums: Sequence[str]) -> bytes:
@@ -148,7 +156,7 @@ def _header(file: str, planned: Sequence[Piece], checksums: Sequence[str]) -> by
     part = Tensors.dump_json(_contents(file, planned, checksums)).decode()
     metadata = {"format": "megaframe-checkpoint", "tensors": part}
     text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(f"header of {file} is {len(text)} bytes, over {MAX_HEADER_BYTES}")
     return len(text).to_bytes(8, "little") + text
@@ -183,10 +191,10 @@ class Reader:
     Raises UserError that names the file, and the tensor where there is one.
     """
 
-    def __init__(self, path: Path, saved: SavedFile) -> None:
+    def __init__(self, path: Place, saved: SavedFile, *, fresh: bool = False) -> None:
         self.path = path
         try:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by __exit__)
+            self._file = store_of(path).open(path, fresh=fresh)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from None
         try:
@@ -208,7 +216,7 @@ class Reader:
         self._file.close()
 
     def _read_header(self, saved: SavedFile) -> tuple[Mapping[str, object], int]:
-        size = os.fstat(self._file.fileno()).st_size
+        size = self._file.size
         if size != saved.bytes:
             raise UserError(f"{self.path} is damaged: {size} bytes instead of {saved.bytes}")
         length = int.from_bytes(self._read(0, min(8, size)), "little")
@@ -230,14 +238,11 @@ class Reader:
 
     def _read_into(self, start: int, into: memoryview, what: str) -> None:
         try:
-            self._file.seek(start)
-            while len(into):
-                got = self._file.readinto(into)
-                if not got:
-                    raise UserError(f"{self.path} is damaged: it ends within {what}")
-                into = into[got:]
+            got = self._file.read_into(start, into)
         except OSError as error:
             raise UserError(f"cannot read {what} from {self.path}: {error.strerror}") from None
+        if got < len(into):
+            raise UserError(f"{self.path} is damaged: it ends within {what}")
 
     def tensors(self) -> dict[str, SavedTensor]:
         """What the file says about itself: the part of the manifest of the rank that wrote it."""
@@ -254,8 +259,8 @@ class Reader:
         start = self._data_start + self._position(name, tensor, piece, size)
         into = buffer.numpy().data[:size]
         digest = xxhash.xxh3_64()
-        for begin in range(0, size, CHUNK_BYTES):
-            chunk = into[begin : begin + CHUNK_BYTES]
+        for begin in range(0, size, self._file.chunk):
+            chunk = into[begin : begin + self._file.chunk]
             self._read_into(start + begin, chunk, f"tensor {name}")
             digest.update(chunk)
         if digest.hexdigest() != piece.checksum:
@@ -293,13 +298,10 @@ def buffer_for(tensors: Mapping[str, SavedTensor]) -> Tensor:
     return torch.empty(max(sizes, default=0), dtype=torch.uint8)
 
 
-def verify(path: Path, saved: SavedFile) -> dict[str, SavedTensor]:
+def verify(path: Place, saved: SavedFile) -> dict[str, SavedTensor]:
     """Read all of a file back, by the code that loads it; returns what it holds."""
-    if hasattr(os, "posix_fadvise"):
-        # Out of the page cache first, or only memory would be verified. Linux drops clean pages.
-        with open(path, "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    with Reader(path, saved) as reader:
+    # Not from memory, or that alone would be verified.
+    with Reader(path, saved, fresh=True) as reader:
         tensors = reader.tensors()
         buffer = buffer_for(tensors)
         for name, tensor in tensors.items():

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -23,15 +22,17 @@ from megaframe.checkpoint.container import (
     Reader,
     Unplaced,
     buffer_for,
+    divided,
     placed,
-    verify,
     write,
 )
-from megaframe.checkpoint.folder import final_name, remove
+from megaframe.checkpoint.folder import checkpoints
 from megaframe.checkpoint.load import Checkpoint, read_manifest
 from megaframe.checkpoint.manifest import DTYPES, Manifest, SavedSlice
+from megaframe.checkpoint.names import final_name
 from megaframe.checkpoint.save import commit
 from megaframe.checkpoint.slices import Slice
+from megaframe.checkpoint.storage import Place, store_of
 from megaframe.errors import UserError
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ _FEW = 3
 """Tensors that are named of a file that cannot be read at all."""
 
 
-def damage(path: Path) -> Iterator[str]:
+def damage(path: Place) -> Iterator[str]:
     """Everything that is wrong with a checkpoint: a sentence each, with file and tensor."""
     try:
         manifest = read_manifest(path)
@@ -61,7 +62,7 @@ _Held = defaultdict[str, list[SavedSlice]]
 """Slices of one file, by tensor."""
 
 
-def _damage_of(path: Path, manifest: Manifest, file: str, held: _Held) -> list[str]:
+def _damage_of(path: Place, manifest: Manifest, file: str, held: _Held) -> list[str]:
     names, found = list(held), []
     try:
         with Reader(path / file, manifest.files[file]) as reader:
@@ -118,7 +119,7 @@ def _distance(name: str, one: Checkpoint, other: Checkpoint) -> Difference:
     return Difference(name, distance, largest)
 
 
-def regroup(source: Checkpoint, folder: Path, files: int) -> Path:
+def regroup(source: Checkpoint, folder: Place, files: int) -> Place:
     """The same checkpoint in so many files of about one size, as `folder`/step-...; see
     `assemble`."""
     saved = {
@@ -161,31 +162,32 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def assemble(
-    folder: Path,
+    folder: Place,
     step: int,
     state: Mapping[str, JsonValue],
     groups: Sequence[Sequence[Unplaced]],
     bytes_of: Callable[[Piece], memoryview],
-) -> Path:
-    """Write a checkpoint, a file for each group, as `folder`/step-...
+) -> Place:
+    """Write a checkpoint, a file (where the store takes only small ones, several) for each group,
+    as `folder`/step-...
 
     It is verified before it gets its name; nothing is left of one that fails. Raises UserError
     where there is one already.
     """
-    final = folder / final_name(step)
-    if final.exists():
-        raise UserError(f"{final} is there already; remove it or give another folder")
+    store, final = store_of(folder), folder / final_name(step)
     attempt = secrets.token_hex(4)
-    temporary = folder / f"{final.name}.{attempt}.tmp"
+    draft = store.draft(folder, step, attempt)
     try:
-        temporary.mkdir(parents=True)
+        if final in checkpoints(folder):
+            raise UserError(f"{final} is there already; remove it or give another folder")
+        store.begin(draft)
         saved = {}
         for number, group in enumerate(groups):
-            name = f"rank-{number:05d}.safetensors"
-            saved[name] = write(temporary / name, placed(group), bytes_of)
-            verify(temporary / name, saved[name])
-        return commit(temporary, step, state, saved, attempt)
+            for part, planned in enumerate(divided(placed(group), store.file_bytes)):
+                name = store.file_name(number, part, attempt)
+                saved[name] = write(draft / name, planned, bytes_of)
+        return commit(draft, folder, step, state, saved, attempt)
     except OSError as error:
-        raise UserError(f"cannot write {error.filename or temporary}: {error.strerror}") from None
+        raise UserError(f"cannot write {error.filename or draft}: {error.strerror}") from None
     finally:
-        remove(temporary, attempt)
+        store.discard(draft, attempt)

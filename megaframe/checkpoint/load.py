@@ -7,27 +7,17 @@ so small that this costs little, and so no byte is used whose checksum was not s
 
 from __future__ import annotations
 
-import errno
-import stat
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import IO
 
 import torch
 from pydantic import JsonValue
 
 from megaframe.checkpoint.container import Reader, buffer_for
-from megaframe.checkpoint.folder import (
-    POINTER,
-    checkpoints,
-    final_name,
-    hold,
-    is_temporary,
-    read_pointer,
-)
+from megaframe.checkpoint.folder import checkpoints, read_pointer
 from megaframe.checkpoint.manifest import (
     DTYPE_NAMES,
     MANIFEST,
@@ -37,14 +27,16 @@ from megaframe.checkpoint.manifest import (
     SavedTensor,
     decode,
 )
+from megaframe.checkpoint.names import POINTER, final_name, is_temporary
 from megaframe.checkpoint.slices import Slice, intersection, region
+from megaframe.checkpoint.storage import Place, Source, place, store_of
 from megaframe.errors import UserError
 
 
 class Checkpoint:
     """An open checkpoint. While it is open, no writer deletes it."""
 
-    def __init__(self, path: Path, manifest: Manifest, file: BinaryIO) -> None:
+    def __init__(self, path: Place, manifest: Manifest, file: Source | IO[bytes]) -> None:
         self.path = path
         self._manifest = manifest
         self._file = file
@@ -141,41 +133,40 @@ def _scatter(saved: torch.Tensor, piece: SavedSlice, wanted: Sequence[Slice]) ->
             part.tensor[region(part.box, shared)].copy_(source)
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Place) -> Checkpoint:
     """Read and check a checkpoint's manifest, and that its files are there in their sizes.
 
     Raises UserError that names the file and what is wrong with it.
     """
     manifest, file = _opened(path)
     try:
-        for name, saved in manifest.files.items():
-            _require_file(path / name, saved.bytes)
+        _require_files(path, manifest)
     except BaseException:
         file.close()
         raise
     return Checkpoint(path, manifest, file)
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Place) -> Manifest:
     """The manifest of a checkpoint, checked, whatever its files are. Raises UserError."""
     manifest, file = _opened(path)
     file.close()
     return manifest
 
 
-def _opened(path: Path) -> tuple[Manifest, BinaryIO]:
+def _opened(path: Place) -> tuple[Manifest, Source]:
     """The manifest and its file, which while it is open keeps the checkpoint from being deleted."""
     source = path / MANIFEST
     try:
-        size = _size_of_file(source)
-        file = open(source, "rb")  # noqa: SIM115 (closed by the caller)
+        file = store_of(path).open(source, hold=True)
     except OSError as error:
         raise UserError(f"{path} is not a checkpoint: {MANIFEST}: {error.strerror}") from None
     try:
-        hold(file.fileno())
-        if size > MAX_BYTES:
+        if file.size > MAX_BYTES:
             raise UserError(f"{source} is larger than the {MAX_BYTES} bytes of any manifest")
-        return decode(file.read(size), source), file
+        content = bytearray(file.size)
+        got = file.read_into(0, memoryview(content))
+        return decode(bytes(content[:got]), source), file
     except OSError as error:
         file.close()
         raise UserError(f"cannot read {source}: {error.strerror}") from None
@@ -184,48 +175,68 @@ def _opened(path: Path) -> tuple[Manifest, BinaryIO]:
         raise
 
 
-def _size_of_file(path: Path) -> int:
-    """Raises OSError for what is no regular file (opening a pipe might never return)."""
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "Not a regular file", str(path))
-    return status.st_size
-
-
-def _require_file(path: Path, saved: int) -> None:
+def _require_files(path: Place, manifest: Manifest) -> None:
     try:
-        size = _size_of_file(path)
+        sizes = store_of(path).entries(path)
     except OSError as error:
-        raise UserError(f"checkpoint file {path} cannot be read: {error.strerror}") from None
-    if size != saved:
-        raise UserError(f"checkpoint file {path} is damaged: {size} bytes instead of {saved}")
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    for name, saved in manifest.files.items():
+        size = sizes.get(name)
+        if size is None:
+            wrong = "Not a regular file" if name in sizes else "No such file or directory"
+            raise UserError(f"checkpoint file {path / name} cannot be read: {wrong}")
+        if size != saved.bytes:
+            raise UserError(
+                f"checkpoint file {path / name} is damaged: {size} bytes instead of {saved.bytes}"
+            )
 
 
-def find(folder: Path, resume: str) -> Path | None:
+def find(home: Place, resume: str) -> Place | None:
     """The checkpoint that `checkpoint.resume` asks for.
 
-    `latest` is the one that the pointer in `folder` names, or else the newest whole one (with a
-    warning); None where there is none yet. Anything else is the path of a checkpoint. Raises
-    UserError where what was asked for is missing or damaged.
+    `latest` is the one that the pointer in `home` names, or else the newest whole one (with a
+    warning); None where there is none yet. Anything else is the path or URL of a checkpoint. Raises
+    UserError where what was asked for is missing or damaged, or its place cannot be reached.
     """
-    return _newest(folder) if resume == "latest" else given(Path(resume), "checkpoint.resume")
+    if resume != "latest":
+        return given(resume, "checkpoint.resume")
+    try:
+        return _newest(home)
+    except OSError as error:
+        raise UserError(f"cannot look for checkpoints in {home}: {error.strerror}") from None
 
 
-def given(path: Path, key: str) -> Path:
-    """The path of a checkpoint, as a key of the config gives it. Raises UserError where it is none,
-    or damaged."""
-    if not path.is_dir():
+def locate(given: Place) -> Place | None:
+    """The checkpoint itself, or the latest in a home of them; None where there is neither."""
+    try:
+        is_one = MANIFEST in store_of(given).entries(given)
+    except OSError as error:
+        raise UserError(f"cannot read {given}: {error.strerror}") from None
+    return given if is_one else find(given, "latest")
+
+
+def given(text: str, key: str) -> Place:
+    """The checkpoint at the path or URL that a key of the config gives. Raises UserError where
+    there is none, or it is damaged, or its place cannot be reached."""
+    try:
+        return _checked(place(text), key)
+    except OSError as error:
+        raise UserError(f"cannot look for checkpoints in {text}: {error.strerror}") from None
+
+
+def _checked(path: Place, key: str) -> Place:
+    if not store_of(path).is_folder(path):
         raise UserError(f"{key}={path}: there is no such folder")
     if is_temporary(path.name):
         raise UserError(f"{key}={path} is a save that was never finished")
     inside = checkpoints(path)
-    if inside and not (path / MANIFEST).exists():
+    if inside and MANIFEST not in store_of(path).entries(path):
         raise UserError(f"{key}={path} holds checkpoints; give one, as {inside[0]}")
     open_checkpoint(path).close()
     return path
 
 
-def _newest(folder: Path) -> Path | None:
+def _newest(folder: Place) -> Place | None:
     named = read_pointer(folder)
     found = checkpoints(folder)
     if named is None and not found:

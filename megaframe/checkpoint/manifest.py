@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from math import prod
-from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -18,11 +17,15 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
 from megaframe.checkpoint.slices import Box, Shape, is_inside, tiling_problem
+from megaframe.checkpoint.storage import Place
 from megaframe.errors import UserError
 
 MANIFEST = "manifest.json"
 MAX_BYTES = 256 << 20
 """Largest manifest that is written or read: about two million slices."""
+
+MAX_SLICE_BYTES = 256 << 20
+"""Largest slice that is read; those that are written are much smaller."""
 
 DTypeName = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
 """Names that safetensors gives to dtypes."""
@@ -40,16 +43,20 @@ Size = Annotated[int, Field(ge=1, lt=1 << 48)]
 Offset = Annotated[int, Field(ge=0, lt=1 << 48)]
 Shaped = Annotated[tuple[Size, ...], Field(max_length=8)]
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-FileName = Annotated[str, Field(pattern=r"^rank-[0-9]{5,9}\.safetensors$")]
+FileName = Annotated[
+    str, Field(pattern=r"^rank-[0-9]{5,9}(\.[0-9]{5,9}\.[0-9a-f]{8})?\.safetensors$")
+]
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
+    """What is written as JSON, and believed by nobody who reads it before it is checked."""
+
     model_config = ConfigDict(
         strict=True, frozen=True, extra="forbid", ser_json_inf_nan="constants"
     )
 
 
-class SavedSlice(_Record):
+class SavedSlice(Record):
     """A box of a tensor, the file that holds it and the checksum of its bytes."""
 
     file: FileName
@@ -62,7 +69,7 @@ class SavedSlice(_Record):
         return self.offset, self.shape
 
 
-class SavedTensor(_Record):
+class SavedTensor(Record):
     """A logical tensor; its slices are disjoint and cover it entirely."""
 
     shape: Shaped
@@ -73,14 +80,14 @@ class SavedTensor(_Record):
         return prod(shape) * DTYPES[self.dtype].itemsize
 
 
-class SavedFile(_Record):
+class SavedFile(Record):
     """What a file must be before any of it is read: its size and the checksum of its header."""
 
     bytes: Annotated[int, Field(ge=1, lt=1 << 60)]
     header: Checksum
 
 
-class Manifest(_Record):
+class Manifest(Record):
     """All that a checkpoint holds. `state` is plain data of the caller: counters, the config."""
 
     format: Literal["megaframe-checkpoint"] = "megaframe-checkpoint"
@@ -130,7 +137,13 @@ def problem(manifest: Manifest) -> str | None:
                 )
             if piece.file not in manifest.files:
                 return f"tensor {name} is in {piece.file}, which is not in its list of files"
-            held[piece.file] += tensor.bytes_of(piece.shape)
+            size = tensor.bytes_of(piece.shape)
+            if size > MAX_SLICE_BYTES:
+                return (
+                    f"tensor {name} has a slice of {size} bytes, larger than any that is read "
+                    f"({MAX_SLICE_BYTES})"
+                )
+            held[piece.file] += size
         untiled = tiling_problem(tensor.shape, [piece.box for piece in tensor.slices])
         if untiled:
             return f"tensor {name} of shape {tensor.shape}: {untiled}"
@@ -143,29 +156,40 @@ def problem(manifest: Manifest) -> str | None:
 _PREFIX = b'{"checksum":"%s",'
 
 
+def sealed(record: BaseModel) -> bytes:
+    """A record as JSON that begins with a checksum of all the rest."""
+    rest = record.model_dump_json().encode()[1:]
+    return _PREFIX % checksum(rest).encode() + rest
+
+
+def unsealed(data: bytes) -> bytes | None:
+    """The JSON of a record, without its checksum; None where that is another one."""
+    start = len(_PREFIX % (b"0" * 16))
+    head, rest = data[:start], data[start:]
+    return b"{" + rest if head == _PREFIX % checksum(rest).encode() else None
+
+
 def encode(manifest: Manifest) -> bytes:
     """Raises ValueError for a manifest that `decode` would refuse."""
     wrong = problem(manifest)
     if wrong:
         raise ValueError(wrong)
-    rest = manifest.model_dump_json().encode()[1:]
-    data = _PREFIX % checksum(rest).encode() + rest
+    data = sealed(manifest)
     if len(data) > MAX_BYTES:
         raise ValueError(f"manifest of {len(data)} bytes is over the limit of {MAX_BYTES}")
     return data
 
 
-def decode(data: bytes, source: Path) -> Manifest:
+def decode(data: bytes, source: Place) -> Manifest:
     """Read a manifest and check all of it. Raises UserError that begins with `source`."""
-    start = len(_PREFIX % (b"0" * 16))
-    head, rest = data[:start], data[start:]
-    if head != _PREFIX % checksum(rest).encode():
+    text = unsealed(data)
+    if text is None:
         raise UserError(
             f"{source} is damaged or is no manifest of a checkpoint: "
             f"its checksum does not match its {len(data)} bytes"
         )
     try:
-        manifest = Manifest.model_validate_json(b"{" + rest)
+        manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(key) for key in first["loc"]) or "the file"

@@ -11,15 +11,18 @@ import json
 import secrets
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from torch.distributed import Store
 
 from megaframe.errors import UserError
 
-Message = dict[str, int | str]
+Message = dict[str, Any]
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.005, 0.25
 """Seconds between two looks at the store; the pause doubles."""
+_PAUSE_PER_RANK = 0.01
+"""Where ranks are few it stays shorter: they ask the store too little to hurt it."""
 
 
 class Meeting:
@@ -83,15 +86,14 @@ class Meeting:
     def ending(self, attempt: str) -> str | None:
         return self._find(self._key(attempt, "end"))
 
-    @staticmethod
-    def looks(timeout: float) -> Iterator[None]:
+    def looks(self, timeout: float) -> Iterator[None]:
         """Pace a loop that looks at the store, until `timeout` seconds have passed."""
         deadline = time.monotonic() + timeout
         pause = _FIRST_PAUSE
         yield
         while time.monotonic() < deadline:
             time.sleep(pause)
-            pause = min(2 * pause, _LAST_PAUSE)
+            pause = min(2 * pause, _LAST_PAUSE, _PAUSE_PER_RANK * self._world)
             yield
 
 

@@ -8,33 +8,27 @@ anywhere, leaves no trace but an error on every rank; the checkpoints before it 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
-from threading import Thread
 
-import torch
 from pydantic import JsonValue
-from torch import Tensor
 from torch.distributed import Store
 
-from megaframe.checkpoint.container import Piece, Reader, by_alignment, plan, verify, write
-from megaframe.checkpoint.folder import (
-    final_name,
-    flush,
-    move_pointer,
-    prune,
-    publish,
-    remove,
-    remove_stale,
+from megaframe.checkpoint.background import Background
+from megaframe.checkpoint.container import (
+    Piece,
+    Reader,
+    divided,
+    write,
 )
-from megaframe.checkpoint.manifest import MANIFEST, Manifest, SavedFile, encode, merged
+from megaframe.checkpoint.folder import move_pointer, prune
+from megaframe.checkpoint.manifest import Manifest, SavedFile, SavedTensor, encode, merged
 from megaframe.checkpoint.meeting import Meeting, Message
 from megaframe.checkpoint.slices import Slice
+from megaframe.checkpoint.storage import Place, store_of
 from megaframe.errors import UserError
 
 
@@ -46,11 +40,16 @@ class _Job:
     state: dict[str, JsonValue]
 
 
-class Writer:
-    """Writes one rank's part of each checkpoint of a run into `folder`, which all ranks share.
+_HEADERS_AT_ONCE = 16
+"""Files of all ranks whose headers rank 0 reads at a time."""
 
-    keep:    how many of the newest checkpoints stay (at least 1).
-    timeout: seconds to wait for another rank before a save is given up.
+
+class Writer(Background):
+    """Writes one rank's part of each checkpoint of a run into `home`, which all ranks share.
+
+    keep:       how many of the newest checkpoints stay (at least 1).
+    keep_every: those of steps that are multiples of it stay for good; 0: none.
+    timeout:    seconds to wait for another rank before a save is given up.
     Whatever goes wrong in the background is raised by the next `save`, `wait` or `poll`: UserError
     for what a user can mend. The writer can be used again after that.
     Its thread ends with the process: call `wait` before leaving.
@@ -58,78 +57,40 @@ class Writer:
 
     def __init__(
         self,
-        folder: Path,
+        home: Place,
         *,
         rank: int,
         world: int,
         store: Store,
         keep: int,
+        keep_every: int = 0,
         timeout: float = 600.0,
     ) -> None:
-        self._folder = folder
+        super().__init__()
+        self._home = home
+        self._storage = store_of(home)
         self._rank = rank
         self._world = world
         # A connection of its own, since others may wait in the given one (not in torch's stubs).
         self._store: Store = store.clone()  # type: ignore[attr-defined]
-        self._keep = keep
+        self._keep, self._keep_every = keep, keep_every
         self._timeout = timeout
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._thread: Thread | None = None
-        self._failure: Exception | None = None
         if rank == 0:
-            with _explained(f"cannot use {folder} for checkpoints", folder):
-                folder.mkdir(parents=True, exist_ok=True)
-                remove_stale(folder)
+            with _explained(f"cannot use {home} for checkpoints", home):
+                self._storage.prepare(home)
 
     def save(self, step: int, slices: Sequence[Slice], state: Mapping[str, JsonValue]) -> None:
-        """Copy the slices and the state, and return; the rest happens in the background.
+        """Take the state, and return; the rest happens in the background, a copy of the slices
+        first. Until `copied` has returned they must not change.
 
         Every rank calls this with the same step. Together the ranks' slices cover each tensor
         once; a rank may have none. Rank 0's `state` is the one that is saved; its floats come back
         bit for bit. Waits for the save before.
         """
-        self.wait()
-        held = by_alignment(slices)
-        planned = plan(held)
-        job = _Job(step, planned, self._copied(held, planned), json.loads(json.dumps(dict(state))))
-        self._thread = Thread(target=self._run, args=(job,), name="checkpoint", daemon=True)
-        self._thread.start()
+        kept = json.loads(json.dumps(dict(state)))
+        self.start(slices, lambda planned, data: self._write(_Job(step, planned, data, kept)))
 
-    def wait(self) -> None:
-        """Return when the last save is committed; raise what went wrong."""
-        if self._thread is not None:
-            self._thread.join()
-        self.poll()
-
-    def poll(self) -> bool:
-        """Whether no save is in flight; raise what went wrong with the last one."""
-        if self._thread is not None and self._thread.is_alive():
-            return False
-        self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-        return True
-
-    def _copied(self, held: Sequence[Slice], planned: Sequence[Piece]) -> memoryview:
-        """Copy the slices to host memory, back to back. The memory is used again by each save."""
-        size = planned[-1].stop if planned else 0
-        devices = {part.tensor.device for part in held if part.tensor.is_cuda}
-        if self._buffer.numel() < size:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # never both
-            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=bool(devices))
-        start = 0
-        for part in held:
-            stop = start + part.tensor.nbytes
-            _as_bytes_of(part.tensor, self._buffer[start:stop]).copy_(
-                part.tensor.detach(), non_blocking=True
-            )
-            start = stop
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
-        return self._buffer.numpy().data[:size]
-
-    def _run(self, job: _Job) -> None:
+    def _write(self, job: _Job) -> None:
         meeting = Meeting(
             self._store,
             step=job.step,
@@ -137,36 +98,33 @@ class Writer:
             world=self._world,
             timeout=self._timeout,
         )
-        try:
-            if self._rank == 0:
-                self._lead(meeting, job)
-            else:
-                self._follow(meeting, job)
-        except Exception as error:  # raised again, by `poll`, in the caller's thread
-            self._failure = error
+        if self._rank == 0:
+            self._lead(meeting, job)
+        else:
+            self._follow(meeting, job)
 
     def _lead(self, meeting: Meeting, job: _Job) -> None:
         attempt = meeting.open()
-        temporary = self._temporary(job.step, attempt)
+        draft = self._storage.draft(self._home, job.step, attempt)
         failure = "rank 0 was stopped"
         try:
             meeting.tell(attempt, "need", {"bytes": len(job.data)})
             needed = sum(int(message["bytes"]) for message in meeting.hear(attempt, "need"))
-            with _explained(f"cannot write the checkpoint of step {job.step}", temporary, needed):
-                _require_space(self._folder, job.step, needed)
-                temporary.mkdir()
+            with _explained(f"cannot write the checkpoint of step {job.step}", draft, needed):
+                _require_space(self._home, job.step, needed)
+                self._storage.begin(draft)
                 meeting.go(attempt)
                 self._contribute(meeting, attempt, job)
                 files = _reported(job.step, meeting.hear(attempt, "done"))
-                final = commit(temporary, job.step, job.state, files, attempt)
-                prune(self._folder, final, self._keep, attempt)
+                final = commit(draft, self._home, job.step, job.state, files, attempt)
+                prune(self._home, final, self._keep, self._keep_every, attempt)
             failure = ""
         except Exception as error:
             failure = str(error) if isinstance(error, UserError) else repr(error)
             raise
         finally:
             if failure:
-                remove(temporary, attempt)
+                self._storage.discard(draft, attempt)
             meeting.end(attempt, failure)
 
     def _follow(self, meeting: Meeting, job: _Job) -> None:
@@ -194,53 +152,51 @@ class Writer:
             + (f" (it said: {old_failure})" if old_failure else "")
         )
 
-    def _temporary(self, step: int, attempt: str) -> Path:
-        # With the attempt in its name, a process of a dead run cannot write into this save.
-        return self._folder / f"{final_name(step)}.{attempt}.tmp"
-
     def _contribute(self, meeting: Meeting, attempt: str, job: _Job) -> None:
-        """Write this rank's file, if it has anything to hold, and report it or what went wrong."""
-        path = self._temporary(job.step, attempt) / f"rank-{self._rank:05d}.safetensors"
+        """Write this rank's files, if it holds anything, and report them or what went wrong."""
         message: Message = {}
         try:
-            if job.planned:
-                with _explained("cannot write", path, len(job.data), discard=path):
-                    saved = write(path, job.planned, lambda p: job.data[p.start : p.stop])
-                    verify(path, saved)
-                message = {"file": path.name, "bytes": saved.bytes, "header": saved.header}
+            with ThreadPoolExecutor(self._storage.at_once(self._home)) as pool:
+                groups = divided(job.planned, self._storage.file_bytes)
+                files = pool.map(lambda one: self._file(attempt, job, *one), enumerate(groups))
+                message = {"files": {name: saved.model_dump() for name, saved in files}}
         except UserError as error:
             message = {"error": str(error)}
         except Exception:
             message = {"error": traceback.format_exc()}
         meeting.tell(attempt, "done", message)
 
+    def _file(
+        self, attempt: str, job: _Job, part: int, pieces: Sequence[Piece]
+    ) -> tuple[str, SavedFile]:
+        draft = self._storage.draft(self._home, job.step, attempt)
+        path = draft / self._storage.file_name(self._rank, part, attempt)
+        with _explained("cannot write", path, len(job.data), discard=path):
+            saved = write(path, pieces, lambda piece: job.data[piece.start : piece.stop])
+        return path.name, saved
+
 
 def commit(
-    temporary: Path,
+    draft: Place,
+    home: Place,
     step: int,
     state: Mapping[str, JsonValue],
     files: Mapping[str, SavedFile],
     attempt: str,
-) -> Path:
-    """Make the verified files in a temporary folder the newest checkpoint of the folder around it:
-    manifest, final name, and last the pointer. Returns its path. Raises OSError."""
-    parts = []
-    for name, saved in files.items():
-        with Reader(temporary / name, saved) as reader:
-            parts.append(reader.tensors())
+) -> Place:
+    """Make the verified files of a draft the newest checkpoint of its home: manifest and final
+    name, and last the pointer. Returns where it is. Raises OSError."""
+
+    def tensors(name: str) -> dict[str, SavedTensor]:
+        with Reader(draft / name, files[name]) as reader:
+            return reader.tensors()
+
+    with ThreadPoolExecutor(_HEADERS_AT_ONCE) as pool:
+        parts = list(pool.map(tensors, files))
     manifest = Manifest(step=step, state=dict(state), files=dict(files), tensors=merged(parts))
-    with open(temporary / MANIFEST, "xb") as file:
-        file.write(encode(manifest))
-        file.flush()
-        os.fsync(file.fileno())
-    flush(temporary)
-    final = publish(temporary, step, attempt)
-    move_pointer(temporary.parent, final.name, attempt)
+    final = store_of(home).publish(draft, step, attempt, encode(manifest), files.keys())
+    move_pointer(home, final.name, attempt)
     return final
-
-
-def _as_bytes_of(tensor: Tensor, data: Tensor) -> Tensor:
-    return data.view(tensor.dtype).view(tensor.shape)
 
 
 def _reported(step: int, messages: Sequence[Message]) -> dict[str, SavedFile]:
@@ -256,24 +212,24 @@ def _reported(step: int, messages: Sequence[Message]) -> dict[str, SavedFile]:
             f"checkpoint of step {step} could not be saved: " + "; ".join(errors[:3]) + more
         )
     return {
-        str(message["file"]): SavedFile(bytes=int(message["bytes"]), header=str(message["header"]))
+        name: SavedFile.model_validate(saved)
         for message in messages
-        if message
+        for name, saved in message["files"].items()
     }
 
 
-def _require_space(folder: Path, step: int, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
+def _require_space(home: Place, step: int, needed: int) -> None:
+    free = store_of(home).free(home)
+    if free is not None and free < needed:
         raise UserError(
-            f"checkpoint of step {step} needs {needed:,} bytes but {folder} has {free:,} bytes "
+            f"checkpoint of step {step} needs {needed:,} bytes but {home} has {free:,} bytes "
             "free; free some space or lower checkpoint.keep"
         )
 
 
 @contextmanager
 def _explained(
-    what: str, path: Path, needed: int | None = None, discard: Path | None = None
+    what: str, path: Place, needed: int | None = None, discard: Place | None = None
 ) -> Iterator[None]:
     """Turn an OSError into a UserError that names the path, and needed and free bytes.
 
@@ -283,11 +239,11 @@ def _explained(
         yield
     except OSError as error:
         if discard is not None:
-            with suppress(OSError):
-                discard.unlink()
+            store_of(discard).delete(discard)
         text = f"{what}: {error.filename or path}: {error.strerror}"
         if needed is not None:
             with suppress(OSError):
-                free = shutil.disk_usage(path.parent).free
-                text += f" (it needs {needed:,} bytes and {free:,} bytes are free)"
+                free = store_of(path).free(path.parent)
+                if free is not None:
+                    text += f" (it needs {needed:,} bytes and {free:,} bytes are free)"
         raise UserError(text) from error

@@ -284,20 +284,25 @@ def collective(
     return pending
 
 
-def send(tensor: Tensor, link: Group) -> Pending[Tensor]:
-    """Send to the other rank of a link. The tensor must not change before it has left."""
+def send(tensor: Tensor, link: Group, to: int | None = None) -> Pending[Tensor]:
+    """Send to the other rank of a link, or to rank `to` of any group. The tensor must not change
+    before it has left."""
     link.traffic.count(tensor.nbytes)
-    link.begin("transfer", tensor, alike=False)
-    other = 1 - link.index
+    other = 1 - link.index if to is None else to
+    if to is None:
+        link.begin("transfer", tensor, alike=False)
     start = partial(dist.isend, tensor, group=link.handle, group_dst=other)
     return _started(tensor, link, start, "send")
 
 
-def receive(into: Tensor, link: Group, too: Pending[Tensor] | None = None) -> Pending[Tensor]:
-    """Receive from the other rank of a link, in the order in which it sends; with `too`, what
-    must be done as well before it is there."""
-    link.begin("transfer", into, alike=False)
-    other = 1 - link.index
+def receive(
+    into: Tensor, link: Group, too: Pending[Tensor] | None = None, source: int | None = None
+) -> Pending[Tensor]:
+    """Receive from the other rank of a link, or from rank `source` of any group, in the order in
+    which it sends; with `too`, what must be done as well before it is there."""
+    other = 1 - link.index if source is None else source
+    if source is None:
+        link.begin("transfer", into, alike=False)
     start = partial(dist.irecv, into, group=link.handle, group_src=other)
     return _started(into, link, start, "receive", too)
 

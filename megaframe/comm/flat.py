@@ -25,7 +25,7 @@ def reduce_scatter_(flat: Tensor, group: Group, room: Tensor | None = None) -> P
     if group.handle is None:
         return Pending(own)
     group.traffic.count(own.nbytes * (group.size - 1))
-    if flat.is_cuda:
+    if flat.device.type != "cpu":
         return collective(
             own,
             group,
@@ -49,7 +49,7 @@ def all_gather_(flat: Tensor, group: Group) -> Pending[Tensor]:
         return Pending(flat)
     own = part(flat, group)
     group.traffic.count(own.nbytes * (group.size - 1))
-    if flat.is_cuda:
+    if flat.device.type != "cpu":
         return collective(
             flat,
             group,

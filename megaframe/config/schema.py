@@ -26,6 +26,13 @@ class Run(Section):
 
 
 class Parallel(Section):
+    auto: bool = False
+    """Let the planner choose the layout for the ranks at hand: all of `tensor` to `schedule` here
+    that is not given, `train.microbatch` and `train.recompute`. A resumed run keeps what it began
+    with."""
+    cluster: str | None = None
+    """Description of the machine that a plan is made for: one of `configs/clusters`, or a path.
+    Default: by device; for tools/plan.py h100-ib."""
     tensor: Positive = 1
     """Ranks that split each matrix (and, outside the matrices, the sequence)."""
     tensor_chunks: Positive = 1
@@ -234,12 +241,23 @@ class Checkpoint(Section):
     """Save every so many steps and at the end; 0 never saves."""
     keep: Positive = 2
     """Newest checkpoints that are kept."""
+    keep_every: NonNegative = 0
+    """Keep the checkpoints of steps that are multiples of this for good; 0: of none."""
+    folder: str | None = None
+    """Where checkpoints lie: a path, or the URL of a store such as s3://bucket/run, of this run
+    alone. Default: `checkpoints` in the run's folder."""
+    memory_every: NonNegative = 0
+    """Copy every rank's part into the memory of its node, and of another one, every so many steps;
+    where these copies are newer than what is saved `resume=latest` continues from them. 0 never."""
+    memory_dir: str = "/dev/shm"
+    """memory_every: a folder that lies in a node's memory; it must have room for two copies of the
+    parts of twice the node's ranks."""
     resume: str | None = None
-    """`latest` continues from the run folder's newest checkpoint (a fresh start where there is
-    none yet); a path continues from that checkpoint."""
+    """`latest` continues from the newest checkpoint in `folder` (a fresh start where there is none
+    yet); the path or URL of a checkpoint continues from that."""
     weights: str | None = None
-    """Path of a checkpoint whose weights a new run starts with. Where the run has experts and the
-    checkpoint has none, each expert starts as a copy of its layer's MLP, or of a part of it."""
+    """Path or URL of a checkpoint whose weights a new run starts with. Where the run has experts
+    and the checkpoint has none, each starts as a copy of its layer's MLP, or of a part of it."""
 
 
 class Meter(Section):

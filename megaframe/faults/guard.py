@@ -16,11 +16,13 @@ from typing import Any
 
 from torch import Tensor
 
+from megaframe.checkpoint import Place
 from megaframe.checkpoint.folder import checkpoints, step_of
 from megaframe.comm.place import named
 from megaframe.config import RunConfig
 from megaframe.data.loader import Step
 from megaframe.engine import Outcome
+from megaframe.errors import UserError
 from megaframe.faults.history import History
 from megaframe.faults.ledger import FAULTS, Ledger
 from megaframe.faults.replicas import Finding, Replicas
@@ -32,8 +34,8 @@ from megaframe.optim.health import Sign, first_sick
 from megaframe.pipeline import Pipeline
 from megaframe.run_state import RunState
 
-GoBack = Callable[[Callable[[Path], Path | None]], tuple[int, RunState] | None]
-"""Continues from a checkpoint that it lets choose in the folder of all of them; gives its step and
+GoBack = Callable[[Callable[[Place], Place | None]], tuple[int, RunState] | None]
+"""Continues from a checkpoint that it lets choose in the home of all of them; gives its step and
 state, None where none was chosen."""
 
 
@@ -200,13 +202,13 @@ class Guard:
         self._ways_back += 1
         key, mesh = f"back/{self._ways_back}", self._mesh
 
-        def choose(folder: Path) -> Path | None:
+        def choose(home: Place) -> Place | None:
             # The first rank looks for all: another may not see yet what was just published.
             if mesh.rank == 0:
-                names = [path.name for path in checkpoints(folder) if step_of(path) < before]
+                names = [path.name for path in _found(home) if step_of(path) < before]
                 mesh.store.set(key, names[0] if names else "")
             name = mesh.store.get(key).decode()
-            return folder / name if name else None
+            return home / name if name else None
 
         with self._meter.time("checkpoint"):
             found = self._return(choose)
@@ -223,3 +225,10 @@ class Guard:
         if not self.history.may_return(step):
             raise NotFinite(f"{text}, as often before")
         return True
+
+
+def _found(home: Place) -> list[Place]:
+    try:
+        return checkpoints(home)
+    except OSError as error:
+        raise UserError(f"cannot look for checkpoints in {home}: {error.strerror}") from None

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megaframe.checkpoint import Checkpoint, Slice
+from megaframe.checkpoint import Checkpoint, Place, Slice
 from megaframe.checkpoint.container import PIECE_BYTES, Piece, Unplaced
 from megaframe.checkpoint.examine import as_bytes, assemble, grouped
 from megaframe.checkpoint.slices import Box, pieces, region
@@ -28,8 +28,7 @@ from megaframe.config import Data, RunConfig, Train
 from megaframe.errors import UserError
 from megaframe.huggingface.models import config_of, model_of
 from megaframe.huggingface.tensors import Theirs, tensors_of
-from megaframe.optim.optimizer import OptimizerState
-from megaframe.run_state import RunState, read_state
+from megaframe.run_state import initial_state, read_state
 from megaframe.spec import Constant, ParamSpec
 from megaframe.stage import model_specs
 
@@ -111,7 +110,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def load(folder: Path, to: Path) -> Path:
+def load(folder: Path, to: Place) -> Place:
     """Write the model in a Hugging Face folder as a checkpoint of step 0 in the folder `to`, in
     fp32. Raises `UserError` for a model that is not here, tensors that are missing, unknown or of
     another shape, and damaged files."""
@@ -124,19 +123,12 @@ def load(folder: Path, to: Path) -> Path:
     theirs = tensors_of(model, specs)
     files = _files(folder)
     _check_names(folder, theirs, files, model.tie_embeddings)
-    state = RunState(
-        config=run.model_dump(mode="json"),
-        data={},
-        optimizer=OptimizerState(0, 1.0, 0),
-        loss=float("nan"),
-        grad_norm=float("nan"),
-    )
     boxes, source = _boxes(specs, theirs)
     found = _Boxes(folder, files, source)
     return assemble(
         to,
         0,
-        state.model_dump(mode="json"),
+        initial_state(run).model_dump(mode="json"),
         grouped(boxes, lambda box: box.bytes, FILE_BYTES),
         found.bytes_of,
     )

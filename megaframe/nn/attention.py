@@ -94,7 +94,8 @@ def _among_here(
     query_BSND: Tensor, key_BSGD: Tensor, value_BSGV: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
     """Attention among tokens that are all here, [B, S, N, V]."""
-    if query_BSND.device.type == "cpu" and query_BSND.shape[3] != value_BSGV.shape[3]:
+    uneven = query_BSND.device.type == "cpu" and query_BSND.shape[3] != value_BSGV.shape[3]
+    if uneven or query_BSND.is_meta:  # torch's own would make all scores for shapes alone
         return _Uneven.apply(query_BSND, key_BSGD, value_BSGV, mask, scale)
     out_BNSV = F.scaled_dot_product_attention(
         query_BSND.transpose(1, 2),

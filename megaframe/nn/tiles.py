@@ -19,6 +19,9 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from megaframe.nn import tile_products
 
+_HOSTS = ("cpu", "meta")
+"""Devices with the fused attention of CPUs; tensors without content are asked for shapes only."""
+
 
 @dataclass(frozen=True)
 class Sight:
@@ -64,7 +67,7 @@ def attend(
     alike = _alike(query, key, value)
     if _in_products(query, key, mask):
         out, lse = tile_products.attend(query, key, value, causal=causal, scale=scale)
-    elif query.device.type == "cpu":
+    elif query.device.type in _HOSTS:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *alike, 0.0, causal, attn_mask=_additive(mask, query.dtype), scale=scale
         )
@@ -107,7 +110,7 @@ def attend_backward(
         gradients = tile_products.attend_backward(
             d_out, *heads, out, lse_BNQ, causal=causal, scale=scale
         )
-    elif query.device.type == "cpu":
+    elif query.device.type in _HOSTS:
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             d_alike,
             *alike,

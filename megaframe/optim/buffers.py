@@ -14,8 +14,8 @@ class Buffers:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._free: defaultdict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
-        self.bytes = 0
-        """Made so far, in use or not, without room for transfers."""
+        self.bytes = self.rooms = 0
+        """Made so far, in use or not: those that hold something, and room for transfers."""
 
     def take(self, length: int, dtype: torch.dtype) -> Tensor:
         """A buffer [length] with anything in it."""
@@ -27,9 +27,10 @@ class Buffers:
         return made
 
     def room(self, length: int, dtype: torch.dtype) -> Tensor:
-        """The like for what a transfer brings, which is not counted: a GPU needs none."""
+        """The like for what a transfer brings, counted apart: a GPU needs none."""
         before = self.bytes
         room = self.take(length, dtype)
+        self.rooms += self.bytes - before
         self.bytes = before
         return room
 

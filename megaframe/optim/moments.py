@@ -131,7 +131,7 @@ class Moments:
                 self._route.put_back(encoded, home)
 
     def _spans(self) -> Iterator[slice]:
-        size = _GPU_CHUNK if self._device.type == "cuda" else _CHUNK
+        size = _CHUNK if self._device.type == "cpu" else _GPU_CHUNK
         for start in range(0, max(1, self._length), size):
             yield slice(start, min(start + size, self._length))
 

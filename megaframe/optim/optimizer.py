@@ -94,6 +94,7 @@ class Optimizer:
         self._scale = LossScale(config)
         self._updates = 0
         self._last: Update | None = None
+        self._reader: Callable[[], None] | None = None
         self.buffers = Buffers(mesh.device)
         self._residents = Residents()
         self._in_flight: deque[Bucket] = deque()
@@ -240,10 +241,17 @@ class Optimizer:
 
     # Weights.
 
+    def hold(self, until: Callable[[], None]) -> None:
+        """Weights and state are being read: the next update starts when `until` returns."""
+        self._reader = until
+
     def update(self) -> Update:
         """Clip the summed gradients and update the weights. What became of it is told to the host,
         which must not be made to wait for it, a step later."""
         self._hear()
+        if self._reader is not None:
+            self._reader()
+            self._reader = None
         lr = learning_rate(self._optim, self._updates, self._steps)
         pieces = self._piece_norms()
         norm = self._norm(pieces) / self._scale.value

@@ -15,7 +15,8 @@ from megaframe.config.numbers import (
     nearest_divisors,
     nearest_multiples,
 )
-from megaframe.config.schema import BatchRamp, Optim, RunConfig, Train
+from megaframe.config.schema import BatchRamp, Checkpoint, Optim, RunConfig, Train
+from megaframe.config.url import is_url, url_mistake
 from megaframe.errors import UserError
 from megaframe.plan.context import context_mistakes
 from megaframe.plan.experts import expert_mistakes
@@ -55,10 +56,21 @@ def mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[str]:
         *_compression(config),
         *_learning_rate(config.optim, config.train.steps),
         *_optimizer(config.optim),
+        *_saving(config.checkpoint),
         *(_sources(config) if data else ()),
         *_data(config),
+        *_places(config.checkpoint),
         *_faults(config),
     ]
+
+
+def _places(checkpoint: Checkpoint) -> Iterator[str]:
+    for key in ("folder", "resume", "weights"):
+        value = getattr(checkpoint, key)
+        if value is not None and is_url(value):
+            mistake = url_mistake(value)
+            if mistake:
+                yield f"checkpoint.{key}: {mistake}"
 
 
 def _further_ahead(config: RunConfig) -> Iterator[str]:
@@ -254,6 +266,20 @@ def _optimizer(optim: Optim) -> Iterator[str]:
         yield (
             "optim.nesterov=true looks ahead along optim.momentum=0; use optim.nesterov=false, or "
             "a momentum such as 0.9"
+        )
+
+
+def _saving(checkpoint: Checkpoint) -> Iterator[str]:
+    every, kept = checkpoint.every, checkpoint.keep_every
+    if kept and not every:
+        yield (
+            f"checkpoint.keep_every={kept} means nothing to checkpoint.every=0, which saves "
+            "nothing; leave it out"
+        )
+    elif kept and kept % every:
+        yield (
+            f"checkpoint.keep_every={kept} is not a multiple of checkpoint.every={every}; "
+            f"use {nearest_multiples(every, kept)}"
         )
 
 

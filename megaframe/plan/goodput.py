@@ -109,18 +109,18 @@ PUBLISHED = Costs(
 """About what such runs were before: a collective's timeout of half an hour, minutes to start."""
 
 
-def daly_interval(stall: float, rate: float) -> float:
-    """The best time of work between two saves (Daly 2006, equation 37); seconds."""
-    mean = 1 / rate
-    if stall >= 2 * mean:
-        return mean
-    ratio = math.sqrt(stall / (2 * mean))
-    return math.sqrt(2 * stall * mean) * (1 + ratio / 3 + ratio**2 / 9) - stall
+def daly_interval(stall: float, mean_between: float) -> float:
+    """Seconds of work between two saves that lose least, where one stalls work for `stall` seconds
+    and failures are `mean_between` seconds apart (Daly 2006, equation 37)."""
+    if stall >= 2 * mean_between:
+        return mean_between
+    ratio = math.sqrt(stall / (2 * mean_between))
+    return math.sqrt(2 * stall * mean_between) * (1 + ratio / 3 + ratio**2 / 9) - stall
 
 
-def young_interval(stall: float, rate: float) -> float:
+def young_interval(stall: float, mean_between: float) -> float:
     """The same to first order (Young 1974)."""
-    return math.sqrt(2 * stall / rate)
+    return math.sqrt(2 * stall * mean_between)
 
 
 def effective(mix: Mix, ranks: int, costs: Costs, interval: float) -> float:
@@ -251,7 +251,7 @@ def table(mix: Mix, costs: Costs, sizes: Sequence[int], seed: int = 0) -> Iterat
                 f"{ranks:,}",
                 f"{1 / rate / 60:,.1f} min",
                 f"{interval:,.0f} s",
-                f"{daly_interval(costs.stall, rate):,.0f} s",
+                f"{daly_interval(costs.stall, 1 / rate):,.0f} s",
                 f"{share:.2%}",
                 f"{simulated:.2%}",
                 f"{name} (half of it: +{gain:.2%})",

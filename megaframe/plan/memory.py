@@ -27,7 +27,10 @@ WIDTH = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 @dataclass(frozen=True)
 class Memory:
     """Bytes on one rank. weights: in master precision. values: what the model computes with beside
-    them. activations: what the backward of the microbatches in flight needs. logits: the chunk."""
+    them. activations: what the backward of the microbatches in flight needs. logits: the chunk.
+    messages: on their way between stages. rooms: for gradients that arrive, on a CPU. checkpoint:
+    the copy that is written, where that is in the same memory. temporaries: of single operations.
+    overhead: what the device's software takes for itself, and what its allocator cannot use."""
 
     weights: int
     values: int
@@ -35,6 +38,11 @@ class Memory:
     optimizer: int
     activations: int
     logits: int
+    messages: int = 0
+    rooms: int = 0
+    checkpoint: int = 0
+    temporaries: int = 0
+    overhead: int = 0
 
     @property
     def total(self) -> int:
@@ -45,18 +53,25 @@ class Memory:
 @dataclass(frozen=True)
 class Held:
     """Parameters of one rank, undivided by ZeRO. vectors: all gains and biases. blocks: the
-    matrices of each block. tables: each embedding table, and the head. experts: the matrices of
-    experts in each block, 0 where there are none."""
+    matrices of each block that tensor ranks divide. tables: each embedding table, and the head.
+    experts: the matrices of experts in each block, 0 where there are none. whole: those of each
+    block that all `tensor` ranks have; shared: those that each `copies` neighbours of them have.
+    around: whether a microbatch begins and ends with tables of one size, or with one."""
 
     vectors: int
     blocks: tuple[int, ...]
     tables: tuple[int, ...]
     experts: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()
+    tensor: int = 1
+    copies: int = 1
+    around: bool = False
 
     @property
     def dense(self) -> int:
         """All but the experts."""
-        return self.vectors + sum(self.blocks) + sum(self.tables)
+        return self.vectors + sum((*self.blocks, *self.tables, *self.whole, *self.shared))
 
     @property
     def total(self) -> int:
@@ -66,22 +81,37 @@ class Held:
     @property
     def matrices(self) -> int:
         """All of them that are in blocks."""
-        return sum(self.blocks) + sum(self.experts)
+        return sum((*self.blocks, *self.experts, *self.whole, *self.shared))
+
+    def own(self, ranks: int, expert_ranks: int) -> int:
+        """What is left of them where `ranks` ranks divide a copy, and `expert_ranks` experts."""
+        divided = self.vectors + sum(self.blocks) + sum(self.tables)
+        return (
+            -(-divided // ranks)
+            + -(-sum(self.whole) // (ranks * self.tensor))
+            + -(-sum(self.shared) // (ranks * self.copies))
+            + -(-sum(self.experts) // expert_ranks)
+        )
 
     @property
     def lent_values(self) -> int:
         """The buffers that hold whole values where ZeRO divides them: those of two blocks that
         follow each other, and one for each size of table."""
-        return _of_neighbours(self.blocks) + _of_neighbours(self.experts) + sum(set(self.tables))
+        of_blocks = (self.blocks, self.experts, self.whole, self.shared)
+        return sum(map(_of_neighbours, of_blocks)) + sum(set(self.tables))
 
-    @property
-    def lent_gradients(self) -> int:
+    def lent_gradients(self, microbatches: int) -> int:
         """The same of gradients, where of the block before only what was ready last is still on its
-        way: experts, where it has them."""
+        way: experts, where it has them; and so is the last table of a microbatch while the next one
+        begins."""
         of_blocks = list(zip_longest(self.blocks, self.experts, fillvalue=0))
         last = [experts or dense for dense, experts in of_blocks]
         sooner = {dense for dense, experts in of_blocks if experts}
-        return _of_neighbours(last) + sum(sooner) + sum(set(self.tables))
+        once = sum(sooner) + sum(set(self.whole)) + sum(set(self.shared))
+        tables = sum(set(self.tables))
+        if self.around and microbatches > 1:
+            tables += self.tables[0]
+        return _of_neighbours(last) + once + tables
 
 
 def _of_neighbours(sizes: Sequence[int]) -> int:
@@ -97,34 +127,84 @@ def memory(
     plans: Sequence[StagePlan],
     actions: Sequence[Action],
     expert_ranks: int = 1,
+    *,
+    host: bool = False,
 ) -> Memory:
     """Memory of a rank that has the parameters `held`, of which `ranks` ranks share one copy, and
     `expert_ranks` one of the experts, and runs the stages of `plans`, in the order of its
-    `actions`."""
+    `actions`. host: it is the host's, where transfers need room of their own and checkpoints are
+    copied."""
     width = WIDTH[config.train.precision]
     master = max(4, width)
     stage = config.parallel.zero
-    own = held.total
-    if stage:
-        own = -(-held.dense // ranks) + -(-sum(held.experts) // expert_ranks)
+    own = held.own(ranks, expert_ranks) if stage else held.total
     values = held.vectors + held.lent_values if stage == 3 else held.total
     if width == master:  # then the own weights are among the values, but for what is only lent
         values -= -(-held.vectors // ranks) if stage == 3 else own
     gradients = held.total
     if stage >= 2:
-        gradients = held.vectors + held.lent_gradients + own - held.vectors // ranks
+        passes = len({action.microbatch for action in actions if action.microbatch is not None})
+        gradients = held.vectors + held.lent_gradients(passes) + own - held.vectors // ranks
     tokens = config.train.microbatch * config.train.seq
     tensor = config.parallel.tensor
     vocab = -(-(config.model.vocab or 0) // tensor)
     chunk = min(tokens, max(1, LOSS_CHUNK // max(1, vocab)))
+    state = state_bytes(config.optim, held, own, master)
+    # Tokens are dealt to the context ranks; rows, heads and widths to the tensor ranks.
+    dealt = tensor * config.parallel.context
+    kept, messages = _activations(config, plans, actions)
+    saved = 0
+    if host and config.checkpoint.every:
+        alone = held.own(ranks, expert_ranks)
+        saved = alone * master + state_bytes(config.optim, held, alone, master, saved=True)
     return Memory(
         weights=own * master,
         values=values * width,
         gradients=gradients * master,
-        optimizer=_state(config.optim, held, own, master),
-        # Tokens are dealt to the context ranks; rows, heads and widths to the tensor ranks.
-        activations=_activations(config, plans, actions) // (tensor * config.parallel.context),
+        optimizer=state,
+        activations=kept // dealt,
         logits=chunk * vocab * width if any(plan.last for plan in plans) else 0,
+        messages=messages // dealt,
+        rooms=_rooms(held, ranks, expert_ranks, stage) * master if host else 0,
+        checkpoint=saved,
+        temporaries=max(
+            2 * tokens * widest(config) * width // dealt,
+            chunk * vocab * width if any(plan.last for plan in plans) else 0,
+        ),
+    )
+
+
+def widest(config: RunConfig) -> int:
+    """Elements of a token in the widest place of a block, which backward makes twice beside what is
+    kept."""
+    model = config.model
+    if model.emulate is not None:
+        return model.hidden
+    up = 2 if model.activation == "swiglu" else 1
+    moe = model.moe
+    experts = 0 if moe is None else (moe.top_k + moe.shared) * (moe.ffn or model.ffn)
+    return max(up * model.ffn, up * experts)
+
+
+def _rooms(held: Held, ranks: int, expert_ranks: int, stage: int) -> int:
+    """Elements of the buffers into which the other ranks' parts of gradients come."""
+    if not stage:
+        return 0
+
+    def others(sizes: Sequence[int], among: int) -> list[int]:
+        return [size - size // among for size in sizes if size]
+
+    # Two are in use at a time: where a block is one bucket, those of two blocks.
+    of_blocks = others(held.blocks, ranks)
+    alone = not (any(held.experts) or any(held.whole) or any(held.shared))
+    rest = (
+        others((*held.tables, held.vectors), ranks),
+        others(held.experts, expert_ranks),
+        others(held.whole, ranks * held.tensor),
+        others(held.shared, ranks * held.copies),
+    )
+    return (_of_neighbours(of_blocks) if alone else sum(set(of_blocks))) + sum(
+        sum(set(sizes)) for sizes in rest
     )
 
 
@@ -132,9 +212,12 @@ _STATE = {"bf16": 2.0, "int8": 1.0 + 4 / 256}
 """Bytes of a moment, by `optim.state`; int8 has a factor in fp32 for each 256."""
 
 
-def _state(optim: Optim, held: Held, own: int, master: int) -> int:
-    """Bytes that the optimizer remembers of `own` of the parameters."""
+def state_bytes(optim: Optim, held: Held, own: int, master: int, *, saved: bool = False) -> int:
+    """Bytes that the optimizer remembers of `own` of the parameters; saved: as a checkpoint has
+    them, which knows no blocks."""
     moment = _STATE.get(optim.state, master)
+    if saved and optim.state == "int8":
+        moment = 4.0
     moments = {"adamw": 2, "lion": 1, "sgd": 1 if optim.momentum != 0 else 0, "muon": 1}[optim.name]
     size = moments * moment + (master if optim.ema is not None else 0)
     total = own * size
@@ -143,41 +226,76 @@ def _state(optim: Optim, held: Held, own: int, master: int) -> int:
     return math.ceil(total)
 
 
-def _activations(config: RunConfig, plans: Sequence[StagePlan], actions: Sequence[Action]) -> int:
-    """Most bytes kept between forward and backward at any time; and, where a block runs again,
-    everything of that one."""
+def _activations(
+    config: RunConfig, plans: Sequence[StagePlan], actions: Sequence[Action]
+) -> tuple[int, int]:
+    """Most bytes kept between forward and backward at any time, and, where a block runs again,
+    everything of that one; and how much more are messages, from the posting of a receive to the end
+    of its consumer and from a producer to its send."""
     size = {plan.number: _stage_bytes(config, plan) for plan in plans}
-    split = {action.stage for action in actions if action.kind is Kind.W}
-    kept = most = 0
+    stream = config.train.microbatch * config.train.seq * config.model.hidden
+    stream *= WIDTH[config.train.precision]
+    split = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.W}
+    sent = {(a.kind, a.stage, a.microbatch) for a in actions if a.kind in _SENDS}
+    kept = waiting = most = together = 0
+    arriving: set[tuple[Kind, int | None, int | None]] = set()
     for action in actions:
-        if action.stage is None:
+        kind, stage, number = action.kind, action.stage, action.microbatch
+        if stage is None:
             continue
-        if action.kind is Kind.F:
-            kept += size[action.stage]
-        elif action.kind is (Kind.W if action.stage in split else Kind.B):
-            kept -= size[action.stage]
-        most = max(most, kept)
+        if kind is Kind.F:
+            kept += size[stage]
+        elif kind is (Kind.W if (stage, number) in split else Kind.B):
+            kept -= size[stage]
+        if kind in _RECEIVED:
+            waiting += stream
+            arriving.add((_RECEIVED[kind], stage, number))
+        elif (kind, stage, number) in arriving:
+            waiting -= stream
+        if kind in _SENDS:
+            waiting -= stream
+        elif (_SENT.get(kind), stage, number) in sent:
+            waiting += stream
+        most, together = max(most, kept), max(together, kept + waiting)
     again = [
         block_bytes(config, layer) for plan in plans for layer in plan.blocks[: plan.recomputed]
     ]
     if config.train.recompute == "full" and any(plan.last for plan in plans):
         again += [predictor_bytes(config, index) for index in range(config.model.mtp_depth)]
-    return most + max(again, default=0)
+    return most + max(again, default=0), together - most
+
+
+_SENT = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B}
+_SENDS = (Kind.SEND_F, Kind.SEND_B)
+_RECEIVED = {Kind.RECV_F: Kind.F, Kind.RECV_B: Kind.B}
 
 
 def _stage_bytes(config: RunConfig, plan: StagePlan) -> int:
     """Bytes that a stage keeps of one microbatch: each block's input, all else of the blocks that
-    do not run again, and for each depth the head's input with its gradient, and all else of the
-    predictors."""
+    do not run again, the tables of rotation, and for each depth the head's input with its gradient,
+    and all else of the predictors."""
     tokens = config.train.microbatch * config.train.seq
     stream = tokens * config.model.hidden * WIDTH[config.train.precision]
     whole = sum(block_bytes(config, layer) for layer in plan.blocks[plan.recomputed :])
     depth = config.model.mtp_depth * plan.last
     streams = len(plan.blocks) + 2 * (plan.last + depth)
+    # Every tensor rank has the tables of rotation, all of them.
+    whole += config.parallel.tensor * rotary_bytes(config)
     predictors = depth * tokens * _norm_bytes(config)
     if config.train.recompute != "full":
         predictors += sum(predictor_bytes(config, index) for index in range(depth))
     return streams * stream + whole + predictors
+
+
+def rotary_bytes(config: RunConfig) -> int:
+    """Bytes of the cosines and sines of a microbatch, which are alike for all of its samples."""
+    model = config.model
+    if model.position != "rotary" or model.emulate is not None:
+        return 0
+    width = model.rotary_fraction * model.head_dim
+    if model.latent is not None:
+        width = model.latent.rotary_dim
+    return config.train.seq * round(width) * WIDTH[config.train.precision]
 
 
 def predictor_bytes(config: RunConfig, index: int) -> int:
@@ -208,8 +326,10 @@ def block_bytes(config: RunConfig, layer: int) -> int:
     model, width = config.model, WIDTH[config.train.precision]
     tokens = config.train.microbatch * config.train.seq
     selective = config.train.recompute == "selective"
-    of_attention = _attention_keeps if model.latent is None else _latent_attention_keeps
-    elements, statistics = of_attention(model, selective)
+    if model.latent is None:
+        elements, statistics = _attention_keeps(model, max(model.kv_heads, config.parallel.tensor))
+    else:
+        elements, statistics = _latent_attention_keeps(model, selective)
     experts = model.moe is not None and has_experts(model.moe, layer)
     norms = (0 if selective else 1) + (experts or not selective)
     elements += (1 + norms) * model.hidden
@@ -242,15 +362,15 @@ def _expert_bytes(config: RunConfig, up: int, inner: int) -> int:
     return elements * width + scores * max(4, width) + 8 * moe.top_k + balanced
 
 
-def _attention_keeps(model: Model, selective: bool) -> tuple[int, int]:
-    """Elements and statistics of a token: queries, keys and values, the output with one log-sum-exp
-    a head, and of queries and keys what was before their norms."""
+def _attention_keeps(model: Model, groups: int) -> tuple[int, int]:
+    """Elements and statistics of a token: queries, keys and values of so many groups, the output
+    with one log-sum-exp a head, and of queries and keys what was before their norms."""
     queries = model.heads * model.head_dim
-    qkv = queries + 2 * model.kv_heads * model.head_dim
+    qkv = queries + 2 * groups * model.head_dim
     elements, statistics = qkv + queries, model.heads
     if model.qk_norm:
         elements += qkv
-        statistics += model.heads + model.kv_heads
+        statistics += model.heads + groups
     elif model.position != "rotary" and 1 < model.kv_heads < model.heads:
         elements += queries
     return elements, statistics

@@ -103,17 +103,30 @@ def kill_at_every_event(root):
 
 
 def kill_at_random_moments(root):
+    """Of saves, and of loads, whose locks must not stay either."""
     folder, generator, reached = root / "random", random.Random(1), 0
-    for _ in range(12):
+
+    def load_again():
+        while True:
+            newest_step(folder)
+
+    for _ in range(20):
         first = reached + 1
-        process = forked(lambda first=first: save_steps(folder, range(first, 999), 1 << 20))
-        time.sleep(generator.uniform(0.01, 0.15))
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
+        kill_soon(lambda first=first: save_steps(folder, range(first, 999), 1 << 20), generator)
         now = newest_step(folder)
         assert now >= reached, (now, reached)
         reached = now
+        kill_soon(load_again, generator)
+        assert newest_step(folder) == reached
     assert reached > 0
+    assert len(list(folder.glob("step-*[0-9]"))) <= 3  # as many as are kept, and one replaced
+
+
+def kill_soon(act, generator):
+    process = forked(act)
+    time.sleep(generator.uniform(0.01, 0.12))
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
 
 
 def kill(root):
@@ -168,6 +181,32 @@ def newest_is_one(folder):
     return bool((load_all(find(folder, "latest"))["a"] == 1).all())
 
 
+def extra_memory(folder):
+    """Load half of the columns of a tensor: prints its bytes, and the most used beside them."""
+    torch.set_num_threads(1)
+    shape = (8000, 16000)
+
+    def save_rows():
+        rows = torch.ones(shape)
+        given = {"world": 2, "store": HashStore(), "keep": 1}
+        writers = [Writer(Path(folder), rank=rank, **given) for rank in range(2)]
+        for rank, writer in enumerate(writers):
+            half = rows[4000 * rank : 4000 * (rank + 1)]
+            writer.save(1, [Slice("a", shape, (4000 * rank, 0), half)], {})
+        for writer in writers:
+            writer.wait()
+
+    assert os.waitpid(forked(save_rows), 0)[1] == 0
+    columns = torch.zeros(8000, 8000)
+    columns.fill_(0.5)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with open_checkpoint(find(Path(folder), "latest")) as checkpoint:
+        checkpoint.load([Slice("a", shape, (0, 4000), columns)])
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert bool((columns == 1).all())
+    print(columns.nbytes, (after - before) * 1024)
+
+
 def second_rank(port, folder):
     """Rank 1 of 2: saves the odd rows, and loads rows 1 and 2 as columns."""
     store = TCPStore("127.0.0.1", int(port), is_master=False, timeout=timedelta(seconds=60))
@@ -188,6 +227,7 @@ def second_rank(port, folder):
 if __name__ == "__main__":
     {
         "kill": kill,
+        "extra_memory": extra_memory,
         "full_disk": full_disk,
         "second_rank": second_rank,
     }[sys.argv[1]](*sys.argv[2:])

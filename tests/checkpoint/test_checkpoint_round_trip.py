@@ -106,6 +106,7 @@ def test_a_save_holds_what_was_there_when_it_was_asked_for(tmp_path):
         weight.fill_(step)
         state["losses"][0] = float(step)
         writer.save(step, [whole("a", weight)], state)
+        writer.copied()
         weight.fill_(-1)
         state["losses"][0] = -1.0
     writer.wait()

@@ -37,6 +37,19 @@ class TestKeeping:
             "step-00000008",
         ]
 
+    def test_every_kth_is_kept_for_good(self, tmp_path):
+        store = HashStore()
+        for step in range(2, 21, 2):
+            one = [[whole("a", torch.ones(2))]]
+            save(tmp_path, one, step=step, keep=2, keep_every=6, store=store)
+        steps = [int(name[5:]) for name in names(tmp_path) if name != "latest"]
+        assert steps == [6, 12, 18, 20]
+        replaced = tmp_path / "step-00000012"
+        shutil.copytree(replaced, tmp_path / "step-00000012.replaced")
+        save(tmp_path, one, step=22, keep=1, keep_every=6, store=store)
+        steps = [int(name[5:]) for name in names(tmp_path) if name != "latest"]
+        assert steps == [6, 12, 18, 22]
+
     def test_the_one_just_written_stays_though_others_have_higher_steps(self, tmp_path):
         for step in (9, 8, 3):
             save(tmp_path, [[whole("a", torch.ones(2))]], step=step, keep=2)

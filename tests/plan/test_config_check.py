@@ -46,6 +46,7 @@ def refusals(*overrides, world=1):
         ("data.tokenizer=hf:a:b.json",),
         ("data.split=[1, 0, 0]",),
         ("train.eval_every=5",),
+        ("checkpoint.every=5", "checkpoint.keep_every=10"),
     ],
 )
 def test_a_sound_config_passes(overrides):
@@ -70,6 +71,14 @@ def test_a_sound_config_passes(overrides):
         (
             ["optim.momentum=0.9", "optim.name=lion"],
             "momentum=0.9 means nothing to optim.name=lion; leave .* optim.name=muon or sgd",
+        ),
+        (
+            ["checkpoint.every=6", "checkpoint.keep_every=10"],
+            "keep_every=10 is not a multiple of checkpoint.every=6; use 6 or 12",
+        ),
+        (
+            ["checkpoint.every=0", "checkpoint.keep_every=10"],
+            "keep_every=10 means nothing to checkpoint.every=0",
         ),
         (["optim.nesterov=true"], "nesterov=true means nothing to optim.name=adamw"),
         (

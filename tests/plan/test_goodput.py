@@ -50,8 +50,8 @@ def test_the_best_interval_is_dalys(stall, hours):
     mix = Mix("one", 1, hours / 24, (Cause("any", 1),))
     costs = Costs(stall=stall)
     found = best_interval(mix, 1, costs)
-    assert found == pytest.approx(daly_interval(stall, mix.rate(1)), rel=0.02)
-    assert found == pytest.approx(young_interval(stall, mix.rate(1)), rel=0.25)
+    assert found == pytest.approx(daly_interval(stall, 1 / mix.rate(1)), rel=0.02)
+    assert found == pytest.approx(young_interval(stall, 1 / mix.rate(1)), rel=0.25)
 
 
 def test_without_costs_nothing_is_lost_but_what_was_not_saved():

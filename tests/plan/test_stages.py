@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megaframe.comm import ALONE
 from megaframe.config import RunConfig
 from megaframe.meter import count_flops
-from megaframe.plan.memory import Held, block_bytes, memory
+from megaframe.plan.memory import Held, block_bytes, memory, rotary_bytes
 from megaframe.plan.stages import block_matrices, divide, stage_costs, stage_plans
 from megaframe.schedule import generate
 from megaframe.stage import build_stages, model_specs
@@ -117,8 +117,9 @@ def test_activations_are_those_in_flight():
     for rank, actions in enumerate(generate("1f1b", 4, 1, 8).ranks):
         plan = memory(config, NOTHING, 1, [plans[rank]], actions)
         each = 2 * (stream + block_bytes(config, 0)) + 2 * stream * (rank == 3)
+        each += rotary_bytes(config)
         assert plan.activations == (4 - rank) * each
         assert (plan.logits > 0) == (rank == 3)
     again = config_of(8, pipeline=4, train={"recompute": "full"})
     plan = memory(again, NOTHING, 1, stage_plans(again)[:1], generate("1f1b", 4, 1, 8).ranks[0])
-    assert plan.activations == 4 * 2 * stream + block_bytes(again, 0)
+    assert plan.activations == 4 * (2 * stream + rotary_bytes(again)) + block_bytes(again, 0)

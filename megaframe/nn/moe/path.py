@@ -181,7 +181,9 @@ class _Trip:
     def end(self) -> Tensor:
         for _ in self._walk:
             pass
-        return self._rows
+        rows = self._rows
+        del self._rows  # the passage lives until backward, and would keep them as long
+        return rows
 
 
 class _Depart(torch.autograd.Function):

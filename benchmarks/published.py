@@ -1,0 +1,223 @@
+"""Published tables beside what is predicted of them: `python benchmarks/published.py --help`.
+
+Without arguments it prints the errors of every table; `--write` makes `docs/prediction.md` and its
+plot, `--fit FAMILY` fits the constants of a generation of chips to every other row of its tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from published_tables import TABLES, Row
+
+from megaframe.config import RunConfig
+from megaframe.layout import Layout
+from megaframe.plan.cluster import Cluster, load_cluster
+from megaframe.plan.constants import Constants, constants_of
+from megaframe.plan.step import Prediction, model_flops, predict
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "prediction.md"
+PLOT = ROOT / "docs" / "images" / "prediction.svg"
+FITTED = {
+    # Bounds of each constant.
+    "product": (0.3, 1.1),
+    "start": (5.0, 1200.0),
+    "attention": (0.1, 0.9),
+    "memory": (0.3, 1.0),
+    "launch": (1e-6, 5e-5),
+    "contention": (0.01, 3.0),
+}
+STRICT = ("sc21_1", "korthikanti", "readme")
+"""Tables that count twice in a fit, because least is allowed of them."""
+MOST_ROWS = 14
+"""Rows of a table that a fit looks at."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row, which alternative was predicted to be fastest, and how it was predicted."""
+
+    row: Row
+    config: RunConfig
+    prediction: Prediction
+
+    @property
+    def error(self) -> float:
+        """Relative error of the step."""
+        return self.prediction.step_seconds / self.row.seconds - 1
+
+
+@lru_cache
+def cluster_of(name: str) -> Cluster:
+    """A cluster, read once."""
+    return load_cluster(name)
+
+
+def predicted(row: Row, known: Mapping[str, Constants] | None = None) -> Line:
+    """A row with the alternative that is predicted to be the fastest. known: constants by family,
+    in place of those that are shipped."""
+    cluster = cluster_of(row.cluster)
+    constants = known[cluster.chip.family] if known else constants_of(cluster.chip.family)
+    constants = replace(constants, software=row.software)
+    found = []
+    for config in row.configs:
+        layout = Layout.from_parallel(config.parallel, row.world)
+        found.append(Line(row, config, predict(config, layout, cluster, constants)))
+    return min(found, key=lambda line: line.prediction.step_seconds)
+
+
+def null_errors(rows: Sequence[Row]) -> list[float]:
+    """Errors of the best constant rate for each chip, in whichever count of operations makes them
+    least (causal attention as half or whole, with what recompute adds or without): what any
+    planner must beat."""
+    counts = [_counts(row) for row in rows]
+    found = [_constant_rate(rows, [count[n] for count in counts]) for n in range(len(counts[0]))]
+    return min(found, key=lambda errors: sum(map(abs, errors)))
+
+
+def _counts(row: Row) -> tuple[float, ...]:
+    """Operations of a rank in a step, counted in different ways."""
+    config = row.configs[0]
+    tokens = config.train.global_batch * config.train.seq / row.world
+    model, hardware = model_flops(config)
+    m = config.model
+    masked = 6.0 * m.layers * m.heads * m.head_dim * config.train.seq
+    again = masked / 3 if config.train.recompute == "full" else 0.0
+    counts = (model, hardware, model + masked, hardware + masked + again)
+    return tuple(tokens * count for count in counts)
+
+
+def _constant_rate(rows: Sequence[Row], flops: Sequence[float]) -> list[float]:
+    errors = [0.0] * len(rows)
+    for cluster in dict.fromkeys(row.cluster for row in rows):
+        own = [n for n, row in enumerate(rows) if row.cluster == cluster]
+        rates = [flops[n] / rows[n].seconds for n in own]
+        tried = [[flops[n] / rate / rows[n].seconds - 1 for n in own] for rate in rates]
+        best = min(tried, key=lambda one: sum(map(abs, one)))
+        for n, error in zip(own, best, strict=True):
+            errors[n] = error
+    return errors
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Errors of a table. mean, most: of all rows; of those that constants were fitted to (every
+    other one), and of the rest. null: mean of the null model. lost: most that the predicted best
+    of alternatives loses to the true best; None without alternatives."""
+
+    mean: float
+    most: float
+    fitted: float
+    held_out: float
+    null: float
+    lost: float | None
+
+    @property
+    def removed(self) -> float:
+        """Share of the null model's error that is removed."""
+        return 1 - self.mean / self.null if self.null else 0.0
+
+
+def summary(lines: Sequence[Line]) -> Summary:
+    """The errors of the rows of a table."""
+    errors = np.abs([line.error for line in lines])
+    null = np.abs(null_errors([line.row for line in lines]))
+    return Summary(
+        mean=float(errors.mean()),
+        most=float(errors.max()),
+        fitted=float(errors[::2].mean()),
+        held_out=float(errors[1::2].mean()),
+        null=float(null.mean()),
+        lost=max(losses(lines), default=None),
+    )
+
+
+def losses(lines: Sequence[Line]) -> Iterator[float]:
+    """What the predicted best of each set of rivals loses to the true best."""
+    rivals: dict[str, list[Line]] = {}
+    for line in lines:
+        if line.row.rivals:
+            rivals.setdefault(line.row.rivals, []).append(line)
+    for lines in rivals.values():
+        if len(lines) > 1:
+            chosen = min(lines, key=lambda line: line.prediction.step_seconds)
+            yield chosen.row.seconds / min(line.row.seconds for line in lines) - 1
+
+
+def fit(family: str, rounds: int = 6) -> Constants:
+    """Constants with the least absolute relative errors over every other row of the family's
+    tables, each table as much as another, by Gauss-Newton on their logarithms."""
+    start = constants_of(family)
+    rows: list[tuple[Row, float]] = []
+    for name, table in TABLES.items():
+        own = [r for r in list(table.rows())[::2] if cluster_of(r.cluster).chip.family == family]
+        own = own[:: max(1, len(own) // MOST_ROWS)]
+        weight = (2.0 if name in STRICT else 1.0) / max(1, len(own))
+        rows += [(replace(r, configs=(predicted(r).config,)), weight) for r in own]
+    low, high = np.log(np.array(list(FITTED.values()))).T
+    at = np.clip(np.log([getattr(start, name) for name in FITTED]), low, high)
+
+    def constants(logs: np.ndarray) -> Constants:
+        return replace(start, **dict(zip(FITTED, map(float, np.exp(logs)), strict=True)))
+
+    def errors(logs: np.ndarray) -> np.ndarray:
+        known = {family: constants(logs)}
+        return np.array([w * np.log1p(predicted(row, known).error) for row, w in rows])
+
+    now, damping = errors(at), 1e-2
+    for _ in range(rounds):
+        steps = 0.05 * np.eye(len(at))
+        slopes = np.stack([(errors(at + one) - now) / 0.05 for one in steps], axis=1)
+        weights = 1 / np.maximum(np.abs(now), 5e-4)
+        square = slopes.T @ (weights[:, None] * slopes)
+        for _ in range(4):
+            damped = square + damping * np.diag(np.diag(square) + 1e-3)
+            move = np.clip(np.linalg.solve(damped, -slopes.T @ (weights * now)), -0.5, 0.5)
+            there = np.clip(at + move, low, high)
+            found = errors(there)
+            if np.abs(found).sum() < np.abs(now).sum():
+                at, now, damping = there, found, damping / 4
+                break
+            damping *= 6
+        else:
+            break
+    return constants(at)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tables", nargs="+", choices=list(TABLES), default=list(TABLES))
+    parser.add_argument("--fit", metavar="FAMILY", choices=("a100", "h100"))
+    parser.add_argument("--write", action="store_true", help=f"make {PAGE.relative_to(ROOT)}")
+    given = parser.parse_args()
+    if given.fit:
+        found = fit(given.fit)
+        print(", ".join(f"{name}={getattr(found, name):.4g}" for name in FITTED))
+        return
+    from published_page import draw, heading, row_of
+
+    made = {name: [predicted(row) for row in TABLES[name].rows()] for name in given.tables}
+    made = {name: lines for name, lines in made.items() if lines}
+    print(heading())
+    for name, lines in made.items():
+        print(row_of(TABLES[name], summary(lines)))
+    if given.write:
+        from published_page import page
+
+        PAGE.write_text(page(made), encoding="utf-8")
+        PLOT.write_text(draw(made), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

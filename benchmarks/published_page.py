@@ -1,0 +1,202 @@
+"""The page of predictions: every row of every table, predicted beside measured, and a plot.
+
+The plot is written as plain SVG text, so that it needs nothing and is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from published import Line, Summary, summary
+from published_tables import TABLES, Table
+
+from megaframe.plan.constants import CONSTANTS
+
+_INTRODUCTION = """\
+# What a step is predicted to take, beside what it took
+
+Steps of other trainers on GPUs, as their authors published them, beside what `megaframe.plan` \
+predicts of the same model, layout, cluster and software. One command makes this page and its plot:
+
+```sh
+.venv/bin/python benchmarks/published.py --write
+```
+
+![predicted against measured](images/prediction.svg)
+
+{summary}
+
+**error**: of the step's time, relative. **fitted to**: every other row, beginning with the first; \
+**held out**: the rest. **null**: the mean error of the best constant rate for each chip, chosen \
+on all rows; **removed**: the part of it that the prediction removes. **loses**: where a table has \
+layouts of one model on the same ranks, how much slower the predicted best is than the true \
+best, at worst. Targets in brackets.
+
+Six constants of each generation of chips are fitted, to all tables at once and never to one row \
+or table (`python benchmarks/published.py --fit a100`). What a trainer does (fused attention, what \
+overlaps, how many kernels a block launches) is declared in `benchmarks/published_tables.py`, from \
+its paper or source, by table or by what a table says of a row.
+
+{constants}
+
+{notes}
+"""
+
+_NOTES = """\
+## What is not reached, and why
+
+- **Narayanan et al., table 1**: pipelines with interleaved chunks are predicted 4 to 6% too fast, \
+without them within 3%. The same model, ranks and batch a replica took 102.6 s here and 94.4 s in \
+Korthikanti et al. a year later: what the software of that year lost is not known kernel by \
+kernel, and a constant for it would be one for this table.
+- **Megatron-LM, README**: microbatches and chunks are not published, so the fastest of all is \
+predicted. The best constant rate is already within 5% of these runs.
+- **vTrain on 64 nodes**: with tensor 2, 39.1 billion parameters took 21.9 s with pipeline 8 and \
+microbatches of 2, and 23.1 s with microbatches of 6, where by the schedule alone twice as long a \
+bubble should cost 5 s; the first is 35% above all that is predicted. Three such rows are half of \
+the table's error.
+- **vTrain on one node**: errors are the same for all runs with equal tensor size, width and \
+microbatch (13 runs with tensor 2, width 2048 and microbatch 2 are all 22% above, all those with \
+tensor 4 and microbatch 1 are 13% below), so they belong to the hour or the processor that these \
+runs were made on. Runs on 8 tensor ranks wait 1.4 times as long for the host as those on 4.
+- **llm-foundry**: 13 billion parameters on eight GPUs of 40 GB nearly fill them, and are 11 to \
+15% slower than predicted.
+- **Zero Bubble**: the vocabulary is not published; 1.5 billion parameters, where the head weighs \
+most, are predicted 5 to 15% too slow.
+"""
+
+
+def percent(value: float) -> str:
+    """A share as text."""
+    return f"{100 * value:.1f}%"
+
+
+def heading() -> str:
+    """The head of the table of summaries."""
+    columns = "mean | most | fitted to | held out | null | removed | loses"
+    return f"| table | rows | {columns} |\n|---|---|---|---|---|---|---|---|---|"
+
+
+def row_of(table: Table, found: Summary, rows: int | None = None) -> str:
+    """A line of that table."""
+
+    def aimed(value: float, aim: float | None) -> str:
+        return percent(value) + ("" if aim is None else f" ({100 * aim:g}%)")
+
+    cells = (
+        table.source,
+        "" if rows is None else str(rows),
+        aimed(found.mean, table.mean),
+        aimed(found.most, table.most),
+        percent(found.fitted),
+        percent(found.held_out),
+        percent(found.null),
+        percent(found.removed),
+        "" if found.lost is None else percent(found.lost),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def section(table: Table, lines: Sequence[Line]) -> str:
+    """All rows of one table. `*` marks those that constants were fitted to."""
+    parts = [
+        f"## {table.source}",
+        "",
+        "| run | microbatch | chunks | measured s | predicted s | error |",
+        "|---|---|---|---|---|---|",
+    ]
+    for number, line in enumerate(lines):
+        fitted = "" if number % 2 else " *"
+        step = line.prediction.step_seconds
+        parts.append(
+            f"| {line.row.label}{fitted} | {line.config.train.microbatch} | "
+            f"{line.config.parallel.chunks} | {line.row.seconds:.4g} | {step:.4g} | "
+            f"{100 * line.error:+.1f}% |"
+        )
+    return "\n".join(parts) + "\n"
+
+
+def page(made: Mapping[str, Sequence[Line]]) -> str:
+    """The whole page."""
+    rows = [heading()]
+    for name, lines in made.items():
+        rows.append(row_of(TABLES[name], summary(lines), len(lines)))
+    names = ("product", "start", "attention", "memory", "launch", "contention")
+    constants = [f"| | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
+    for family in ("a100", "h100"):
+        values = (f"{getattr(CONSTANTS[family], name):g}" for name in names)
+        constants.append(f"| {family} | {' | '.join(values)} |")
+    head = _INTRODUCTION.format(
+        summary="\n".join(rows), constants="\n".join(constants), notes=_NOTES
+    )
+    sections = (section(TABLES[name], lines) for name, lines in made.items())
+    return head.rstrip() + "\n\n" + "\n".join(sections)
+
+
+_COLOURS = (
+    "#0b6e4f",
+    "#c1440e",
+    "#2b59c3",
+    "#8e44ad",
+    "#b8860b",
+    "#008b8b",
+    "#d6336c",
+    "#555555",
+    "#7fb800",
+    "#3fa7d6",
+)
+
+
+def draw(made: Mapping[str, Sequence[Line]]) -> str:
+    """Predicted against measured seconds, both logarithmic, with a line where they are equal and
+    two at 10% from it."""
+    width, height, left, top, side = 760, 560, 60, 20, 480
+    times = [line.row.seconds for lines in made.values() for line in lines]
+    low, high = math.floor(math.log10(min(times))), math.ceil(math.log10(max(times)))
+
+    def place(seconds: float) -> float:
+        return (math.log10(seconds) - low) / (high - low) * side
+
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for power in range(low, high + 1):
+        at = place(10.0**power)
+        x, y = left + at, top + side - at
+        label = f"{10.0**power:g} s"
+        out += [
+            f'<path d="M{x:.1f} {top}V{top + side}M{left} {y:.1f}H{left + side}" '
+            'stroke="#ddd" fill="none"/>',
+            f'<text x="{x:.1f}" y="{top + side + 16}" text-anchor="middle">{label}</text>',
+            f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>',
+        ]
+    for factor, dash in ((1.0, ""), (1.1, ' stroke-dasharray="3 3"'), (1 / 1.1, "")):
+        move = place(factor * 10.0**low)
+        dash = "" if factor == 1 else ' stroke-dasharray="3 3"'
+        out.append(
+            f'<path d="M{left} {top + side - move:.1f}L{left + side} {top - move:.1f}" '
+            f'stroke="#999" fill="none"{dash}/>'
+        )
+    for number, (name, lines) in enumerate(made.items()):
+        colour = _COLOURS[number % len(_COLOURS)]
+        for line in lines:
+            x = left + place(line.row.seconds)
+            y = top + side - place(line.prediction.step_seconds)
+            out.append(
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}" fill-opacity="0.6"/>'
+            )
+        y = top + 14 + 20 * number
+        out += [
+            f'<circle cx="{left + side + 20}" cy="{y - 4}" r="4" fill="{colour}"/>',
+            f'<text x="{left + side + 30}" y="{y}">{TABLES[name].source.split(",")[0]}'
+            f"{' (' + name[-5:].lstrip('_') + ')' if name.startswith(('vtrain', 'sc21')) else ''}"
+            "</text>",
+        ]
+    out.append(
+        f'<text x="{left + side / 2}" y="{height - 12}" text-anchor="middle">measured</text>'
+    )
+    out.append(f'<text x="{left}" y="14">predicted</text></svg>')
+    return "\n".join(out) + "\n"

@@ -1,0 +1,86 @@
+"""`parallel.auto`: the planner's best layout for the ranks at hand, before anything is built.
+
+The layout is a function of config, world and device alone, so all ranks come to the same one
+without a word. A run that has begun keeps its layout: it is read from the run's own config.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megaframe.config import RunConfig, load
+from megaframe.config.numbers import axis_sizes
+from megaframe.errors import UserError
+from megaframe.plan.advice import decision
+from megaframe.plan.cluster import DEFAULT, Cluster, load_cluster
+from megaframe.plan.constants import constants_of
+from megaframe.plan.search import search
+from megaframe.plan.valid import FREE
+
+_SIMULATED = 8
+"""Layouts that are simulated: a run that starts does not wait for more."""
+_BY_NAME = {"A100": "a100-ib", "H100": "h100-ib", "H200": "h200-ib", "B200": "b200-ib"}
+"""Clusters by a part of the name of a GPU."""
+
+
+def with_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
+    """The config with its layout chosen where `parallel.auto` asks for it, and why in words. Keys
+    of the layout that the config sets stay. Raises `UserError` where nothing fits."""
+    if not config.parallel.auto:
+        return config, []
+    begun = _begun(config)
+    if begun is not None and not axis_sizes(begun.parallel, world)[1]:
+        kept = _taken(config, begun)
+        return kept, [f"parallel.auto: the layout with which {config.run.dir} began"]
+    cluster = cluster_of(config)
+    given = config.parallel.model_fields_set.intersection(FREE)
+    values = {name: getattr(config.parallel, name) for name in given}
+    fixed = {name: value for name, value in values.items() if value is not None}
+    family = constants_of(cluster.chip.family)
+    found = search(config, world, cluster, family, fixed, simulated=_SIMULATED)
+    best = _taken(config, found.best.config)
+    why = [*decision(found, cluster), *found.best.prediction.reasons]
+    notes = [f"parallel.auto: {world} ranks on {cluster.name}. {why[0]}", *why[1:]]
+    if begun is not None:
+        notes.append(f"the layout with which {config.run.dir} began is not one of {world} ranks")
+    return best, notes
+
+
+def cluster_of(config: RunConfig) -> Cluster:
+    """The cluster that the config names, or the one that its device is likely to be of."""
+    if config.parallel.cluster is not None:
+        return load_cluster(config.parallel.cluster)
+    if config.run.device == "cpu" or not torch.cuda.is_available():
+        return load_cluster("cpu")
+    name = torch.cuda.get_device_name()
+    known = [cluster for part, cluster in _BY_NAME.items() if part in name]
+    return load_cluster(known[0] if known else DEFAULT)
+
+
+def _taken(config: RunConfig, of: RunConfig) -> RunConfig:
+    """The config with the layout of another one, which is no longer to be chosen."""
+    names = [name for name in FREE if hasattr(config.parallel, name)]
+    names += ["tensor_chunks", "schedule_group", "schedule_memory", "layers_per_stage"]
+    parallel = {name: getattr(of.parallel, name) for name in (*names, "expert_overlap")}
+    train = {name: getattr(of.train, name) for name in ("microbatch", "recompute")}
+    return config.model_copy(
+        update={
+            "parallel": config.parallel.model_copy(update={**parallel, "auto": False}),
+            "train": config.train.model_copy(
+                update={**train, "recompute_blocks": of.train.recompute_blocks}
+            ),
+        }
+    )
+
+
+def _begun(config: RunConfig) -> RunConfig | None:
+    """The config of the run that is to be resumed, None where there is none."""
+    path = Path(config.run.dir) / "config.yaml"
+    if config.checkpoint.resume is None or not path.exists():
+        return None
+    try:
+        return load(str(path))
+    except UserError:
+        return None  # of another version; a checkpoint can be loaded at any layout

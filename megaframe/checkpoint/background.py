@@ -1,0 +1,133 @@
+"""Background: what is done with a copy of tensors, while the tensors go on changing.
+
+Only the copy is between a save and training, and it too runs beside it: the tensors of a run stay
+as they are until the optimizer's next update, a forward and a backward pass later, so it is that
+update which asks whether the copy is done. Host memory for it is used again and again: new pages
+would cost more than the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import Event, Thread
+
+import torch
+from torch import Tensor
+
+from megaframe.checkpoint.container import Piece, by_alignment, plan
+from megaframe.checkpoint.slices import Slice
+
+Work = Callable[[list[Piece], memoryview], None]
+"""Is given where the pieces of the slices lie in the bytes of the copy, and these."""
+
+
+class Background:
+    """One piece of work at a time, in a thread that ends with the process.
+
+    What goes wrong is raised by the next `wait` or `poll`; after that it can be used again.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._stream: torch.cuda.Stream | None = None
+        self._thread: Thread | None = None
+        self._failure: Exception | None = None
+        self._copied = Event()
+        self._arrival: torch.cuda.Event | None = None
+
+    def start(self, slices: Sequence[Slice], work: Work) -> None:
+        """Copy the slices and do the work, all beside the caller; `copied` says when the slices may
+        change. Waits for the work before. Raises ValueError for what cannot be saved."""
+        self.wait()
+        held = by_alignment(slices)
+        planned = plan(held)
+        self._copied.clear()
+        self._arrival = None
+        devices = {part.tensor.device for part in held if part.tensor.is_cuda}
+        written = None
+        for device in devices:  # one at most: that of the rank
+            self._stream = self._stream or torch.cuda.Stream(device)
+            written = torch.cuda.current_stream(device).record_event()
+        run = (held, planned, written, work)
+        self._thread = Thread(target=self._run, args=run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def copied(self) -> None:
+        """Return when whatever is done from now on, here or on the device, comes after the copy."""
+        if self._thread is None:
+            return
+        self._copied.wait()
+        if self._arrival is not None and self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._arrival)
+
+    def wait(self) -> None:
+        """Return when the work is done; raise what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+        self.poll()
+
+    def poll(self) -> bool:
+        """Whether no work is in flight; raise what went wrong with the last one."""
+        if self._thread is not None and self._thread.is_alive():
+            return False
+        self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        return True
+
+    def _run(
+        self,
+        held: list[Slice],
+        planned: list[Piece],
+        written: torch.cuda.Event | None,
+        work: Work,
+    ) -> None:
+        try:
+            try:
+                size = planned[-1].stop if planned else 0
+                self._reserve(size)
+                if written is None:
+                    self._copy(held)
+                else:
+                    self._copy_from_device(held, written)
+            finally:
+                self._copied.set()
+            if self._arrival is not None:
+                self._arrival.synchronize()
+            held.clear()
+            work(planned, self._buffer.numpy().data[:size])
+        except Exception as error:  # raised again, by `poll`, in the caller's thread
+            self._failure = error
+
+    def _reserve(self, size: int) -> None:
+        if self._buffer.numel() >= size:
+            return
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # never both
+        if self._stream is None:
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+        else:
+            with torch.cuda.device(self._stream.device):  # or a thread pins by way of the first GPU
+                self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def _copy(self, held: Sequence[Slice]) -> None:
+        """Copy the slices to host memory, back to back."""
+        start = 0
+        for part in held:
+            stop = start + part.tensor.nbytes
+            _as_bytes_of(part.tensor, self._buffer[start:stop]).copy_(
+                part.tensor.detach(), non_blocking=True
+            )
+            start = stop
+
+    def _copy_from_device(self, held: Sequence[Slice], written: torch.cuda.Event) -> None:
+        """The same in a stream of its own, beside what the device computes after `written`."""
+        assert self._stream is not None
+        self._stream.wait_event(written)
+        with torch.cuda.stream(self._stream):
+            self._copy(held)
+            self._arrival = self._stream.record_event()
+
+
+def _as_bytes_of(tensor: Tensor, data: Tensor) -> Tensor:
+    return data.view(tensor.dtype).view(tensor.shape)

@@ -1,0 +1,171 @@
+"""Direct: a new file, written past the page cache where the file system lets it, and read back.
+
+A checkpoint is large, and nobody reads it soon: in the page cache it would push out what is of use,
+and its pages cost more to find than its bytes to write. And what is read back comes from the disk,
+so each chunk can be compared as soon as it is there, while others are still being written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from megaframe.errors import UserError
+
+ALIGNMENT = 4096
+"""Of everything that bypasses the page cache: place in memory, place in the file and length."""
+_CHUNK_BYTES = 16 << 20
+_UNDER_WAY = 3
+"""Chunks that are written or read back at a time, while the next one is filled."""
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_NOT_THERE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""What a file system says that cannot take room in advance, or has but one way to write."""
+
+
+class DirectFile:
+    """A file of `size` bytes that did not exist. Room for it is taken at once, so it will not run
+    out. Raises OSError, and UserError where what is read back is not what was written; what goes
+    wrong in the background is raised by the next `put` or `finish`.
+
+    start: bytes left out at the start, a multiple of the alignment.
+    """
+
+    def __init__(self, path: Path, size: int, start: int) -> None:
+        self._path, self._start = path, start
+        self._file = open(path, "x+b", buffering=0)  # noqa: SIM115 (closed by __exit__)
+        self._pool = ThreadPoolExecutor(_UNDER_WAY)
+        self._writes: deque[tuple[Future[None], np.ndarray]] = deque()
+        self._size = size
+        self._rows, self._filled = _aligned(size), 0
+        """The chunk that is being filled, and room for what will come back of it."""
+        self._direct = False
+
+    def __enter__(self) -> DirectFile:
+        try:
+            self._direct = self._bypass(True)
+            _reserve(self._file.fileno(), self._size)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown()  # the file must not be closed before its writes are done
+        self._file.close()
+
+    def put(self, data: memoryview) -> None:
+        """Write the next bytes."""
+        left = np.frombuffer(data, np.uint8)
+        while len(left):
+            into = self._rows[0][self._filled :]
+            room = min(len(left), len(into))
+            into[:room] = left[:room]
+            self._filled += room
+            left = left[room:]
+            if room == len(into):
+                self._send(self._filled)
+
+    def finish(self, head: bytes) -> None:
+        """Write what was left out at the start, and return when all is on the disk and compared."""
+        last = self._filled % ALIGNMENT
+        tail = self._rows[0][self._filled - last : self._filled].copy()
+        self._send(self._filled - last)
+        while self._writes:
+            self._writes.popleft()[0].result()
+        if self._direct:
+            self._bypass(False)  # the end of a file is as long as it is
+        ends = (np.frombuffer(head, np.uint8), 0), (tail, self._start)
+        for data, start in ends:
+            self._write(data, start)
+        os.fsync(self._file.fileno())
+        if self._direct:
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            for data, start in ends:
+                self._compare(data, start, np.empty_like(data))
+
+    @property
+    def compared(self) -> bool:
+        """Whether all of it was read back from the disk; else nothing was."""
+        return self._direct
+
+    def _send(self, size: int) -> None:
+        data, back = self._rows[:, :size]
+        sent = self._pool.submit(self._write_and_compare, data, self._start, back)
+        self._writes.append((sent, self._rows))
+        self._start, self._filled = self._start + size, 0
+        if len(self._writes) <= _UNDER_WAY:
+            self._rows = _aligned(self._size)
+        else:
+            done, self._rows = self._writes.popleft()
+            done.result()
+
+    def _write_and_compare(self, data: np.ndarray, start: int, back: np.ndarray) -> None:
+        self._write(data, start)
+        if self._direct:
+            self._compare(data, start, back)
+
+    def _write(self, data: np.ndarray, start: int) -> None:
+        while len(data):
+            written = os.pwrite(self._file.fileno(), data.data, start)
+            data, start = data[written:], start + written
+
+    def _compare(self, data: np.ndarray, start: int, back: np.ndarray) -> None:
+        read = 0
+        while read < len(data):
+            got = os.preadv(self._file.fileno(), [back[read:].data], start + read)
+            if not got:
+                break
+            read += got
+        if read < len(data) or not _same(data, back):
+            raise UserError(
+                f"{self._path} is not what was written to it: bytes {start} to "
+                f"{start + len(data)} come back from the disk as others"
+            )
+
+    def _bypass(self, wanted: bool) -> bool:
+        """Have reads and writes bypass the page cache, or not; whether they do."""
+        flag = getattr(os, "O_DIRECT", 0)
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | flag if wanted else flags & ~flag)
+        except OSError:
+            return False
+        return wanted and bool(flag)
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether bytes are the same, found without a temporary array and beside other threads."""
+    places = (ctypes.c_void_p(array.ctypes.data) for array in (one, other))
+    return _LIBC.memcmp(*places, ctypes.c_size_t(len(one))) == 0
+
+
+def _aligned(size: int) -> np.ndarray:
+    """Two rows of bytes that start at multiples of the alignment: each has room for a chunk, or for
+    as many as `size` needs."""
+    size = min(_CHUNK_BYTES, -(-max(1, size) // ALIGNMENT) * ALIGNMENT)
+    room = np.empty(2 * size + ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % ALIGNMENT
+    return room[start : start + 2 * size].reshape(2, size)
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Take room for a file now. posix_fallocate would write to every page where that cannot be."""
+    reserve = getattr(_LIBC, "fallocate64", None)
+    if reserve is None:
+        return
+    given = ctypes.c_int(descriptor), ctypes.c_int(0), ctypes.c_int64(0), ctypes.c_int64(size)
+    if reserve(*given) and ctypes.get_errno() not in _NOT_THERE:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -1,0 +1,181 @@
+"""Checkpoints in a folder of this machine.
+
+A checkpoint has its final name only once it is whole, and loses that name before any of it is
+deleted. So whoever may be killed, and whenever, a folder under a final name is a whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import stat
+from collections.abc import Collection
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from megaframe.checkpoint.direct import DirectFile
+from megaframe.checkpoint.manifest import MANIFEST
+from megaframe.checkpoint.names import FINAL, POINTER, TEMPORARY, final_name, is_temporary
+from megaframe.checkpoint.storage import Sink, Source, Store
+
+CHUNK_BYTES = 8 << 20
+"""Bytes between two points where another thread can run."""
+
+
+class LocalSource:
+    """A regular file that is open for reading."""
+
+    chunk = CHUNK_BYTES
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.size = os.fstat(file.fileno()).st_size
+
+    def read_into(self, start: int, into: memoryview) -> int:
+        self._file.seek(start)
+        done = 0
+        while done < len(into):
+            got = self._file.readinto(into[done:])  # type: ignore[attr-defined]
+            if not got:
+                break
+            done += got
+        return done
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Local(Store[Path]):
+    """Folders of this machine."""
+
+    file_bytes = None
+
+    def at_once(self, home: Path) -> int:
+        return 1
+
+    def file_name(self, rank: int, part: int, attempt: str) -> str:
+        return f"rank-{rank:05d}.safetensors"
+
+    def is_folder(self, found: Path) -> bool:
+        return found.is_dir()
+
+    def entries(self, folder: Path) -> dict[str, int | None]:
+        if not folder.is_dir():
+            return {}
+        found: dict[str, int | None] = {}
+        for entry in folder.iterdir():
+            with suppress(FileNotFoundError):  # a link to nothing, or deleted meanwhile
+                status = entry.stat()
+                found[entry.name] = status.st_size if stat.S_ISREG(status.st_mode) else None
+        return found
+
+    def finished(self, home: Path) -> list[str]:
+        paths = home.iterdir() if home.is_dir() else ()
+        return [path.name for path in paths if FINAL.fullmatch(path.name) and path.is_dir()]
+
+    def open(self, file: Path, *, hold: bool = False, fresh: bool = False) -> Source:
+        if not stat.S_ISREG(file.stat().st_mode):  # opening a pipe might never return
+            raise OSError(errno.EINVAL, "Not a regular file", str(file))
+        opened = open(file, "rb", buffering=0)  # noqa: SIM115 (closed by the source)
+        if hold:
+            # Without locks the file can still be read; a file that vanishes meanwhile is named.
+            with suppress(OSError):
+                fcntl.flock(opened.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if fresh and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # Linux: clean pages
+        return LocalSource(opened)
+
+    def prepare(self, home: Path) -> None:
+        home.mkdir(parents=True, exist_ok=True)
+        for path in home.iterdir():
+            if TEMPORARY.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+            elif re.fullmatch(rf"{POINTER}\.[0-9a-f]+\.tmp", path.name):
+                path.unlink(missing_ok=True)
+
+    def draft(self, home: Path, step: int, attempt: str) -> Path:
+        # With the attempt in its name, a process of a dead run cannot write into this save.
+        return home / f"{final_name(step)}.{attempt}.tmp"
+
+    def begin(self, draft: Path) -> None:
+        draft.mkdir(parents=True)
+
+    def create(self, file: Path, size: int, start: int) -> AbstractContextManager[Sink]:
+        return DirectFile(file, size, start)
+
+    def publish(
+        self, draft: Path, step: int, attempt: str, manifest: bytes, kept: Collection[str]
+    ) -> Path:
+        """One that an earlier run left under that name stays, as `.replaced`, until the new one is
+        in place: `checkpoints` finds it if this is as far as the process gets."""
+        with open(draft / MANIFEST, "xb") as opened:
+            opened.write(manifest)
+            opened.flush()
+            os.fsync(opened.fileno())
+        flush(draft)
+        final = draft.parent / final_name(step)
+        replaced = draft.parent / f"{final.name}.replaced"
+        if final.exists():
+            if replaced.exists():
+                self.remove(replaced, attempt)
+            os.rename(final, replaced)
+        os.rename(draft, final)
+        flush(draft.parent)
+        return final
+
+    def replace(self, file: Path, content: bytes, attempt: str) -> None:
+        temporary = file.with_name(f"{file.name}.{attempt}.tmp")
+        with open(temporary, "wb") as opened:
+            opened.write(content)
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.replace(temporary, file)
+        flush(file.parent)
+
+    def discard(self, draft: Path, attempt: str) -> None:
+        self.remove(draft, attempt)
+
+    def remove(self, checkpoint: Path, attempt: str) -> None:
+        gone = checkpoint
+        if not is_temporary(checkpoint.name):
+            gone = checkpoint.with_name(f"{checkpoint.name}.{attempt}.tmp")
+        try:
+            if gone != checkpoint:
+                os.rename(checkpoint, gone)
+        except OSError:
+            return
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def delete(self, file: Path) -> None:
+        with suppress(OSError):
+            file.unlink()
+
+    def is_in_use(self, checkpoint: Path) -> bool:
+        try:
+            with open(checkpoint / MANIFEST, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            # Damaged, or a file system without locks: then nothing can be known to be in use.
+            return False
+        return False
+
+    def free(self, home: Path) -> int | None:
+        return shutil.disk_usage(home).free
+
+
+def flush(folder: Path) -> None:
+    """Make the names in a folder as durable as the files that they name."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+LOCAL = Local()

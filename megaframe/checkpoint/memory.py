@@ -1,0 +1,237 @@
+"""Copies of every rank's part of a run in the memory of its node and of another node.
+
+They are made like checkpoints, but nothing goes to a disk: each rank writes its file into its
+node's folder (see `ram`) and sends it to a peer on the next node, who keeps it beside his own. A
+process that is killed loses neither, a node that is lost only its own half. The copies of the step
+before go when every rank has told that it has those of this one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor
+
+from megaframe.checkpoint.background import Background
+from megaframe.checkpoint.container import CHUNK_BYTES, Piece, write
+from megaframe.checkpoint.gather import gather_json
+from megaframe.checkpoint.ram import CopyRecord, Ram, record_bytes
+from megaframe.checkpoint.slices import Slice
+from megaframe.comm import Group, all_gather, to_each
+from megaframe.errors import UserError
+
+
+def peer_of(rank: int, world: int, node_size: int) -> int | None:
+    """The rank on the next node that keeps a copy for `rank`; None where there is one node only,
+    whose memory outlives its processes anyway."""
+    if node_size >= world:
+        return None
+    start = (rank // node_size + 1) * node_size
+    if start >= world:
+        start = 0
+    return start + rank % node_size % min(node_size, world - start)
+
+
+@dataclass(frozen=True)
+class Peers:
+    """to: who keeps a copy for this rank. sources: those for whom this rank keeps one."""
+
+    to: int | None
+    sources: tuple[int, ...]
+
+    @staticmethod
+    def of(rank: int, world: int, node_size: int) -> Peers:
+        keepers = [peer_of(other, world, node_size) for other in range(world)]
+        sources = (other for other, keeper in enumerate(keepers) if keeper == rank)
+        return Peers(keepers[rank], tuple(sources))
+
+
+class MemoryWriter(Background):
+    """Makes the copies of one rank. group: all ranks, for this alone. run: id of the run. kept: the
+    step of copies that stay until the next ones are whole.
+
+    A save that fails is told to all ranks, and raised as by `Writer`.
+    """
+
+    def __init__(self, ram: Ram, group: Group, peers: Peers, run: str, kept: int | None) -> None:
+        super().__init__()
+        self._ram, self._group, self._peers, self._run_id = ram, group, peers, run
+        self._whole = kept
+        ram.remove(but=kept)
+
+    def save(self, step: int, slices: Sequence[Slice], state: Mapping[str, JsonValue]) -> None:
+        """As `Writer.save`; the step is higher than those of the saves since `forget`."""
+        kept = json.loads(json.dumps(dict(state)))
+        self.start(slices, lambda planned, data: self._keep(step, kept, planned, data))
+
+    def forget(self) -> None:
+        """Delete all copies; none is being made."""
+        self._whole = None
+        self._ram.remove()
+
+    def close(self) -> None:
+        """The run has ended whole, and the last save: nobody needs the copies."""
+        self._ram.close()
+
+    def _keep(
+        self, step: int, state: dict[str, JsonValue], planned: list[Piece], data: memoryview
+    ) -> None:
+        if self._whole is not None:
+            self._ram.remove(below=self._whole)
+        failures: list[str] = []
+        own = self._write(step, state, planned, data, failures)
+        if self._peers.to is not None:
+            self._exchange(step, own, failures)
+        told = gather_json(self._group, failures)
+        wrong = [f"rank {rank}: {text}" for rank, texts in enumerate(told) for text in texts]
+        if wrong:
+            more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+            raise UserError(
+                f"copies of step {step} in memory could not be made: {'; '.join(wrong[:3])}{more}"
+            )
+        self._whole = step
+
+    def _write(
+        self,
+        step: int,
+        state: dict[str, JsonValue],
+        planned: list[Piece],
+        data: memoryview,
+        failures: list[str],
+    ) -> _Leaving:
+        """Write this rank's file and its record. Returns what is to be sent to the peer, nothing
+        where that failed."""
+        path, rank = self._ram.path(step, self._group.index), self._group.index
+        try:
+            self._ram.prepare(step, rank)
+            file = write(path, planned, lambda p: data[p.start : p.stop])
+            record = record_bytes(
+                CopyRecord(
+                    run=self._run_id,
+                    step=step,
+                    rank=rank,
+                    world=self._group.size,
+                    state=state,
+                    file=file,
+                )
+            )
+            self._ram.commit(step, rank, record)
+        except (OSError, UserError) as error:
+            failures.append(_what(error, path, len(data)))
+            return _Leaving()
+        return _Leaving(path, file.bytes, record)
+
+    def _exchange(self, step: int, own: _Leaving, failures: list[str]) -> None:
+        """Send this rank's file and record to its peer, and keep those that come from sources; all
+        in chunks, of which one in each direction is under way."""
+        sizes = torch.tensor([[len(own.record), own.size]])
+        sizes = all_gather(sizes, self._group).wait()
+        with ExitStack() as stack:
+            source = stack.enter_context(open(own.path, "rb")) if own.path is not None else None
+            sinks = {
+                rank: _Sink(self._ram, step, rank, *sizes[rank].tolist())
+                for rank in self._peers.sources
+            }
+            for sink in sinks.values():
+                stack.callback(sink.close)
+            records = [torch.zeros(0, dtype=torch.uint8)] * self._group.size
+            for rank, sink in sinks.items():
+                records[rank] = torch.empty(sink.record_size, dtype=torch.uint8)
+            self._swap(_bytes(own.record), records)
+            chunk = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+            coming = {rank: torch.empty_like(chunk) for rank in sinks}
+            rest = max([own.size, *(sink.size for sink in sinks.values())])
+            for start in range(0, rest, CHUNK_BYTES):
+                leaving = chunk[: max(0, min(CHUNK_BYTES, own.size - start))]
+                if source is not None and len(leaving):
+                    source.readinto(leaving.numpy().data)
+                parts = [chunk[:0]] * self._group.size
+                for rank, sink in sinks.items():
+                    parts[rank] = coming[rank][: max(0, min(CHUNK_BYTES, sink.size - start))]
+                self._swap(leaving, parts)
+                for rank, sink in sinks.items():
+                    sink.write(parts[rank])
+            for rank, sink in sinks.items():
+                failures += sink.finish(records[rank])
+
+    def _swap(self, leaving: Tensor, coming: list[Tensor]) -> None:
+        out = [leaving[:0]] * self._group.size
+        assert self._peers.to is not None
+        out[self._peers.to] = leaving
+        to_each(leaving, out, coming, self._group, kind="copies").wait()
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    """A file on its way to the peer, with its record; none where it could not be written."""
+
+    path: Path | None = None
+    size: int = 0
+    record: bytes = b""
+
+
+@dataclass
+class _Sink:
+    """What arrives from one rank. An error does not end it: who sends must not be made to wait."""
+
+    ram: Ram
+    step: int
+    rank: int
+    record_size: int
+    size: int
+    error: str = ""
+    file: BinaryIO | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        path = self.ram.path(self.step, self.rank)
+        try:
+            self.ram.prepare(self.step, self.rank)
+            if self.size:
+                self.file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed by `close`)
+                os.posix_fallocate(self.file.fileno(), 0, self.size)
+        except OSError as error:
+            self.error = _what(error, path, self.size)
+
+    def write(self, data: Tensor) -> None:
+        try:
+            view = data.numpy().data
+            while len(view) and self.file is not None and not self.error:
+                view = view[self.file.write(view) :]
+        except OSError as error:
+            self.error = _what(error, self.ram.path(self.step, self.rank), self.size)
+
+    def finish(self, record: Tensor) -> list[str]:
+        """Give the file its record, if it is whole. Returns what went wrong."""
+        if self.size and not self.error:
+            try:
+                self.ram.commit(self.step, self.rank, record.numpy().tobytes())
+            except OSError as error:
+                self.error = _what(error, self.ram.path(self.step, self.rank), self.size)
+        return [self.error] if self.error else []
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+def _what(error: Exception, path: Path, needed: int) -> str:
+    if not isinstance(error, OSError):
+        return str(error)
+    free = os.statvfs(path.parent.parent)
+    return (
+        f"cannot write {path}: {error.strerror} (it needs {needed:,} bytes and "
+        f"{free.f_bavail * free.f_frsize:,} bytes are free); give checkpoint.memory_dir more room, "
+        "or use checkpoint.memory_every=0"
+    )
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0).byte()

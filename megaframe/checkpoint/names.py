@@ -1,0 +1,19 @@
+"""What the files and folders of checkpoints are called, wherever they lie."""
+
+from __future__ import annotations
+
+import re
+
+POINTER = "latest"
+FINAL = re.compile(r"step-([0-9]{8,12})(\.replaced)?")
+TEMPORARY = re.compile(r"step-[0-9]{8,12}(\.replaced)?\.[0-9a-f]+\.tmp")
+UPLOADED = re.compile(r"rank-[0-9]{5,9}\.[0-9]{5,9}\.([0-9a-f]{8})\.safetensors")
+"""A file that is sent in one go, of the attempt that it names; see `remote`."""
+
+
+def final_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def is_temporary(name: str) -> bool:
+    return name.endswith(".tmp")

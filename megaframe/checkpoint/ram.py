@@ -1,0 +1,134 @@
+"""Ram: the folder in a node's memory that holds copies of ranks' parts of a run.
+
+It belongs to the processes of the node together, and outlives each of them. A copy is a rank's file
+as in any checkpoint, and a record that names it; the record gets its name last, so that whoever is
+killed meanwhile leaves no record of what is not whole. No rank needs to know what others write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue, ValidationError
+
+from megaframe.checkpoint.manifest import Offset, Record, SavedFile, sealed, unsealed
+from megaframe.checkpoint.names import final_name
+from megaframe.errors import UserError
+
+MAX_RECORD_BYTES = 16 << 20
+"""A record holds the config of a run, and a few counters."""
+_STEP = re.compile(r"step-([0-9]{8,12})")
+_RECORD = re.compile(r"rank-[0-9]{5,9}\.json")
+
+
+class CopyRecord(Record):
+    """One rank's part of one step. run: id of the run. world: ranks that made the copies of this
+    step together. file: what the file must be, as in a manifest."""
+
+    format: Literal["megaframe-memory"] = "megaframe-memory"
+    version: Literal[1] = 1
+    run: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+    step: Offset
+    rank: Offset
+    world: Offset
+    state: dict[str, JsonValue]
+    file: SavedFile
+
+
+@dataclass(frozen=True)
+class Ram:
+    """The folder of one run in the memory of this node."""
+
+    folder: Path
+
+    @staticmethod
+    def of(memory: Path, run: Path) -> Ram:
+        """Make it in `memory`, or take the one that is there. run: path of the run's own folder.
+
+        Raises UserError where it cannot be made, or is not private to this user.
+        """
+        digest = hashlib.blake2b(os.fsencode(run.resolve()), digest_size=8).hexdigest()
+        folder = memory / f"megaframe-{os.getuid()}-{digest}"
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            status = folder.lstat()
+        except OSError as error:
+            raise UserError(
+                f"checkpoint.memory_dir={memory} cannot be used: {folder}: {error.strerror}"
+            ) from None
+        private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+        if not private or status.st_uid != os.getuid():
+            raise UserError(
+                f"{folder} must be a folder of user {os.getuid()} alone, with mode 0700, and "
+                f"belongs to {status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}; remove "
+                "it, or give another checkpoint.memory_dir"
+            )
+        return Ram(folder)
+
+    def path(self, step: int, rank: int) -> Path:
+        """Where the file of a rank is."""
+        return self.folder / final_name(step) / f"rank-{rank:05d}.safetensors"
+
+    def prepare(self, step: int, rank: int) -> Path:
+        """A path where the file of a rank can be written; what an interrupted copy left goes."""
+        path = self.path(step, rank)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        for old in (path.with_suffix(".json"), path):
+            old.unlink(missing_ok=True)
+        return path
+
+    def commit(self, step: int, rank: int, record: bytes) -> None:
+        """A rank's file is whole: give it its record."""
+        final = self.path(step, rank).with_suffix(".json")
+        temporary = final.with_suffix(".tmp")
+        temporary.write_bytes(record)
+        os.replace(temporary, final)
+
+    def records(self, run: str) -> Iterator[CopyRecord]:
+        """What is here of a run. What is damaged is not."""
+        for path in sorted(self.folder.glob("step-*/rank-*.json")):
+            if not _STEP.fullmatch(path.parent.name) or not _RECORD.fullmatch(path.name):
+                continue
+            record = _read(path)
+            if record is None or record.run != run:
+                continue
+            if self.path(record.step, record.rank).with_suffix(".json") == path:
+                yield record
+
+    def remove(self, *, below: int | None = None, but: int | None = None) -> None:
+        """Delete the copies of steps `below` one, or of all `but` one."""
+        for path in self.folder.glob("step-*"):
+            match = _STEP.fullmatch(path.name)
+            step = int(match[1]) if match else -1
+            if step != but and (below is None or step < below):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Delete all."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def record_bytes(record: CopyRecord) -> bytes:
+    """Raises UserError where nobody would read it."""
+    data = sealed(record)
+    if len(data) > MAX_RECORD_BYTES:
+        raise UserError(f"the record of a copy has {len(data)} bytes, over {MAX_RECORD_BYTES}")
+    return data
+
+
+def _read(path: Path) -> CopyRecord | None:
+    try:
+        if path.stat().st_size > MAX_RECORD_BYTES:
+            return None
+        text = unsealed(path.read_bytes())
+        return None if text is None else CopyRecord.model_validate_json(text)
+    except (OSError, ValidationError):
+        return None

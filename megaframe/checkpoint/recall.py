@@ -1,0 +1,179 @@
+"""Recall: begins anew from copies in memory, wherever each part of them has survived.
+
+They are read as a checkpoint is, saved slice by saved slice, under any layout; each part by one
+rank that has it in its node's memory, who checks it and sends what others want of it. A step counts
+only if every rank's part of it is somewhere, and whole.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from pydantic import JsonValue, ValidationError
+from torch import Tensor
+
+from megaframe.checkpoint.container import verify
+from megaframe.checkpoint.gather import gather_json, gather_rows
+from megaframe.checkpoint.load import Checkpoint
+from megaframe.checkpoint.manifest import DTYPES, Manifest, SavedSlice, Tensors, merged, problem
+from megaframe.checkpoint.ram import CopyRecord, Ram
+from megaframe.comm import Group, receive, send
+from megaframe.errors import UserError
+
+_NONE = -1
+"""A step before all others."""
+
+
+class Recalled(Checkpoint):
+    """Copies of one step. servers: by file, the rank of the group that reads it, for itself and for
+    all others. All ranks call `load`, and together."""
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, servers: Mapping[str, int], group: Group
+    ) -> None:
+        super().__init__(folder, manifest, io.BytesIO())
+        self._servers, self._group = servers, group
+
+    def read(
+        self, wanted: Mapping[str, Sequence[SavedSlice]]
+    ) -> Iterator[tuple[str, SavedSlice, Tensor]]:
+        """As of a checkpoint on a disk."""
+        here: dict[str, list[SavedSlice]] = {}
+        elsewhere: set[tuple[str, SavedSlice]] = set()
+        me = self._group.index
+        for name, pieces in wanted.items():
+            here[name] = [one for one in pieces if self._servers[one.file] == me]
+            elsewhere |= {(name, one) for one in pieces if self._servers[one.file] != me}
+        yield from super().read(here)
+        yield from self._exchange(elsewhere)
+
+    def _exchange(
+        self, wanted: set[tuple[str, SavedSlice]]
+    ) -> Iterator[tuple[str, SavedSlice, Tensor]]:
+        """Send what others want and receive what this rank wants, both in the order of all saved
+        slices and of the ranks that want them: one order for all, so no two wait for each other."""
+        every = [(name, piece) for name, one in self.tensors.items() for piece in one.slices]
+        mine = [number for number, one in enumerate(every) if one in wanted]
+        asked = gather_rows(self._group, torch.tensor(mine, dtype=torch.int64))
+        me = self._group.index
+        acts = sorted(
+            (number, rank)
+            for rank, numbers in enumerate(asked)
+            for number in numbers.tolist()
+            if me in (rank, self._servers[every[number][1].file])
+        )
+        for number, rank in acts:
+            name, piece = every[number]
+            server = self._servers[piece.file]
+            if server == me:
+                for _, _, found in super().read({name: [piece]}):
+                    data = found.reshape(-1).view(torch.uint8)
+                    send(data, self._group, to=rank).wait()
+            else:
+                yield name, piece, self._received(name, piece, server)
+
+    def _received(self, name: str, piece: SavedSlice, server: int) -> Tensor:
+        tensor = self.tensors[name]
+        buffer = torch.empty(tensor.bytes_of(piece.shape), dtype=torch.uint8)
+        receive(buffer, self._group, source=server).wait()
+        if xxhash.xxh3_64_hexdigest(buffer.numpy().data) != piece.checksum:
+            raise UserError(f"tensor {name} at {piece.offset} was damaged on its way from {server}")
+        return buffer.view(DTYPES[tensor.dtype]).view(piece.shape)
+
+
+def recall(
+    ram: Ram, run: str, group: Group, newer_than: int | None, say: Callable[[str], None]
+) -> Recalled | None:
+    """The newest whole copies of a run, of a step above `newer_than`; None where there are none,
+    and why is said. All ranks of the group call it, and get the same. run: id of the run."""
+    found = {(record.step, record.rank): record for record in ram.records(run)}
+    limit = _NONE if newer_than is None else newer_than
+    while True:
+        told = gather_json(group, [(one.step, one.rank, one.world) for one in found.values()])
+        step, servers, why = _newest(told, limit)
+        if step is None:
+            if newer_than is not None or why:
+                say(f"not continued from copies in memory: {why or 'there are none'}")
+            return None
+        if why:
+            say(f"not continued from the newest copies in memory: {why}")
+        served = [rank for rank, server in servers.items() if server == group.index]
+        parts = gather_json(group, [_part(ram, found[step, rank]) for rank in served])
+        wrong = [text for ones in parts for one in ones for text in one["wrong"]]
+        if not wrong:
+            break
+        for text in wrong:
+            say(f"a copy in memory is left out: {text}")
+        for rank, one in zip(served, parts[group.index], strict=True):
+            if one["wrong"]:
+                del found[step, rank]
+    manifest = _manifest(step, [one for ones in parts for one in ones])
+    names = {f"rank-{rank:05d}.safetensors": server for rank, server in servers.items()}
+    return Recalled(ram.path(step, 0).parent, manifest, names, group)
+
+
+def _newest(
+    told: Sequence[Sequence[tuple[int, int, int]]], limit: int
+) -> tuple[int | None, dict[int, int], str]:
+    """The newest step above the limit of which there are all parts, by part the rank that serves
+    it, and what is missing of the newest of all.
+
+    Whoever has the number of the rank that made a part serves it, since he will need most of it;
+    else those who have it by turns.
+    """
+    holders: defaultdict[tuple[int, int], dict[int, list[int]]] = defaultdict(dict)
+    for holder, ones in enumerate(told):
+        for step, rank, world in ones:
+            holders[step, world].setdefault(rank, []).append(holder)
+    why = ""
+    for (step, world), parts in sorted(holders.items(), reverse=True):
+        if step <= limit:
+            return None, {}, why or f"they are of step {step}, and there is a checkpoint of {limit}"
+        missing = [rank for rank in range(world) if rank not in parts]
+        if not missing:
+            servers = {
+                rank: rank if rank in by else by[rank % len(by)] for rank, by in parts.items()
+            }
+            return step, servers, why
+        few = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+        why = why or f"those of step {step} lack the parts of ranks {few} of {world}"
+    return None, {}, why
+
+
+def _part(ram: Ram, record: CopyRecord) -> dict[str, Any]:
+    """What a file holds, once all of it is read and checked, or what is wrong with it."""
+    path = ram.path(record.step, record.rank)
+    try:
+        tensors = verify(path, record.file)
+    except (UserError, OSError) as error:
+        return {"wrong": [str(error)]}
+    return {
+        "wrong": [],
+        "name": path.name,
+        "file": record.file.model_dump(),
+        "state": record.state if record.rank == 0 else None,
+        "tensors": Tensors.dump_json(tensors).decode(),
+    }
+
+
+def _manifest(step: int, parts: Sequence[dict[str, Any]]) -> Manifest:
+    state: dict[str, JsonValue] = next(one["state"] for one in parts if one["state"] is not None)
+    try:
+        manifest = Manifest(
+            step=step,
+            state=state,
+            files={one["name"]: one["file"] for one in parts},
+            tensors=merged(Tensors.validate_json(one["tensors"]) for one in parts),
+        )
+    except ValidationError as error:
+        raise UserError(f"copies in memory of step {step} are not valid: {error}") from None
+    wrong = problem(manifest)
+    if wrong:
+        raise UserError(f"copies in memory of step {step} are not valid: {wrong}")
+    return manifest

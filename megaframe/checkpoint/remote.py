@@ -1,0 +1,269 @@
+"""Checkpoints under the URL of an fsspec store: S3, Google Cloud, Azure, or any other.
+
+A rank's data are cut into files of one size, each sent in one go, checked by reading it back, and
+sent again when that fails: so a part of an upload that went wrong is repeated and nothing else, in
+every store alike, and none keeps halves. A file's name has the attempt to save in it, so nothing is
+ever overwritten but the manifest: that one small file makes a checkpoint of the files that it
+names, and another of the same step is replaced when it is, not before.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+from fsspec.spec import AbstractFileSystem
+
+from megaframe.checkpoint.manifest import MANIFEST, MAX_BYTES, decode
+from megaframe.checkpoint.names import FINAL, UPLOADED, final_name
+from megaframe.checkpoint.patience import filesystem, patiently
+from megaframe.checkpoint.storage import Remote, Sink, Source, Store
+from megaframe.errors import UserError
+
+FILE_BYTES = 64 << 20
+"""Bytes of tensors in a file: what is held in memory, and at most sent again when a connection
+breaks. s3fs sends up to 100 MiB in one request."""
+_AT_ONCE = 4
+"""Requests at a time: one connection to an object store reaches a tenth of what several do."""
+_READ_BYTES = 8 << 20
+"""Bytes that one of them reads."""
+
+
+class RemoteSource:
+    """A file under a URL; what is read is asked for in parts, several at a time."""
+
+    chunk = FILE_BYTES
+
+    def __init__(self, file: Remote, size: int) -> None:
+        self.size = size
+        self._file = file
+
+    def read_into(self, start: int, into: memoryview) -> int:
+        system, path = filesystem(self._file)
+        stop = min(start + len(into), self.size)
+        begins = range(start, stop, _READ_BYTES)
+        for at in range(0, len(begins), _AT_ONCE):
+            some = begins[at : at + _AT_ONCE]
+            ends = [min(begin + _READ_BYTES, stop) for begin in some]
+            parts = patiently(
+                self._file,
+                lambda some=some, ends=ends: system.cat_ranges(  # type: ignore[misc]
+                    [path] * len(some), list(some), ends, on_error="raise"
+                ),
+            )
+            for begin, end, part in zip(some, ends, parts, strict=True):
+                if len(part) != end - begin:
+                    return begin - start
+                into[begin - start : end - start] = part
+        return max(0, stop - start)
+
+    def close(self) -> None:
+        """Nothing is open between two reads."""
+
+
+class RemoteSink:
+    """A file that is made in memory and sent when it is whole."""
+
+    compared = False
+
+    def __init__(self, file: Remote, start: int) -> None:
+        self._file = file
+        self._data = io.BytesIO()
+        self._data.seek(start)
+
+    def put(self, data: memoryview) -> None:
+        self._data.write(data)
+
+    def finish(self, head: bytes) -> None:
+        self._data.seek(0)
+        self._data.write(head)
+        _put(self._file, self._data.getvalue())
+
+
+class FsspecStore(Store[Remote]):
+    """Folders of all stores that fsspec knows."""
+
+    @property
+    def file_bytes(self) -> int:  # type: ignore[override]
+        return FILE_BYTES
+
+    def at_once(self, home: Remote) -> int:
+        system, _ = filesystem(home)
+        return _AT_ONCE if system.async_impl else 1  # others need not bear several threads
+
+    def file_name(self, rank: int, part: int, attempt: str) -> str:
+        return f"rank-{rank:05d}.{part:05d}.{attempt}.safetensors"
+
+    def is_folder(self, found: Remote) -> bool:
+        return bool(_listed(found))
+
+    def entries(self, folder: Remote) -> dict[str, int | None]:
+        return {
+            str(one["name"]).rstrip("/").rpartition("/")[2]: one.get("size")
+            if one["type"] == "file"
+            else None
+            for one in _listed(folder)
+        }
+
+    def finished(self, home: Remote) -> list[str]:
+        names = [name for name, size in self.entries(home).items() if size is None]
+        names = [name for name in names if FINAL.fullmatch(name)]
+        return [name for name, whole in self._whole(home, names) if whole]
+
+    def _whole(self, home: Remote, names: list[str]) -> list[tuple[str, bool]]:
+        def has_manifest(name: str) -> tuple[str, bool]:
+            with suppress(FileNotFoundError):
+                _size(home / name / MANIFEST)
+                return name, True
+            return name, False
+
+        with ThreadPoolExecutor(self.at_once(home)) as pool:
+            return list(pool.map(has_manifest, names))
+
+    def open(self, file: Remote, *, hold: bool = False, fresh: bool = False) -> Source:
+        return RemoteSource(file, _size(file))
+
+    def prepare(self, home: Remote) -> None:
+        system, path = filesystem(home)
+        patiently(home, lambda: system.makedirs(path, exist_ok=True))
+        names = [name for name, size in self.entries(home).items() if size is None]
+        for name, whole in self._whole(home, [name for name in names if FINAL.fullmatch(name)]):
+            self._remove_unnamed(home / name, whole)
+
+    def _remove_unnamed(self, folder: Remote, whole: bool) -> None:
+        """Delete the files that no manifest names, where it is certain which those are."""
+        kept: Collection[str] = ()
+        files = [name for name in self.entries(folder) if UPLOADED.fullmatch(name)]
+        if whole:
+            if len({name.split(".")[-2] for name in files}) < 2:
+                return  # one attempt alone, the one that was committed
+            try:
+                kept = decode(_content(folder / MANIFEST), folder / MANIFEST).files
+            except UserError:
+                return
+        _delete([folder / name for name in files if name not in kept])
+
+    def draft(self, home: Remote, step: int, attempt: str) -> Remote:
+        return home / final_name(step)
+
+    def begin(self, draft: Remote) -> None:
+        """Object stores have no folders; where there are some, the file makes its own."""
+
+    def create(self, file: Remote, size: int, start: int) -> AbstractContextManager[Sink]:
+        return nullcontext(RemoteSink(file, start))
+
+    def publish(
+        self, draft: Remote, step: int, attempt: str, manifest: bytes, kept: Collection[str]
+    ) -> Remote:
+        _put(draft / MANIFEST, manifest)
+        with suppress(OSError):
+            names = [name for name in self.entries(draft) if name.endswith(".safetensors")]
+            _delete([draft / name for name in names if name not in kept and _is_ours(name)])
+        return draft
+
+    def replace(self, file: Remote, content: bytes, attempt: str) -> None:
+        _put(file, content)
+
+    def discard(self, draft: Remote, attempt: str) -> None:
+        with suppress(OSError):
+            mine = [
+                name
+                for name in self.entries(draft)
+                if (found := UPLOADED.fullmatch(name)) and found[1] == attempt
+            ]
+            # An answer may have been lost where the manifest was not: then it is a checkpoint.
+            if mine and not self._names(draft, attempt):
+                _delete([draft / name for name in mine])
+
+    def _names(self, draft: Remote, attempt: str) -> bool:
+        """Whether the manifest in a folder names files of an attempt."""
+        try:
+            return f".{attempt}.safetensors".encode() in _content(draft / MANIFEST)
+        except FileNotFoundError:
+            return False
+
+    def remove(self, checkpoint: Remote, attempt: str) -> None:
+        with suppress(OSError):
+            _delete([checkpoint / MANIFEST])
+            _delete([checkpoint / name for name in self.entries(checkpoint) if _is_ours(name)])
+
+    def delete(self, file: Remote) -> None:
+        with suppress(OSError):
+            _delete([file])
+
+    def is_in_use(self, checkpoint: Remote) -> bool:
+        return False  # stores have no locks; a reader names the file that it misses
+
+    def free(self, home: Remote) -> int | None:
+        return None
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("rank-") and name.endswith(".safetensors")
+
+
+def _listed(folder: Remote) -> list[dict[str, Any]]:
+    """What fsspec says of everything in a folder; nothing where there is none."""
+    system, path = filesystem(folder)
+
+    def act() -> list[dict[str, Any]]:
+        system.invalidate_cache()
+        found: list[dict[str, Any]] = system.ls(path, detail=True)
+        # Some stores list the folder, or the file that has its name, itself.
+        return [one for one in found if str(one["name"]).strip("/") != path.strip("/")]
+
+    try:
+        return patiently(folder, act)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _size(file: Remote) -> int:
+    system, path = filesystem(file)
+
+    def act() -> dict[str, Any]:
+        system.invalidate_cache()
+        found: dict[str, Any] = system.info(path)
+        return found
+
+    found = patiently(file, act)
+    if found["type"] != "file" or not isinstance(found.get("size"), int):
+        raise OSError(errno.EINVAL, "Not a regular file", str(file))
+    return int(found["size"])
+
+
+def _content(file: Remote) -> bytes:
+    """All of a file that is no larger than any manifest."""
+    size = _size(file)
+    if size > MAX_BYTES:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(file))
+    content = bytearray(size)
+    got = RemoteSource(file, size).read_into(0, memoryview(content))
+    return bytes(content[:got])
+
+
+def _put(file: Remote, content: bytes) -> None:
+    system, path = filesystem(file)
+    patiently(file, lambda: _send(system, path, content))
+
+
+def _send(system: AbstractFileSystem, path: str, content: bytes) -> None:
+    if not system.async_impl:
+        system.makedirs(system._parent(path), exist_ok=True)
+    system.pipe_file(path, content)
+
+
+def _delete(files: list[Remote]) -> None:
+    """Delete files in order. One that is not there is no error."""
+    for file in files:
+        system, path = filesystem(file)
+        with suppress(FileNotFoundError):
+            patiently(file, lambda system=system, path=path: system.rm_file(path))  # type: ignore[misc]
+
+
+REMOTE = FsspecStore()

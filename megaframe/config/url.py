@@ -1,0 +1,41 @@
+"""URLs in a config: what keeps one from being used.
+
+A config is printed, and written into the run's folder and every checkpoint. So a URL with a secret
+in it is refused, by a message that does not repeat it; the secret belongs into the environment.
+"""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import urlsplit
+
+_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://", re.ASCII)
+
+
+def is_url(text: str) -> bool:
+    """Whether a text that names a file or folder is a URL; everything else is a path."""
+    return "://" in text
+
+
+def url_mistake(text: str) -> str | None:
+    """Why a URL cannot be used, without any secret that may be in it; None for a good one."""
+    if not _REMOTE.match(text):
+        return "it is a URL without a scheme, such as s3://"
+    scheme = text.partition("://")[0]
+    if not text.isprintable() or text != text.strip():
+        return f"{scheme}://... has characters that cannot be printed, or spaces around it"
+    if "?" in text or "#" in text:
+        return f"{scheme}://... has a ? or #, behind which secrets stand; leave all from there out"
+    if (
+        "@" in text.partition("://")[2].partition("/")[0]
+        and ":" in urlsplit(text).netloc.rpartition("@")[0]
+    ):
+        return (
+            f"{scheme}://... has a password in it; leave that out, and give it by the environment "
+            "or the store's own configuration"
+        )
+    if "::" in text:
+        return f"{scheme}://... is a chain of URLs; use one"
+    if any(part in (".", "..") for part in text.partition("://")[2].split("/")):
+        return f"{text} has . or .. in it; write the whole way"
+    return None

@@ -1,0 +1,231 @@
+"""Checkpoints to folders of torch.distributed.checkpoint (DCP) and back, streaming, on any machine.
+
+Tensors keep their names: weights those of their parameters, optimizer state
+`optimizer.KIND/PARAMETER`. What else a checkpoint holds is one text in the folder, so that what is
+exported and imported is the same checkpoint. One piece of a tensor is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import JsonValue
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megaframe.checkpoint import Checkpoint, Place
+from megaframe.checkpoint.container import PIECE_BYTES, Piece, Unplaced
+from megaframe.checkpoint.examine import assemble, grouped
+from megaframe.checkpoint.manifest import DTYPES, SavedSlice, SavedTensor
+from megaframe.checkpoint.slices import Shape, pieces
+from megaframe.config import RunConfig
+from megaframe.dcp.metadata import METADATA, Chunk, Contents, read_metadata
+from megaframe.dcp.payload import DataFile
+from megaframe.errors import UserError
+from megaframe.run_state import initial_state
+from megaframe.stage import model_specs
+
+STATE = "megaframe.state"
+"""Name of the text with the step and the state of a run."""
+FILE_BYTES = 2 << 30
+"""Size at which the next file is begun."""
+_MAX_STATE = 64 << 20
+_VERSION = "1.0.0"
+
+
+def export(checkpoint: Checkpoint, folder: Path) -> None:
+    """Write a checkpoint as a folder that `torch.distributed.checkpoint.load` reads.
+
+    Raises `UserError` where the folder is there, or cannot be written.
+    """
+    if folder.exists():
+        raise UserError(f"{folder} is there already; remove it or give another folder")
+    temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        stored = _write_files(checkpoint, temporary)
+        state = json.dumps({"step": checkpoint.step, "state": dict(checkpoint.state)})
+        with open(temporary / "__0_0.distcp", "ab") as file:
+            stored[MetadataIndex(STATE)] = _append(file, file.name, state)
+        with open(temporary / METADATA, "wb") as file:
+            pickle.dump(_metadata(checkpoint.tensors, stored), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(temporary, folder)
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename or temporary}: {error.strerror}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+_Stored = dict[MetadataIndex, _StorageInfo]
+
+
+def _write_files(checkpoint: Checkpoint, folder: Path) -> _Stored:
+    """Each saved slice as a chunk of its tensor."""
+    slices = [
+        (name, tensor.bytes_of(piece.shape), piece)
+        for name, tensor in checkpoint.tensors.items()
+        for piece in tensor.slices
+    ]
+    stored: _Stored = {}
+    for number, group in enumerate(grouped(slices, lambda one: one[1], FILE_BYTES)):
+        wanted: dict[str, list[SavedSlice]] = {}
+        for name, _, piece in group:
+            wanted.setdefault(name, []).append(piece)
+        with open(folder / f"__{number}_0.distcp", "wb") as file:
+            for name, piece, saved in checkpoint.read(wanted):
+                # Of its own memory: torch.save writes all of the memory that a tensor is in.
+                stored[MetadataIndex(name, piece.offset)] = _append(file, file.name, saved.clone())
+            file.flush()
+            os.fsync(file.fileno())
+    return stored
+
+
+def _append(file: Any, path: str, value: Any) -> _StorageInfo:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    start = file.tell()
+    file.write(buffer.getbuffer())
+    return _StorageInfo(Path(path).name, start, file.tell() - start)
+
+
+def _metadata(tensors: Mapping[str, SavedTensor], stored: _Stored) -> Metadata:
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+        name: TensorStorageMetadata(
+            TensorProperties(dtype=DTYPES[tensor.dtype]),
+            torch.Size(tensor.shape),
+            [
+                ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape))
+                for piece in tensor.slices
+            ],
+        )
+        for name, tensor in tensors.items()
+    }
+    described[STATE] = BytesStorageMetadata()
+    whole = {name: (name,) for name in described}
+    return Metadata(described, planner_data=whole, storage_data=stored, version=_VERSION)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """path: of the checkpoint. left_out: names of what it has no room for: whole numbers, values
+    that are no tensors, tensors without elements. has_state: whether a run can start from it."""
+
+    path: Place
+    left_out: list[str]
+    has_state: bool
+
+
+def load(folder: Path, to: Place, config: RunConfig | None = None) -> Imported:
+    """Write a folder of torch.distributed.checkpoint as a checkpoint in the folder `to`.
+
+    config: of a run whose weights they are, for a folder that `export` did not write; the
+    checkpoint is then one of its step 0. Raises `UserError` for what is damaged, hostile, or does
+    not fit the config.
+    """
+    contents = read_metadata(folder)
+    step, state = _state_of(folder, contents, config)
+    kept = {
+        name: stored
+        for name, stored in contents.tensors.items()
+        if stored.dtype is not None and 0 not in stored.shape
+    }
+    if not kept:
+        raise UserError(f"{folder} holds no tensors of floating-point numbers")
+    boxes: list[Unplaced] = []
+    origin: dict[tuple[str, Shape], Chunk] = {}
+    for name, stored in kept.items():
+        assert stored.dtype is not None
+        limit = max(1, PIECE_BYTES // DTYPES[stored.dtype].itemsize)
+        for chunk in stored.chunks:
+            for offset, shape in pieces((chunk.offset, chunk.shape), limit):
+                boxes.append(Unplaced(name, stored.shape, offset, shape, stored.dtype))
+                origin[name, offset] = chunk
+    boxes.sort(key=lambda box: -DTYPES[box.dtype].itemsize)  # so that each starts aligned
+    reader = _Reader(folder, origin)
+    try:
+        groups = grouped(boxes, lambda box: box.bytes, FILE_BYTES)
+        path = assemble(to, step, state, groups, reader.bytes_of)
+    finally:
+        reader.close()
+    left_out = [*(contents.tensors.keys() - kept.keys()), *(contents.others.keys() - {STATE})]
+    return Imported(path, sorted(left_out), bool(state))
+
+
+class _Reader:
+    """The bytes of boxes; one file is open at a time."""
+
+    def __init__(self, folder: Path, origin: Mapping[tuple[str, Shape], Chunk]) -> None:
+        self._folder, self._origin = folder, origin
+        self._file: DataFile | None = None
+
+    def bytes_of(self, piece: Piece) -> memoryview:
+        chunk = self._origin[piece.name, piece.offset]
+        path = self._folder / chunk.extent.file
+        if self._file is None or self._file.path != path:
+            self.close()
+            self._file = DataFile(path)
+        return self._file.read(piece.name, piece.dtype, chunk, (piece.offset, piece.shape))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _state_of(
+    folder: Path, contents: Contents, config: RunConfig | None
+) -> tuple[int, dict[str, JsonValue]]:
+    """Step and state: of the run that was exported, of a run to begin, or none."""
+    if config is not None:
+        problems = list(_misfits(contents, config))
+        if problems:
+            more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
+            shown = "\n  ".join(problems[:5])
+            raise UserError(f"{folder} does not fit the config:\n  {shown}{more}")
+        return 0, initial_state(config).model_dump(mode="json")
+    extent = contents.others.get(STATE)
+    if extent is None:
+        return 0, {}
+    file = DataFile(folder / extent.file)
+    try:
+        text = file.text(STATE, extent, _MAX_STATE)
+    finally:
+        file.close()
+    with suppress(ValueError, RecursionError):
+        given = json.loads(text)
+        if isinstance(given, dict) and given.keys() == {"step", "state"}:
+            step, state = given["step"], given["state"]
+            if type(step) is int and 0 <= step < 1 << 48 and isinstance(state, dict):
+                return step, state
+    raise UserError(f"{folder / extent.file} is damaged: {STATE} is no state of a run")
+
+
+def _misfits(contents: Contents, config: RunConfig) -> Iterator[str]:
+    for spec in model_specs(config):
+        stored = contents.tensors.get(spec.name)
+        if stored is None:
+            yield f"{spec.name} {spec.shape} is missing"
+        elif stored.shape != spec.shape:
+            yield f"{spec.name} is {stored.shape}, not {spec.shape}"
+        elif stored.dtype is None:
+            yield f"{spec.name} is not of floating-point numbers"

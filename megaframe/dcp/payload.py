@@ -1,0 +1,210 @@
+"""One tensor as torch.save wrote it into a part of a file, read piece by piece.
+
+It is a zip archive: a pickle that says how the tensor lies in its memory (described, not unpickled;
+see `pickled`) and that memory, uncompressed, of which only what is asked for is read.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaframe.checkpoint.manifest import DTYPES, DTypeName
+from megaframe.checkpoint.slices import Box, Shape, region
+from megaframe.dcp.metadata import Chunk, Extent
+from megaframe.dcp.pickled import PERSISTENT, Name, Record, describe
+from megaframe.errors import UserError
+
+_MAX_PART = 1 << 20
+"""Bytes of an archive's directory, and of the description of a tensor."""
+_LOCAL_HEADER = 30
+_STORAGES: dict[DTypeName, str] = {
+    "F64": "DoubleStorage",
+    "F32": "FloatStorage",
+    "F16": "HalfStorage",
+    "BF16": "BFloat16Storage",
+}
+_REBUILD_2, _REBUILD_3 = (Name("torch._utils", f"_rebuild_tensor_v{v}") for v in (2, 3))
+_ORDERED = Name("collections", "OrderedDict")
+
+
+class DataFile:
+    """A file with tensors. Raises UserError that names it, and the tensor."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with open(path, "rb") as file:
+                self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            text = error.strerror if isinstance(error, OSError) else "it is empty"
+            raise UserError(f"cannot read {path}: {text}") from None
+        self._last: tuple[Extent, NDArray[Any]] | None = None
+
+    def close(self) -> None:
+        self._last = None
+        self._memory.close()
+
+    def read(self, name: str, dtype: DTypeName, chunk: Chunk, box: Box) -> memoryview:
+        """The bytes of a box inside a chunk, in row-major order."""
+        try:
+            if self._last is None or self._last[0] != chunk.extent:
+                self._last = chunk.extent, self._array(dtype, chunk)
+        except (ValueError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+            raise UserError(
+                f"{self.path} is damaged: tensor {name} at {chunk.offset}: {error}"
+            ) from None
+        inside = region((chunk.offset, chunk.shape), box)
+        found = np.ascontiguousarray(self._last[1][inside])
+        return found.reshape(-1).view(np.uint8).data
+
+    def text(self, name: str, extent: Extent, limit: int) -> str:
+        """A text that was stored."""
+        try:
+            archive = _Archive(self._part(extent), limit)
+            found = describe(archive.read("data.pkl"), ())
+        except (ValueError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+            raise UserError(f"{self.path} is damaged: {name}: {error}") from None
+        if not isinstance(found, str):
+            raise UserError(f"{self.path} is damaged: {name} is no text")
+        return found
+
+    def _part(self, extent: Extent) -> _Part:
+        if extent.start + extent.length > len(self._memory):
+            raise ValueError(
+                f"it should be in bytes {extent.start} to {extent.start + extent.length}, "
+                f"and the file has {len(self._memory)}"
+            )
+        return _Part(self._memory, extent)
+
+    def _array(self, dtype: DTypeName, chunk: Chunk) -> NDArray[Any]:
+        """All elements of a chunk where they are in the file, as whole numbers of their size."""
+        archive = _Archive(self._part(chunk.extent), _MAX_PART)
+        if archive.read("byteorder") != b"little":
+            raise ValueError("it is not of the order of bytes of this machine")
+        size = DTYPES[dtype].itemsize
+        key, first, shape, strides = _described(archive.read("data.pkl"), dtype)
+        if shape != chunk.shape:
+            raise ValueError(f"it is of shape {shape} instead of {chunk.shape}")
+        start, length = archive.position(f"data/{key}")
+        last = first + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        if (last + 1) * size > length:
+            raise ValueError(f"its {length} bytes end before its last element")
+        return np.ndarray(
+            shape,
+            np.dtype(f"u{size}"),
+            buffer=self._memory,
+            offset=chunk.extent.start + start + first * size,
+            strides=[stride * size for stride in strides],
+        )
+
+
+def _described(data: bytes, dtype: DTypeName) -> tuple[str, int, Shape, Shape]:
+    """Key of the memory, first element, shape and strides of the tensor that a pickle describes."""
+    torch_name = Name("torch", str(DTYPES[dtype]).removeprefix("torch."))
+    storage = Name("torch", _STORAGES[dtype]) if dtype in _STORAGES else None
+    untyped = {Name("torch", "UntypedStorage"), Name("torch.storage", "UntypedStorage")}
+    expected = {_REBUILD_2, _REBUILD_3, _ORDERED, torch_name, *untyped}
+    tensor = describe(data, expected | ({storage} if storage else set()))
+    if not isinstance(tensor, Record) or tensor.what not in (_REBUILD_2, _REBUILD_3):
+        raise ValueError("it is no plain tensor")
+    memory, first, shape, strides, *rest = tensor.arguments
+    kind, held, key, *_ = memory.arguments[0] if _is_memory(memory) else (None,) * 3
+    right = held == storage if tensor.what == _REBUILD_2 else torch_name in rest
+    if kind != "storage" or not right or not re.fullmatch(r"[0-9]{1,9}", str(key)):
+        raise ValueError(f"it is not stored as {torch_name.name}")
+    if not all(map(_are_counts, ((first,), shape, strides))) or len(shape) != len(strides):
+        raise ValueError("its shape is none")
+    return str(key), first, shape, strides
+
+
+def _is_memory(given: Any) -> bool:
+    if not isinstance(given, Record) or given.what != PERSISTENT:
+        return False
+    return type(given.arguments[0]) is tuple and len(given.arguments[0]) >= 3
+
+
+def _are_counts(given: Any) -> bool:
+    return (
+        type(given) is tuple
+        and len(given) <= 8
+        and all(type(one) is int and 0 <= one < 1 << 48 for one in given)
+    )
+
+
+class _Part(io.RawIOBase):
+    """A part of a file, of which no more than `limit` bytes are read at a time."""
+
+    def __init__(self, memory: mmap.mmap, extent: Extent) -> None:
+        self._memory, self._extent, self._at = memory, extent, 0
+        self.limit = _MAX_PART
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._extent.length}[whence]
+        if base + offset < 0:
+            raise ValueError("it is no archive")
+        self._at = base + offset
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._extent.length - self._at)
+        size = left if size is None or size < 0 else min(size, left)
+        if size > self.limit:
+            raise ValueError(f"it has a part of {size} bytes where there are {self.limit} at most")
+        start = self._extent.start + self._at
+        self._at += size
+        return self._memory[start : start + size]
+
+
+class _Archive:
+    """The zip archive in a part of a file; names are given without that of its folder."""
+
+    def __init__(self, part: _Part, limit: int) -> None:
+        part.limit = self._limit = limit
+        self._part = part
+        self._zip = zipfile.ZipFile(part)
+        self._entries: dict[str, zipfile.ZipInfo] = {}
+        for entry in self._zip.infolist():
+            self._entries.setdefault(entry.filename.partition("/")[2], entry)
+
+    def position(self, name: str) -> tuple[int, int]:
+        """Where the bytes of an entry begin, and how many they are."""
+        entry = self._entries.get(name)
+        if entry is None:
+            raise ValueError(f"it has no {name}")
+        if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
+            raise ValueError(f"its {name} is compressed or encrypted")
+        self._part.seek(entry.header_offset)
+        header = self._part.read(_LOCAL_HEADER)
+        if len(header) < _LOCAL_HEADER or header[:4] != b"PK\x03\x04":
+            raise ValueError(f"its {name} is not where it should be")
+        names, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+        start = entry.header_offset + _LOCAL_HEADER + names + extra
+        self._part.seek(0, io.SEEK_END)
+        if entry.file_size < 0 or start + entry.file_size > self._part.tell():
+            raise ValueError(f"its {name} ends behind it")
+        return start, entry.file_size
+
+    def read(self, name: str) -> bytes:
+        """All of a small entry."""
+        start, size = self.position(name)
+        if size > self._limit:
+            raise ValueError(f"its {name} has {size} bytes where there are {self._limit} at most")
+        self._part.seek(start)
+        return self._part.read(size)

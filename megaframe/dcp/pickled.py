@@ -1,0 +1,173 @@
+"""Reads what others pickled, without doing what it says.
+
+A pickle is a program, whose instructions import and call whatever they name. The few of them that
+metadata and tensors need are followed here as data: a class or function is but its name, a call is
+but a record of the name and the arguments, and a name that is not among the expected ones ends it.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_INSTRUCTIONS = 8_000_000
+"""Bounds the memory of what a pickle describes, as its size alone does not."""
+
+
+@dataclass(frozen=True)
+class Name:
+    """What a pickle would import."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(eq=False)
+class Record:
+    """What a pickle would call, or make of a class, and the state that it would give to that."""
+
+    what: Name
+    arguments: tuple[Any, ...]
+    state: Any = None
+
+
+PERSISTENT = Name("", "persistent")
+"""What stands for a thing outside of the pickle; its one argument says which."""
+
+
+def describe(data: bytes, expected: Collection[Name]) -> Any:
+    """What a pickle stands for: plain values, `Name`s and `Record`s. Nothing of it is imported,
+    called or compared. Raises ValueError for what is no pickle or has names not in `expected`."""
+    machine = _Machine(expected)
+    try:
+        for count, (code, argument, _) in enumerate(pickletools.genops(data)):
+            if count == MAX_INSTRUCTIONS:
+                raise ValueError(f"it has more than {MAX_INSTRUCTIONS:,} instructions")
+            if code.name == "STOP":
+                return machine.pop()
+            machine.follow(code.name, argument)
+    except (IndexError, KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"it is no pickle: {type(error).__name__}") from None
+    raise ValueError("it is no pickle: it has no end")
+
+
+class _Mark:
+    """Where the items of a tuple, list or dict begin on the stack."""
+
+
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_VALUES = {
+    "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "SHORT_BINUNICODE",
+    "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES",
+}  # fmt: skip
+_GETS = {"BINGET", "LONG_BINGET"}
+_PUTS = {"BINPUT", "LONG_BINPUT"}
+_NOTHING = {"PROTO", "FRAME"}
+
+
+@dataclass
+class _Machine:
+    expected: Collection[Name]
+    stack: list[Any] = field(default_factory=list)
+    memo: dict[int, Any] = field(default_factory=dict)
+
+    def follow(self, code: str, argument: Any) -> None:
+        if code in _VALUES:
+            self.stack.append(argument)
+        elif code in _CONSTANTS:
+            self.stack.append(_CONSTANTS[code])
+        elif code in _GETS:
+            self.stack.append(self.memo[argument])
+        elif code in _PUTS:
+            self.memo[argument] = self.stack[-1]
+        elif code in _ACTS:
+            _ACTS[code](self, argument)
+        elif code not in _NOTHING:
+            raise ValueError(f"it has the instruction {code}, of which there is no need")
+
+    def pop(self) -> Any:
+        value = self.stack.pop()
+        if value is _Mark:
+            raise ValueError("it is no pickle: a mark in place of a value")
+        return value
+
+    def _since_mark(self) -> list[Any]:
+        place = len(self.stack) - 1
+        while self.stack[place] is not _Mark:
+            place -= 1
+            if place < 0:
+                raise ValueError("it is no pickle: a mark is missing")
+        found = self.stack[place + 1 :]
+        del self.stack[place:]
+        return found
+
+    def _tuple(self, size: int) -> None:
+        items = [self.pop() for _ in range(size)]
+        self.stack.append(tuple(reversed(items)))
+
+    def _append(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is not list:
+            raise ValueError("it is no pickle: something is added to what is no list")
+        target.extend(items)
+
+    def _set(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is not dict or len(items) % 2:
+            raise ValueError("it is no pickle: something is put into what is no dict")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            # Hashes of other things are made of what is in them, however deep.
+            if not isinstance(key, str | int | Record):
+                raise ValueError("it has keys that are neither text nor records")
+            target[key] = value
+
+    def _named(self, module: Any, name: Any) -> None:
+        found = Name(str(module), str(name))
+        if found not in self.expected:
+            raise ValueError(f"it names {str(found)[:80]!r}, of which there is no need")
+        self.stack.append(found)
+
+    def _stack_global(self, _: Any) -> None:
+        name, module = self.pop(), self.pop()
+        if not isinstance(name, str) or not isinstance(module, str):
+            raise ValueError("it names what is no text")
+        self._named(module, name)
+
+    def _call(self, _: Any) -> None:
+        arguments, what = self.pop(), self.pop()
+        if not isinstance(what, Name) or type(arguments) is not tuple:
+            raise ValueError("it calls what has no name")
+        self.stack.append(Record(what, arguments))
+
+    def _build(self, _: Any) -> None:
+        state, target = self.pop(), self.stack[-1]
+        if not isinstance(target, Record) or target.state is not None:
+            raise ValueError("it gives a state to what has none")
+        target.state = state
+
+
+_ACTS: dict[str, Callable[[_Machine, Any], None]] = {
+    "MARK": lambda machine, _: machine.stack.append(_Mark),
+    "EMPTY_DICT": lambda machine, _: machine.stack.append({}),
+    "EMPTY_LIST": lambda machine, _: machine.stack.append([]),
+    "MEMOIZE": lambda machine, _: machine.memo.update({len(machine.memo): machine.stack[-1]}),
+    "TUPLE": lambda machine, _: machine.stack.append(tuple(machine._since_mark())),
+    "TUPLE1": lambda machine, _: machine._tuple(1),
+    "TUPLE2": lambda machine, _: machine._tuple(2),
+    "TUPLE3": lambda machine, _: machine._tuple(3),
+    "APPEND": lambda machine, _: machine._append([machine.pop()]),
+    "APPENDS": lambda machine, _: machine._append(machine._since_mark()),
+    "SETITEM": lambda machine, _: machine._set([machine.pop(), machine.pop()][::-1]),
+    "SETITEMS": lambda machine, _: machine._set(machine._since_mark()),
+    "GLOBAL": lambda machine, argument: machine._named(*argument.split(" ", 1)),
+    "STACK_GLOBAL": _Machine._stack_global,
+    "REDUCE": _Machine._call,
+    "NEWOBJ": _Machine._call,
+    "BUILD": _Machine._build,
+    "BINPERSID": lambda machine, _: machine.stack.append(Record(PERSISTENT, (machine.pop(),))),
+}

@@ -1,0 +1,130 @@
+"""Advice: the decision of a search in words, and what every other choice would cost.
+
+A choice is judged by the best that can be made of its value, all else being free; so a sentence
+never blames an axis for what another one should have done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from megaframe.plan.candidates import SCHEDULES, Array
+from megaframe.plan.cluster import Cluster
+from megaframe.plan.nearest import ROOM, in_words
+from megaframe.plan.search import Choice, Found
+from megaframe.plan.sizes import RECOMPUTE
+from megaframe.plan.slow import goodput
+
+_GIB = 2.0**30
+_AXES = (
+    "tensor",
+    "context",
+    "pipeline",
+    "schedule",
+    "expert",
+    "zero",
+    "recompute",
+    "microbatch",
+    "data_replicate",
+)
+_NAMES = {"schedule": SCHEDULES, "recompute": RECOMPUTE}
+_NOTHING = 0.0005
+"""Share of a step that is as good as nothing."""
+
+
+def decision(found: Found, cluster: Cluster) -> Iterator[str]:
+    """The best layout in a few sentences."""
+    every = found.candidates
+    yield f"Use {in_words(every, found.best.place)}."
+    yield from said(found.best, cluster)
+    yield (
+        f"{len(every):,} layouts estimated in {found.estimated_seconds:.2g} s, "
+        f"{int(found.estimates.fits.sum()):,} fit, {len(found.choices)} of the best simulated; "
+        f"{found.seconds:.2g} s in all."
+    )
+
+
+def said(choice: Choice, cluster: Cluster) -> Iterator[str]:
+    """What is predicted of a layout, and what a run then takes."""
+    prediction, train = choice.prediction, choice.config.train
+    used = sum(prediction.memory_bytes.values()) / _GIB
+    mfu = "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%}"
+    there = "" if prediction.fits else ": it does not fit"
+    yield (
+        f"A step takes {prediction.step_seconds:.3g} s: {prediction.tokens_per_second:,.0f} tokens "
+        f"a second, {prediction.tflops_per_gpu:.0f} TFLOP/s a GPU{mfu}; the fullest GPU needs "
+        f"{used:.1f} of {cluster.chip.memory / _GIB:.0f} GiB{there}."
+    )
+    tokens = train.steps * train.global_batch * train.seq
+    state = sum(prediction.memory_bytes.get(kind, 0) for kind in ("weights", "optimizer"))
+    run = goodput(cluster, choice.layout.world, prediction.tokens_per_second, tokens, state)
+    yield (
+        f"{tokens:.3g} tokens take {run.days:.3g} days and ${run.dollars:,.0f}, with "
+        f"{run.failures_a_day:.2g} failures a day and {run.share:.1%} of the time left for "
+        f"training, a checkpoint every {run.interval / 60:.2g} minutes."
+    )
+
+
+def alternatives(found: Found, cluster: Cluster) -> Iterator[str]:
+    """What other values of each axis would cost, the nearest on either side."""
+    every, estimates, best = found.candidates, found.estimates, found.best.place
+    fits = estimates.memory_bytes <= ROOM * cluster.chip.memory
+    for name in _AXES:
+        column = getattr(every, name)
+        chosen = int(column[best])
+        values = np.unique(column)
+        near = values if name in _NAMES else _beside(values, chosen)
+        if name == "tensor":
+            near = np.union1d(near, values[values > cluster.node][:1])
+        for value in near.tolist():
+            if value != chosen:
+                text = _compared(found, cluster, name, value, (column == value) & fits)
+                if text is None:
+                    text = _too_large(found, cluster, name, value, column == value)
+                yield text
+    faster = np.where(fits, np.inf, estimates.step_seconds)
+    place = int(np.argmin(faster))
+    if faster[place] < (1 - _NOTHING) * estimates.step_seconds[best]:
+        gain = 1 - float(faster[place] / estimates.step_seconds[best])
+        yield (
+            f"with {estimates.memory_bytes[place] / _GIB:.0f} GiB a GPU a step would be {gain:.1%} "
+            f"shorter: {in_words(every, place)}"
+        )
+
+
+def _beside(values: Array, chosen: int) -> Array:
+    """The next smaller and the next larger one."""
+    below, above = values[values < chosen][-1:], values[values > chosen][:1]
+    return np.concatenate([below, above])
+
+
+def _compared(found: Found, cluster: Cluster, name: str, value: int, which: Array) -> str | None:
+    """What the best layout with this value costs more; None where none fits."""
+    if not which.any():
+        return None
+    estimates, best = found.estimates, found.best.place
+    place = int(np.argmin(np.where(which, estimates.step_seconds, np.inf)))
+    more = float(estimates.step_seconds[place] / estimates.step_seconds[best]) - 1
+    changes = {
+        part: float(seconds[place] - seconds[best]) for part, seconds in estimates.breakdown.items()
+    }
+    part = max(changes, key=lambda one: changes[one] if more > 0 else -changes[one])
+    why = f" ({part} {changes[part]:+.2g} s)" if abs(more) > _NOTHING else ""
+    return f"{_called(name, value, cluster)}: {more:+.1%}{why}"
+
+
+def _too_large(found: Found, cluster: Cluster, name: str, value: int, which: Array) -> str:
+    memory = np.where(which, found.estimates.memory_bytes, np.inf)
+    return (
+        f"{_called(name, value, cluster)}: needs {memory.min() / _GIB:.0f} GiB a GPU of "
+        f"{cluster.chip.memory / _GIB:.0f}"
+    )
+
+
+def _called(name: str, value: int, cluster: Cluster) -> str:
+    text = f"{name} {_NAMES[name][value] if name in _NAMES else value}"
+    if name == "tensor" and value > cluster.node:
+        text += f" crosses nodes of {cluster.node}"
+    return text

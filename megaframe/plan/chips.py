@@ -1,0 +1,83 @@
+"""Chips: what a device can do at most, and how far its power lets it.
+
+Peaks are dense, with fp32 accumulation, as vendors state them; what of a peak a product reaches is
+no property of the chip alone and stands in `constants`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megaframe.config.numbers import either
+
+CLOCK_EXPONENT = 0.4
+"""A clock grows as the power that it takes to this exponent, voltage rising with it."""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One device.
+
+    peaks: dense FLOP/s by type (`train.precision`, and `fp8` where there is one). memory: bytes.
+    bandwidth: of that memory, bytes/s. units: processors that share the tiles of a product.
+    watts: its limit. product_watts: what large products would take at the clock of the peak.
+    idle_watts: what it takes doing nothing. family: whose `constants` it has.
+    """
+
+    name: str
+    family: str
+    peaks: Mapping[str, float]
+    memory: float
+    bandwidth: float
+    units: int
+    watts: float
+    product_watts: float
+    idle_watts: float = 0.0
+
+    @property
+    def power_share(self) -> float:
+        """Share of its peak clock that large products hold within the limit of power."""
+        wanted = self.product_watts - self.idle_watts
+        return min(1.0, ((self.watts - self.idle_watts) / wanted) ** CLOCK_EXPONENT)
+
+    def sustained(self, kind: str) -> float | None:
+        """FLOP/s of the type `kind` that power allows; None where the chip has no such type."""
+        peak = self.peaks.get(kind)
+        return None if peak is None else peak * self.power_share
+
+
+def _peaks(bf16: float, fp32: float, fp64: float, fp8: float | None = None) -> dict[str, float]:
+    peaks = {"bf16": bf16, "fp16": bf16, "fp32": fp32, "fp64": fp64}
+    if fp8 is not None:
+        peaks["fp8"] = fp8
+    return {kind: 1e12 * value for kind, value in peaks.items()}
+
+
+_H100 = _peaks(989.4, 494.7, 67, 1978.9)
+_GB = 2.0**30
+CHIPS: Mapping[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        # fp32 is what products of fp32 are made in by default: TF32 where there are tensor cores.
+        Chip("a100-40gb", "a100", _peaks(312, 156, 19.5), 40 * _GB, 1.555e12, 108, 400, 400, 60),
+        Chip("a100-80gb", "a100", _peaks(312, 156, 19.5), 80 * _GB, 2.039e12, 108, 400, 400, 60),
+        Chip("h100", "h100", _H100, 80 * _GB, 3.35e12, 132, 700, 1000, 100),
+        # Parts with slower memory and a limit of 500 W, as torchtitan's tables were made on.
+        Chip("h100-500w", "h100", _H100, 96 * _GB, 2.4e12, 132, 500, 1000, 100),
+        Chip("h200", "h200", _H100, 141 * _GB, 4.8e12, 132, 700, 1000, 100),
+        Chip("b200", "b200", _peaks(2250, 1100, 37, 4500), 180 * _GB, 8e12, 148, 1000, 1300, 140),
+        Chip("gb200", "b200", _peaks(2500, 1250, 40, 5000), 186 * _GB, 8e12, 152, 1200, 1500, 140),
+        Chip("tpu-v5p", "tpu", _peaks(459, 57, 0.5), 95 * _GB, 2.765e12, 8, 500, 500, 50),
+        Chip("cpu", "cpu", _peaks(0.9, 0.4, 0.1), 4 * _GB, 10e9, 1, 100, 100),
+    )
+}
+"""Known chips by name."""
+
+
+def nearest_chips(name: str) -> str:
+    """Names of known chips that look like `name`, for a message; all where none does."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(name.lower(), CHIPS, n=3, cutoff=0.3)
+    return either(near or CHIPS)

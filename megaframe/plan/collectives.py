@@ -1,0 +1,295 @@
+"""Collectives: seconds by message size, group and algorithm, from a latency and a bandwidth a tier.
+
+A message of n bytes takes alpha + n / bandwidth on one tier. A group is a list of `Level`s, inner
+first: how many of its members (or of the groups inside) meet on each tier; formulas take numbers or
+numpy arrays. n is always the whole buffer: what each rank ends with (all-gather, all-reduce,
+broadcast), begins with (reduce-scatter) or sends in all (all-to-all). Formulas: Thakur,
+Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH"; the
+tree is the double binary one of Sanders, Speck and Traeff 2009, which keeps both directions of a
+link busy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megaframe.plan.cluster import Cluster
+
+Number = Any
+"""A float, or a numpy array of them."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """members: that meet on this tier. alpha: seconds of a message. bandwidth: bytes/s that each
+    rank has there, in one direction. rails: whether only ranks of the same number meet. reduces:
+    whether the switches add."""
+
+    members: Number
+    alpha: float
+    bandwidth: Number
+    rails: bool = False
+    reduces: bool = False
+
+
+def levels(cluster: Cluster, stride: Number, size: Number, share: float = 1.0) -> list[Level]:
+    """The levels of a group of `size` ranks that are `stride` apart, a level for each tier of the
+    cluster (of one member where the group does not use it).
+
+    share: of the bandwidths that a collective reaches. On a torus a group along one dimension has
+    the links of that one; larger ones have those of as many as they fill.
+    """
+    found, inside = [], np.ones_like(np.asarray(size, dtype=float))
+    for tier in cluster.tiers:
+        room = np.maximum(1.0, np.floor_divide(tier.size, stride))
+        reached = np.minimum(size, room) * 1.0
+        if tier is cluster.tiers[-1]:
+            reached = np.asarray(size, dtype=float)
+        members = np.maximum(1.0, np.ceil(reached / inside))
+        bandwidth = np.full_like(members, tier.bandwidth * share)
+        if tier.kind == "torus":
+            side = tier.size ** (1.0 / tier.dims)
+            used = np.clip(np.ceil(np.log(np.maximum(members, 2)) / np.log(side)), 1, tier.dims)
+            bandwidth = bandwidth * used / tier.dims
+        rails = tier.kind == "rail"
+        found.append(Level(members, tier.latency, bandwidth, rails, tier.reduces))
+        inside = inside * members
+    return found
+
+
+def members(group: Sequence[Level]) -> Number:
+    """Ranks of a group."""
+    product: Number = 1.0
+    for level in group:
+        product = product * level.members
+    return product
+
+
+def _flat(group: Sequence[Level]) -> tuple[Number, Number, Number]:
+    """(ranks, alpha, bandwidth) of a group taken as one ring: the slowest hop sets the pace. Every
+    member inside a node has an adapter, and as many rings run as there are members, so that what
+    leaves a node has all of their bandwidth."""
+    count: Number = 1.0
+    alpha: Number = 0.0
+    bandwidth: Number = np.inf
+    for level in group:
+        used = level.members > 1
+        alpha = np.where(used, np.maximum(alpha, level.alpha), alpha)
+        bandwidth = np.where(used, np.minimum(bandwidth, level.bandwidth * count), bandwidth)
+        count = count * level.members
+    return count, alpha, bandwidth
+
+
+def naive_all_reduce(size: Number, group: Sequence[Level]) -> Number:
+    """To one rank, one after the other, and back: 2 (p-1) (alpha + n beta)."""
+    p, alpha, bandwidth = _slowest(group)
+    return 2 * (p - 1) * (alpha + size / bandwidth)
+
+
+def ring_all_reduce(size: Number, group: Sequence[Level]) -> Number:
+    """Reduce-scatter and all-gather round a ring: 2 (p-1) alpha + 2 n beta (p-1)/p."""
+    return 2 * ring_all_gather(size, group)
+
+
+def tree_all_reduce(size: Number, group: Sequence[Level]) -> Number:
+    """Up and down a double binary tree: 2 log2(p) alpha + 2 n beta."""
+    p, alpha, bandwidth = _flat(group)
+    return np.where(p > 1, 2 * _log2(p) * alpha + 2 * size / bandwidth, 0.0)
+
+
+def halving_doubling_all_reduce(size: Number, group: Sequence[Level]) -> Number:
+    """Recursive halving and doubling: 2 log2(p) alpha + 2 n beta (p-1)/p; with p no power of two
+    the ranks beyond hand their whole share to another and get it back: 2 (alpha + n beta) more.
+    Partners of half of the rounds are far away, so that the slowest tier carries all of them."""
+    p, alpha, bandwidth = _slowest(group)
+    below = 2.0 ** np.floor(np.log2(p))
+    core = 2 * np.log2(below) * alpha + 2 * size / bandwidth * (below - 1) / below
+    return core + np.where(below < p, 2 * (alpha + size / bandwidth), 0.0)
+
+
+def hierarchical_all_reduce(size: Number, group: Sequence[Level]) -> Number:
+    """Reduce-scatter on each tier, inner first, and all-gather back: each tier carries only what
+    is left of the message after those inside it."""
+    return 2 * hierarchical_all_gather(size, group)
+
+
+def in_network_all_reduce(size: Number, group: Sequence[Level]) -> Number:
+    """Switches add: every rank sends and receives its message once, 2 alpha + n beta. Where the
+    switches of a tier do not add, infinite."""
+    total: Number = 0.0
+    left = size
+    for level in group:
+        used = level.members > 1
+        cost = 2 * level.alpha + left / level.bandwidth if level.reduces else np.inf
+        total = total + np.where(used, cost, 0.0)
+        left = left / level.members
+    return total
+
+
+def ring_all_gather(size: Number, group: Sequence[Level]) -> Number:
+    """(p-1) alpha + n beta (p-1)/p; reduce-scatter takes the same."""
+    p, alpha, bandwidth = _flat(group)
+    return (p - 1) * alpha + size / bandwidth * (p - 1) / p
+
+
+def doubling_all_gather(size: Number, group: Sequence[Level]) -> Number:
+    """Recursive doubling: ceil(log2 p) alpha + n beta (p-1)/p on the slowest tier."""
+    p, alpha, bandwidth = _slowest(group)
+    return _log2(p) * alpha + size / bandwidth * (p - 1) / p
+
+
+def hierarchical_all_gather(size: Number, group: Sequence[Level]) -> Number:
+    """Outer tiers first, each among ranks of the same number, the inner ones last with all."""
+    total: Number = 0.0
+    left = size
+    for level in group:
+        m = level.members
+        total = total + (m - 1) * level.alpha + left / level.bandwidth * (m - 1) / m
+        left = left / m
+    return total
+
+
+def pairwise_all_to_all(size: Number, group: Sequence[Level]) -> Number:
+    """Every rank sends 1/p of its n bytes to each: (p-1) alpha, and on each tier what goes to ranks
+    that are reached over it; on rails that cross to another number first go to the neighbour of
+    that number, on the tier inside."""
+    p = members(group)
+    total: Number = 0.0
+    inside: Number = 1.0
+    before: Level | None = None
+    for level in group:
+        over = (level.members - 1) * inside
+        total = total + over * level.alpha + size * over / p / level.bandwidth
+        if level.rails and before is not None:
+            crossing = size * over / p * (inside - 1) / inside
+            total = total + crossing / before.bandwidth
+        inside = inside * level.members
+        before = level
+    return total
+
+
+def hierarchical_all_to_all(size: Number, group: Sequence[Level]) -> Number:
+    """Each tier exchanges all that is left for ranks elsewhere, in messages as few as its members:
+    (m-1) alpha + n beta (m-1)/m for each tier."""
+    total: Number = 0.0
+    for level in group:
+        m = level.members
+        total = total + (m - 1) * level.alpha + size / level.bandwidth * (m - 1) / m
+    return total
+
+
+def tree_broadcast(size: Number, group: Sequence[Level]) -> Number:
+    """ceil(log2 p) (alpha + n beta)."""
+    p, alpha, bandwidth = _slowest(group)
+    return _log2(p) * (alpha + size / bandwidth)
+
+
+def scatter_broadcast(size: Number, group: Sequence[Level]) -> Number:
+    """Scattered down a tree and gathered round a ring (van de Geijn):
+    (log2 p + p - 1) alpha + 2 n beta (p-1)/p."""
+    p, alpha, bandwidth = _flat(group)
+    return (_log2(p) + p - 1) * alpha + 2 * size / bandwidth * (p - 1) / p
+
+
+Formula = Callable[[Number, Sequence[Level]], Number]
+ALGORITHMS: Mapping[str, Mapping[str, Formula]] = {
+    "all_reduce": {
+        "naive": naive_all_reduce,
+        "ring": ring_all_reduce,
+        "tree": tree_all_reduce,
+        "halving_doubling": halving_doubling_all_reduce,
+        "hierarchical": hierarchical_all_reduce,
+        "in_network": in_network_all_reduce,
+    },
+    "all_gather": {
+        "ring": ring_all_gather,
+        "doubling": doubling_all_gather,
+        "hierarchical": hierarchical_all_gather,
+    },
+    "reduce_scatter": {
+        "ring": ring_all_gather,
+        "halving": doubling_all_gather,
+        "hierarchical": hierarchical_all_gather,
+    },
+    "all_to_all": {"pairwise": pairwise_all_to_all, "hierarchical": hierarchical_all_to_all},
+    "broadcast": {"tree": tree_broadcast, "scatter": scatter_broadcast},
+}
+"""Formulas by operation and algorithm."""
+
+
+def hop_seconds(size: Number, group: Sequence[Level]) -> Number:
+    """From one member to the next, the slowest such hop: alpha + n beta; 0 in a group of one."""
+    p, alpha, bandwidth = _slowest(group)
+    return np.where(p > 1, alpha + size / bandwidth, 0.0)
+
+
+def collective_seconds(
+    operation: str, size: Number, group: Sequence[Level], known: Sequence[str] = ()
+) -> Number:
+    """Seconds of `operation` by the algorithm that is best for this size and group, of those that
+    are `known`, or of all; 0 for a group of one rank."""
+    best: Number = np.inf
+    for name, formula in ALGORITHMS[operation].items():
+        if not known or name in known:
+            best = np.minimum(best, formula(size, group))
+    return best
+
+
+def choose(operation: str, size: float, group: Sequence[Level]) -> str:
+    """The name of that algorithm."""
+    formulas = ALGORITHMS[operation]
+    return min(formulas, key=lambda name: float(formulas[name](size, group)))
+
+
+def ring_tree_crossover(members: int, alpha: float, bandwidth: float) -> float:
+    """Bytes from which on a ring reduces faster than a tree: p (p - 1 - log2 p) alpha / beta."""
+    return max(0.0, members * (members - 1 - float(_log2(members)))) * alpha * bandwidth
+
+
+def crossover(operation: str, first: str, second: str, group: Sequence[Level]) -> float | None:
+    """Bytes from which on `first` beats `second`, which is better below; None where there is no
+    such size up to 2**50. All formulas are straight lines in the size, so two points tell."""
+    one, two = (ALGORITHMS[operation][name] for name in (first, second))
+    at_zero = float(one(0.0, group) - two(0.0, group))
+    far = 2.0**50
+    at_far = float(one(far, group) - two(far, group))
+    if not (at_zero > 0 > at_far):
+        return None
+    return far * at_zero / (at_zero - at_far)
+
+
+def bus_bandwidth(operation: str, size: float, members: int, seconds: float) -> float:
+    """Bytes/s that a link carried: what is compared with its figure, for any number of ranks."""
+    factor = {"all_reduce": 2.0, "broadcast": members / max(1, members - 1)}.get(operation, 1.0)
+    return factor * size * (members - 1) / members / seconds
+
+
+def shared_ends(sizes: Sequence[float], bandwidth: float) -> list[float]:
+    """When transfers that start together on one link, which they share equally, end."""
+    order = sorted(range(len(sizes)), key=lambda number: sizes[number])
+    ends, now, sent = [0.0] * len(sizes), 0.0, 0.0
+    for done, number in enumerate(order):
+        now += (sizes[number] - sent) * (len(sizes) - done) / bandwidth
+        ends[number], sent = now, sizes[number]
+    return ends
+
+
+def _slowest(group: Sequence[Level]) -> tuple[Number, Number, Number]:
+    """(ranks, alpha, bandwidth) where the slowest tier that is used carries every message."""
+    count: Number = 1.0
+    alpha: Number = 0.0
+    bandwidth: Number = np.inf
+    for level in group:
+        used = level.members > 1
+        alpha = np.where(used, np.maximum(alpha, level.alpha), alpha)
+        bandwidth = np.where(used, np.minimum(bandwidth, level.bandwidth), bandwidth)
+        count = count * level.members
+    return count, alpha, bandwidth
+
+
+def _log2(count: Number) -> Number:
+    return np.ceil(np.log2(count))

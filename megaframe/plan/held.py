@@ -1,0 +1,163 @@
+"""Held: the parameters of one rank, counted from the config alone.
+
+It says in integers what the layers declare in their specs; a test holds both together. Counted for
+the first rank of its tensor and expert axes, which has what does not divide evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megaframe.config.model import Model
+from megaframe.config.schema import RunConfig
+from megaframe.layout import Layout
+from megaframe.plan.experts import has_experts
+from megaframe.plan.memory import Held, Memory, memory
+from megaframe.plan.stages import StagePlan, head_widths, join_matrix, latent_width
+from megaframe.schedule import Schedule
+
+
+@dataclass
+class _Count:
+    """Elements of one block or of the end, by what divides them."""
+
+    vectors: int = 0
+    split: int = 0
+    whole: int = 0
+    shared: int = 0
+    experts: int = 0
+    tables: list[int] = field(default_factory=list)
+
+
+def held(config: RunConfig, layout: Layout, plans: Sequence[StagePlan]) -> Held:
+    """What a rank with the stages of `plans` has of the parameters."""
+    model = config.model
+    if model.emulate is not None:
+        counts = []
+    else:
+        counts = [_block(model, layer, layout) for plan in plans for layer in plan.blocks]
+    predictors: list[_Count] = []
+    tables: list[int] = []
+    vectors = 0
+    first, last = any(plan.first for plan in plans), any(plan.last for plan in plans)
+    table = dealt(model.vocab or 0, layout.tensor) * model.hidden
+    if first:
+        tables.append(table)
+        if model.position == "learned":
+            tables.append((model.positions or config.train.seq) * model.hidden)
+    if last:
+        predictors = [_predictor(model, index, layout) for index in range(model.mtp_depth)]
+        vectors += (1 + model.mtp_depth) * _norm(model)
+        if not first and (model.tie_embeddings or model.mtp_depth):
+            tables.append(table)
+        if not model.tie_embeddings:
+            tables.append(table)
+    units = [*counts, *predictors]
+    if layout.tensor == 1:  # then these travel together
+        for unit in units:
+            unit.split, unit.whole = unit.split + unit.whole, 0
+    copies = _copies(model.kv_heads, layout.tensor) if model.latent is None else 1
+    return Held(
+        vectors + sum(unit.vectors for unit in units),
+        tuple(unit.split for unit in units),
+        tuple(tables),
+        tuple(unit.experts for unit in units),
+        tuple(unit.whole for unit in units),
+        tuple(unit.shared for unit in units),
+        layout.tensor,
+        copies,
+        first and last and model.position != "learned",
+    )
+
+
+def rank_memory(
+    config: RunConfig,
+    layout: Layout,
+    plans: Sequence[StagePlan],
+    schedule: Schedule,
+    rank: int,
+    *,
+    host: bool = False,
+) -> Memory:
+    """Memory of the first ranks of pipeline coordinate `rank`. schedule: lowered, or its messages
+    are not counted. host: as in `memory`."""
+    here = [plans[stage] for stage in schedule.stages(rank)]
+    return memory(
+        config,
+        held(config, layout, here),
+        layout.data_shard * layout.context,
+        here,
+        schedule.ranks[rank],
+        layout.expert_shard,
+        host=host,
+    )
+
+
+def _block(model: Model, layer: int, layout: Layout) -> _Count:
+    found = _Count(vectors=2 * _norm(model))
+    (_attention if model.latent is None else _latent)(model, layout.tensor, found)
+    moe = model.moe
+    if moe is None or not has_experts(moe, layer):
+        _mlp(model, model.ffn, layout.tensor, found)
+        return found
+    width = moe.ffn or model.ffn
+    up = 2 if model.activation == "swiglu" else 1
+    here = dealt(moe.experts, layout.expert)
+    found.experts = here * (up + 1) * model.hidden * dealt(width, layout.expert_tensor)
+    found.whole += moe.experts * model.hidden
+    if moe.shared:
+        _mlp(model, moe.shared * width, layout.tensor, found)
+    return found
+
+
+def _attention(model: Model, tensor: int, found: _Count) -> None:
+    groups = dealt(model.kv_heads, tensor)
+    width = groups * (model.heads // model.kv_heads + 2) * model.head_dim
+    if _copies(model.kv_heads, tensor) > 1:
+        found.shared += width * model.hidden
+    else:
+        found.split += width * model.hidden
+    found.split += model.hidden * dealt(model.heads, tensor) * model.head_dim
+    found.vectors += width * model.qkv_bias + model.hidden * model.bias
+    found.vectors += 2 * model.head_dim * model.qk_norm
+
+
+def _latent(model: Model, tensor: int, found: _Count) -> None:
+    latent = model.latent
+    assert latent is not None
+    query, value = head_widths(model)
+    heads = dealt(model.heads, tensor)
+    found.whole += latent_width(latent) * model.hidden
+    found.split += heads * query * (latent.query_rank or model.hidden)
+    found.split += heads * (latent.head_dim + value) * latent.kv_rank
+    found.split += model.hidden * heads * value
+    found.vectors += latent.kv_rank + (latent.query_rank or 0) + model.hidden * model.bias
+
+
+def _mlp(model: Model, width: int, tensor: int, found: _Count) -> None:
+    up = 2 if model.activation == "swiglu" else 1
+    inner = dealt(width, tensor)
+    found.split += (up + 1) * model.hidden * inner
+    found.vectors += (up * inner + model.hidden) * model.bias
+
+
+def _predictor(model: Model, index: int, layout: Layout) -> _Count:
+    found = _block(model, model.layers + index, layout)
+    found.whole += join_matrix(model)
+    found.vectors += 2 * _norm(model)
+    return found
+
+
+def _norm(model: Model) -> int:
+    return model.hidden * (1 + (model.bias and model.norm == "layernorm"))
+
+
+def dealt(total: int, parts: int) -> int:
+    """Of `total` things what the first of so many ranks has."""
+    return -(-total // (parts // _copies(total, parts)))
+
+
+def _copies(total: int, parts: int) -> int:
+    """As `spec.copies_of`."""
+    return parts // total if 0 < total < parts else 1

@@ -1,0 +1,139 @@
+"""The nearest thing that would work, and its price, where a model fits nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from megaframe.config.schema import RunConfig
+from megaframe.plan.candidates import SCHEDULES, Candidates
+from megaframe.plan.cluster import Cluster, cluster_names, load_cluster
+from megaframe.plan.constants import Constants, constants_of
+from megaframe.plan.fast import Estimates, estimate
+from megaframe.plan.sizes import RECOMPUTE
+from megaframe.plan.valid import Fixed, candidates
+
+ROOM = 0.95
+"""Share of a chip's memory that a choice may take, by a plan that is good to a few percent."""
+_MOST_TIMES = 1024
+"""GPUs that are tried, as a multiple of those that were asked for."""
+_GIB = 2.0**30
+
+
+def nothing_fits(
+    config: RunConfig,
+    gpus: int,
+    cluster: Cluster,
+    constants: Constants,
+    every: Candidates,
+    estimates: Estimates,
+    fixed: Fixed | None = None,
+) -> str:
+    """What to say: the least that the model takes there, with which layout, and what would do."""
+    place = int(np.argmin(estimates.memory_bytes))
+    needed, there = estimates.memory_bytes[place] / _GIB, cluster.chip.memory / _GIB
+    asked = "".join(f", {key}={value}" for key, value in (fixed or {}).items())
+    lines = [
+        f"no layout on {gpus} GPUs of {cluster.name}{asked} leaves a GPU with less than "
+        f"{needed:.1f} GiB of its {there:.0f} GiB: {in_words(every, place)}",
+        *_ways(config, gpus, cluster, constants, fixed),
+    ]
+    return "\n  ".join(lines)
+
+
+def instead(config: RunConfig, gpus: int, cluster: Cluster, constants: Constants) -> Iterator[str]:
+    """What would work in the place of a layout that does not fit: the same axes with other
+    recompute, ZeRO and microbatch, any layout of as many GPUs, and what `nothing_fits` names."""
+    parallel = config.parallel
+    axes = ("tensor", "context", "pipeline", "expert", "expert_tensor", "data_replicate")
+    same = {name: getattr(parallel, name) for name in axes}
+    if parallel.pipeline > 1:
+        same |= {"schedule": parallel.schedule, "chunks": parallel.chunks}
+    for name, fixed in (("the same axes", same), (f"{gpus} GPUs", {})):
+        found = _fitting(config, gpus, cluster, constants, fixed)
+        if found:
+            yield f"{name}: {found}"
+            return
+    yield from _ways(config, gpus, cluster, constants, None)
+
+
+def in_words(every: Candidates, place: int) -> str:
+    """The layout at a place, as keys."""
+    axes = ("tensor", "context", "pipeline", "chunks", "data", "expert", "expert_tensor")
+    sizes = {name: int(getattr(every, name)[place]) for name in axes}
+    named = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    replicas = int(every.data_replicate[place])
+    if replicas > 1:
+        named.append(f"replicas {replicas}")
+    if sizes["pipeline"] > 1:
+        named.append(SCHEDULES[int(every.schedule[place])])
+    named.append(f"zero {int(every.zero[place])}")
+    named.append(f"recompute {RECOMPUTE[int(every.recompute[place])]}")
+    named.append(f"microbatch {int(every.microbatch[place])}")
+    return ", ".join(named)
+
+
+def _ways(
+    config: RunConfig, gpus: int, cluster: Cluster, constants: Constants, fixed: Fixed | None
+) -> Iterator[str]:
+    """What would do: more GPUs, fewer bytes of state, another chip."""
+    if fixed:
+        free = _fitting(config, gpus, cluster, constants)
+        if free:
+            yield f"without what is given: {free}"
+    more = _more(config, gpus, cluster, constants, fixed)
+    if more:
+        yield more
+    if config.optim.state == "master":
+        fewer = config.model_copy(
+            update={"optim": config.optim.model_copy(update={"state": "int8"})}
+        )
+        small = _fitting(fewer, gpus, cluster, constants, fixed)
+        if small:
+            yield f"with optim.state=int8: {small}"
+    for name in cluster_names():
+        other = load_cluster(name)
+        larger = other.chip.memory > cluster.chip.memory and other.size >= gpus
+        if larger and other.chip.family in ("h100", "b200"):
+            found = _fitting(config, gpus, other, constants_of(other.chip.family), fixed)
+            if found:
+                yield f"{gpus} GPUs of {name}: {found}"
+                return
+
+
+def _more(
+    config: RunConfig, gpus: int, cluster: Cluster, constants: Constants, fixed: Fixed | None
+) -> str | None:
+    """The fewest GPUs, in doublings, on which it fits."""
+    times = 2
+    while times <= _MOST_TIMES and gpus * times <= cluster.size:
+        found = _fitting(config, gpus * times, cluster, constants, fixed)
+        if found:
+            return f"{gpus * times} GPUs of {cluster.name}: {found}"
+        times *= 2
+    return None
+
+
+def _fitting(
+    config: RunConfig,
+    gpus: int,
+    cluster: Cluster,
+    constants: Constants,
+    fixed: Fixed | None = None,
+) -> str | None:
+    """The fastest layout that fits, with step and price; None where none does."""
+    every = candidates(config, gpus, cluster, fixed)
+    if not len(every):
+        return None
+    found = estimate(config, cluster, constants, every)
+    fits = found.memory_bytes <= ROOM * cluster.chip.memory
+    if not fits.any():
+        return None
+    place = int(np.argmin(np.where(fits, found.step_seconds, np.inf)))
+    step = float(found.step_seconds[place])
+    dollars = step * config.train.steps / 3600 * gpus * cluster.price
+    return (
+        f"{step:.3g} s a step, ${gpus * cluster.price:,.0f} an hour, ${dollars:,.0f} for "
+        f"train.steps={config.train.steps} ({in_words(every, place)})"
+    )

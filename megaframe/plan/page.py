@@ -1,0 +1,250 @@
+"""A plan as one page with pictures, which works without a network: memory, the step, roofline,
+scaling from 8 to 100,000 GPUs. The library that draws is inside of the page.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megaframe.config.schema import RunConfig
+from megaframe.errors import UserError
+from megaframe.plan.advice import alternatives, decision, said
+from megaframe.plan.cluster import Cluster
+from megaframe.plan.constants import Constants
+from megaframe.plan.fast import estimate
+from megaframe.plan.nearest import ROOM
+from megaframe.plan.scaling import balances
+from megaframe.plan.search import Choice, Found
+from megaframe.plan.valid import candidates
+
+_GIB = 2.0**30
+_MOST_GPUS = 100_000
+_HEAD = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1200px; color: #222;
+       padding: 0 1rem }}
+h1 {{ font-size: 1.4rem }} h2 {{ font-size: 1.05rem; margin: 1.6rem 0 .3rem }}
+.grid {{ display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 1rem }}
+@media (max-width: 900px) {{ .grid {{ grid-template-columns: minmax(0, 1fr) }} }}
+.grid > div {{ border: 1px solid #ddd; border-radius: 6px; padding: .3rem; min-width: 0;
+       overflow: hidden }}
+li {{ margin: .15rem 0 }}
+</style><script>{script}</script></head><body>
+"""
+
+
+_SHOWN = {"responsive": True, "displayModeBar": False}
+
+
+def write_page(
+    path: Path, choice: Choice, found: Found | None, cluster: Cluster, constants: Constants
+) -> None:
+    """Write the page. Raises `UserError` where plotly is not installed."""
+    try:
+        import plotly.graph_objects as graph
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise UserError(
+            "--html needs plotly, which is not installed; pip install 'megaframe[plan]'"
+        ) from None
+    title = f"{choice.layout.world} GPUs of {cluster.name}: {choice.layout}"
+    words = decision(found, cluster) if found is not None else said(choice, cluster)
+    figures = [
+        graph.Figure(data=[getattr(graph, kind)(**trace) for kind, trace in drawn.traces])
+        .update_layout(
+            title=drawn.title,
+            template="plotly_white",
+            height=420,
+            margin={"t": 60},
+            legend={"orientation": "h", "y": -0.2},
+            **drawn.axes,
+        )
+        .to_html(full_html=False, include_plotlyjs=False, config=_SHOWN)
+        for drawn in pictures(choice, cluster, constants)
+    ]
+    parts = [
+        _HEAD.format(title=html.escape(title), script=get_plotlyjs()),
+        f"<h1>{html.escape(title)}</h1>",
+        *(f"<p>{html.escape(line)}</p>" for line in words),
+        _listed("Why", choice.prediction.reasons),
+        '<div class="grid">',
+        *(f"<div>{figure}</div>" for figure in figures),
+        "</div>",
+        _listed(
+            "Other choices, each with the best of all else", tuple(alternatives(found, cluster))
+        )
+        if found is not None
+        else "",
+        "</body></html>\n",
+    ]
+    path.write_text("\n".join(parts), encoding="utf-8")
+
+
+def _listed(title: str, lines: Sequence[str]) -> str:
+    items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+    return f"<h2>{html.escape(title)}</h2><ul>{items}</ul>"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """traces: what plotly draws, (kind, its data). axes: of the layout."""
+
+    title: str
+    traces: Sequence[tuple[str, dict[str, Any]]]
+    axes: dict[str, Any]
+
+
+def pictures(choice: Choice, cluster: Cluster, constants: Constants) -> Iterator[Picture]:
+    """Memory, step, roofline and scaling."""
+    memory = choice.prediction.memory_bytes
+    total = cluster.chip.memory / _GIB
+    yield Picture(
+        f"Memory of the fullest GPU, of {total:.0f} GiB",
+        [_bar(kind, size / _GIB, "GiB") for kind, size in memory.items()],
+        {
+            "barmode": "stack",
+            "xaxis": {"title": "GiB", "range": [0, 1.05 * max(total, sum(memory.values()) / _GIB)]},
+            "shapes": [_line(total)],
+        },
+    )
+    parts = {name: value for name, value in choice.prediction.breakdown.items() if value > 1e-9}
+    yield Picture(
+        f"A step of {choice.prediction.step_seconds:.3g} s",
+        [_bar(name, seconds, "s") for name, seconds in parts.items()],
+        {"barmode": "stack", "xaxis": {"title": "seconds"}},
+    )
+    yield _roofline(choice, cluster, constants)
+    yield _scaling(choice, cluster, constants)
+
+
+def _bar(name: str, value: float, unit: str) -> tuple[str, dict[str, Any]]:
+    hover = f"{name}: %{{x:.3g}} {unit}<extra></extra>"
+    return "Bar", {
+        "x": [value],
+        "y": [""],
+        "orientation": "h",
+        "name": name,
+        "hovertemplate": hover,
+    }
+
+
+def _line(x: float) -> dict[str, Any]:
+    return {
+        "type": "line",
+        "x0": x,
+        "x1": x,
+        "y0": 0,
+        "y1": 1,
+        "yref": "paper",
+        "line": {"dash": "dash", "color": "#c00"},
+    }
+
+
+def _roofline(choice: Choice, cluster: Cluster, constants: Constants) -> Picture:
+    """Work for each byte moved over each axis, under the roof of the tier that it moves on."""
+    config = choice.config
+    peak = cluster.chip.peaks[config.train.precision]
+    intensity = np.logspace(0, 6, 61)
+    roofs: list[tuple[str, dict[str, Any]]] = [
+        (
+            "Scatter",
+            {
+                "x": intensity,
+                "y": np.minimum(peak, intensity * rate) / 1e12,
+                "mode": "lines",
+                "name": f"{name}, {rate / 1e9:.4g} GB/s",
+            },
+        )
+        for name, rate in [
+            ("memory", cluster.chip.bandwidth),
+            *((tier.name, tier.bandwidth) for tier in cluster.tiers),
+        ]
+    ]
+    for one in balances(config, choice.layout, cluster, constants):
+        rate = next(tier.bandwidth for tier in cluster.tiers if tier.name == one.tier)
+        roof = min(peak, one.intensity * rate) / 1e12
+        point = {"x": [one.intensity], "y": [roof], "mode": "markers+text", "text": [one.axis]}
+        point |= {"textposition": "top left", "name": f"{one.axis} over {one.tier}"}
+        roofs.append(("Scatter", {**point, "marker": {"size": 11}}))
+    reached = {"x": [1, 1e6], "y": [choice.prediction.tflops_per_gpu] * 2, "mode": "lines"}
+    roofs.append(("Scatter", {**reached, "name": "predicted", "line": {"dash": "dot"}}))
+    return Picture(
+        "Roofline: work for each byte that a GPU moves",
+        roofs,
+        {
+            "xaxis": {"type": "log", "title": "FLOP a byte"},
+            "yaxis": {"type": "log", "title": "TFLOP/s a GPU"},
+        },
+    )
+
+
+def _scaling(choice: Choice, cluster: Cluster, constants: Constants) -> Picture:
+    """Speed of one GPU as their number grows: with the same batch, and with one that grows too."""
+    sizes = [gpus for gpus in _doublings(choice.layout.world) if gpus <= cluster.size]
+    traces: list[tuple[str, dict[str, Any]]] = []
+    for name, grows in (("the same batch", False), ("as many samples a GPU", True)):
+        speeds = [_speed(choice, gpus, cluster, constants, grows=grows) for gpus in sizes]
+        traces.append(("Scatter", {"x": sizes, "y": speeds, "mode": "lines+markers", "name": name}))
+    return Picture(
+        "Scaling: the best layout at every size",
+        traces,
+        {
+            "xaxis": {"type": "log", "title": "GPUs"},
+            "yaxis": {"title": "tokens a second and GPU", "rangemode": "tozero"},
+        },
+    )
+
+
+def _doublings(world: int) -> list[int]:
+    """Halves and doubles of a world from 8 to 100,000."""
+    low = world
+    while low % 2 == 0 and low // 2 >= 8:
+        low //= 2
+    found = [low]
+    while found[-1] * 2 <= _MOST_GPUS:
+        found.append(found[-1] * 2)
+    return found
+
+
+def _speed(
+    choice: Choice, gpus: int, cluster: Cluster, constants: Constants, *, grows: bool
+) -> float | None:
+    """Tokens a second and GPU of the best layout with this one's schedule, experts, recompute and
+    ZeRO; None where none is valid and fits."""
+    config, world = choice.config, choice.layout.world
+    batch = config.train.global_batch
+    if grows:
+        if batch * gpus % world:
+            return None
+        batch = batch * gpus // world
+    one = _with_batch(config, batch)
+    parallel = config.parallel
+    fixed = {
+        "recompute": config.train.recompute,
+        "zero": parallel.zero,
+        "expert": parallel.expert,
+        "expert_tensor": parallel.expert_tensor,
+        "data_replicate": 1,
+    }
+    every = candidates(one, gpus, cluster, fixed)
+    if not len(every):
+        return None
+    found = estimate(one, cluster, constants, every)
+    fits = found.memory_bytes <= ROOM * cluster.chip.memory
+    if not fits.any():
+        return None
+    step = float(np.where(fits, found.step_seconds, np.inf).min())
+    return batch * config.train.seq / step / gpus
+
+
+def _with_batch(config: RunConfig, batch: int) -> RunConfig:
+    train = config.train.model_copy(update={"global_batch": batch, "batch_ramp": None})
+    return config.model_copy(update={"train": train})

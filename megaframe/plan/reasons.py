@@ -1,0 +1,86 @@
+"""Why a step takes as long as it does, and what would change it: sentences with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megaframe.config.schema import RunConfig
+from megaframe.layout import Layout
+from megaframe.plan.cluster import Cluster, Tier
+
+_WORTH_TELLING = 0.02
+_AXES = {
+    "tensor": "tensor ranks",
+    "context": "context ranks",
+    "expert": "expert ranks",
+    "data": "data ranks",
+    "pipeline": "pipeline ranks",
+}
+
+
+def reasons(
+    config: RunConfig,
+    layout: Layout,
+    cluster: Cluster,
+    breakdown: Mapping[str, float],
+    needed: Mapping[str, int],
+) -> Iterator[str]:
+    """Sentences about one predicted step: memory first where it does not fit, then what takes more
+    than a fiftieth of the step beside compute, the longest first."""
+    step = sum(breakdown.values())
+    total, there = sum(needed.values()), cluster.chip.memory
+    kinds = sorted(needed, key=lambda kind: -needed[kind])[:2]
+    most = " and ".join(f"{kind} {needed[kind] / 2**30:.1f} GiB" for kind in kinds)
+    if total > there:
+        yield (
+            f"does not fit: {total / 2**30:.1f} GiB of {there / 2**30:.1f} GiB on a "
+            f"{cluster.chip.name}, mostly {most}"
+        )
+    else:
+        yield (
+            f"fits with {(there - total) / 2**30:.1f} GiB to spare: {total / 2**30:.1f} GiB of "
+            f"{there / 2**30:.1f} GiB, mostly {most}"
+        )
+    yield f"compute is {breakdown['compute'] / step:.0%} of the step of {step:.3g} s"
+    for part in sorted(breakdown, key=lambda name: -breakdown[name]):
+        share = breakdown[part] / step
+        if part == "compute" or share < _WORTH_TELLING:
+            continue
+        yield _of_part(part, share, config, layout, cluster)
+
+
+def _of_part(part: str, share: float, config: RunConfig, layout: Layout, cluster: Cluster) -> str:
+    if part == "bubble":
+        many = config.train.global_batch // (config.train.microbatch * layout.data)
+        return (
+            f"the bubble of {config.parallel.schedule} with pipeline {layout.pipeline} and {many} "
+            f"microbatches is {share:.1%}"
+        )
+    if part not in _AXES:
+        return f"{part} is {share:.1%}"
+    tier = outermost(cluster, *span(part, layout))
+    size = layout.sizes[part]
+    what = f"{_AXES[part]} wait {share:.1%} of the step for transfers over {tier.name}"
+    if part == "tensor" and tier is not cluster.tiers[0]:
+        return f"tensor {size} crosses nodes of {cluster.node}: {what}"
+    return f"{what} ({part} {size})"
+
+
+def span(axis: str, layout: Layout) -> tuple[int, int]:
+    """(distance between neighbours, ranks) of an axis."""
+    inner = {
+        "tensor": 1,
+        "context": layout.tensor,
+        "data": layout.tensor * layout.context,
+        "pipeline": layout.tensor * layout.context * layout.data,
+        "expert": layout.expert_tensor,
+    }[axis]
+    return inner, layout.sizes[axis]
+
+
+def outermost(cluster: Cluster, stride: int, size: int) -> Tier:
+    """The tier that ranks so far apart meet on."""
+    for tier in cluster.tiers:
+        if stride * size <= tier.size:
+            return tier
+    return cluster.tiers[-1]

@@ -1,0 +1,145 @@
+"""The ends of a model and of a step: the head, what data ranks exchange, and the optimizer.
+
+What data ranks exchange beside compute is exposed where it takes longer than the window in which it
+may run: at ZeRO 0 and 1 gradients leave during the last backward pass and weights come back during
+the first forward pass, at 2 and 3 they travel in every pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megaframe.plan.collectives import hop_seconds
+from megaframe.plan.costs import Machine, Part, Passes, hidden_by
+from megaframe.plan.experts import has_experts
+from megaframe.plan.kernels import moving_seconds, three_products
+from megaframe.plan.memory import WIDTH
+from megaframe.plan.stages import attention_matrices
+
+Number = Any
+
+
+def head(machine: Machine) -> Part:
+    """The output head with its loss; its gradients are made in forward, or where software does so
+    in backward."""
+    model, sizes, rate = machine.config.model, machine.sizes, machine.rate
+    if model.emulate is not None:
+        return Part(Passes())
+    vocab = np.ceil((model.vocab or 0) / sizes.tensor)
+    products = three_products(rate, machine.tokens, vocab, model.hidden)
+    loss = moving_seconds(rate, machine.software.logit_bytes * machine.tokens * vocab)
+    size = rate.width * machine.tokens * model.hidden
+    gather = machine.seconds("all_gather", size, "tensor")
+    many = 1.0 + model.mtp_depth
+    if machine.software.head_backward:
+        forward, backward, weight = products
+        compute = _launched(machine, forward + 0.7 * loss, backward + 0.3 * loss, weight)
+        return Part(compute.times(many), Passes(gather, gather, 0.0).times(many))
+    compute = _launched(machine, sum(products) + loss, 0.0, 0.0)
+    return Part(compute.times(many), Passes(2 * gather).times(many))
+
+
+def _launched(machine: Machine, forward: Number, backward: Number, weight: Number) -> Passes:
+    """These passes, or as long as the host takes to launch them."""
+    software = machine.software
+    host = software.end_kernels * machine.rate.launch
+    lacking = np.maximum(0.0, host * software.backward_kernels - backward - weight)
+    return Passes(np.maximum(forward, host), backward + lacking, weight)
+
+
+@dataclass(frozen=True)
+class Owned:
+    """Parameters of one rank before data ranks divide them: dense, and those of experts. buckets:
+    in which they are exchanged."""
+
+    dense: Number
+    experts: Number
+    buckets: Number = 1.0
+
+
+def block_owned(machine: Machine, layer: int) -> Owned:
+    """Of one block; gains and biases are few and left out."""
+    model, sizes = machine.config.model, machine.sizes
+    if model.emulate is not None:
+        return Owned(0.0, 0.0)
+    moe = model.moe
+    shape = 3 if model.activation == "swiglu" else 2
+    attention = attention_matrices(model) / sizes.tensor
+    if moe is None or not has_experts(moe, layer):
+        return Owned(attention + shape * model.hidden * model.ffn / sizes.tensor, 0.0)
+    one = shape * model.hidden * (moe.ffn or model.ffn)
+    shared = moe.shared * one / sizes.tensor + moe.experts * model.hidden
+    here = np.ceil(moe.experts / sizes.expert)
+    return Owned(attention + shared, here * one / sizes.expert_tensor)
+
+
+def table_owned(machine: Machine) -> Number:
+    """Of one table of the vocabulary."""
+    model = machine.config.model
+    if model.emulate is not None:
+        return 0.0
+    return np.ceil((model.vocab or 0) / machine.sizes.tensor) * model.hidden
+
+
+def data_seconds(machine: Machine, held: Owned, window: Passes) -> Number:
+    """Exposed exchange of gradients and weights. window: compute of one microbatch on the rank."""
+    sizes, software = machine.sizes, machine.software
+    width = WIDTH[machine.config.train.precision]
+    wire = software.gradient_bytes
+    if wire is None:
+        half = machine.config.parallel.reduce_precision == "bf16"
+        wire = 2 if half else max(4, width)
+    size = held.dense + held.experts
+    times = held.buckets if software.overlap_data else 1.0
+    scatter = machine.seconds("reduce_scatter", wire * size, "shard", times)
+    gather = machine.seconds("all_gather", width * size, "shard", times)
+    whole = machine.seconds("all_reduce", wire * size, "shard", times)
+    replicas = machine.seconds("all_reduce", wire * size / sizes.shard, "replicas")
+    backward, forward = window.backward + window.weight, window.forward
+    each = sizes.microbatches * 1.0
+    if not software.overlap_data:
+        once = np.where(sizes.zero == 0, whole, scatter + gather)
+        often = each * (scatter + np.where(sizes.zero == 3, 2 * gather, 0.0))
+        often = often + np.where(sizes.zero == 3, 0.0, gather)
+        return np.where(sizes.zero >= 2, often, once) + replicas
+
+    def beside(moved: Number, compute: Number, bytes_each: Number) -> Number:
+        delay = machine.delay(bytes_each * size, "shard")
+        return hidden_by(moved, compute, software.data_tail, delay)
+
+    first = sizes.zero == 0
+    once = beside(np.where(first, whole, scatter), backward, wire * np.where(first, 2.0, 1.0))
+    gathered = beside(gather, forward, width)
+    once = once + np.where(first, 0.0, gathered)
+    third = sizes.zero == 3
+    moved = scatter + np.where(third, gather, 0.0)
+    often = beside(moved, backward, wire + np.where(third, width, 0.0))
+    often = each * (often + np.where(third, gathered, 0.0)) + np.where(third, 0.0, gathered)
+    return np.where(sizes.zero >= 2, often, once) + replicas
+
+
+def update_seconds(machine: Machine, held: Owned) -> Number:
+    """The optimizer's own time: it reads and writes its state once."""
+    sizes = machine.sizes
+    divided = np.where(sizes.zero >= 1, sizes.shard, 1.0)
+    return moving_seconds(
+        machine.rate, machine.software.state_bytes * (held.dense + held.experts) / divided
+    )
+
+
+def stage_seconds(machine: Machine) -> Number:
+    """From the end of a stage's pass until the next one has its result, whole again where its
+    tensor ranks each sent a part."""
+    model, sizes, software = machine.config.model, machine.sizes, machine.software
+    size = machine.rate.width * machine.tokens * model.hidden
+    if model.emulate is not None:
+        size = 0.0 * size
+    divided = software.scatter_pipeline or software.sequence_parallel
+    sent = size / sizes.tensor if divided else size
+    seconds = hop_seconds(sent, machine.groups["next_stage"])
+    if divided and not software.sequence_parallel:
+        seconds = seconds + machine.seconds("all_gather", size, "tensor")
+    return np.where(sizes.pipeline > 1, seconds, 0.0)

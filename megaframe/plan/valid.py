@@ -1,0 +1,210 @@
+"""All valid layouts of a config on so many GPUs, but for those that another one always beats.
+
+Left out are GPipe and, where it can be interleaved, breadth-first (1F1B and interleaved take as
+long and keep less), matrices split over more than two innermost tiers, context ranks with fewer
+tokens than make a tile worth sending, and ZeRO with nobody to share with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import numpy as np
+
+from megaframe.config.numbers import divisors
+from megaframe.config.schema import RunConfig
+from megaframe.plan.candidates import SCHEDULES, Array, Candidates
+from megaframe.plan.cluster import Cluster
+from megaframe.plan.context import context_mistakes
+from megaframe.plan.experts import expert_mistakes
+from megaframe.plan.sizes import RECOMPUTE
+from megaframe.plan.tensor import tensor_mistakes
+from megaframe.schedule.limits import LIMITS
+
+FREE = (
+    "tensor",
+    "context",
+    "pipeline",
+    "chunks",
+    "data",
+    "data_replicate",
+    "expert",
+    "expert_tensor",
+    "zero",
+    "recompute",
+    "microbatch",
+    "schedule",
+)
+"""What a search chooses; `fixed` says by these names what is given."""
+Fixed = Mapping[str, Any]
+
+_CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+_MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_LEAST_TOKENS = 1024
+"""Tokens of a sample that a context rank has at least, unless the config asks for fewer."""
+_MOST_TENSOR, _MOST_CONTEXT = 64, 64
+_REPLICAS = 4
+"""Numbers of replicas that are tried of each layout."""
+
+
+@dataclass(frozen=True)
+class _Base:
+    """What a row of candidates shares."""
+
+    tensor: int
+    context: int
+    pipeline: int
+    data: int
+    data_replicate: int
+    expert: int
+    expert_tensor: int
+    microbatch: int
+
+
+def candidates(
+    config: RunConfig, gpus: int, cluster: Cluster, fixed: Fixed | None = None
+) -> Candidates:
+    """Valid layouts; none where nothing is. fixed: values by names of `FREE`."""
+    fixed = fixed or {}
+    rows = [
+        (*base, schedule, chunks)
+        for base in map(_as_tuple, _bases(config, gpus, cluster, fixed))
+        for schedule, chunks in _schedules(config, base[2], base[3] * base[7], fixed)
+    ]
+    table = np.asarray(rows, dtype=np.int64).reshape(-1, 10)
+    zero = _given(fixed, "zero", (0, 1, 2, 3))
+    recompute = _given(fixed, "recompute", tuple(range(len(RECOMPUTE))))
+    many = len(zero) * len(recompute)
+    columns = [np.repeat(column, many) for column in table.T]
+    t, c, p, d, r, e, et, mb, schedule, chunks = columns
+    zeros = np.tile(np.repeat(zero, len(recompute)), len(table))
+    again = np.tile(np.asarray(recompute), len(zero) * len(table))
+    found = Candidates(t, c, p, chunks, d, r, e, et, zeros, again, mb, schedule)
+    return found.taken(_useful(found, fixed))
+
+
+def _useful(c: Candidates, fixed: Fixed) -> Array:
+    """Where ZeRO has somebody to share with, if it was not asked for."""
+    alone = (c.data // c.data_replicate) * c.context == 1
+    return (c.zero == 0) | ~alone | ("zero" in fixed)
+
+
+def _bases(config: RunConfig, gpus: int, cluster: Cluster, fixed: Fixed) -> Iterator[_Base]:
+    ramp, train = config.train.batch_ramp, config.train
+    batch = train.global_batch
+    if ramp is not None:
+        batch = gcd(batch, ramp.start, ramp.increment)
+    for tensor in _tensors(config, gpus, cluster, fixed):
+        for context in _contexts(config, gpus // tensor, tensor, fixed):
+            rest = gpus // (tensor * context)
+            for pipeline in _given(fixed, "pipeline", divisors(rest)):
+                if rest % pipeline or pipeline > config.model.layers:
+                    continue
+                data = rest // pipeline
+                if batch % data or fixed.get("data", data) != data:
+                    continue
+                sizes = [m for m in _MICROBATCHES if batch // data % m == 0]
+                for replicas in _replicas(tensor * context, data, cluster, fixed):
+                    stage = tensor * context * data // replicas
+                    for expert, inside in _experts(config, tensor, stage, fixed):
+                        for size in _given(fixed, "microbatch", tuple(sizes)):
+                            if batch // data % size == 0:
+                                yield _Base(
+                                    tensor, context, pipeline, data, replicas, expert, inside, size
+                                )
+
+
+def _as_tuple(base: _Base) -> tuple[int, ...]:
+    return (
+        base.tensor,
+        base.context,
+        base.pipeline,
+        base.data,
+        base.data_replicate,
+        base.expert,
+        base.expert_tensor,
+        base.microbatch,
+    )
+
+
+def _tensors(config: RunConfig, gpus: int, cluster: Cluster, fixed: Fixed) -> list[int]:
+    most = min(_MOST_TENSOR, 2 * cluster.node)
+    wanted = _given(fixed, "tensor", tuple(d for d in divisors(gpus) if d <= most))
+    return [
+        t for t in wanted if gpus % t == 0 and not any(tensor_mistakes(_with(config, tensor=t)))
+    ]
+
+
+def _contexts(config: RunConfig, rest: int, tensor: int, fixed: Fixed) -> list[int]:
+    most = max(1, min(_MOST_CONTEXT, config.train.seq // _LEAST_TOKENS))
+    if config.parallel.context_kind == "nested":
+        most = 1
+    wanted = _given(fixed, "context", tuple(d for d in divisors(rest) if d <= most))
+    return [
+        context
+        for context in wanted
+        if rest % context == 0
+        and (
+            context == 1 or not any(context_mistakes(_with(config, tensor=tensor, context=context)))
+        )
+    ]
+
+
+def _replicas(together: int, data: int, cluster: Cluster, fixed: Fixed) -> tuple[int, ...]:
+    """Copies of the model among data ranks, each on whole nodes."""
+    if "data_replicate" in fixed:
+        return (fixed["data_replicate"],) if data % fixed["data_replicate"] == 0 else ()
+    fits = [r for r in divisors(data) if (together * data // r) % cluster.node == 0 and r > 1]
+    return (1, *fits[: -_REPLICAS - 1 : -1][::-1])
+
+
+def _experts(config: RunConfig, tensor: int, stage: int, fixed: Fixed) -> Iterator[tuple[int, int]]:
+    """(expert, expert_tensor). stage: ranks of a stage that hold one copy."""
+    moe = config.model.moe
+    if moe is None:
+        yield 1, 1
+        return
+    inner = _given(fixed, "expert_tensor", tuple(sorted({1, tensor})))
+    outer = _given(fixed, "expert", divisors(moe.experts))
+    for inside in inner:
+        for expert in outer:
+            sizes = _with(config, expert=expert, expert_tensor=inside, expert_overlap=False)
+            if stage % (expert * inside) == 0 and not any(expert_mistakes(sizes)):
+                yield expert, inside
+
+
+def _schedules(
+    config: RunConfig, pipeline: int, together: int, fixed: Fixed
+) -> Iterator[tuple[int, int]]:
+    """(schedule, chunks) of a pipeline. together: samples of a microbatch on all data ranks."""
+    if pipeline == 1:
+        if fixed.get("chunks", 1) == 1:
+            yield SCHEDULES.index("1f1b"), 1
+        return
+    ramp = config.train.batch_ramp
+    least = (config.train.global_batch if ramp is None else ramp.start) // together
+    names = _given(fixed, "schedule", SCHEDULES[1:])
+    for name in names:
+        limits = LIMITS[name]
+        if limits.fill and least < pipeline:
+            continue
+        # Interleaved keeps less, and without chunks 1F1B does.
+        beaten = name == "breadth-first" and least >= pipeline and "schedule" not in fixed
+        for chunks in _given(fixed, "chunks", _CHUNKS[name == "breadth-first" :]):
+            possible = limits.nearest_chunks(chunks) == chunks
+            if possible and not beaten and pipeline * chunks <= config.model.layers:
+                yield SCHEDULES.index(name), chunks
+
+
+def _given(fixed: Fixed, name: str, otherwise: tuple[Any, ...]) -> tuple[Any, ...]:
+    if name not in fixed:
+        return otherwise
+    value = fixed[name]
+    return (RECOMPUTE.index(value),) if name == "recompute" else (value,)
+
+
+def _with(config: RunConfig, **sizes: Any) -> RunConfig:
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=sizes)})

@@ -1,0 +1,122 @@
+"""A run on one rank of many, with the real engine and without any other rank or any number.
+
+The mesh is that of the whole world, the model, the optimizer and the schedule are those of the
+rank, and every action of a step is run; but tensors have no content and nothing travels. What is
+counted on the way, memory and bytes, is therefore what the code does and not what a formula says.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from megaframe.config import RunConfig
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh
+from megaframe.meter import Part
+from megaframe.microbatch import Microbatch
+from megaframe.pipeline import Pipeline
+from megaframe.rehearsal.hollow import Hollow, Ledger
+
+__all__ = ["Counted", "Ledger", "counted_step", "rehearse"]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Of one step of a rank. buffers: bytes of weights, values and gradients. optimizer: of its
+    state. rooms: for what transfers bring on a CPU. kept: most bytes beside these between two
+    actions, which are activations and messages on their way. peak: most at any time, all counted.
+    traffic: bytes handed to collectives and links, by axes. actions: that were run."""
+
+    buffers: int
+    optimizer: int
+    rooms: int
+    kept: int
+    peak: int
+    traffic: Mapping[str, int]
+    actions: int
+
+    @property
+    def temporaries(self) -> int:
+        """Most bytes that single operations needed beside all that is kept."""
+        return self.peak - self.buffers - self.optimizer - self.rooms - self.kept
+
+
+def rehearse(config: RunConfig, layout: Layout, rank: int) -> Counted:
+    """One step of `rank` as the config says. Raises `ValueError` for a rank outside the layout.
+
+    Pairs of passes (`parallel.expert_overlap`) run one after the other, and fused products over
+    symmetric memory as plain ones: both need what is not here.
+    """
+    parallel = {"expert_overlap": False, "symmetric_memory": "off"}
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update=parallel)})
+    with Hollow() as ledger, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of names that torch will change
+        mesh = Mesh(layout, alone=rank)
+        return counted_step(config, mesh, ledger)
+
+
+def counted_step(config: RunConfig, mesh: Mesh, ledger: Ledger) -> Counted:
+    """Build what this rank of the mesh runs, and count one step of it."""
+    watch = _Between(ledger)
+    pipeline = Pipeline(config, mesh, watch.time)
+    optimizer = pipeline.optimizer
+    optimizer.initialise(config.run.seed)
+    mesh.take_traffic()
+    count = config.train.global_batch // (config.train.microbatch * mesh.layout.data)
+    microbatches = [_microbatch(config)] * count
+    state = sum(
+        tensor.nbytes
+        for bucket in optimizer.buckets
+        if bucket.optimizer is not None
+        for tensor in bucket.optimizer.state.values()
+    )
+    watch.begin(lambda: optimizer.buffers.bytes + optimizer.buffers.rooms + state)
+    outcome = pipeline.train(microbatches, 0, 1.0)
+    del outcome
+    return Counted(
+        optimizer.buffers.bytes,
+        state,
+        optimizer.buffers.rooms,
+        watch.most,
+        ledger.peak - watch.before,
+        mesh.take_traffic(),
+        watch.actions,
+    )
+
+
+class _Between:
+    """What lives between the actions of a step; `time` is for the engine, which tells each."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._held: Callable[[], int] | None = None
+        self.most = self.actions = self.before = 0
+
+    def begin(self, held: Callable[[], int]) -> None:
+        """The step begins. held: bytes of what is there to stay."""
+        self._held = held
+        self.before = self._ledger.live - held()
+        self._ledger.mark()
+
+    @contextmanager
+    def time(self, part: Part) -> Iterator[None]:
+        """Around a part of a step."""
+        yield
+        if part == "compute" and self._held is not None:
+            self.actions += 1
+            self.most = max(self.most, self._ledger.live - self.before - self._held())
+
+
+def _microbatch(config: RunConfig) -> Microbatch:
+    """Samples of one document each, of tokens from all over the vocabulary."""
+    train, vocab = config.train, config.model.vocab
+    assert vocab is not None, "the config is resolved"
+    shape = (train.microbatch, train.seq)
+    tokens = (torch.arange(shape[0] * shape[1]) * 7919 % vocab).view(shape)
+    documents = torch.zeros_like(tokens) if config.data.reset_attention else None
+    return Microbatch(tokens, tokens, torch.arange(shape[0]), None, documents)

@@ -1,0 +1,79 @@
+"""What a rank counted alone beside what the plan says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megaframe.config import RunConfig
+from megaframe.layout import Layout
+from megaframe.plan.held import rank_memory
+from megaframe.plan.schedules import step_schedule
+from megaframe.plan.stages import stage_plans
+from megaframe.plan.traffic import traffic
+from megaframe.rehearsal import Counted
+from megaframe.schedule import lower
+from megaframe.schedule.check import check
+
+_GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class Row:
+    """A number of bytes, counted and planned; None where the plan says nothing of it."""
+
+    name: str
+    counted: float
+    planned: float | None
+
+    @property
+    def shown(self) -> tuple[str, str, str]:
+        """Both in GiB, and the difference."""
+        counted = f"{self.counted / _GIB:.3f} GiB"
+        if self.planned is None:
+            return counted, "-", ""
+        ratio = f"{self.counted / self.planned - 1:+.1%}" if self.planned else ""
+        return counted, f"{self.planned / _GIB:.3f} GiB", ratio
+
+
+def compared(config: RunConfig, layout: Layout, rank: int, found: Counted) -> list[Row]:
+    """Memory and bytes moved. The whole schedule is checked before."""
+    many = config.train.global_batch // (config.train.microbatch * layout.data)
+    schedule = lower(step_schedule(config, many))
+    check(schedule)
+    return [*_memory(config, layout, rank, found), *_traffic(config, layout, rank, found)]
+
+
+def _memory(config: RunConfig, layout: Layout, rank: int, found: Counted) -> Iterator[Row]:
+    many = config.train.global_batch // (config.train.microbatch * layout.data)
+    schedule = lower(step_schedule(config, many))
+    here = layout.coordinate(rank)["pipeline"]
+    plan = rank_memory(config, layout, stage_plans(config), schedule, here)
+    buffers = plan.weights + plan.values + plan.gradients
+    kept = plan.activations + plan.messages
+    yield Row("weights, values, gradients", found.buffers, buffers)
+    yield Row("optimizer", found.optimizer, plan.optimizer)
+    again = any(p.recomputed for p in stage_plans(config))
+    passing = found.kept + found.temporaries if again else found.kept
+    planned = kept + plan.temporaries if again else kept
+    what = "activations, messages" + ", temporaries" * again
+    yield Row(what, passing, planned)
+    if not again:
+        yield Row("temporaries", found.temporaries, plan.temporaries)
+    whole = buffers + plan.optimizer + kept + plan.temporaries
+    yield Row("most at a time", found.peak, whole)
+
+
+def _traffic(config: RunConfig, layout: Layout, rank: int, found: Counted) -> Iterator[Row]:
+    """By axes; data and context ranks share the gradients of what they have alike."""
+    many = config.train.global_batch // (config.train.microbatch * layout.data)
+    schedule = lower(step_schedule(config, many))
+    here = layout.coordinate(rank)["pipeline"]
+    plans = stage_plans(config)
+    mine = [plans[stage] for stage in schedule.stages(here)]
+    planned = dict(traffic(config, layout, mine, schedule.ranks[here]))
+    for axes, size in sorted(found.traffic.items()):
+        alike = {"context+data": "data"}.get(axes, axes)
+        if size or axes in planned:
+            plan = planned.get(alike) if axes != "data" or layout.context == 1 else None
+            yield Row(f"moved over {axes}", size, plan)

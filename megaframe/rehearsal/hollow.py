@@ -1,0 +1,217 @@
+"""Hollow tensors: the shapes of a computation without its numbers, and a ledger of what lives.
+
+Floating-point tensors are on the meta device and hold nothing. Small whole numbers are real, since
+it is they that say what goes where: tokens, routes, counts. Where hollow numbers would decide about
+whole ones, as when a router chooses experts, the choice is dealt out evenly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_META = torch.device("meta")
+_REAL = (torch.int64, torch.int32, torch.bool)
+"""Types of numbers that decide."""
+_MOST = 1 << 26
+"""Elements of the largest such tensor that is made."""
+_ATEN = torch.ops.aten
+_CHOICES = (_ATEN.topk.default, _ATEN.sort.default, _ATEN.sort.stable)
+_BY_INDEX = (_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN.index_put.default)
+
+
+class Ledger(TorchDispatchMode):
+    """Counts the bytes of all storages that are made while it is entered, on any device, until they
+    are freed. live: now. peak: the most since `mark`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def mark(self) -> None:
+        """Start a new peak from what lives now."""
+        self.peak = self.live
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator as `run` does, and enter what it made."""
+        made = self.run(func, args, dict(kwargs or {}))
+        for tensor in _tensors(made):
+            self._enter(tensor)
+        return made
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The operator itself."""
+        return func(*args, **kwargs)
+
+    def _enter(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes()
+        self._known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._leave, key, size)
+
+    def _leave(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+class Hollow(Ledger):
+    """Runs operators on hollow tensors."""
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Real where nothing hollow is among the arguments, else for the shapes only."""
+        if not any(tensor.is_meta for tensor in _tensors((args, kwargs))):
+            return self._of_real(func, args, kwargs)
+        made = None if func not in _MAKERS else self._like(func, args, kwargs)
+        if made is not None:
+            return made
+        if func in _BY_INDEX:
+            args = _places(args)
+        kept = [tensor for tensor in _tensors(args[:1]) if not tensor.is_meta]
+        args, kwargs = _hollow(args), _hollow(kwargs)
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _META
+        out = func(*args, **kwargs)
+        if kept and func._schema.arguments and _writes(func):
+            return kept[0]  # numbers written into real ones are as good as those before
+        if func in _CHOICES:
+            values, indices = out
+            return values, _dealt(indices, args, func)
+        return out
+
+    def _of_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        device, dtype = kwargs.get("device"), kwargs.get("dtype")
+        if func in _FACTORIES:
+            whole = _is_whole(func, args, dtype)
+            kwargs["device"] = torch.device("cpu") if whole else _META
+        elif func is _ATEN._to_copy.default and device == _META:
+            kwargs["device"] = torch.device("cpu") if (dtype or args[0].dtype) in _REAL else _META
+        elif func in _MAKERS and dtype is not None and dtype not in _REAL:
+            kwargs["device"] = _META
+        return func(*args, **kwargs)
+
+    def _like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Real whole numbers made after a hollow tensor; None where they are to be hollow too."""
+        dtype = kwargs.get("dtype") or args[0].dtype
+        if dtype not in _REAL:
+            return None
+        return func(*args, **{**kwargs, "dtype": dtype, "device": torch.device("cpu")})
+
+
+_FACTORIES = {
+    _ATEN.empty.memory_format,
+    _ATEN.empty_strided.default,
+    _ATEN.zeros.default,
+    _ATEN.ones.default,
+    _ATEN.full.default,
+    _ATEN.arange.default,
+    _ATEN.arange.start,
+    _ATEN.arange.start_step,
+    _ATEN.scalar_tensor.default,
+    _ATEN.randint.default,
+    _ATEN.randint.low,
+    _ATEN.rand.default,
+    _ATEN.randn.default,
+    _ATEN.linspace.default,
+}
+_MAKERS = {
+    _ATEN.new_empty.default,
+    _ATEN.new_zeros.default,
+    _ATEN.new_ones.default,
+    _ATEN.new_full.default,
+    _ATEN.empty_like.default,
+    _ATEN.zeros_like.default,
+    _ATEN.ones_like.default,
+    _ATEN.full_like.default,
+}
+
+
+def _is_whole(func: Any, args: Sequence[Any], dtype: torch.dtype | None) -> bool:
+    """Whether a factory makes numbers that decide, few enough to be real."""
+    if dtype is None:
+        numbers = [n for n in args if isinstance(n, int | float)]
+        ranges = func in (_ATEN.arange.default, _ATEN.arange.start, _ATEN.arange.start_step)
+        ranges = ranges or func in (_ATEN.randint.default, _ATEN.randint.low)
+        return ranges and all(isinstance(n, int) for n in numbers)
+    sizes = next((a for a in args if isinstance(a, list | tuple)), ())
+    elements = 1
+    for size in sizes:
+        elements *= size
+    return dtype in _REAL and elements <= _MOST
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from _tensors(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from _tensors(item)
+
+
+def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, list | tuple):
+        return type(tree)(_mapped(item, change) for item in tree)
+    if isinstance(tree, dict):
+        return {key: _mapped(item, change) for key, item in tree.items()}
+    return tree
+
+
+def _hollow(tree: Any) -> Any:
+    """The same with every tensor hollow; numbers without dims may stay as they are."""
+    return _mapped(
+        tree,
+        lambda one: (
+            one
+            if one.is_meta
+            else torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=_META)
+        ),
+    )
+
+
+def _places(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of an index, real masks as the places where they are true."""
+    indices: list[Tensor | None] = []
+    for index in args[1]:
+        if index is not None and index.dtype is torch.bool and not index.is_meta:
+            indices.extend(index.nonzero(as_tuple=True))
+        else:
+            indices.append(index)
+    return args[0], indices, *args[2:]
+
+
+def _writes(func: Any) -> bool:
+    alias = func._schema.arguments[0].alias_info
+    return alias is not None and alias.is_write
+
+
+def _dealt(indices: Tensor, args: Sequence[Any], func: Any) -> Tensor:
+    """Places along the last dim of what was chosen among: of rows one after the other equally many
+    of all, each row's as far apart as can be; all places of a row in their order."""
+    rows, choices, size = indices.numel() // max(1, indices.shape[-1]), indices.shape[-1], 0
+    size = args[0].shape[-1]
+    if func is not _ATEN.topk.default:
+        return torch.arange(size).expand(indices.shape).contiguous()
+    apart = max(1, size // max(1, choices))
+    places = torch.arange(rows)[:, None] + apart * torch.arange(choices)[None, :]
+    return (places % size).view(indices.shape)

@@ -1,0 +1,102 @@
+"""A real S3-compatible server on loopback whose answers can be made to fail."""
+
+import io
+import logging
+import os
+import socket
+import threading
+import time
+from collections import Counter
+
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
+
+BUCKET = "bucket"
+SECRET = "Zq8-secret-of-the-tests"
+
+
+class Server:
+    """Serves until `close`. Every request first asks `fault(method, path)`: None answers it, a
+    number answers with that status, "reset" breaks the connection halfway through the body.
+
+    sent: bytes of every body that came, whatever became of it, by path. puts: how often.
+    """
+
+    def __init__(self):
+        logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
+        self._application = DomainDispatcherApplication(create_backend_app)
+        self.clear()
+        self._server = None
+        self._start(0)
+        self.port = self._server.port
+        self._lock = threading.Lock()
+
+    @property
+    def environment(self):
+        return {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_ACCESS_KEY_ID": "id-of-the-tests",
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_MAX_ATTEMPTS": "1",  # so that what is tried again here is tried by this project
+        }
+
+    def clear(self):
+        self.sent, self.puts = Counter(), Counter()
+        self.fault = lambda method, path: None
+
+    def _start(self, port):
+        self._server = make_server("127.0.0.1", port, self._answer, threaded=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.02,), daemon=True
+        )
+        self._thread.start()
+
+    def close(self):
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def stop_for(self, seconds):
+        """Close the port, and open it again later; returns at once."""
+
+        def act():
+            self.close()
+            time.sleep(seconds)
+            self._start(self.port)
+
+        threading.Thread(target=act, daemon=True).start()
+
+    def _answer(self, environ, start_response):
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        size = int(environ.get("CONTENT_LENGTH") or 0)
+        with self._lock:
+            what = self.fault(method, path)
+        if what == "reset":
+            got = len(environ["wsgi.input"].read(size // 2))
+            self._count(method, path, got)
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+            raise ConnectionError
+        body = environ["wsgi.input"].read(size)
+        self._count(method, path, len(body))
+        if what is not None:
+            start_response(f"{what} Injected", [("Content-Length", "0")])
+            return [b""]
+        environ["wsgi.input"] = io.BytesIO(body)
+        return self._application(environ, start_response)
+
+    def _count(self, method, path, size):
+        if method == "PUT":
+            with self._lock:
+                self.sent[path] += size
+                self.puts[path] += 1
+
+
+def use(environment):
+    """Make this process a client of the server, with its bucket."""
+    os.environ.update(environment)
+    import fsspec
+
+    system = fsspec.filesystem("s3")
+    if not system.exists(BUCKET):
+        system.mkdir(BUCKET)

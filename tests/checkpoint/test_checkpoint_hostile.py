@@ -1,0 +1,196 @@
+"""Checkpoints of strangers: whatever is in them is refused, runs nothing and takes no memory."""
+
+import copy as copies
+import json
+import os
+import pickle
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_helpers import load_all, save, seal, whole
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_checkpoint_damage import FILES, reheaded
+
+from megaframe.checkpoint import Slice, open_checkpoint
+from megaframe.checkpoint.manifest import checksum
+from megaframe.errors import UserError
+
+ROOM = 256 << 20
+"""Bytes of new address space that an example may take: what threads reserve for their heaps."""
+HUGE = [-(1 << 63), -1, 0, 1, 3, 4, 7, 1 << 31, (1 << 48) - 1, 1 << 48, 1 << 60, 10**40]
+ODD = [None, True, 1.5, 1e308, "", [], {}, "0" * 16, "rank-00001.safetensors", "F64", "I64"]
+PATHS = ["../../etc/passwd", "/etc/passwd", "rank-00000.safetensors/../x", "rank-0\x00.safetensors"]
+
+
+def deep(levels):
+    found = []
+    for _ in range(levels):
+        found = [found]
+    return found
+
+
+values = st.one_of(
+    st.sampled_from(HUGE),
+    st.sampled_from([*ODD, *PATHS]),
+    st.integers(),
+    st.lists(st.sampled_from(HUGE), max_size=12),
+    st.integers(1, 300).map(deep),
+    st.text(max_size=40),
+)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    full = torch.randn(4, 3)
+    halves = [
+        [Slice("a", (4, 3), (2 * rank, 0), full[2 * rank :][:2]), whole(f"b{rank}", torch.randn(2))]
+        for rank in range(2)
+    ]
+    return save(tmp_path_factory.mktemp("run"), halves, step=10, state={"loss": [2.5, {"x": "y"}]})
+
+
+@contextmanager
+def little_memory():
+    """Whatever asks for much more memory than there was gets none."""
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def mutate(data, root):
+    """Change, remove, add or repeat something at a place in JSON."""
+    at, parents = root, []
+    while isinstance(at, dict | list) and at and (not parents or data.draw(st.integers(0, 4))):
+        keys = list(at) if isinstance(at, dict) else range(len(at))
+        parents.append((at, data.draw(st.sampled_from([*keys]))))
+        at = at[parents[-1][1]]
+    parent, key = data.draw(st.sampled_from(parents))
+    how = data.draw(st.sampled_from(["set", "remove", "add", "repeat"]))
+    if how == "set":
+        parent[key] = data.draw(values)
+    elif how == "remove":
+        del parent[key]
+    elif isinstance(parent, list):
+        parent.append(copies.deepcopy(parent[key]) if how == "repeat" else data.draw(values))
+    else:
+        parent[data.draw(st.text(max_size=9))] = copies.deepcopy(parent[key])
+
+
+def attempt(path):
+    """Open and load everything: nothing but UserError may come of it."""
+    with little_memory():
+        try:
+            load_all(path)
+        except UserError as error:
+            assert str(path) in str(error)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_changed_manifests_and_headers_are_refused_or_harmless(good, data):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(shutil.copytree(good, Path(folder) / "x"))
+        if data.draw(st.booleans()):
+            manifest = json.loads((path / "manifest.json").read_bytes())
+            del manifest["checksum"]
+            for _ in range(data.draw(st.integers(1, 3))):
+                if manifest:
+                    mutate(data, manifest)
+            seal(path / "manifest.json", manifest)
+        else:
+
+            def edit(header):
+                for _ in range(data.draw(st.integers(1, 3))):
+                    if header:
+                        mutate(data, header)
+
+            reheaded(path / data.draw(st.sampled_from(FILES[1:])), edit)
+        attempt(path)
+        assert sorted(one.name for one in path.iterdir()) == FILES
+
+
+def test_a_slice_of_a_file_with_holes_takes_no_memory(good, tmp_path):
+    """A file of a terabyte that takes no room on the disk, and a slice as large."""
+    path = Path(shutil.copytree(good, tmp_path / "x"))
+    size = 1 << 40
+    os.truncate(path / FILES[1], size)
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    del manifest["checksum"]
+    one = {"file": FILES[1], "offset": [0], "shape": [1 << 38], "checksum": "0" * 16}
+    manifest["files"][FILES[1]]["bytes"] = size
+    manifest["tensors"] = {"a": {"shape": [1 << 38], "dtype": "F32", "slices": [one]}}
+    seal(path / "manifest.json", manifest)
+    with (
+        little_memory(),
+        pytest.raises(UserError, match="larger than any"),
+        open_checkpoint(path) as checkpoint,
+    ):
+        checkpoint.load([Slice("a", (1 << 38,), (5,), torch.zeros(2))])
+
+
+def test_names_that_come_twice_are_read_once(good, tmp_path):
+    path = Path(shutil.copytree(good, tmp_path / "x"))
+    content = (path / "manifest.json").read_bytes()
+    twice = content[content.index(b",") + 1 : -1] + b',"step":11,"tensors":{}}'
+    (path / "manifest.json").write_bytes(b'{"checksum":"%s",' % checksum(twice).encode() + twice)
+    with open_checkpoint(path) as checkpoint:
+        assert (checkpoint.step, dict(checkpoint.tensors)) == (11, {})
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("as_torch", [False, True])
+def test_a_pickle_runs_nothing(good, tmp_path, name, as_torch):
+    path = Path(shutil.copytree(good, tmp_path / "x"))
+    if as_torch:
+        torch.save(Bomb(tmp_path / "harm"), path / name)
+    else:
+        (path / name).write_bytes(pickle.dumps(Bomb(tmp_path / "harm")))
+    with pytest.raises(UserError, match=name):
+        load_all(path)
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("target", ["/etc/passwd", "/dev/zero", "/proc/self/mem", "/", "nowhere"])
+def test_links_out_of_the_folder_are_refused(good, tmp_path, name, target):
+    path = Path(shutil.copytree(good, tmp_path / "x"))
+    (path / name).unlink()
+    (path / name).symlink_to(target)
+    with little_memory(), pytest.raises(UserError, match=name):
+        load_all(path)
+
+
+def test_a_load_takes_little_more_than_what_is_loaded():
+    """Under a tenth of the rank's own part beside it, and so never a whole tensor."""
+    child = Path(__file__).with_name("checkpoint_child.py")
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        done = subprocess.run(
+            [sys.executable, child, "extra_memory", folder],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+    assert done.returncode == 0, done.stderr
+    part, extra = map(int, done.stdout.split())
+    assert extra < part / 10

@@ -1,0 +1,134 @@
+"""A checkpoint of any layout loads under any other: every tensor, the optimizer's state too.
+
+What is saved is not trained but drawn, by name, so that every element is known without any layout;
+what comes back must be those very bits, rounded where a precision in between is smaller.
+"""
+
+import random
+import zlib
+
+import pytest
+import torch
+
+from megaframe.checkpoint import Slice, Writer, open_checkpoint
+from megaframe.config import RunConfig
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh, world_size
+from megaframe.meter import StepTimer
+from megaframe.pipeline import Pipeline
+
+MODEL = {"layers": 4, "hidden": 16, "heads": 4, "vocab": 37}
+MOE = {"experts": 4, "ffn": 12, "top_k": 2, "shared": 1}
+MODELS = {
+    "dense": {**MODEL, "bias": True, "position": "learned", "tie_embeddings": True},
+    "moe": {**MODEL, "kv_heads": 2, "activation": "swiglu", "norm": "rmsnorm", "moe": MOE},
+}
+V_SHAPED = {"pipeline": 2, "chunks": 2, "schedule": "zb-v"}
+LAYOUTS = {
+    "dense": [
+        (1, {}),
+        (2, {"tensor": 2}),
+        (2, {"context": 2, "zero": 1}),
+        (3, {"pipeline": 3, "layers_per_stage": "uneven"}),
+        (3, {"zero": 3, "data": 3}),
+        (4, {"zero": 2}),
+        (4, {"zero": 3, "data_replicate": 2}),
+        (4, {"tensor": 4}),
+        (4, {"pipeline": 2, "tensor": 2}),
+        (4, {**V_SHAPED, "zero": 1}),
+        (4, {"pipeline": 4, "precision": "fp32"}),
+        (2, {"zero": 2, "precision": "fp32"}),
+    ],
+    "moe": [
+        (1, {}),
+        (2, {"expert": 2}),
+        (2, {"expert_tensor": 2, "zero": 1}),
+        (3, {"zero": 3, "data": 3}),
+        (4, {"expert": 4, "zero": 3}),
+        (4, {"expert": 2, "expert_tensor": 2, "tensor": 2, "zero": 1}),
+        (4, {**V_SHAPED, "expert": 2, "zero": 2}),
+        (4, {"pipeline": 2, "tensor": 2, "expert_tensor": 2, "precision": "fp32"}),
+        (4, {"data_replicate": 2, "expert": 2, "zero": 3}),
+    ],
+}
+PAIRS = 20
+"""Of each model."""
+
+
+def drawn(name, shape):
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def built(model, parallel):
+    """This rank's pieces of everything, under a layout -> mesh, and (name, spec, box, tensor)s."""
+    parallel = dict(parallel)
+    precision = parallel.pop("precision", "fp64")
+    if parallel.get("layers_per_stage"):
+        parallel["layers_per_stage"] = (2, 1, 1)
+    config = RunConfig(
+        model=MODELS[model],
+        train={"seq": 12, "global_batch": 12, "precision": precision},
+        parallel=parallel,
+    )
+    mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
+    return mesh, Pipeline(config, mesh, StepTimer().time).optimizer, precision
+
+
+def rounded(tensor, *precisions):
+    """What a tensor is after a way through these precisions."""
+    for precision in precisions:
+        tensor = tensor.to({"fp32": torch.float32, "fp64": torch.float64}[precision])
+    return tensor
+
+
+def save(model, parallel, folder):
+    """Draw every tensor, and save."""
+    mesh, optimizer, _ = built(model, parallel)
+    for name, spec, box, tensor in optimizer.tensors():
+        tensor.copy_(drawn(name, spec.shape)[box.slices])
+    given = {"rank": mesh.rank, "world": mesh.layout.world, "store": mesh.store}
+    writer = Writer(folder, **given, keep=1, timeout=60)
+    pieces = optimizer.tensors(owned=True)
+    writer.save(1, [Slice(name, spec.shape, box.offset, t) for name, spec, box, t in pieces], {})
+    writer.wait()
+    mesh.close()
+
+
+def load(model, parallel, sources):
+    """Load each of the checkpoints, of runs of these precisions -> what is not as it was drawn."""
+    mesh, optimizer, precision = built(model, parallel)
+    wrong, kinds = [], set()
+    for path, saved_in in sources:
+        pieces = list(optimizer.tensors())
+        for *_, tensor in pieces:
+            tensor.fill_(torch.nan)
+        with open_checkpoint(path) as checkpoint:
+            wanted = [Slice(name, spec.shape, box.offset, t) for name, spec, box, t in pieces]
+            checkpoint.load(wanted)
+        for name, spec, box, tensor in pieces:
+            wanted = rounded(drawn(name, spec.shape)[box.slices], saved_in, precision)
+            kinds.add(name.partition("/")[0] if "/" in name else "")
+            if not torch.equal(tensor, wanted):
+                wrong.append((path, name, box))
+    mesh.close()
+    return wrong, sorted(kinds)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_any_layout_loads_as_any_other(model, pool, tmp_path):
+    layouts = LAYOUTS[model]
+    for number, (ranks, parallel) in enumerate(layouts):
+        pool.run(ranks, save, model, parallel, tmp_path / str(number))
+    generator = random.Random(model)
+    every = [(a, b) for a in range(len(layouts)) for b in range(len(layouts)) if a != b]
+    pairs = generator.sample(every, PAIRS)
+    for number, (ranks, parallel) in enumerate(layouts):
+        sources = [
+            (tmp_path / f"{a}/step-00000001", layouts[a][1].get("precision", "fp64"))
+            for a, b in pairs
+            if b == number
+        ]
+        for wrong, kinds in pool.run(ranks, load, model, parallel, sources) if sources else ():
+            assert not wrong, (layouts[number], wrong[:3])
+            assert {"", "optimizer.mean", "optimizer.square"} <= {*kinds}

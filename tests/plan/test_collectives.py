@@ -1,0 +1,170 @@
+"""Collectives against their closed forms, and against each other."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaframe.plan.cluster import Cluster, Tier, load_cluster
+from megaframe.plan.collectives import (
+    ALGORITHMS,
+    Level,
+    bus_bandwidth,
+    choose,
+    collective_seconds,
+    crossover,
+    levels,
+    members,
+    ring_tree_crossover,
+    shared_ends,
+)
+
+ALPHA, BANDWIDTH = 5e-6, 2e10
+sizes = st.floats(1, 1e12)
+ranks = st.integers(1, 4096)
+
+
+def one_tier(count, reduces=False):
+    return [Level(float(count), ALPHA, BANDWIDTH, reduces=reduces)]
+
+
+@pytest.mark.parametrize(
+    ("operation", "algorithm", "form"),
+    [
+        ("all_reduce", "naive", lambda p, n: 2 * (p - 1) * (ALPHA + n / BANDWIDTH)),
+        ("all_reduce", "ring", lambda p, n: 2 * (p - 1) * (ALPHA + n / p / BANDWIDTH)),
+        ("all_reduce", "tree", lambda p, n: 2 * math.log2(p) * ALPHA + 2 * n / BANDWIDTH),
+        (
+            "all_reduce",
+            "halving_doubling",
+            lambda p, n: 2 * math.log2(p) * ALPHA + 2 * n * (p - 1) / p / BANDWIDTH,
+        ),
+        ("all_gather", "ring", lambda p, n: (p - 1) * (ALPHA + n / p / BANDWIDTH)),
+        ("reduce_scatter", "ring", lambda p, n: (p - 1) * (ALPHA + n / p / BANDWIDTH)),
+        ("all_gather", "doubling", lambda p, n: math.log2(p) * ALPHA + n * (p - 1) / p / BANDWIDTH),
+        ("all_to_all", "pairwise", lambda p, n: (p - 1) * (ALPHA + n / p / BANDWIDTH)),
+        ("broadcast", "tree", lambda p, n: math.log2(p) * (ALPHA + n / BANDWIDTH)),
+        (
+            "broadcast",
+            "scatter",
+            lambda p, n: (math.log2(p) + p - 1) * ALPHA + 2 * n * (p - 1) / p / BANDWIDTH,
+        ),
+    ],
+)
+@pytest.mark.parametrize("count", [2, 8, 64])
+@pytest.mark.parametrize("size", [1e3, 1e6, 1e9])
+def test_closed_forms_on_one_tier(operation, algorithm, form, count, size):
+    found = ALGORITHMS[operation][algorithm](size, one_tier(count))
+    assert float(found) == pytest.approx(form(count, size), rel=1e-12)
+
+
+def test_switches_that_add_send_each_number_once():
+    found = ALGORITHMS["all_reduce"]["in_network"](1e9, one_tier(64, reduces=True))
+    assert float(found) == pytest.approx(2 * ALPHA + 1e9 / BANDWIDTH)
+    assert np.isinf(ALGORITHMS["all_reduce"]["in_network"](1e9, one_tier(64)))
+
+
+def test_a_number_of_ranks_that_is_no_power_of_two_pays_for_the_rest():
+    five, four = (ALGORITHMS["all_reduce"]["halving_doubling"](1e9, one_tier(n)) for n in (5, 4))
+    assert float(five - four) == pytest.approx(2 * (ALPHA + 1e9 / BANDWIDTH))
+
+
+@settings(deadline=None, max_examples=60)
+@given(count=ranks, size=sizes, other=sizes, operation=st.sampled_from(sorted(ALGORITHMS)))
+def test_the_choice_is_the_best_of_all_and_grows_with_the_size(count, size, other, operation):
+    group = one_tier(count)
+    best = float(collective_seconds(operation, size, group))
+    each = {name: float(f(size, group)) for name, f in ALGORITHMS[operation].items()}
+    assert best == min(each.values()) == each[choose(operation, size, group)]
+    if count == 1:
+        assert best == 0
+    if other >= size:
+        assert float(collective_seconds(operation, other, group)) >= best
+
+
+@settings(deadline=None, max_examples=60)
+@given(inner=st.sampled_from([2, 4, 8]), outer=st.integers(2, 64), size=st.floats(1e6, 1e11))
+def test_hierarchies_carry_on_the_slow_tier_what_is_left(inner, outer, size):
+    group = [Level(float(inner), 0.0, 1e11), Level(float(outer), 0.0, 1e10)]
+    found = float(ALGORITHMS["all_reduce"]["hierarchical"](size, group))
+    left = size / inner
+    form = 2 * size * (inner - 1) / inner / 1e11 + 2 * left * (outer - 1) / outer / 1e10
+    assert found == pytest.approx(form)
+    # A ring over all of them has the adapters of all members of a node.
+    p = inner * outer
+    ring = float(ALGORITHMS["all_reduce"]["ring"](size, group))
+    assert ring == pytest.approx(2 * size * (p - 1) / p / min(1e11, inner * 1e10))
+
+
+@settings(deadline=None, max_examples=60)
+@given(stride=st.sampled_from([1, 2, 4, 8, 16, 64]), size=st.integers(1, 2000))
+def test_levels_hold_the_whole_group(stride, size):
+    cluster = load_cluster("h100-ib")
+    group = levels(cluster, stride, size)
+    inner = max(1, min(size, 8 // stride))
+    assert float(group[0].members) == inner
+    assert float(members(group)) >= size
+    assert float(members(group)) < size + inner
+
+
+def test_levels_of_many_groups_are_those_of_each():
+    cluster = load_cluster("gb200-nvl72")
+    strides, counts = np.array([1, 8, 72, 576]), np.array([144, 9, 4, 16])
+    many = levels(cluster, strides, counts)
+    for place, (stride, count) in enumerate(zip(strides, counts, strict=True)):
+        alone = levels(cluster, int(stride), int(count))
+        assert [float(level.members[place]) for level in many] == [
+            float(level.members) for level in alone
+        ]
+
+
+def test_where_a_ring_begins_to_beat_a_tree():
+    point = ring_tree_crossover(64, ALPHA, BANDWIDTH)
+    assert point == pytest.approx(64 * (63 - 6) * ALPHA * BANDWIDTH)
+    found = crossover("all_reduce", "ring", "tree", one_tier(64))
+    assert found == pytest.approx(point)
+    assert choose_of_two(0.9 * point) == "tree" and choose_of_two(1.1 * point) == "ring"
+    assert crossover("all_reduce", "tree", "ring", one_tier(64)) is None
+
+
+def choose_of_two(size):
+    times = {n: float(ALGORITHMS["all_reduce"][n](size, one_tier(64))) for n in ("ring", "tree")}
+    return min(times, key=times.get)
+
+
+def test_rails_pass_what_crosses_them_through_a_neighbour():
+    plain = [Level(8.0, 0.0, 1e11), Level(4.0, 0.0, 1e10)]
+    rails = [plain[0], Level(4.0, 0.0, 1e10, rails=True)]
+    operation = ALGORITHMS["all_to_all"]["pairwise"]
+    over = 1e9 * 24 / 32
+    assert float(operation(1e9, rails) - operation(1e9, plain)) == pytest.approx(
+        over * 7 / 8 / 1e11
+    )
+
+
+def test_one_dimension_of_a_torus_has_its_own_links_only():
+    cluster = Cluster(
+        "torus", load_cluster("tpu-v5p").chip, (Tier("t", 512, 1e-6, 3e11, "torus", 3),), 1e4, 1.0
+    )
+    line, cube = (float(levels(cluster, 1, n)[0].bandwidth) for n in (8, 512))
+    assert (line, cube) == (pytest.approx(1e11), pytest.approx(3e11))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.floats(0, 1e9), min_size=1, max_size=6))
+def test_transfers_on_one_link_share_it(amounts):
+    ends = shared_ends(amounts, 1e9)
+    assert max(ends) == pytest.approx(sum(amounts) / 1e9)
+    for end, amount in zip(ends, amounts, strict=True):
+        smaller = sum(min(amount, other) for other in amounts)
+        assert end == pytest.approx(smaller / 1e9)
+
+
+def test_bus_bandwidth_is_that_of_the_link():
+    for operation in ("all_reduce", "all_gather", "all_to_all"):
+        algorithm = "pairwise" if operation == "all_to_all" else "ring"
+        group = [Level(8.0, 0.0, BANDWIDTH)]
+        seconds = float(ALGORITHMS[operation][algorithm](1e9, group))
+        assert bus_bandwidth(operation, 1e9, 8, seconds) == pytest.approx(BANDWIDTH)

@@ -1,0 +1,137 @@
+"""The search against what it stands on: every candidate is valid, estimates are what simulation
+says, nothing that was drawn at random beats its first choice, and what fits nowhere is told how it
+would."""
+
+import random
+
+import numpy as np
+import pytest
+
+from megaframe.config import RunConfig, dump, load
+from megaframe.errors import UserError
+from megaframe.layout import Layout
+from megaframe.plan.advice import alternatives, decision
+from megaframe.plan.check import check
+from megaframe.plan.cluster import load_cluster
+from megaframe.plan.constants import constants_of
+from megaframe.plan.fast import estimate
+from megaframe.plan.nearest import ROOM, instead
+from megaframe.plan.search import configured, search
+from megaframe.plan.step import predict
+from megaframe.plan.valid import candidates
+
+DENSE = {
+    "layers": 32,
+    "hidden": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "ffn": 14336,
+    "vocab": 128256,
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+}
+MOE = {**DENSE, "layers": 24, "hidden": 2048, "moe": {"experts": 64, "ffn": 1408, "top_k": 6}}
+TIED = {**DENSE, "layers": 13, "kv_heads": 32, "tie_embeddings": True, "position": "learned"}
+WORLDS = [(DENSE, 64, 256), (DENSE, 96, 192), (MOE, 64, 512), (TIED, 32, 64)]
+CLUSTER = load_cluster("h100-ib")
+CONSTANTS = constants_of("h100")
+
+
+def made(model, batch, seq=4096):
+    return RunConfig(model=model, train={"seq": seq, "global_batch": batch, "steps": 1000})
+
+
+def drawn(many, some):
+    return random.Random(0).sample(range(many), min(some, many))
+
+
+@pytest.mark.parametrize(("model", "gpus", "batch"), WORLDS)
+def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
+    config = made(model, batch)
+    every = candidates(config, gpus, CLUSTER)
+    assert len(every) > 1000
+    for place in drawn(len(every), 60):
+        one = configured(config, every, place)
+        check(one, gpus, data=False)
+        assert Layout.from_parallel(one.parallel, gpus).world == gpus
+    table = np.stack(list(vars(every).values()))
+    assert np.unique(table, axis=1).shape[1] == len(every)
+
+
+@pytest.mark.parametrize(("model", "gpus", "batch"), WORLDS)
+def test_estimates_are_what_simulation_says(model, gpus, batch):
+    config = made(model, batch)
+    every = candidates(config, gpus, CLUSTER)
+    every = every.taken(np.array(drawn(len(every), 50)))
+    found = estimate(config, CLUSTER, CONSTANTS, every)
+    seconds, sizes = [], []
+    for place in range(len(every)):
+        one = configured(config, every, place)
+        exact = predict(one, Layout.from_parallel(one.parallel, gpus), CLUSTER, CONSTANTS)
+        seconds.append(float(found.step_seconds[place]) / exact.step_seconds - 1)
+        sizes.append(float(found.memory_bytes[place]) / sum(exact.memory_bytes.values()) - 1)
+    assert np.mean(np.abs(seconds)) < 0.05
+    assert np.mean(np.abs(sizes)) < 0.07
+    assert np.mean(sizes) > -0.01, "what is estimated to fit mostly does"
+
+
+@pytest.mark.parametrize(("model", "gpus", "batch"), WORLDS[:3])
+def test_nothing_drawn_beats_the_first_choice(model, gpus, batch):
+    config = made(model, batch)
+    found = search(config, gpus, CLUSTER, CONSTANTS)
+    steps = [one.prediction.step_seconds for one in found.choices]
+    assert max(steps[0] / step for step in steps) < 1.015
+    fitting = np.flatnonzero(found.estimates.memory_bytes <= ROOM * CLUSTER.chip.memory)
+    # The better half: of the worse nobody expects anything.
+    fitting = fitting[np.argsort(found.estimates.step_seconds[fitting])][: len(fitting) // 2]
+    for place in fitting[drawn(len(fitting), 20)]:
+        one = configured(config, found.candidates, int(place))
+        other = predict(one, Layout.from_parallel(one.parallel, gpus), CLUSTER, CONSTANTS)
+        assert steps[0] <= 1.015 * other.step_seconds or not other.fits
+    said = " ".join([*decision(found, CLUSTER), *alternatives(found, CLUSTER)])
+    assert "tensor 16 crosses nodes of 8: +" in said
+
+
+def test_what_is_given_stays_and_the_config_can_be_loaded(tmp_path):
+    config = made(DENSE, 256)
+    fixed = {"tensor": 4, "recompute": "full", "zero": 1}
+    found = search(config, 64, CLUSTER, CONSTANTS, fixed)
+    for choice in found.choices:
+        parallel, train = choice.config.parallel, choice.config.train
+        assert (parallel.tensor, parallel.zero, train.recompute) == (4, 1, "full")
+    path = tmp_path / "best.yaml"
+    path.write_text(dump(found.best.config))
+    loaded = load(str(path))
+    assert loaded == found.best.config
+    check(loaded, 64, data=False)
+
+
+def test_a_ramp_of_batches_is_respected():
+    ramp = {"start": 32, "increment": 32, "samples": 10_000}
+    train = {"seq": 2048, "global_batch": 256, "batch_ramp": ramp}
+    config = RunConfig(model=DENSE, train=train)
+    every = candidates(config, 64, CLUSTER)
+    assert (32 % (every.data * every.microbatch) == 0).all()
+    check(search(config, 64, CLUSTER, CONSTANTS).best.config, 64, data=False)
+
+
+def test_a_model_that_fits_nowhere_hears_what_would_do_and_what_it_costs():
+    model = {**DENSE, "layers": 80, "hidden": 8192, "heads": 64, "ffn": 28672}
+    config = made(model, 64)
+    with pytest.raises(UserError) as error:
+        search(config, 8, CLUSTER, CONSTANTS)
+    text = str(error.value)
+    assert "no layout on 8 GPUs of h100-ib" in text and "zero 3, recompute full" in text
+    assert "16 GPUs of h100-ib" in text or "32 GPUs of h100-ib" in text
+    assert "an hour" in text and "b200-ib" in text
+    assert search(config, 64, CLUSTER, CONSTANTS).best.prediction.fits
+    (line,) = instead(config, 64, CLUSTER, CONSTANTS)
+    assert "zero" in line and "recompute" in line
+
+
+@pytest.mark.parametrize(
+    ("gpus", "batch", "words"), [(37, 64, "use 36 GPUs"), (200_000, 64, "are more than the 131072")]
+)
+def test_impossible_worlds_are_refused_with_the_nearest(gpus, batch, words):
+    with pytest.raises(UserError, match=words):
+        search(made(DENSE, batch), gpus, CLUSTER, CONSTANTS)

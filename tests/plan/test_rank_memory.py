@@ -1,0 +1,84 @@
+"""The memory plan of a rank, from integers alone, against a rank that is played alone."""
+
+import pytest
+
+from megaframe.config import RunConfig
+from megaframe.layout import Layout
+from megaframe.plan.held import rank_memory
+from megaframe.plan.schedules import step_schedule
+from megaframe.plan.stages import stage_plans
+from megaframe.plan.traffic import traffic
+from megaframe.rehearsal import rehearse
+from megaframe.schedule import lower
+
+LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 4}
+LATENT = {"kv_rank": 64, "head_dim": 32, "rotary_dim": 16, "value_dim": 32, "query_rank": 96}
+MOE = {**LLAMA, "moe": {"experts": 16, "ffn": 128}}
+INTERLEAVED = {"pipeline": 4, "chunks": 2, "schedule": "interleaved"}
+CASES = {
+    "one rank": (1, {}, {}, {}),
+    "zero 1": (4, LLAMA, {}, {"zero": 1}),
+    "zero 2, tied": (4, {**LLAMA, "tie_embeddings": True}, {}, {"zero": 2}),
+    "zero 2, learned": (4, {"position": "learned", "bias": True}, {}, {"zero": 2}),
+    "zero 3": (4, LLAMA, {"microbatch": 2}, {"zero": 3}),
+    "zero 3, fp32": (4, LLAMA, {"precision": "fp32"}, {"zero": 3, "data_replicate": 2}),
+    "tensor": (8, LLAMA, {}, {"tensor": 4}),
+    "shared heads": (8, {**LLAMA, "kv_heads": 2}, {}, {"tensor": 4, "zero": 1}),
+    "context": (8, LLAMA, {"recompute": "selective"}, {"context": 2, "zero": 2}),
+    "pipeline": (8, LLAMA, {}, {"pipeline": 4, "zero": 1}),
+    "interleaved": (16, LLAMA, {}, {**INTERLEAVED, "zero": 1, "tensor": 2}),
+    "zb-v": (8, LLAMA, {}, {"pipeline": 4, "chunks": 2, "schedule": "zb-v"}),
+    "experts": (8, MOE, {}, {"expert": 4, "zero": 1}),
+    "experts, zero 3": (16, MOE, {}, {"expert": 4, "expert_tensor": 2, "zero": 3}),
+    "latent": (
+        8,
+        {"norm": "rmsnorm", "latent": LATENT, "mtp_depth": 1},
+        {},
+        {"zero": 1, "tensor": 2, "pipeline": 2},
+    ),
+}
+
+
+def made(model, train, parallel):
+    return RunConfig(
+        model={"layers": 8, "hidden": 256, "heads": 8, "vocab": 4096, **model},
+        train={"seq": 256, "global_batch": 32, "microbatch": 1, **train},
+        parallel={"node_size": 8, **parallel},
+    )
+
+
+def assert_moved(counted, planned, layout, config):
+    """Bytes by axis as the closed forms have them, where they are closed: not for tables that two
+    ends share, nor for heads that tensor ranks share."""
+    model, zero = config.model, config.parallel.zero
+    if layout.tensor > 1:
+        assert counted["tensor"] == pytest.approx(planned["tensor"], rel=0.01)
+    if layout.pipeline > 1 and not model.mtp_depth:
+        assert counted["pipeline"] == pytest.approx(planned["pipeline"], rel=0.01)
+    axes = "context+data" if layout.context > 1 else "data"
+    if layout.data > 1 and zero < 3 and model.moe is None and model.kv_heads >= layout.tensor:
+        assert counted[axes] == pytest.approx(planned["data"], rel=0.01)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plan_is_what_a_rank_counts_within_one_percent(name):
+    world, *sections = CASES[name]
+    config = made(*sections)
+    layout = Layout.from_parallel(config.parallel, world)
+    schedule = step_schedule(config, 32 // config.train.microbatch // layout.data)
+    plans, lowered = stage_plans(config), lower(schedule)
+    for rank in {0, world - 1}:
+        found = rehearse(config, layout, rank)
+        plan = rank_memory(config, layout, plans, lowered, layout.coordinate(rank)["pipeline"])
+        buffers = plan.weights + plan.values + plan.gradients
+        assert found.buffers == pytest.approx(buffers, rel=0.01)
+        assert found.optimizer == pytest.approx(plan.optimizer, rel=0.01)
+        kept = plan.activations + plan.messages
+        # Experts also keep the numbers of their routes, and latents a part of the keys whole.
+        small = {"moe", "latent"} & sections[0].keys()
+        assert found.kept == pytest.approx(kept, rel=0.03 if small else 0.01)
+        total = found.buffers + found.optimizer + found.kept
+        here = [plans[stage] for stage in schedule.stages(layout.coordinate(rank)["pipeline"])]
+        moved = traffic(config, layout, here, lowered.ranks[layout.coordinate(rank)["pipeline"]])
+        assert_moved(found.traffic, moved, layout, config)
+        assert total == pytest.approx(buffers + plan.optimizer + kept, rel=0.01)

@@ -1,0 +1,172 @@
+"""Predicted steps: they add up, follow the simulator, and agree with the closed forms on arrays."""
+
+from dataclasses import fields, replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from megaframe.config import RunConfig
+from megaframe.errors import UserError
+from megaframe.layout import Layout
+from megaframe.plan.candidates import SCHEDULES, Candidates
+from megaframe.plan.cluster import load_cluster
+from megaframe.plan.constants import CONSTANTS, constants_of
+from megaframe.plan.fast import estimate
+from megaframe.plan.sizes import RECOMPUTE
+from megaframe.plan.step import model_flops, predict
+from megaframe.schedule import generate
+from megaframe.schedule.costs import Costs
+from megaframe.schedule.simulate import simulate
+
+CLUSTER = load_cluster("h100-ib")
+CONSTANTS_H100 = constants_of("h100")
+GPT = {"layers": 24, "hidden": 4096, "heads": 32, "vocab": 32000}
+MOE = {**GPT, "moe": {"experts": 8, "ffn": 4096, "first": 2}}
+
+
+def config_of(model=None, train=None, **parallel):
+    return RunConfig.model_validate(
+        {
+            "model": model or GPT,
+            "train": {"seq": 2048, "global_batch": 256, **(train or {})},
+            "parallel": parallel,
+        }
+    )
+
+
+def predicted(config, world, cluster=CLUSTER, constants=CONSTANTS_H100):
+    return predict(config, Layout.from_parallel(config.parallel, world), cluster, constants)
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "world"),
+    [
+        (GPT, {}, 8),
+        (GPT, {"tensor": 8, "pipeline": 4, "zero": 1}, 128),
+        (GPT, {"tensor": 2, "context": 4, "zero": 3}, 64),
+        (GPT, {"pipeline": 4, "chunks": 2, "schedule": "zb-v"}, 16),
+        (MOE, {"tensor": 2, "expert": 8, "zero": 2}, 32),
+        (GPT, {"zero": 3, "data_replicate": 4}, 32),
+    ],
+)
+def test_parts_add_up_to_the_step(model, parallel, world):
+    found = predicted(config_of(model, **parallel), world)
+    assert sum(found.breakdown.values()) == pytest.approx(found.step_seconds)
+    assert min(found.breakdown.values()) >= 0
+    tokens = 256 * 2048
+    assert found.tokens_per_second == pytest.approx(tokens / found.step_seconds)
+    assert found.tflops_per_gpu * 1e12 == pytest.approx(found.mfu * CLUSTER.chip.peaks["bf16"])
+    assert 0 < found.mfu <= found.hfu < 1
+    axes = {"tensor": "tensor", "context": "context", "expert": "expert", "data": "data"}
+    layout = Layout.from_parallel(config_of(model, **parallel).parallel, world)
+    for part, axis in axes.items():
+        if layout.sizes[axis] == 1:
+            assert found.breakdown[part] == 0, part
+    assert found.reasons and str(round(found.breakdown["compute"] / found.step_seconds * 100))
+
+
+def test_emulated_blocks_take_what_the_simulator_says():
+    times = {"forward": 0.1, "backward": 0.2, "weight": 0.1}
+    model = {"layers": 8, "hidden": 8, "heads": 1, "vocab": 16, "emulate": times}
+    config = config_of(
+        model,
+        {"seq": 4, "global_batch": 16},
+        pipeline=4,
+        chunks=2,
+        schedule="interleaved",
+        layers_per_stage=(1,) * 8,
+    )
+    quiet = replace(CLUSTER, jitter=0.0)
+    software = replace(CONSTANTS_H100.software, step_kernels=0.0)
+    found = predicted(config, 4, quiet, replace(CONSTANTS_H100, software=software))
+    timeline = simulate(generate("interleaved", 4, 2, 16), Costs(0.1, 0.2, 0.1))
+    latency = 1e-3  # of all transfers
+    assert found.step_seconds == pytest.approx(float(timeline.time), abs=latency)
+    assert found.breakdown["bubble"] == pytest.approx(float(timeline.bubble_time), abs=latency)
+
+
+def test_what_must_make_a_step_longer_does():
+    base = predicted(config_of(tensor=8, pipeline=4), 64).step_seconds
+    slow_links = replace(
+        CLUSTER, tiers=tuple(replace(t, bandwidth=t.bandwidth / 4) for t in CLUSTER.tiers)
+    )
+    assert predicted(config_of(tensor=8, pipeline=4), 64, slow_links).step_seconds > base
+    full = config_of(train={"recompute": "full"}, tensor=8, pipeline=4)
+    again = predicted(full, 64)
+    assert 1.15 * base < again.step_seconds < 1.4 * base
+    assert again.hfu / again.mfu == pytest.approx(np.divide(*model_flops(full)[::-1]))
+    for name in ("product", "attention", "memory"):
+        worse = replace(CONSTANTS_H100, **{name: getattr(CONSTANTS_H100, name) / 2})
+        worse = replace(worse, software=replace(worse.software, kernels=0.0))
+        assert (
+            predicted(config_of(), 8, constants=worse).step_seconds
+            > predicted(
+                config_of(),
+                8,
+                constants=replace(
+                    CONSTANTS_H100, software=replace(CONSTANTS_H100.software, kernels=0.0)
+                ),
+            ).step_seconds
+        ), name
+
+
+def test_tensor_ranks_of_two_nodes_are_slower_and_it_is_said():
+    inside = predicted(config_of(tensor=8, data=4), 32)
+    across = predicted(config_of(tensor=16, data=2), 32)
+    assert across.step_seconds > 1.2 * inside.step_seconds
+    assert any("tensor 16 crosses nodes of 8" in reason for reason in across.reasons)
+
+
+def test_what_does_not_fit_is_said():
+    found = predicted(config_of({**GPT, "layers": 200}), 8)
+    assert not found.fits and found.reasons[0].startswith("does not fit: ")
+    assert found.memory_bytes["optimizer"] > 80e9
+
+
+def test_impossible_questions():
+    with pytest.raises(UserError, match="2000000 ranks are more than the 131072 of cluster"):
+        predicted(config_of(data=2_000_000), 2_000_000)
+    cpu = load_cluster("cpu")
+    chip = replace(cpu.chip, peaks={"fp32": 1e12})
+    with pytest.raises(UserError, match=r"train.precision=bf16: chip cpu .* use fp32"):
+        predicted(config_of(), 1, replace(cpu, chip=chip), CONSTANTS["cpu"])
+    with pytest.raises(UserError, match="no constants are known of chips of the family z80"):
+        constants_of("z80")
+
+
+def candidates(model, world):
+    """Valid layouts of `world` ranks as rows of numbers."""
+    rows = []
+    chunked = ("interleaved", "breadth-first", "zb-v", "v-half", "dualpipe-v")
+    for tensor, pipeline, chunks, micro, zero, again, name in product(
+        (1, 4), (1, 2, 4), (1, 2), (1, 2), (0, 1, 3), (0, 1, 2), SCHEDULES
+    ):
+        if (chunks == 2) != (name in chunked) or (pipeline == 1 and name != "1f1b"):
+            continue
+        data = world // tensor // pipeline
+        expert = 4 if "moe" in model else 1
+        row = (tensor, 1, pipeline, chunks, data, 1, expert, 1, zero, again, micro)
+        rows.append((*row, SCHEDULES.index(name)))
+    return np.array(rows)
+
+
+@pytest.mark.parametrize("model", [GPT, MOE], ids=["dense", "experts"])
+def test_estimates_of_many_are_near_the_prediction_of_each(model):
+    rows = candidates(model, 32)
+    config = config_of(model)
+    names = [field.name for field in fields(Candidates)]
+    many = estimate(config, CLUSTER, CONSTANTS_H100, Candidates(*rows.T))
+    assert len(many.step_seconds) == len(rows)
+    assert np.allclose(sum(many.breakdown.values()), many.step_seconds)
+    errors, memory = [], []
+    for place in range(0, len(rows), 7):
+        row = dict(zip(names, map(int, rows[place]), strict=True))
+        train = {"microbatch": row.pop("microbatch"), "recompute": RECOMPUTE[row.pop("recompute")]}
+        row["schedule"] = SCHEDULES[row["schedule"]]
+        exact = predicted(config_of(model, train, **row), 32)
+        errors.append(abs(many.step_seconds[place] / exact.step_seconds - 1))
+        needed = sum(exact.memory_bytes.values())
+        memory.append(abs(many.memory_bytes[place] / needed - 1))
+    assert np.mean(errors) < 0.03 and max(errors) < 0.15
+    assert np.mean(memory) < 0.1 and max(memory) < 0.4

@@ -1,0 +1,101 @@
+"""A rank that plays alone counts what the same rank counts among real ones over gloo."""
+
+import pytest
+
+from megaframe.config import RunConfig
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh, world_size
+from megaframe.rehearsal import Ledger, counted_step, rehearse
+
+MODEL = {"layers": 4, "hidden": 64, "heads": 4, "vocab": 256}
+LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2}
+MOE = {"moe": {"experts": 8, "ffn": 32, "top_k": 2}}
+
+
+def made(model, train, parallel, optim=None):
+    return RunConfig(
+        model={**MODEL, **model},
+        train={"seq": 32, "global_batch": 8, "microbatch": 1, "precision": "bf16", **train},
+        parallel={"node_size": 2, **parallel},
+        optim=optim or {},
+    )
+
+
+def among_others(*sections):
+    """What a rank of a real world counts."""
+    config = made(*sections)
+    mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
+    with Ledger() as ledger:
+        found = counted_step(config, mesh, ledger)
+    mesh.close()
+    return found
+
+
+CASES = {
+    "data": ({}, {}, {}),
+    "zero 2": ({}, {}, {"zero": 2}),
+    "zero 3, llama": (LLAMA, {"recompute": "selective"}, {"zero": 3}),
+    "zero 1, replicas": (LLAMA, {"recompute": "full"}, {"zero": 1, "data_replicate": 2}),
+    "tensor": (LLAMA, {}, {"tensor": 4}),
+    "tensor x data": ({"bias": True}, {"precision": "fp32"}, {"tensor": 2, "zero": 1}),
+    "ring": (LLAMA, {}, {"context": 2, "zero": 1}),
+    "heads": (LLAMA, {}, {"context": 2, "context_kind": "all_to_all", "tensor": 2}),
+    "pipeline": ({"tie_embeddings": True}, {}, {"pipeline": 4}),
+    "zb-v": (LLAMA, {}, {"pipeline": 2, "chunks": 2, "schedule": "zb-v", "tensor": 2}),
+    "interleaved": ({}, {}, {"pipeline": 2, "chunks": 2, "schedule": "interleaved", "zero": 2}),
+}
+WITH_EXPERTS = {
+    "experts": (MOE, {}, {"expert": 4}),
+    "experts, zero 3": ({**MOE, **LLAMA}, {}, {"expert": 2, "expert_tensor": 2, "zero": 3}),
+    "gathered": (MOE, {}, {"expert": 2, "dispatch": "all_gather"}),
+    "by nodes": (MOE, {}, {"expert": 4, "dispatch": "hierarchical"}),
+    "once a node": (MOE, {}, {"expert": 4, "dispatch": "deduplicated"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_alone_or_among_others_a_rank_counts_the_same(name, pool):
+    real = pool.run(4, among_others, *CASES[name])
+    config = made(*CASES[name])
+    layout = Layout.from_parallel(config.parallel, 4)
+    for rank, found in ((0, real[0]), (3, real[3])):
+        alone = rehearse(config, layout, rank)
+        assert alone.traffic == found.traffic
+        assert (alone.buffers, alone.optimizer) == (found.buffers, found.optimizer)
+        assert alone.actions == found.actions
+        # A CPU keeps the statistics of layernorm in fewer bits, and gloo what was sent until the
+        # end of the step.
+        sent = found.traffic.get("pipeline", 0)
+        assert 0.99 * found.kept - sent <= alone.kept <= 1.01 * found.kept
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_experts_are_counted_as_if_equally_busy(name, pool):
+    real = pool.run(4, among_others, *WITH_EXPERTS[name])
+    config = made(*WITH_EXPERTS[name])
+    layout = Layout.from_parallel(config.parallel, 4)
+    alone = rehearse(config, layout, 0)
+    for found in real:
+        assert alone.traffic.keys() == found.traffic.keys()
+        for axes, size in found.traffic.items():
+            assert alone.traffic[axes] == pytest.approx(size, rel=0.25), axes
+        total = found.buffers + found.rooms
+        assert alone.buffers <= total and alone.buffers == pytest.approx(found.buffers, rel=0.1)
+        assert alone.optimizer == found.optimizer
+        assert alone.kept == pytest.approx(found.kept, rel=0.1)
+
+
+@pytest.mark.parametrize("rank", [0, 3000, 4095])
+def test_any_rank_of_a_large_world(rank):
+    """A thousandth of it is allocated here."""
+    config = RunConfig(
+        model={"layers": 16, "hidden": 8192, "heads": 64, "vocab": 50000, **LLAMA},
+        train={"seq": 4096, "global_batch": 512, "microbatch": 1, "recompute": "selective"},
+        parallel={"tensor": 8, "pipeline": 8, "context": 2, "zero": 1, "node_size": 8},
+    )
+    layout = Layout.from_parallel(config.parallel, 4096)
+    found = rehearse(config, layout, rank)
+    assert found.buffers > 2**30
+    assert found.traffic["tensor"] > 2**30
+    with pytest.raises(ValueError, match="4096"):
+        rehearse(config, layout, 4096)

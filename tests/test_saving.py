@@ -1,0 +1,114 @@
+"""Saves beside training hold the state of their step, however long the copy takes; one that fails
+ends no run.
+"""
+
+import resource
+import time
+
+import torch
+
+from megaframe.checkpoint import Writer, open_checkpoint
+from megaframe.checkpoint.background import Background
+from megaframe.checkpoint.slices import Slice
+from megaframe.config import load
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh, world_size
+from megaframe.trainer import Trainer
+
+KEYS = {
+    "train__steps": 4,
+    "train__microbatch": 1,
+    "checkpoint__every": 1,
+    "checkpoint__keep": 9,
+    "optim__lr": 0.1,
+    "parallel__zero": 2,
+    "meter__every": 1,
+}
+
+
+def train(keys, seconds=0.0, after=None):
+    """A run whose copies take so many seconds. after: is called with the trainer after a step."""
+    config = load(None, keys)
+    mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
+    trainer = Trainer(config, mesh)
+    step, copy = trainer._train_step, Background._copy
+
+    def train_step():
+        step()
+        if after is not None:
+            after(trainer)
+
+    def slow(background, held):
+        time.sleep(seconds)
+        copy(background, held)
+
+    trainer._train_step = train_step
+    Background._copy = slow
+    try:
+        trainer.run()
+    finally:
+        Background._copy = copy
+        mesh.close()
+
+
+def tensors(path):
+    with open_checkpoint(path) as checkpoint:
+        found = {
+            n: torch.empty(t.shape, dtype=torch.float64) for n, t in checkpoint.tensors.items()
+        }
+        checkpoint.load([Slice(n, tuple(t.shape), (0,) * t.dim(), t) for n, t in found.items()])
+    return found
+
+
+def test_the_update_waits_for_a_copy_that_takes_longer_than_a_step(pool, overrides, tmp_path):
+    for name, extra, seconds in (
+        ("serial", {"parallel__serial": True}, 0.0),
+        ("slow", {}, 0.2),
+        ("sent later", {"parallel__compress": "int8"}, 0.2),
+        ("sent later, serial", {"parallel__compress": "int8", "parallel__serial": True}, 0.0),
+    ):
+        pool.run(2, train, overrides(**KEYS, **extra, run__dir=tmp_path / name), seconds)
+    for one, other in (("serial", "slow"), ("sent later, serial", "sent later")):
+        for step in range(1, 5):
+            wanted, found = (
+                tensors(tmp_path / name / f"checkpoints/step-{step:08d}") for name in (one, other)
+            )
+            assert wanted.keys() == found.keys()
+            for tensor in wanted:
+                assert torch.equal(found[tensor], wanted[tensor]), (other, step, tensor)
+    assert "unsent" in " ".join(found)
+
+
+def no_room(trainer):
+    """Files cannot become as large as that of step 2; those after it can."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    if trainer.step == 2:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    if trainer.step == 3:
+        trainer.saving._writer._thread.join()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+def test_a_save_that_fails_is_said_and_the_run_goes_on(pool, overrides, tmp_path):
+    pool.run(1, train, overrides(**KEYS), 0.0, no_room)
+    log = (tmp_path / "run/run.log").read_text()
+    assert log.count("warning: ") == 1 and "checkpoint of step 2" in log and "goes on" in log
+    saved = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*"))
+    assert saved == [f"step-{step:08d}" for step in (1, 3, 4)]
+
+
+def dawdle(trainer):
+    """The second save finds the first one under way for a while."""
+    if trainer.step == 1:
+        lead = Writer._lead
+        Writer._lead = lambda *given: (time.sleep(1.3), lead(*given))
+        trainer.undo = lambda: setattr(Writer, "_lead", lead)
+    if trainer.step == 2:
+        trainer.undo()
+
+
+def test_waiting_for_the_save_before_is_said_and_metered(pool, overrides, tmp_path):
+    keys = overrides(**{**KEYS, "train__steps": 2})
+    pool.run(1, train, keys, 0.0, dawdle)
+    log = (tmp_path / "run/run.log").read_text()
+    assert "step 2 waited 1." in log and "checkpoint.every=1 is more often" in log

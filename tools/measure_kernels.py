@@ -1,0 +1,138 @@
+"""Measure a few kernels of this machine's chip, and print the constants that explain them.
+
+Products of several sizes give the share of the peak and what a product's beginning costs; a large
+addition the bandwidth of memory; attention its own rate; an empty kernel the host's launches. The
+planner takes the result as `Constants(...)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from megaframe.errors import UserError, reported
+from megaframe.plan.chips import CHIPS, Chip, nearest_chips
+from megaframe.plan.constants import Constants, constants_of
+from megaframe.plan.kernels import product_seconds, rates
+from megaframe.product import product
+
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_AGAIN = 0.2
+"""Seconds for which each kernel is repeated."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """constants: those found. errors: of the products, relative, predicted by them."""
+
+    constants: Constants
+    errors: tuple[float, ...]
+
+
+def seconds_of(kernel: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of one call."""
+    kernel()
+    found: list[float] = []
+    end = time.perf_counter() + _AGAIN
+    while len(found) < 3 or time.perf_counter() < end:
+        start = time.perf_counter()
+        kernel()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def product_times(
+    sizes: list[tuple[int, int, int]], kind: torch.dtype, device: torch.device
+) -> list[float]:
+    """Seconds of products of (rows, outputs, terms)."""
+    found = []
+    for rows, outputs, terms in sizes:
+        left = torch.randn(rows, terms, device=device).to(kind)
+        right = torch.randn(terms, outputs, device=device).to(kind)
+        found.append(seconds_of(lambda left=left, right=right: product(left, right), device))
+    return found
+
+
+def explained(
+    chip: Chip, kind: str, sizes: list[tuple[int, int, int]], taken: list[float], at: Constants
+) -> Measured:
+    """The share of the peak and the start that explain these products best, tried on a grid: the
+    model is no straight line where memory bounds a product."""
+    best = Measured(at, (np.inf,))
+    for start in (0.0, *np.geomspace(4, 1024, 33)):
+        for share in np.geomspace(0.02, 1.5, 120):
+            tried = replace(at, product=float(share), start=float(start))
+            rate = rates(chip, tried, kind)
+            errors = [
+                float(product_seconds(rate, *size)) / seconds - 1
+                for size, seconds in zip(sizes, taken, strict=True)
+            ]
+            if sum(map(abs, errors)) < sum(map(abs, best.errors)):
+                best = Measured(tried, tuple(errors))
+    return best
+
+
+def measure(chip: Chip, kind: str, device: torch.device, largest: int) -> Measured:
+    """All constants of this chip that one process can measure; the others stay as they are."""
+    known = constants_of(chip.family)
+    widths = [size for size in (256, 512, 1024, 2048, 4096, 8192) if size <= largest]
+    sizes = [(width, width, width) for width in widths] + [(largest, largest, 64)]
+    large = torch.randn(largest * largest, device=device)
+    moving = seconds_of(lambda: large.add(1.0), device)
+    memory = min(1.0, 2 * large.nbytes / moving / chip.bandwidth)
+    small = torch.zeros(1, device=device)
+    launch = seconds_of(lambda: small.add_(1.0), device)
+    heads, length, width = 8, min(2048, largest), 64
+    query = torch.randn(1, heads, length, width, device=device).to(TYPES[kind])
+    attending = seconds_of(
+        lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True), device
+    )
+    flops = 2.0 * heads * length * length * width  # half of both products
+    sustained = chip.sustained(kind)
+    if sustained is None:
+        raise UserError(f"chip {chip.name} has no figure for {kind}; use {', '.join(chip.peaks)}")
+    attention = flops / attending / sustained
+    at = replace(known, memory=memory, launch=launch, attention=attention)
+    return explained(chip, kind, sizes, product_times(sizes, TYPES[kind], device), at)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--chip", default="cpu", help="whose peaks and bandwidth are compared with")
+    parser.add_argument("--precision", choices=list(TYPES), default="bf16")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=None)
+    parser.add_argument("--largest", type=int, default=None, help="widest product")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    if given.chip not in CHIPS:
+        raise UserError(f"--chip {given.chip} is unknown; use {nearest_chips(given.chip)}")
+    device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    largest = given.largest or (1024 if device.type == "cpu" else 8192)
+    if largest < 256:
+        raise UserError(f"--largest {largest} is too small to measure; use 256 or more")
+    found = measure(CHIPS[given.chip], given.precision, device, largest)
+    values = {key: value for key, value in asdict(found.constants).items() if key != "software"}
+    if given.json:
+        print(json.dumps({**values, "errors": found.errors}))
+        return
+    shown = ", ".join(f"{key}={value:.3g}" for key, value in values.items())
+    print(f"Constants({shown})")
+    print(f"products within {max(map(abs, found.errors)):.0%} of what these predict")
+
+
+if __name__ == "__main__":
+    with reported():
+        main()

@@ -1,0 +1,217 @@
+"""Measure the links between ranks, and describe them as a cluster for the planner.
+
+    torchrun --nproc-per-node 8 tools/measure_links.py --chip h100 --write cluster.yaml
+    torchrun ... tools/measure_links.py --tensor 8 --pipeline 2      each axis of a layout
+
+Without a layout the ranks of a node are one tier, and ranks of the same number of all nodes the
+next. A collective of n bytes takes A + n B; A and B are fitted with the least relative squares, and
+become the latency and the bandwidth that the ring's closed form explains them by. Bus bandwidth is
+what a link carried, comparable between operations and numbers of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+from torch import Tensor
+
+from megaframe.comm import Group, all_gather, all_reduce, all_to_all, barrier, reduce_scatter
+from megaframe.errors import UserError, reported
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh, global_rank, ranks_on_this_node, world_size
+from megaframe.plan.chips import CHIPS, nearest_chips
+from megaframe.plan.cluster import load_cluster
+from megaframe.plan.collectives import bus_bandwidth
+from megaframe.plan.constants import constants_of
+from megaframe.plan.kernels import fit_line
+
+OPERATIONS: Mapping[str, Callable[[Tensor, Group], Tensor]] = {
+    "all_reduce": lambda whole, group: all_reduce(whole, group).wait(),
+    "all_gather": lambda whole, group: all_gather(whole[: len(whole) // group.size], group).wait(),
+    "reduce_scatter": lambda whole, group: reduce_scatter(whole, group).wait(),
+    "all_to_all": lambda whole, group: all_to_all(whole, group).wait(),
+}
+"""By name, on a buffer of as many bytes as the closed forms count."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One operation on one group of ranks. alpha: seconds of a message, bandwidth: bytes/s of a
+    rank, by the ring. error: largest relative one of the line. bus: bytes/s on the largest size."""
+
+    what: str
+    operation: str
+    ranks: int
+    alpha: float
+    bandwidth: float
+    error: float
+    bus: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what:<12}{self.operation:<16}{self.ranks:>6}{self.alpha * 1e6:>12.1f}"
+            f"{self.bandwidth / 1e9:>12.3f}{self.bus / 1e9:>12.3f}{self.error:>9.0%}"
+        )
+
+
+HEAD = (
+    f"{'axis':<12}{'operation':<16}{'ranks':>6}{'alpha us':>12}{'GB/s':>12}{'bus GB/s':>12}"
+    f"{'error':>9}"
+)
+
+
+def seconds_of(
+    operation: Callable[[Tensor, Group], Tensor], size: int, group: Group, mesh: Mesh, times: int
+) -> float:
+    """Median seconds of the slowest rank of the group."""
+    whole = torch.zeros(size // 4, device=mesh.device)
+    found = []
+    for turn in range(times + 1):
+        barrier(mesh.world)
+        start = time.perf_counter()
+        operation(whole, group)
+        if mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+        taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=mesh.device)
+        slowest = all_reduce(taken, group, "max").wait()
+        if turn:  # the first one makes connections
+            found.append(float(slowest))
+    return statistics.median(found)
+
+
+def measure(what: str, group: Group, mesh: Mesh, sizes: list[int], times: int) -> list[Fit]:
+    """All operations on one group. All ranks call it, each with its group of this kind."""
+    ranks, found = group.size, []
+    for name, operation in OPERATIONS.items():
+        rounded = [max(1, size // (4 * ranks)) * 4 * ranks for size in sizes]
+        taken = [seconds_of(operation, size, group, mesh, times) for size in rounded]
+        start, each, error = fit_line(rounded, taken)
+        hops = ranks - 1
+        passes = 2 if name == "all_reduce" else 1
+        alpha = start / (passes * hops)
+        bandwidth = passes * hops / ranks / each if each > 0 else float("inf")
+        bus = bus_bandwidth(name, rounded[-1], ranks, taken[-1])
+        found.append(Fit(what, name, ranks, alpha, bandwidth, error, bus))
+    return found
+
+
+def tiers(
+    fits: Mapping[str, list[Fit]], sizes: Mapping[str, int], link: float
+) -> list[dict[str, object]]:
+    """Tiers of a description, from what the gathers of each level showed: they are what a run does
+    most. An outer tier that measured faster than the one inside it is given that one's speed.
+
+    link: share of a bandwidth that the planner lets collectives reach; what was measured is that.
+    """
+    made: list[dict[str, object]] = []
+    fastest = float("inf")
+    for name, found in fits.items():
+        gather = next(fit for fit in found if fit.operation == "all_gather")
+        fastest = min(fastest, gather.bandwidth)
+        made.append(
+            {
+                "name": name,
+                "size": sizes[name],
+                "kind": "switch",
+                "bandwidth": float(f"{fastest / link:.4g}"),
+                "latency": float(f"{gather.alpha:.3g}"),
+            }
+        )
+    return made
+
+
+def describe(
+    path: Path, chip: str, made: list[dict[str, object]], given: argparse.Namespace
+) -> None:
+    """Write the description, and read it back."""
+    content = {
+        "chip": chip,
+        "tiers": made,
+        "failure_hours": given.failure_hours,
+        "price": given.price,
+    }
+    text = "# Measured by tools/measure_links.py.\n" + yaml.safe_dump(content, sort_keys=False)
+    path.write_text(text, encoding="utf-8")
+    load_cluster(str(path if "/" in str(path) else Path(".") / path.name))
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for axis in ("tensor", "context", "pipeline"):
+        parser.add_argument(f"--{axis}", type=int, default=None, help=f"ranks of the {axis} axis")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--smallest", type=int, default=2**14, help="bytes")
+    parser.add_argument("--largest", type=int, default=2**26, help="bytes")
+    parser.add_argument("--times", type=int, default=7, help="measurements of each size")
+    parser.add_argument("--write", type=Path, help="description to write (of tiers, no layout)")
+    parser.add_argument("--chip", default="cpu", help="chip of the description")
+    parser.add_argument("--failure-hours", type=float, default=50000.0)
+    parser.add_argument("--price", type=float, default=0.0, help="dollars per chip and hour")
+    given = parser.parse_args()
+    if given.chip not in CHIPS:
+        raise UserError(f"--chip {given.chip} is unknown; use {nearest_chips(given.chip)}")
+    if not 4 <= given.smallest < given.largest:
+        raise UserError(
+            f"--smallest {given.smallest} must be at least 4 and less than --largest "
+            f"{given.largest}"
+        )
+    return given
+
+
+def run(given: argparse.Namespace) -> None:
+    """The measurement, on every rank."""
+    world = world_size()
+    if world < 2:
+        raise UserError("links need 2 ranks or more; start with torchrun --nproc-per-node 2")
+    axes = {name: getattr(given, name) for name in ("tensor", "context", "pipeline")}
+    by_axis = any(axes.values())
+    if by_axis and given.write:
+        raise UserError("--write describes tiers; leave --tensor, --context and --pipeline out")
+    if by_axis:
+        sizes = {name: size or 1 for name, size in axes.items()}
+        rest = sizes["tensor"] * sizes["context"] * sizes["pipeline"]
+        layout = Layout(**sizes, data=max(1, world // rest))
+        if layout.world != world:
+            raise UserError(f"the axes take {layout.world} ranks of {world}; make them equal")
+        names = {axis: axis for axis in (*sizes, "data") if layout.sizes[axis] > 1}
+    else:
+        node = ranks_on_this_node()
+        layout = Layout(tensor=node, data=world // node)
+        names = {"node": "tensor", "cluster": "data"}
+        names = {name: axis for name, axis in names.items() if layout.sizes[axis] > 1}
+    mesh = Mesh(layout, device=given.device)
+    steps = []
+    size = given.smallest
+    while size <= given.largest:
+        steps.append(size)
+        size *= 4
+    fits = {
+        name: measure(name, mesh.group(axis), mesh, steps, given.times)
+        for name, axis in names.items()
+    }
+    if mesh.rank == 0:
+        print(HEAD)
+        for found in fits.values():
+            print(*found, sep="\n")
+        if given.write:
+            whole = {"node": layout.tensor, "cluster": world}
+            link = constants_of(CHIPS[given.chip].family).link
+            describe(given.write, given.chip, tiers(fits, whole, link), given)
+            print(f"wrote {given.write}")
+    barrier(mesh.world)
+    mesh.close()
+
+
+if __name__ == "__main__":
+    with reported(global_rank()):
+        run(arguments())

@@ -1,0 +1,276 @@
+"""Know before you run: does it fit, how fast, which layout, why; `python tools/plan.py --help`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megaframe.config import RunConfig, dump, load
+from megaframe.errors import UserError, reported
+from megaframe.layout import Layout
+from megaframe.plan.advice import alternatives, decision, said
+from megaframe.plan.check import check
+from megaframe.plan.cluster import DEFAULT, Cluster, cluster_names, load_cluster
+from megaframe.plan.constants import Constants, constants_of
+from megaframe.plan.nearest import instead
+from megaframe.plan.search import Choice, Found, search
+from megaframe.plan.step import predict
+from megaframe.plan.valid import FREE, Fixed
+
+_GIB = 2.0**30
+_ROWS = 12
+_EPILOG = """\
+With --search, what is given on the command line (parallel.tensor=8, train.microbatch=1 ...) stays,
+and every other size of the layout is chosen; without it the layout is that of the config.
+
+examples:
+  python tools/plan.py --config configs/llama3-8b.yaml --gpus 64 parallel.zero=3
+  python tools/plan.py --config configs/gpt3-175b.yaml --gpus 1024 --search --write best.yaml
+  python tools/plan.py --config configs/gpt3-175b.yaml --gpus 1024 --dry-run --rank 17 \\
+      parallel.tensor=8 parallel.pipeline=8
+"""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked. fixed: sizes of the layout that were given."""
+
+    config: RunConfig
+    gpus: int
+    cluster: Cluster
+    constants: Constants
+    fixed: Fixed
+
+
+def main() -> None:
+    """Answer on the console, as JSON or as a page."""
+    arguments = parse_arguments()
+    with reported():
+        question = asked(arguments)
+        found = None
+        if arguments.search:
+            found = search(
+                question.config,
+                question.gpus,
+                question.cluster,
+                question.constants,
+                question.fixed,
+            )
+            choice = found.best
+        else:
+            choice = predicted(question)
+        if arguments.dry_run:
+            dry_run(choice, arguments.rank, as_json=arguments.json)
+            return
+        if arguments.json:
+            print(json.dumps(record(question, choice, found), indent=1))
+        else:
+            show(question, choice, found)
+        if arguments.write:
+            write(Path(arguments.write), choice)
+        if arguments.html:
+            from megaframe.plan.page import write_page
+
+            write_page(Path(arguments.html), choice, found, question.cluster, question.constants)
+
+
+def asked(arguments: argparse.Namespace) -> Question:
+    """The question of a command line."""
+    config = load(arguments.config, arguments.overrides)
+    if config.model.vocab is None:
+        raise UserError("model.vocab is not set, and a plan reads no tokenizer; give model.vocab=N")
+    cluster = load_cluster(arguments.cluster or config.parallel.cluster or DEFAULT)
+    parallel = config.parallel
+    rest = parallel.tensor * parallel.context * parallel.pipeline
+    gpus = arguments.gpus
+    if gpus is None:
+        gpus = rest * (parallel.data or max(1, cluster.node // rest))
+    if gpus < 1:
+        raise UserError(f"--gpus {gpus} is no number of GPUs; use 1 or more")
+    given = {text.partition("=")[0] for text in arguments.overrides}
+    fixed: dict[str, Any] = {}
+    for section, keys in ((parallel, "parallel"), (config.train, "train")):
+        for name in FREE:
+            if f"{keys}.{name}" in given and getattr(section, name) is not None:
+                fixed[name] = getattr(section, name)
+    return Question(config, gpus, cluster, constants_of(cluster.chip.family), fixed)
+
+
+def predicted(question: Question) -> Choice:
+    """What is predicted of the layout that the config has."""
+    config, gpus = question.config, question.gpus
+    check(config, gpus, data=False)
+    layout = Layout.from_parallel(config.parallel, gpus)
+    return Choice(config, layout, predict(config, layout, question.cluster, question.constants))
+
+
+def show(question: Question, choice: Choice, found: Found | None) -> None:
+    """Words first, tables second."""
+    console, cluster = Console(highlight=False, soft_wrap=True), question.cluster
+    console.print(
+        f"[bold]{question.gpus} GPUs ({cluster.chip.name}) of {cluster.name}, "
+        f"{choice.layout}[/bold]"
+    )
+    if found is not None:
+        for line in decision(found, cluster):
+            console.print(line)
+    else:
+        for line in said(choice, cluster):
+            console.print(line)
+        if not choice.prediction.fits:
+            console.print("[bold]Instead[/bold]")
+            for line in instead(choice.config, question.gpus, cluster, question.constants):
+                console.print(f"  {line}")
+    for line in choice.prediction.reasons:
+        console.print(f"  - {line}")
+    console.print(_table(choice))
+    if found is not None:
+        console.print("[bold]Other choices, each with the best of all else[/bold]")
+        for line in alternatives(found, cluster):
+            console.print(f"  {line}")
+        console.print(_ranked(found))
+
+
+def _table(choice: Choice) -> Table:
+    prediction = choice.prediction
+    table = Table("seconds of a step", "", "GiB on the fullest GPU", "", box=None, pad_edge=False)
+    times = [(name, f"{value:.4g}") for name, value in prediction.breakdown.items() if value > 1e-9]
+    sizes = [(name, f"{value / _GIB:.2f}") for name, value in prediction.memory_bytes.items()]
+    times.append(("in all", f"{prediction.step_seconds:.4g}"))
+    sizes.append(("in all", f"{sum(prediction.memory_bytes.values()) / _GIB:.2f}"))
+    many = max(len(times), len(sizes))
+    empty = [("", "")] * many
+    for left, right in zip([*times, *empty][:many], [*sizes, *empty][:many], strict=True):
+        table.add_row(*left, *right)
+    return table
+
+
+def _ranked(found: Found) -> Table:
+    axes = ("tensor", "context", "pipeline", "chunks", "data", "expert", "zero")
+    table = Table("step, s", "MFU", "GiB", *axes, "recompute", "microbatch", "schedule", box=None)
+    for choice in found.choices[:_ROWS]:
+        prediction, parallel, train = choice.prediction, choice.config.parallel, choice.config.train
+        mfu = "-" if prediction.mfu is None else f"{prediction.mfu:.1%}"
+        table.add_row(
+            f"{prediction.step_seconds:.4g}",
+            mfu,
+            f"{sum(prediction.memory_bytes.values()) / _GIB:.1f}",
+            *(str(getattr(parallel, axis)) for axis in axes),
+            train.recompute,
+            str(train.microbatch),
+            parallel.schedule,
+        )
+    return table
+
+
+def record(question: Question, choice: Choice, found: Found | None) -> dict[str, object]:
+    """For JSON."""
+    prediction = choice.prediction
+    whole: dict[str, object] = {
+        "cluster": question.cluster.name,
+        "gpus": question.gpus,
+        "layout": layout_keys(choice),
+        "memory_bytes": dict(prediction.memory_bytes),
+        "step_seconds": prediction.step_seconds,
+        "mfu": prediction.mfu,
+        "hfu": prediction.hfu,
+        "tflops_per_gpu": prediction.tflops_per_gpu,
+        "tokens_per_second": prediction.tokens_per_second,
+        "breakdown": dict(prediction.breakdown),
+        "fits": prediction.fits,
+        "reasons": list(prediction.reasons),
+    }
+    if found is not None:
+        whole["considered"] = len(found.candidates)
+        whole["seconds"] = found.seconds
+        whole["decision"] = list(decision(found, question.cluster))
+        whole["alternatives"] = list(alternatives(found, question.cluster))
+        whole["choices"] = [
+            {
+                "layout": layout_keys(one),
+                "step_seconds": one.prediction.step_seconds,
+                "memory_bytes": sum(one.prediction.memory_bytes.values()),
+            }
+            for one in found.choices
+        ]
+    return whole
+
+
+def layout_keys(choice: Choice) -> dict[str, object]:
+    """The keys of a config that make its layout."""
+    parallel = {
+        name: getattr(choice.config.parallel, name)
+        for name in FREE
+        if hasattr(choice.config.parallel, name)
+    }
+    parallel["data"] = choice.layout.data
+    train = choice.config.train
+    return {**parallel, "microbatch": train.microbatch, "recompute": train.recompute}
+
+
+def write(path: Path, choice: Choice) -> None:
+    """The config with the layout, ready for pretrain_gpt.py."""
+    head = f"# {choice.layout}: {choice.prediction.step_seconds:.3g} s a step by the plan.\n"
+    path.write_text(head + dump(choice.config), encoding="utf-8")
+
+
+def dry_run(choice: Choice, rank: int, *, as_json: bool) -> None:
+    """Play one rank alone, and compare what it counts with the plan."""
+    from megaframe.rehearsal import rehearse
+    from megaframe.rehearsal.compare import compared
+
+    if not 0 <= rank < choice.layout.world:
+        raise UserError(
+            f"--rank {rank} is none of {choice.layout.world} ranks; use 0 to "
+            f"{choice.layout.world - 1}"
+        )
+    rows = compared(
+        choice.config, choice.layout, rank, rehearse(choice.config, choice.layout, rank)
+    )
+    if as_json:
+        print(json.dumps([vars(row) for row in rows], indent=1))
+        return
+    console = Console(highlight=False)
+    console.print(f"rank {rank} of {choice.layout}: one step of the real engine, played alone")
+    table = Table("", "counted", "planned", "difference", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(row.name, *row.shown)
+    console.print(table)
+
+
+def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", metavar="FILE", help="a YAML file, such as configs/demo.yaml")
+    parser.add_argument(
+        "--cluster",
+        metavar="NAME",
+        help=f"{', '.join(cluster_names())}, or the path of a description (default: "
+        f"parallel.cluster, or {DEFAULT})",
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="default: as the layout says")
+    parser.add_argument("--search", action="store_true", help="choose the layout")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--html", metavar="FILE", help="write a page that works without a network")
+    parser.add_argument("--write", metavar="FILE", help="write a config with the layout")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="play one rank with the real engine, without memory or other ranks (needs torch)",
+    )
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="which one (default: 0)")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    return parser.parse_args(given)
+
+
+if __name__ == "__main__":
+    main()
