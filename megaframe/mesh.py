@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NoReturn
@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megaframe.comm import Group, Ring
+from megaframe.comm import Group, Ring, Waits
 from megaframe.comm.watch import Watch
 from megaframe.errors import LostRanks, UserError
 from megaframe.layout import Layout
@@ -187,6 +187,26 @@ class Mesh:
         for label, group in self._counted:
             found[label] = found.get(label, 0) + group.traffic.take()[0]
         return found
+
+    @property
+    def counted_axes(self) -> list[str]:
+        """The keys of `take_traffic`."""
+        return sorted({label for label, _ in self._counted})
+
+    @property
+    def links(self) -> Mapping[tuple[int, int], Group]:
+        """By (from, to), those that `connect` made with an end here."""
+        return self._links
+
+    def watch(
+        self, waits: Callable[[str], Waits], messages: Callable[[tuple[int, int]], Waits]
+    ) -> None:
+        """From here on charge the waits for collectives to what `waits` gives for their axes, and
+        those for what comes over a link of the pipeline to what `messages` gives for that."""
+        for label, group in self._counted:
+            group.traffic.waits = group.traffic.messages = waits(label)
+        for ends, link in self._links.items():
+            link.traffic.messages = messages(ends)
 
     def name_stages(self, rank_of: Sequence[int]) -> None:
         """Tell the pipeline coordinate of each stage, by number, for messages about lost ranks."""

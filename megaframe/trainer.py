@@ -58,8 +58,9 @@ class Trainer:
         self._loss_before: float | None = None
         self._dropped = False
         self._new_state: list[str] = []
-        timer = StepTimer()
+        timer = StepTimer.on(mesh.device)
         self.pipeline = Pipeline(config, mesh, timer.time)
+        self.pipeline.follow(timer.follow)
         self.optimizer = self.pipeline.optimizer
         data = mesh.group("data")
         self.loader = Loader(config, data.index, data.size)
@@ -122,7 +123,6 @@ class Trainer:
         with meter.time("data"):
             batch = self.loader.next()
             microbatches = [_move(microbatch, device) for microbatch in batch.microbatches]
-        with meter.time("communication"):
             valid = self._valid_tokens(batch.microbatches)
         with meter.time("compute"):
             scale = self.optimizer.loss_scale / valid

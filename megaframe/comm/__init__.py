@@ -13,7 +13,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, Literal, TypeVar
+from types import TracebackType
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,17 +30,64 @@ _NOISE = re.compile(r"^\[\S+:\d+\] |\. This is typically caused by.*", re.DOTALL
 """What gloo puts around its reason: a place in its source, and advice."""
 
 
+class Waits(Protocol):
+    """What the waits for transfers are charged to: a context that each of them runs in."""
+
+    def start(self) -> Any:
+        """The time at which a transfer starts, as `landed` takes it."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def landed(self, started: Any, size: int, late: bool) -> None:
+        """The wait that just ended was for `size` bytes. late: they were not there before it."""
+
+
+class Unwatched:
+    """Charges waits to nothing."""
+
+    def start(self) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def landed(self, started: Any, size: int, late: bool) -> None: ...
+
+
+UNWATCHED = Unwatched()
+
+
 @dataclass
 class Traffic:
-    """What one rank has handed to the collectives of a group since the last `take()`."""
+    """What one rank has handed to the collectives of a group since the last `take()`.
+
+    waits: what waits for the collectives are charged to. messages: the like for what is sent and
+    received singly.
+    """
 
     bytes: int = 0
     calls: int = 0
+    waits: Waits = UNWATCHED
+    messages: Waits = UNWATCHED
+    _latest: int = 0
 
     def count(self, size: int) -> None:
         """Add one call that moves `size` bytes."""
         self.bytes += size
         self.calls += 1
+        self._latest = size
+
+    def latest(self) -> int:
+        """Bytes of the call that was counted last; zero when asked again."""
+        size, self._latest = self._latest, 0
+        return size
 
     def take(self) -> tuple[int, int]:
         """(bytes, calls) so far; starts again from zero."""
@@ -88,7 +136,8 @@ class Pending(Generic[T]):
     """A result still in flight. Forgetting to wait is a type error, not a race.
 
     work: what torch started for it in `group`, None when there is nothing to wait for. too: what
-    `wait()` also waits for. last: what makes the result of all that has come.
+    `wait()` also waits for. last: what makes the result of all that has come. waits: what the wait
+    is charged to. size: bytes that it is for.
     """
 
     def __init__(
@@ -98,15 +147,28 @@ class Pending(Generic[T]):
         group: Group | None = None,
         too: Pending[Tensor] | None = None,
         last: Callable[[], object] | None = None,
+        waits: Waits = UNWATCHED,
+        size: int = 0,
     ) -> None:
         self._value = value
         self._work = work
         self._group = group
         self._too = too
         self._last = last
+        self._waits, self._size = waits, size
+        self._started = waits.start()
 
     def wait(self) -> T:
         """The result, once it is there. Raises `LostRanks` when it does not come."""
+        if self._work is self._too is self._last is None:
+            return self._value
+        late = not self.arrived()
+        with self._waits:
+            self._finish()
+        self._waits.landed(self._started, self._size, late)
+        return self._value
+
+    def _finish(self) -> None:
         if self._work is not None:
             try:
                 self._work.wait()
@@ -119,7 +181,6 @@ class Pending(Generic[T]):
         if self._last is not None:
             self._last()
             self._last = None
-        return self._value
 
     def arrived(self) -> bool:
         """Whether `wait()` would return at once."""
@@ -203,6 +264,7 @@ def to_each(
     """leaving[i] goes to rank i of the group, for all but this one, and coming[i] comes from it;
     `out` is there after that and `last`. Every rank turns to the next ones first, so that not all
     send to the same one. What is empty is not sent."""
+    size = group.traffic.latest()
     pending: Pending[Tensor] | None = None
     others = [(group.index + step) % group.size for step in range(1, group.size)]
     for there in reversed(others):
@@ -215,7 +277,7 @@ def to_each(
             continue
         send = partial(dist.isend, leaving[there], group=group.handle, group_dst=there)
         pending = _started(out, group, send, pending)
-    pending = Pending(out, too=pending, last=last)
+    pending = Pending(out, too=pending, last=last, waits=group.traffic.waits, size=size)
     if group.serial:
         pending.wait()
     return pending
@@ -223,7 +285,8 @@ def to_each(
 
 def collective(out: Tensor, group: Group, start: Callable[[], dist.Work | None]) -> Pending[Tensor]:
     """What `start` starts over a group, of which `out` is the result."""
-    pending = _started(out, group, start)
+    traffic = group.traffic
+    pending = _started(out, group, start, waits=traffic.waits, size=traffic.latest())
     if group.serial:
         pending.wait()
     return pending
@@ -233,14 +296,16 @@ def send(tensor: Tensor, link: Group) -> Pending[Tensor]:
     """Send to the other rank of a link. The tensor must not change before it has left."""
     link.traffic.count(tensor.nbytes)
     other = 1 - link.index
-    return _started(tensor, link, lambda: dist.isend(tensor, group=link.handle, group_dst=other))
+    start = partial(dist.isend, tensor, group=link.handle, group_dst=other)
+    return _started(tensor, link, start, waits=link.traffic.messages)
 
 
 def receive(into: Tensor, link: Group, too: Pending[Tensor] | None = None) -> Pending[Tensor]:
     """Receive from the other rank of a link, in the order in which it sends; with `too`, what
     must be done as well before it is there."""
     other = 1 - link.index
-    return _started(into, link, lambda: dist.irecv(into, group=link.handle, group_src=other), too)
+    start = partial(dist.irecv, into, group=link.handle, group_src=other)
+    return _started(into, link, start, too, link.traffic.messages, into.nbytes)
 
 
 def pass_on(tensor: Tensor, ring: Ring) -> Pending[Tensor]:
@@ -258,7 +323,8 @@ def barrier(group: Group) -> None:
     """Return once every rank of the group is here. Raises `LostRanks` when one does not come."""
     if group.handle is not None:
         try:
-            dist.barrier(group.handle)
+            with group.traffic.waits:
+                dist.barrier(group.handle)
         except RuntimeError as error:
             raise _lost(group, error) from error
 
@@ -268,9 +334,11 @@ def _started(
     group: Group,
     start: Callable[[], dist.Work | None],
     too: Pending[Tensor] | None = None,
+    waits: Waits = UNWATCHED,
+    size: int = 0,
 ) -> Pending[Tensor]:
     try:
-        return Pending(tensor, start(), group, too)
+        return Pending(tensor, start(), group, too, waits=waits, size=size)
     except RuntimeError as error:  # a connection that is known to be gone fails at once
         raise _lost(group, error) from error
 

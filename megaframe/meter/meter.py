@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import resource
 import sys
+import time
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,13 +19,15 @@ from megaframe.config import RunConfig
 from megaframe.mesh import Mesh
 from megaframe.meter.console import ConsoleSink
 from megaframe.meter.flops import count_flops
+from megaframe.meter.links import free_seconds
 from megaframe.meter.peaks import device_peak
 from megaframe.meter.records import How, Records, Reduction, Value
 from megaframe.meter.sinks import Sink, open_sinks
-from megaframe.meter.timers import PARTS, Part, Span, StepTimer
+from megaframe.meter.splits import SplitMeter
+from megaframe.meter.timers import Part, Span, Split, StepTimer
+from megaframe.meter.waterfall import waterfall
 from megaframe.spec import ParamSpec
 
-_TIME = {part: f"time/{part}" for part in PARTS}
 _BYTES = "bytes/"
 
 
@@ -48,8 +52,12 @@ class Meter:
         self._mesh, self._world = mesh, mesh.world
         self._device = mesh.device
         self._flops = count_flops(specs, config)
-        self._timer = timer or StepTimer()
+        self._timer = timer or StepTimer.on(mesh.device)
+        self._splits = SplitMeter(config, mesh)
+        free = free_seconds(config, mesh)
+        mesh.watch(self._timer.waits, lambda ends: self._timer.messages(ends, free.get(ends, 0.0)))
         self._records = Records()
+        self._due: deque[tuple[int, Records, Split]] = deque()
         self._flight: tuple[int, Reduction] | None = None
         self._sinks: list[Sink] = []
         self._console: ConsoleSink | None = None
@@ -81,13 +89,24 @@ class Meter:
 
         Rates need `tokens` to have been recorded: those of the step, of all ranks together.
         """
-        for part, nanoseconds in self._timer.take().items():
-            self._records.add(_TIME[part], nanoseconds / 1e9, "mean")
+        split = self._timer.take()
         self._records.add("memory_bytes", peak_memory(self._device), "max")
+        self._records.add("at", time.time(), "last")
         for axes, size in self._mesh.take_traffic().items():
             self._records.add(_BYTES + axes, size, "max")
+        self._due.append((step, self._records, split))
+        self._records = Records()
+        if self._device.type == "cuda" and len(self._due) == 1:
+            return  # what it took is known when the GPU has passed its end
+        self._send()
+
+    def _send(self) -> None:
+        """Send the values of the first step that is due on their way, and write the one before."""
+        step, records, split = self._due.popleft()
+        for name, value, how in self._splits.records(split, step):
+            records.add(name, value, how)
         previous = self._flight
-        self._flight = step, self._records.reduce(self._world, self._device)
+        self._flight = step, records.reduce(self._world, self._device)
         self._write(previous)
 
     def settle(self) -> None:
@@ -96,6 +115,8 @@ class Meter:
         Called before a checkpoint of that step is published: a run that is killed and resumed from
         it would otherwise miss the line.
         """
+        while self._due:
+            self._send()
         previous, self._flight = self._flight, None
         self._write(previous)
         for sink in self._sinks:
@@ -125,29 +146,37 @@ class Meter:
 
     def _line(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
         """The line of a step; what is recorded beyond the named keys follows them."""
-        parts = {part: values.pop(name) for part, name in _TIME.items()}
-        seconds = sum(parts.values())
+        found = self._splits.line(values)
+        seconds = found["seconds"]
         tokens = int(values.pop("tokens", 0))
         per_device = tokens / seconds / self._world.size / 1e12
+        flops = self._flops
+        mfu = self._peak.share(per_device * flops.model)
         line: dict[str, Any] = {
             "step": step,
+            "at": values.pop("at"),
             "loss": values.pop("loss", None),
             "grad_norm": values.pop("grad_norm", None),
             "lr": values.pop("lr", None),
             "tokens": tokens,
             "tokens_per_second": tokens / seconds,
-            "tflops_per_second": per_device * self._flops.model,
-            "mfu": self._peak.share(per_device * self._flops.model),
-            "mfu_full_attention": self._peak.share(per_device * self._flops.full_attention),
-            "hfu": self._peak.share(per_device * self._flops.hardware),
+            "tflops_per_second": per_device * flops.model,
+            "mfu": mfu,
+            "mfu_full_attention": self._peak.share(per_device * flops.full_attention),
+            "hfu": self._peak.share(per_device * flops.hardware),
             "memory_bytes": int(values.pop("memory_bytes")),
             "bytes": {
                 name.removeprefix(_BYTES): int(values.pop(name))
                 for name in sorted(values)
                 if name.startswith(_BYTES)
             },
-            "seconds": seconds,
-            "time": parts,
+            **found,
+            "lost": waterfall(
+                found["time"],
+                mfu=mfu,
+                recompute=flops.recompute,
+                stragglers=found.get("stragglers", 0.0),
+            ),
         }
         if clash := line.keys() & values.keys():
             raise ValueError(f"the meter itself writes {sorted(clash)}; record other names")

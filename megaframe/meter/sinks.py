@@ -60,8 +60,11 @@ def open_sinks(config: RunConfig, start_step: int) -> list[Sink]:
 
 
 def flat(line: Line, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a line, with the names of nested ones joined by slashes."""
+    """The numbers of a line, with the names of nested ones joined by slashes; without the rows that
+    have a number for each rank, which are for the dashboard."""
     for name, value in line.items():
+        if name == "ranks" and not prefix:
+            continue
         if isinstance(value, list):
             value = {str(place): one for place, one in enumerate(value)}
         if isinstance(value, Mapping):

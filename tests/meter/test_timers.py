@@ -48,7 +48,7 @@ def test_time_goes_to_the_innermost_part_and_none_is_lost(steps):
         timer.start()
         begin, expected = clock.now, Counter(dict.fromkeys(PARTS, 0))
         run(program, timer, clock, "other", expected)
-        taken = timer.take()
+        taken = timer.take().parts()
         assert taken == expected
         assert sum(taken.values()) == clock.now - begin
 
@@ -61,7 +61,7 @@ def test_an_error_inside_closes_the_part():
         clock.now += 3
         raise ZeroDivisionError
     clock.now += 4
-    assert timer.take() == dict.fromkeys(PARTS, 0) | {"data": 3, "other": 4}
+    assert timer.take().parts() == dict.fromkeys(PARTS, 0) | {"data": 3, "other": 4}
 
 
 def test_a_part_that_is_open_at_the_end_of_a_step_goes_on_in_the_next():
@@ -70,6 +70,6 @@ def test_a_part_that_is_open_at_the_end_of_a_step_goes_on_in_the_next():
     timer.start()
     with timer.time("checkpoint"):
         clock.now += 3
-        assert timer.take()["checkpoint"] == 3
+        assert timer.take().parts()["checkpoint"] == 3
         clock.now += 4
-    assert timer.take()["checkpoint"] == 4
+    assert timer.take().parts()["checkpoint"] == 4
