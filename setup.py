@@ -34,11 +34,14 @@ data = ["tiktoken>=0.9,<0.15", "pyarrow>=18,<27", "zstandard>=0.23,<0.26"]
 hf = ["tokenizers>=0.21,<0.24"]
 cloud = ["fsspec>=2025.1,<2027", "s3fs>=2025.1,<2027"]
 bench = ["matplotlib>=3.9,<3.12"]
+dashboard = ["plotly>=6,<8"]
 ray = ["ray[train,tune]>=2.40,<2.61"]
 test = [
     "pytest>=8,<10",
     "pytest-xdist>=3.6,<4",
     "hypothesis>=6.100,<7",
+    # Drives the browser that the machine has: chromium, of Debian's package for example.
+    "playwright>=1.50,<2",
     "import-linter>=2.1,<3",
     "transformers>=5.0,<5.24",
     "ruff>=0.12,<0.18",
@@ -63,7 +66,7 @@ setup(
         "megaframe_kernels.cuda": "kernels/cuda",
     },
     package_data={
-        "megaframe": ["py.typed"],
+        "megaframe": ["py.typed", "dashboard/page.*"],
         "megaframe_kernels": ["choices.json"],
         "megaframe_kernels.cuda": ["*.cu", "*.cuh"],
     },
@@ -89,6 +92,7 @@ setup(
         "cloud": cloud,
         "ray": ray,
         "bench": bench,
-        "dev": wandb + tensorboard + data + hf + test,
+        "dashboard": dashboard,
+        "dev": wandb + tensorboard + data + hf + dashboard + test,
     },
 )

@@ -68,7 +68,9 @@ class Trainer:
         self._restore_or_initialise()
         barrier(mesh.world)  # all have seen the run folder as it was before any rank writes to it
         specs = model_specs(config)
-        self.meter = Meter(config, mesh, specs, timer, start_step=self.step)
+        self.meter = Meter(
+            config, mesh, specs, timer, start_step=self.step, held=self.optimizer.held
+        )
         self._experts: ExpertMeter | None = None
         if config.model.moe is not None:
             self._experts = ExpertMeter(config, specs, mesh.layout.expert)
@@ -141,6 +143,7 @@ class Trainer:
         meter.record("skipped", (~torch.isfinite(update.grad_norm)).double(), "last")
         meter.record("lr", update.lr, "last")
         meter.record("tokens", batch.samples * self.config.train.seq, "last")
+        meter.record("sources", torch.tensor(self.loader.consumed), "last")
         if self.config.train.precision == "fp16":
             meter.record("loss_scale", self.optimizer.loss_scale, "last")
         before, self._last = self._last, outcome

@@ -39,6 +39,7 @@ function layout(panel, more = {}) {
 }
 
 function lines(panel) {
+  // Parts that sum to the whole are stacked, where there is one run of them.
   const traces = [], shapes = [];
   for (const { run, number } of shown()) {
     const x = run.x[state.x];
@@ -56,6 +57,7 @@ function lines(panel) {
       traces.push({
         type: "scatter", x, y, name, connectgaps: true,
         mode: points < 60 ? "lines+markers" : "lines", marker: { size: 4 },
+        ...(panel.id === "time" && !several() ? { stackgroup: "parts" } : {}),
         line: { color: colour, width: 1.6, dash: several() ? DASHES[place % DASHES.length] : "solid" },
       });
     });

@@ -149,6 +149,7 @@ def summary(run: Run) -> list[list[str]]:
         return float(means(metrics.column(name), np.zeros(1, dtype=np.int64), seconds)[0])
 
     best = metrics.column("eval_loss")
+    memory = np.nan_to_num(metrics.column("memory_bytes")).max() / 2**30
     rows = [
         ("steps", f"{metrics.column('step')[0]:,.0f} to {metrics.column('step')[-1]:,.0f}"),
         ("tokens", f"{tokens:,.0f}"),
@@ -159,8 +160,8 @@ def summary(run: Run) -> list[list[str]]:
         ("TFLOP/s per device", _shown(rate("tflops_per_second"), ".4g")),
         ("MFU", _shown(rate("mfu"), ".1%")),
         ("HFU", _shown(rate("hfu"), ".1%")),
-        ("peak memory of a rank", f"{np.nanmax(np.nan_to_num(metrics.column('memory_bytes'))) / 2**30:.3g} GiB"),
-    ]  # fmt: skip
+        ("peak memory of a rank", f"{memory:.3g} GiB"),
+    ]
     return [list(row) for row in rows]
 
 
@@ -202,7 +203,9 @@ def _series(run: Run, starts: Any, seconds: Floats) -> dict[str, dict[str, Any]]
     found = {}
     for name in _wanted(run.metrics.names()):
         values = run.metrics.column(name)
-        if not _any(values) or (name.startswith(("time/", "bytes/")) and not np.nan_to_num(values).any()):
+        if not _any(values) or (
+            name.startswith(("time/", "bytes/")) and not np.nan_to_num(values).any()
+        ):
             continue  # fmt: skip
         weights = seconds if name in _RATES else None
         found[name] = {"y": short(means(values, starts, weights))}

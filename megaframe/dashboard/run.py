@@ -84,7 +84,7 @@ class Run:
         yield from sorted(found, key=lambda event: event.step)
 
     def _missing_ranks(self) -> str | None:
-        steps, rows = self.metrics.rows.get("ranks/work", ([], []))
+        _, rows = self.metrics.rows.get("ranks/work", ([], []))
         if not rows or self.world is None or len(rows[-1]) == self.world:
             return None
         return f"rows have {len(rows[-1])} ranks and the run {self.world}: some are missing"

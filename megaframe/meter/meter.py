@@ -10,7 +10,7 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from megaframe.config import RunConfig
 from megaframe.mesh import Mesh
 from megaframe.meter.console import ConsoleSink
+from megaframe.meter.environment import write_environment
 from megaframe.meter.flops import count_flops
 from megaframe.meter.links import free_seconds
 from megaframe.meter.peaks import device_peak
@@ -25,18 +26,20 @@ from megaframe.meter.records import How, Records, Reduction, Value
 from megaframe.meter.sinks import Sink, open_sinks
 from megaframe.meter.splits import SplitMeter
 from megaframe.meter.timers import Part, Span, Split, StepTimer
+from megaframe.meter.trace import Tracer
 from megaframe.meter.waterfall import waterfall
 from megaframe.spec import ParamSpec
 
 _BYTES = "bytes/"
+Held = Callable[[], Mapping[str, int]]
 
 
 class Meter:
     """The metrics of a run, from all ranks to the sinks of the first one.
 
     specs: of the whole model. timer: that of the step, which others may charge too. start_step:
-    steps that the run has already done; sinks forget what they hold of later ones. All ranks make a
-    meter and call it at the same points of a step.
+    steps that the run has already done; sinks forget what they hold of later ones. held: bytes on
+    this rank by kind. All ranks make a meter and call it at the same points of a step.
     Raises `UserError` when a sink cannot be opened.
     """
 
@@ -48,12 +51,15 @@ class Meter:
         timer: StepTimer | None = None,
         *,
         start_step: int = 0,
+        held: Held = dict,
     ) -> None:
         self._mesh, self._world = mesh, mesh.world
         self._device = mesh.device
         self._flops = count_flops(specs, config)
         self._timer = timer or StepTimer.on(mesh.device)
-        self._splits = SplitMeter(config, mesh)
+        self._splits = SplitMeter(config, mesh, lambda: memory_rows(held(), mesh.device))
+        self._trace = Tracer(config, mesh, self._timer, start_step)
+        self._start = start_step
         free = free_seconds(config, mesh)
         mesh.watch(self._timer.waits, lambda ends: self._timer.messages(ends, free.get(ends, 0.0)))
         self._records = Records()
@@ -63,6 +69,7 @@ class Meter:
         self._console: ConsoleSink | None = None
         if mesh.rank == 0:
             self._sinks = open_sinks(config, start_step)
+            write_environment(config, mesh)
             self._console = ConsoleSink(config, start_step)
             self._sinks.append(self._console)
         peak = device_peak(config, mesh)
@@ -90,6 +97,7 @@ class Meter:
         Rates need `tokens` to have been recorded: those of the step, of all ranks together.
         """
         split = self._timer.take()
+        self._trace.end(step, split)
         self._records.add("memory_bytes", peak_memory(self._device), "max")
         self._records.add("at", time.time(), "last")
         for axes, size in self._mesh.take_traffic().items():
@@ -130,6 +138,7 @@ class Meter:
     def close(self) -> None:
         """Write the last line and the summary; for the end of a run. A run that fails needs none:
         what it has written is already on its way to the disk."""
+        self._trace.close()
         self.settle()
         for sink in self._sinks:
             sink.close()
@@ -178,6 +187,8 @@ class Meter:
                 stragglers=found.get("stragglers", 0.0),
             ),
         }
+        if self._start and step == self._start + 1:
+            line["resumed_after"] = self._start
         if clash := line.keys() & values.keys():
             raise ValueError(f"the meter itself writes {sorted(clash)}; record other names")
         return line | nested(values)
@@ -193,6 +204,11 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
             inner = inner.setdefault(key, {})
         inner[last] = value
     return result
+
+
+def memory_rows(held: Mapping[str, int], device: torch.device) -> dict[str, float]:
+    """What a rank tells of its memory: its peak, and what it holds by kind."""
+    return {"memory_bytes": peak_memory(device), **{f"held/{k}": v for k, v in held.items()}}
 
 
 def peak_memory(device: torch.device) -> float:

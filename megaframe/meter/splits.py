@@ -6,7 +6,7 @@ its ranks worked and waited; every so many steps it also has a row with a number
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,36 +23,40 @@ _WORK = ("compute", "optimizer", "data", "other")
 
 
 class SplitMeter:
-    """All ranks of a mesh record the same names, whatever a step of theirs had."""
+    """All ranks of a mesh record the same names, whatever a step of theirs had. more: what each
+    rank tells beside its split, by name, of the same names on all of them."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
+    def __init__(
+        self, config: RunConfig, mesh: Mesh, more: Callable[[], Mapping[str, float]] = dict
+    ) -> None:
+        self._more = more
         self._axes = mesh.counted_axes
         self._parts = [*PARTS, *(COMMUNICATION + axes for axes in self._axes)]
         self._place, self._rank = mesh.coordinate["pipeline"], mesh.rank
         self._world, self._stages = mesh.layout.world, mesh.layout.pipeline
-        self._every = config.meter.ranks_every if self._world > 1 else 0
+        self._every = config.meter.ranks_every
 
     def records(self, split: Split, step: int) -> Iterator[Record]:
         """What this rank tells the others of a step."""
         parts = {name: spent / 1e9 for name, spent in split.parts().items()}
         for name in self._parts:
             yield f"time/{name}", parts.get(name, 0.0), "mean"
+        work = sum(parts[name] for name in _WORK)
+        if self._every and step % self._every == 0:
+            rows = {name: parts.get(name, 0.0) for name in self._parts} | {"work": work}
+            for name, value in (rows | dict(self._more())).items():
+                yield f"ranks/{name}", self._at(self._rank, self._world, value), "sum"
         if self._world == 1:
             return
         for how in _EXTREMES:
             for name in self._parts:
                 yield f"time_{how}/{name}", parts.get(name, 0.0), how
-        work = sum(parts[name] for name in _WORK)
         yield "stages/work_max", self._at(self._place, self._stages, work), "max"
         yield "stages/work", self._at(self._place, self._stages, work), "sum"
         yield "stages/bubble", self._at(self._place, self._stages, parts["bubble"]), "sum"
         rates = split.rates()
         for axes in self._axes:
             yield f"bandwidth/{axes}", rates.get(axes, 0.0), "max"
-        if self._every and step % self._every == 0:
-            for name in (*self._parts, "work"):
-                value = work if name == "work" else parts.get(name, 0.0)
-                yield f"ranks/{name}", self._at(self._rank, self._world, value), "sum"
 
     def line(self, values: dict[str, Any]) -> dict[str, Any]:
         """What of that stands in the step's line, taken out of `values`. bandwidth: bytes a second
@@ -65,6 +69,12 @@ class SplitMeter:
 
         parts = taken("time/")
         found: dict[str, Any] = {"seconds": sum(parts.values()), "time": parts}
+        rows = sorted(name for name in values if name.startswith("ranks/"))
+        if rows:
+            found["ranks"] = {
+                name.removeprefix("ranks/"): [round(one, 6) for one in values.pop(name)]
+                for name in rows
+            }
         if self._world == 1:
             return found
         found |= {"time_max": taken("time_max/"), "time_min": taken("time_min/")}
@@ -76,12 +86,6 @@ class SplitMeter:
         found["stragglers"] = sum(high - middle for high, middle in zip(most, mean, strict=True))
         found["stragglers"] /= self._stages
         found["bandwidth"] = {axes: values.pop(f"bandwidth/{axes}") or None for axes in self._axes}
-        if any(name.startswith("ranks/") for name in values):
-            found["ranks"] = {
-                name.removeprefix("ranks/"): values.pop(name)
-                for name in sorted(values)
-                if name.startswith("ranks/")
-            }
         return found
 
     def _at(self, place: int, length: int, value: float) -> torch.Tensor:
