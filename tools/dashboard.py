@@ -7,14 +7,13 @@ python tools/dashboard.py runs/demo runs/other --serve
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from megaframe.dashboard.page import PAGE_FILE, page, write_whole
-from megaframe.dashboard.panels import page_data, predicted
+from megaframe.dashboard.panels import page_data, read_prediction
 from megaframe.dashboard.run import Run
 from megaframe.dashboard.serve import LOOPBACK, Server
-from megaframe.errors import UserError, reported
+from megaframe.errors import reported
 
 
 def main() -> None:
@@ -42,20 +41,6 @@ def serve(runs: list[Run], arguments: argparse.Namespace, prediction: dict | Non
         server.run()
     except KeyboardInterrupt:
         print()
-
-
-def read_prediction(path: Path | None) -> dict | None:
-    """A predicted step: `step_seconds`, `mfu` and `breakdown`, as `panels.predicted` takes it."""
-    if path is None:
-        return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        predicted(found)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
-        raise UserError(
-            f"--prediction={path} is no JSON object with step_seconds, mfu and breakdown"
-        ) from None
-    return found
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -4,7 +4,6 @@
 const AXES = { step: "step", tokens: "tokens", hours: "hours of training" };
 const COLOURS = ["#2f81f7", "#e36209", "#2da44e", "#a475f9", "#d1242f", "#bf8700", "#1b7c83", "#bf3989"];
 const DASHES = ["solid", "dot", "dash", "dashdot", "longdash", "longdashdot"];
-const LOSSES = { kernels: "kernels below peak", compute: "compute", mfu: "MFU" };
 const state = { x: "step", hidden: new Set(), band: true, data: null, chosen: {} };
 const drawn = new Map();
 
@@ -20,7 +19,6 @@ const shown = () => state.data.runs.map((run, number) => ({ run, number }))
   .filter(({ number }) => !state.hidden.has(number));
 const several = () => state.data.runs.length > 1;
 const scaled = (values, scale) => scale === 1 ? values : values.map((v) => v === null ? null : v * scale);
-const label = (cause) => LOSSES[cause] || cause.replace("communication/", "waits: ").replaceAll("+", " + ");
 
 function keysOf(panel, run) {
   return Object.keys(run.series).filter((name) =>
@@ -84,12 +82,12 @@ const marks = (run) => run.events.map((event) => ({
 function waterfall(panel) {
   const traces = [];
   const add = (name, losses, colour) => {
-    const causes = Object.keys(losses).filter((cause) => cause !== "mfu" && Math.abs(losses[cause]) >= 5e-5);
-    causes.sort((one, other) => losses[other] - losses[one]);
-    const known = losses.mfu !== undefined;
-    const rest = 1 - causes.reduce((sum, cause) => sum + losses[cause], 0);
-    const x = ["all time at peak", ...causes.map(label), known ? "MFU" : "nothing left"];
-    const y = [1, ...causes.map((cause) => -losses[cause]), rest].map((v) => 100 * v);
+    const causes = losses.filter(([cause, , share]) => cause !== "mfu" && Math.abs(share) >= 5e-5);
+    causes.sort((one, other) => other[2] - one[2]);
+    const known = losses.some(([cause]) => cause === "mfu");
+    const rest = 1 - causes.reduce((sum, one) => sum + one[2], 0);
+    const x = ["all time at peak", ...causes.map((one) => one[1]), known ? "MFU" : "nothing left"];
+    const y = [1, ...causes.map((one) => -one[2]), rest].map((v) => 100 * v);
     traces.push({
       type: "waterfall", name: esc(name), x: x.map(esc), y,
       measure: ["absolute", ...causes.map(() => "relative"), "total"],
@@ -99,7 +97,7 @@ function waterfall(panel) {
       totals: { marker: { color: colour || "#2f81f7" } },
     });
   };
-  for (const { run, number } of shown()) if (Object.keys(run.waterfall).length)
+  for (const { run, number } of shown()) if (run.waterfall.length)
     add(run.name, run.waterfall, several() ? COLOURS[number % COLOURS.length] : null);
   if (!traces.length) return null;
   if (state.data.prediction) add("predicted", state.data.prediction, "#8a94a3");

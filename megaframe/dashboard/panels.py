@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megaframe.dashboard.run import Run, flat
+from megaframe.dashboard.run import Run, differences, flat
 from megaframe.dashboard.thin import Floats, block_maxima, buckets, extremes, means, short
+from megaframe.errors import UserError
 
 POINTS, RANKS = 800, 160
 """Steps and ranks that a page shows of a run; more are thinned out."""
@@ -76,14 +79,12 @@ def page_data(
     runs: Sequence[Run], prediction: Mapping[str, Any] | None = None, points: int = POINTS
 ) -> dict[str, Any]:
     """Everything that the page shows, as JSON holds it."""
-    from megaframe.dashboard.run import differences
-
     names = _distinct([run.name for run in runs])
     return {
         "runs": [run_data(run, name, points) for run, name in zip(runs, names, strict=True)],
         "panels": [asdict(panel) for panel in PANELS],
         "differences": differences([run.config for run in runs]) if len(runs) > 1 else [],
-        "prediction": predicted(prediction) if prediction else None,
+        "prediction": _waterfall(predicted(prediction)) if prediction else None,
     }
 
 
@@ -105,7 +106,7 @@ def run_data(run: Run, name: str, points: int) -> dict[str, Any]:
         "x": {axis: short(values[ends], 9) for axis, values in axes.items()},
         "series": _series(run, starts, seconds),
         "events": _events(run, axes),
-        "waterfall": {cause: short([share], 6)[0] for cause, share in losses(run).items()},
+        "waterfall": _waterfall(losses(run)),
         "bars": _bars(run),
         "heat": _heat(run, points),
         "config": [list(row) for row in flat(run.config)],
@@ -178,6 +179,32 @@ def predicted(prediction: Mapping[str, Any]) -> dict[str, float]:
     if mfu is None:
         return {"compute": rest, **found}
     return {"kernels": rest - float(mfu), **found, "mfu": float(mfu)}
+
+
+def read_prediction(path: Path | None) -> dict[str, Any] | None:
+    """A predicted step from a JSON file, as `predicted` takes it. Raises `UserError` when it is
+    none."""
+    if path is None:
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        predicted(found)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
+        raise UserError(
+            f"--prediction={path} is no JSON object with step_seconds, mfu and breakdown"
+        ) from None
+    return found
+
+
+def label(cause: str) -> str:
+    """What people read for a cause of a loss."""
+    named = {"kernels": "kernels below peak", "mfu": "MFU"}.get(cause, cause)
+    return named.replace(COMMUNICATION, "waits: ").replace("+", " + ")
+
+
+def _waterfall(lost: Mapping[str, float]) -> list[list[Any]]:
+    """Rows of cause, label and share."""
+    return [[cause, label(cause), short([share], 6)[0]] for cause, share in lost.items()]
 
 
 def _shown(value: float, form: str) -> str:
@@ -321,6 +348,3 @@ def _grid(
         "what": what,
         "across": across,
     }
-
-
-Source = Callable[[], dict[str, Any]]
