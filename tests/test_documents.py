@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_HERE = {"make test": "is what runs this test"}
-GUIDES = tuple(ROOT / f"docs/{name}.md" for name in ("pipeline", "tensor", "experts"))
+GUIDES = tuple(ROOT / f"docs/{name}.md" for name in ("pipeline", "tensor", "experts", "dashboard"))
 SHORTER = {"make demo": 'make demo OVERRIDES="train.steps=10 train.eval_every=5"'}
 
 

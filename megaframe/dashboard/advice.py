@@ -15,8 +15,8 @@ _ADVICE = {
     "bubble": "stages wait for each other: more microbatches (train.global_batch), another "
     "parallel.schedule (tools/schedule.py draws them), parallel.layers_per_stage where one stage "
     "works longer than the others, or fewer stages",
-    "stragglers": "some ranks work longer than others of their stage: see the rows of the heat map; "
-    "tools/doctor.py on their machine tells whether clocks or neighbours are to blame",
+    "stragglers": "some ranks work longer than others of their stage: see the rows of the heat "
+    "map; tools/doctor.py on their machine tells whether clocks or neighbours are to blame",
     "optimizer": "updating takes long: parallel.zero=1 divides it over data ranks; a larger "
     "train.global_batch does it less often; optim.offload=false if the memory allows it",
     "data": "the loader is waited for: a larger data.prefetch, or token files on a local disk",

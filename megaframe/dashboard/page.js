@@ -40,9 +40,9 @@ function lines(panel) {
   // Parts that sum to the whole are stacked, where there is one run of them.
   const traces = [], shapes = [];
   for (const { run, number } of shown()) {
-    const x = run.x[state.x];
-    keysOf(panel, run).forEach((key, place) => {
-      const series = run.series[key], single = panel.keys.length < 2 && !panel.keys[0].endsWith("/");
+    const x = run.x[state.x], keys = keysOf(panel, run), single = keys.length === 1;
+    keys.forEach((key, place) => {
+      const series = run.series[key];
       const colour = COLOURS[(several() ? number : place) % COLOURS.length];
       const short = key.split("/").slice(1).join("/") || key;
       const name = esc(several() ? (single ? run.name : run.name + " " + short) : short);
