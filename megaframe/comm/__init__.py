@@ -31,7 +31,10 @@ _NOISE = re.compile(r"^\[\S+:\d+\] |\. This is typically caused by.*", re.DOTALL
 
 
 class Waits(Protocol):
-    """What the waits for transfers are charged to: a context that each of them runs in."""
+    """What the waits for transfers are charged to: a context that each of them runs in. asks:
+    whether a wait is to find out first if it has to wait at all."""
+
+    asks: bool
 
     def start(self) -> Any:
         """The time at which a transfer starts, as `landed` takes it."""
@@ -46,11 +49,14 @@ class Waits(Protocol):
     ) -> None: ...
 
     def landed(self, started: Any, size: int, late: bool) -> None:
-        """The wait that just ended was for `size` bytes. late: they were not there before it."""
+        """The wait that just ended was for `size` bytes. late: as far as is known, they were not
+        there before it."""
 
 
 class Unwatched:
     """Charges waits to nothing."""
+
+    asks = False
 
     def start(self) -> None: ...
 
@@ -162,7 +168,7 @@ class Pending(Generic[T]):
         """The result, once it is there. Raises `LostRanks` when it does not come."""
         if self._work is self._too is self._last is None:
             return self._value
-        late = not self.arrived()
+        late = not (self._waits.asks and self.arrived())
         with self._waits:
             self._finish()
         self._waits.landed(self._started, self._size, late)

@@ -24,8 +24,6 @@ COMMUNICATION = "communication/"
 _WHOLE = ("checkpoint", "evaluation")
 """Parts that keep what is waited for in them."""
 _PIPELINE = f"{COMMUNICATION}pipeline"
-_MOMENT = 10_000
-"""Nanoseconds; a shorter wait tells nothing of when a transfer ended."""
 
 Clock = Callable[[], Any]
 Between = Callable[[Any, Any], int]
@@ -37,12 +35,15 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)
+        self._latest: torch.cuda.Event | None = None
 
     def __call__(self) -> torch.cuda.Event:
-        """Now, in the order of the stream, wherever the caller's own work goes."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self._stream)
-        return event
+        """Now, in the order of the stream, wherever the caller's own work goes. No time passes
+        while work is captured into a graph: it does not run yet."""
+        if self._latest is None or not torch.cuda.is_current_stream_capturing():
+            self._latest = torch.cuda.Event(enable_timing=True)
+            self._latest.record(self._stream)
+        return self._latest
 
     def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> int:
         """Nanoseconds; waits until both have passed."""
@@ -52,10 +53,11 @@ class DeviceClock:
 
 @dataclass(frozen=True)
 class Flight:
-    """One transfer over `axes`: when it was started, when the wait for it began and ended. late: it
-    was not there when the wait began."""
+    """One transfer over `axes`: when it was started, when the wait for it began and ended. part:
+    what the wait was charged to. late: it was not there when the wait began."""
 
     axes: str
+    part: str
     size: int
     started: Any
     waited: Any
@@ -98,8 +100,9 @@ class Split:
         return found
 
     def rates(self) -> dict[str, float]:
-        """Bytes a second over each set of axes, of transfers that something waited for: only of
-        those is known when they ended. One at a time, in their order."""
+        """Bytes a second over each set of axes: of messages on a free link, of other transfers
+        where most of their time was waited for, because of those alone is known when they ended.
+        One at a time, in their order."""
         sizes: dict[str, int] = {}
         times: dict[str, int] = {}
         last: dict[str, Any] = {}
@@ -108,7 +111,10 @@ class Split:
             if one.axes in last:
                 passed = min(passed, self.between(last[one.axes], one.ended))
             last[one.axes] = one.ended
-            if one.late and self.between(one.waited, one.ended) > _MOMENT:
+            seen = one.late and 2 * self.between(one.waited, one.ended) > passed
+            if one.part in self.transit:
+                passed, seen = self.transit[one.part], True
+            if seen and passed > 0:
                 sizes[one.axes] = sizes.get(one.axes, 0) + one.size
                 times[one.axes] = times.get(one.axes, 0) + passed
         return {axes: size / (times[axes] / 1e9) for axes, size in sizes.items()}
@@ -125,6 +131,7 @@ class StepTimer:
     def __init__(self, clock: Clock = time.perf_counter_ns, between: Between | None = None) -> None:
         self.clock = clock
         self._between = between or _passed
+        self.asks = between is None
         self._charged: str = "other"
         self._open: list[tuple[str, Any]] = []
         self._waited: Any = None
@@ -226,11 +233,13 @@ class Wait(Span):
     """The timer of waits over some axes. What an evaluation or a checkpoint waits for stays
     theirs."""
 
-    __slots__ = ("_axes",)
+    __slots__ = ("_axes", "asks")
 
     def __init__(self, timer: StepTimer, part: str, axes: str) -> None:
         super().__init__(timer, part)
         self._axes = axes
+        # The host cannot tell whether a GPU will have to wait, and must not ask while it captures.
+        self.asks = timer.asks
 
     def start(self) -> Any:
         """Now."""
@@ -245,7 +254,8 @@ class Wait(Span):
         timer = self._timer
         if size and (late or timer.following) and timer._charged not in _WHOLE:
             marks = timer._split.marks
-            flight = Flight(self._axes, size, started, timer._waited, marks[-1][1], late)
+            ended = marks[-1][1]
+            flight = Flight(self._axes, self._part, size, started, timer._waited, ended, late)
             timer._split.flights.append(flight)
 
 
