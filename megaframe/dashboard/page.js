@@ -26,11 +26,11 @@ function keysOf(panel, run) {
 }
 
 function layout(panel, more = {}) {
-  const axis = { gridcolor: css("--line"), zerolinecolor: css("--line"), automargin: true };
+  const axis = { gridcolor: css("--line"), zerolinecolor: css("--line") };
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { color: css("--ink"), size: 12 }, margin: { l: 48, r: 12, t: 8, b: 36 },
-    legend: { orientation: "h", y: -0.22, font: { size: 11 } }, hovermode: "closest",
+    font: { color: css("--ink"), size: 12 }, margin: { l: 56, r: 12, t: 8, b: 64 },
+    legend: { orientation: "h", y: -0.26, yanchor: "top", font: { size: 11 } }, hovermode: "closest",
     uirevision: panel.id + state.x, ...more,
     xaxis: { ...axis, ...(more.xaxis || {}) }, yaxis: { ...axis, ...(more.yaxis || {}) },
   };
@@ -38,7 +38,7 @@ function layout(panel, more = {}) {
 
 function lines(panel) {
   // Parts that sum to the whole are stacked, where there is one run of them.
-  const traces = [], shapes = [];
+  const traces = [], events = [];
   for (const { run, number } of shown()) {
     const x = run.x[state.x], keys = keysOf(panel, run), single = keys.length === 1;
     keys.forEach((key, place) => {
@@ -59,25 +59,26 @@ function lines(panel) {
         line: { color: colour, width: 1.6, dash: several() ? DASHES[place % DASHES.length] : "solid" },
       });
     });
-    shapes.push(...marks(run));
+    events.push(...run.events);
   }
   if (!traces.length) return null;
-  for (const kind of new Set(shapes.map((one) => one.meta))) traces.push({
-    type: "scatter", mode: "lines", x: [null], y: [null], name: kind, hoverinfo: "skip",
-    line: { color: EVENTS[kind], width: 1, dash: "dot" },
-  });
-  return [traces, layout(panel, {
-    xaxis: { title: { text: AXES[state.x] } }, yaxis: { type: panel.log ? "log" : "linear" },
-    shapes: shapes.map(({ meta, ...shape }) => shape),
+  return [[...traces, ...marks(events)], layout(panel, {
+    xaxis: { title: { text: AXES[state.x], standoff: 4 } }, yaxis: { type: panel.log ? "log" : "linear" },
+    // Of marks: from the bottom of the panel to its top, whatever its lines are.
+    yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
   })];
 }
 
+// One trace for all events of a kind: hundreds of shapes would take longer than the lines.
 const EVENTS = { restart: "#a475f9", skip: "#d1242f", checkpoint: "#8a94a3" };
-const marks = (run) => run.events.map((event) => ({
-  meta: event.kind, type: "line", xref: "x", yref: "paper", x0: event[state.x], x1: event[state.x],
-  y0: 0, y1: event.kind === "checkpoint" ? 0.05 : 1, layer: "below",
-  line: { color: EVENTS[event.kind], width: 1, dash: "dot" },
-}));
+const marks = (events) => [...new Set(events.map((one) => one.kind))].map((kind) => {
+  const at = events.filter((one) => one.kind === kind), top = kind === "checkpoint" ? 0.05 : 1;
+  return {
+    type: "scatter", mode: "lines", name: kind, yaxis: "y2", hoverinfo: "skip", connectgaps: false,
+    x: at.flatMap((one) => [one[state.x], one[state.x], null]), y: at.flatMap(() => [0, top, null]),
+    line: { color: EVENTS[kind], width: 1, dash: "dot" },
+  };
+});
 
 function waterfall(panel) {
   const traces = [];
@@ -102,8 +103,8 @@ function waterfall(panel) {
   if (!traces.length) return null;
   if (state.data.prediction) add("predicted", state.data.prediction, "#8a94a3");
   return [traces, layout(panel, {
-    showlegend: traces.length > 1, waterfallgroupgap: 0.05, margin: { l: 48, r: 12, t: 22, b: 36 },
-    yaxis: { title: { text: panel.unit }, range: [0, 112] }, xaxis: { tickangle: 30 },
+    showlegend: traces.length > 1, waterfallgroupgap: 0.05, margin: { l: 56, r: 12, t: 22, b: 36 },
+    yaxis: { title: { text: panel.unit }, range: [0, 112] }, xaxis: { tickangle: 30, automargin: true },
   })];
 }
 
@@ -124,7 +125,7 @@ function heat(panel) {
     hovertemplate: "%{y}, " + grid.across + " %{x}: %{z}<extra></extra>",
   }], layout(panel, {
     xaxis: { title: { text: grid.across + (grid.at ? ` (at step ${grid.at})` : "") }, type: grid.across === "expert" ? "linear" : "category", nticks: 8 },
-    yaxis: { autorange: "reversed", nticks: 10 },
+    yaxis: { autorange: "reversed", nticks: 10, automargin: true },
   })];
 }
 
@@ -279,6 +280,7 @@ function notes() {
 // What is in view is drawn first, and the rest when the page has nothing else to do.
 let drawing = 0;
 function drawAll() {
+  if (!window.Plotly) return; // What can be read without it is there before it is loaded.
   const turn = ++drawing, near = (id) => drawn.get(id).section.getBoundingClientRect().top < innerHeight;
   const left = [...drawn.keys()], now = left.filter(near);
   for (const id of now) draw(id);

@@ -50,8 +50,9 @@ _PAGE = """<!doctype html>
 </header>
 <main></main>
 <script type="application/json" id="data">{data}</script>
-<script>{plotly}</script>
 <script>{script}</script>
+<script>{plotly}</script>
+<script>drawAll();</script>
 </body>
 </html>
 """

@@ -39,6 +39,10 @@ class Panel:
 
 
 PANELS = (
+    Panel(
+        "waterfall", "Where the peak went", "waterfall", unit="% of peak",
+        help="From 100% of the devices' peak down to the MFU: each bar is what one cause costs.",
+    ),
     Panel("loss", "Loss", "lines", ("loss", "mtp_loss"), "nats per token"),
     Panel("evaluation", "Evaluation", "lines", ("eval_loss", "eval_bits_per_byte"), "nats; bits"),
     Panel("lr", "Learning rate", "lines", ("lr",)),
@@ -49,10 +53,6 @@ PANELS = (
         "mfu", "MFU and HFU", "lines", ("mfu", "hfu", "mfu_full_attention"), "% of peak", 100.0,
         "HFU counts what recompute does again; full attention counts the half that causal "
         "attention leaves out.",
-    ),
-    Panel(
-        "waterfall", "Where the peak went", "waterfall", unit="% of peak",
-        help="From 100% of the devices' peak down to the MFU: each bar is what one cause costs.",
     ),
     Panel(
         "time", "Time of a step", "lines", ("time/",), "ms", 1000.0,

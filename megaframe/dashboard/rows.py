@@ -79,7 +79,7 @@ def _last_number(name: str) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def _table(kept: tuple[list[int], list[list[float]]]) -> tuple[list[int], Floats]:
+def _table(kept: tuple[list[int], Sequence[Sequence[float]]]) -> tuple[list[int], Floats]:
     """Rows of equal length, the most frequent one: another layout has rows of another."""
     steps, rows = kept
     width = len(rows[-1])
