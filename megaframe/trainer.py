@@ -22,6 +22,7 @@ from megaframe.errors import UserError
 from megaframe.mesh import Mesh, ranks_on_this_node
 from megaframe.meter import Meter, StepTimer
 from megaframe.meter.experts import ExpertMeter
+from megaframe.meter.memory import out_of_memory
 from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.optim.bucket import UNSENT
 from megaframe.optim.health import first_sick
@@ -111,6 +112,9 @@ class Trainer:
             if self.writer is not None:
                 self.writer.wait()
             barrier(self.mesh.world)
+        except torch.OutOfMemoryError as error:
+            held, device = self.optimizer.held(), self.mesh.device
+            raise out_of_memory(self.mesh.rank, held, device, self.folder) from error
         finally:
             self.loader.close()
         self.meter.close()

@@ -254,6 +254,9 @@ class Meter(Section):
     trace: tuple[Positive, ...] = ()
     """Steps of which trace.json in the run folder shows every action and transfer of every rank;
     ui.perfetto.dev opens it."""
+    profile: tuple[Positive, ...] = ()
+    """Steps that torch's profiler records, every operator and kernel, into a file for each rank in
+    `profile` in the run folder. Such a step takes longer."""
     console: Literal["lines", "quiet", "json"] = "lines"
     """`lines`: aligned, one every `every` steps. `quiet`: notes and the summary. `json`: an object
     for every step, note and the summary."""

@@ -6,14 +6,10 @@ the ranks and to the host while training went on, so that metering never makes a
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-
-import torch
 
 from megaframe.config import RunConfig
 from megaframe.mesh import Mesh
@@ -21,7 +17,9 @@ from megaframe.meter.console import ConsoleSink
 from megaframe.meter.environment import write_environment
 from megaframe.meter.flops import count_flops
 from megaframe.meter.links import free_seconds
+from megaframe.meter.memory import memory_rows, peak_memory
 from megaframe.meter.peaks import device_peak
+from megaframe.meter.profile import Profiler
 from megaframe.meter.records import How, Records, Reduction, Value
 from megaframe.meter.sinks import Sink, open_sinks
 from megaframe.meter.splits import SplitMeter
@@ -59,6 +57,7 @@ class Meter:
         self._timer = timer or StepTimer.on(mesh.device)
         self._splits = SplitMeter(config, mesh, lambda: memory_rows(held(), mesh.device))
         self._trace = Tracer(config, mesh, self._timer, start_step)
+        self._profiler = Profiler(config, mesh, start_step)
         self._start = start_step
         free = free_seconds(config, mesh)
         mesh.watch(self._timer.waits, lambda ends: self._timer.messages(ends, free.get(ends, 0.0)))
@@ -98,6 +97,7 @@ class Meter:
         """
         split = self._timer.take()
         self._trace.end(step, split)
+        self._profiler.end(step)
         self._records.add("memory_bytes", peak_memory(self._device), "max")
         self._records.add("at", time.time(), "last")
         for axes, size in self._mesh.take_traffic().items():
@@ -138,6 +138,7 @@ class Meter:
     def close(self) -> None:
         """Write the last line and the summary; for the end of a run. A run that fails needs none:
         what it has written is already on its way to the disk."""
+        self._profiler.close()
         self._trace.close()
         self.settle()
         for sink in self._sinks:
@@ -204,16 +205,3 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
             inner = inner.setdefault(key, {})
         inner[last] = value
     return result
-
-
-def memory_rows(held: Mapping[str, int], device: torch.device) -> dict[str, float]:
-    """What a rank tells of its memory: its peak, and what it holds by kind."""
-    return {"memory_bytes": peak_memory(device), **{f"held/{k}": v for k, v in held.items()}}
-
-
-def peak_memory(device: torch.device) -> float:
-    """Most bytes held so far: of tensors on a GPU, of the whole process on a CPU."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return float(peak if sys.platform == "darwin" else peak * 1024)

@@ -5,10 +5,16 @@ import urllib.error
 import urllib.request
 
 import pytest
+import torch
 from test_meter import make, step
 
+from megaframe.config import load
 from megaframe.errors import UserError
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh
 from megaframe.meter.prometheus import PrometheusSink, exposition
+from megaframe.pipeline import Pipeline
+from megaframe.trainer import Trainer
 
 
 @pytest.mark.parametrize("how", ["lines", "quiet", "json"])
@@ -53,3 +59,25 @@ def test_the_latest_line_is_served_to_this_machine(tmp_path):
     finally:
         sink.close()
     assert exposition({"step": 1}, "r").endswith("1.0\n")
+
+
+def test_a_profile_has_the_operators_of_its_step(tmp_path):
+    _, meter = make(tmp_path, profile=[2])
+    for number in (1, 2, 3):
+        torch.ones(8, 8) @ torch.ones(8, 8)
+        step(meter, number)
+    meter.close()
+    (path,) = (tmp_path / "profile").iterdir()
+    assert path.name == "step-00000002-rank-00000.json"
+    names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
+    assert names.count("aten::mm") == 1
+
+
+def test_out_of_memory_says_what_held_it_and_what_to_change(overrides, monkeypatch):
+    def fail(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Pipeline, "train", fail)
+    trainer = Trainer(load(None, overrides()), Mesh(Layout(), device="cpu"))
+    with pytest.raises(UserError, match=r"rank 0 ran out .* activations .* GiB.*train\.recompute"):
+        trainer.run()
