@@ -31,12 +31,15 @@ class Metrics:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.rows: Rows = {}
         self.version = 0
         """Grows whenever something is read."""
+        self._identity: tuple[int, int] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self.rows: Rows = {}
         self._columns: dict[str, array[float]] = {"step": array("d")}
         self._offset = 0
-        self._identity: tuple[int, int] | None = None
         self._bad: list[int] = []
         self._lines = 0
         self._back: list[str] = []
@@ -52,9 +55,8 @@ class Metrics:
             found = self.path.stat()
             identity = found.st_dev, found.st_ino
             if identity != self._identity or found.st_size < self._offset:
-                version = self.version
-                self.__init__(self.path)  # type: ignore[misc]
-                self._identity, self.version = identity, version + 1
+                self._forget()
+                self._identity, self.version = identity, self.version + 1
             with open(self.path, "rb") as file:
                 file.seek(self._offset)
                 return self._take(file)
