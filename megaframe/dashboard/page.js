@@ -14,7 +14,11 @@ const make = (tag, text, attributes = {}) => {
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
   return node;
 };
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const theme = {}; // Read once a turn: each question makes the browser lay the page out.
+const css = (name) => theme[name];
+const readTheme = () => ["--line", "--ink"].forEach((name) => {
+  theme[name] = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+});
 const shown = () => state.data.runs.map((run, number) => ({ run, number }))
   .filter(({ number }) => !state.hidden.has(number));
 const several = () => state.data.runs.length > 1;
@@ -281,9 +285,11 @@ function notes() {
 let drawing = 0;
 function drawAll() {
   if (!window.Plotly) return; // What can be read without it is there before it is loaded.
+  readTheme();
   const turn = ++drawing, near = (id) => drawn.get(id).section.getBoundingClientRect().top < innerHeight;
   const left = [...drawn.keys()], now = left.filter(near);
   for (const id of now) draw(id);
+  performance.mark("in view");
   document.documentElement.setAttribute("data-first", "drawn");
   const rest = left.filter((id) => !now.includes(id));
   const next = () => {
