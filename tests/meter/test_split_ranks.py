@@ -19,7 +19,7 @@ from megaframe.pipeline import Pipeline
 from megaframe.stage import Stage
 from megaframe.trainer import Trainer
 
-DELAY, FIRST = 0.3, 3
+DELAY, FIRST, ROUNDS = 0.25, 3, 2
 PLACES = {
     "compute": (Pipeline, "train"),
     "optimizer": (Optimizer, "update"),
@@ -30,10 +30,12 @@ PLACES = {
     "communication/data": (Pending, "_finish"),
     "communication/tensor": (Pending, "_finish"),
 }
+LAST = FIRST + ROUNDS * len(PLACES)
 
 
 class Delays:
-    """From step FIRST on, the first call of a place in each step takes longer, one place a step."""
+    """From step FIRST on, the first call of a place in each step takes longer, one place a step,
+    all of them in each of ROUNDS rounds."""
 
     def __init__(self, patch):
         self.step, self.left = 1, False
@@ -50,7 +52,7 @@ class Delays:
     def delayed(self, plain, step, axes):
         def call(it, *args, **kwargs):
             here = axes is None or getattr(it._waits, "_axes", None) == axes
-            if here and self.left and self.step == step:
+            if here and self.left and self.step in range(step, LAST, len(PLACES)):
                 self.left = False
                 time.sleep(DELAY)
             return plain(it, *args, **kwargs)
@@ -73,7 +75,7 @@ def read(folder):
 
 def test_a_delay_shows_in_its_part_and_in_no_other(pool, overrides, tmp_path):
     keys = overrides(
-        train__steps=FIRST + len(PLACES) + 2,
+        train__steps=LAST + 1,
         train__eval_every=1,
         train__eval_samples=4,
         checkpoint__every=1,
@@ -88,13 +90,14 @@ def test_a_delay_shows_in_its_part_and_in_no_other(pool, overrides, tmp_path):
         assert sum(line["time"].values()) == pytest.approx(line["seconds"], rel=1e-9)
         assert line["mfu"] + sum(line["lost"].values()) == pytest.approx(1, abs=1e-9)
     for number, part in enumerate(PLACES):
-        line = lines[FIRST + number - 1]
-        more = {name: spent - usual[name] for name, spent in line["time"].items()}
+        rounds = lines[FIRST + number - 1 : LAST - 1 : len(PLACES)]
+        # What a busy machine adds somewhere is not in both rounds.
+        more = {n: min(line["time"][n] for line in rounds) - usual[n] for n in usual}
         # Of a wait that is longer some was waited before, for ranks that are not quite as fast.
-        assert more.pop(part) > 0.7 * DELAY, (part, line["time"])
+        assert more.pop(part) > 0.7 * DELAY, (part, rounds)
         assert max(more.values()) < 0.5 * DELAY, (part, more)
-        lost = line["lost"][part if part != "compute" else "kernels"]
-        assert lost * line["seconds"] > 0.9 * DELAY, (part, line["lost"])
+        cause = part if part != "compute" else "kernels"
+        assert all(line["lost"][cause] * line["seconds"] > 0.9 * DELAY for line in rounds)
 
 
 def test_rows_have_every_rank_and_sum_to_the_step(pool, overrides, tmp_path):
