@@ -36,7 +36,7 @@ from megaframe.config import Emulate
 PEERS = Path(__file__).resolve().parent / "peers"
 sys.path.insert(0, str(PEERS))
 
-from workload import WORKLOAD  # noqa: E402
+from workload import WORKLOAD, Workload  # noqa: E402
 
 if TYPE_CHECKING:
     from megaframe.mesh import Mesh
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 RANKS = 2
 SHAPE = replace(WORKLOAD, vocab=2048)
+SHAPES = {"compute": SHAPE, "wait": replace(SHAPE, layers=12)}
+"""By what blocks do. Nothing can hide the first block's gradients: of more blocks they are less."""
 STAGES = (1, 2, 3)
 WAITS = Emulate(forward=0.05, backward=0.05, weight=0.05)
 """Seconds of a block, about those that one takes to compute."""
@@ -77,7 +79,7 @@ def main() -> None:
             "commit": commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "machine": machine(),
-            "config": {**asdict(SHAPE), "ranks": RANKS, "precision": "fp32"}
+            "config": {**asdict(SHAPES[given.blocks]), "ranks": RANKS, "precision": "fp32"}
             | {"threads of a rank": 1, "steps": given.steps, "rounds": given.rounds}
             | {"blocks": given.blocks, **(WAITS.model_dump() if given.blocks == "wait" else {})},
             "summary": {rate: summary(measured) for rate, measured in results.items()},
@@ -109,12 +111,12 @@ def measure(given: argparse.Namespace) -> Measured:
     mesh = Mesh(Layout(data=RANKS), device="cpu", timeout=LIMIT)
     turns: list[Callable[[], dict[str, float]]] = []
     for stage in STAGES:
-        ours = Ours(mesh, stage)
+        ours = Ours(mesh, stage, SHAPES[given.blocks])
         if given.blocks == "wait":
             ours.let_blocks_wait()
         turns += [ours.step, ours.compute, ours.communicate]
     for way in ("fsdp2", "fsdp3") if given.blocks == "compute" else ():
-        turns.append(timed(f"FSDP2 {way[-1]}", step_of(SHAPE, way, "fp32", RANKS)))
+        turns.append(timed(f"FSDP2 {way[-1]}", step_of(SHAPES["compute"], way, "fp32", RANKS)))
     seconds: Measured = {}
     for number in range(1 + given.rounds):
         for turn in turns:
@@ -143,7 +145,7 @@ def timed(name: str, work: Callable[[], object]) -> Callable[[], dict[str, float
 class Ours:
     """megaframe on one rank, at one ZeRO stage. Its turns tell seconds by what they measured."""
 
-    def __init__(self, mesh: Mesh, zero: int) -> None:
+    def __init__(self, mesh: Mesh, zero: int, shape: Workload) -> None:
         import torch
         import torch.distributed as dist
         import torch.testing._internal.distributed.fake_pg  # registers the backend
@@ -153,18 +155,19 @@ class Ours:
         from megaframe.pipeline import Pipeline
 
         settings = (
-            f"model.vocab={SHAPE.vocab}",
-            f"train.microbatch={SHAPE.batch // RANKS}",
+            f"model.vocab={shape.vocab}",
+            f"model.layers={shape.layers}",
+            f"train.microbatch={shape.batch // RANKS}",
             f"parallel.zero={zero}",
             "train.recompute_blocks=0",
         )
         config = load(None, [*overrides_of("fp32", 1, Path("no-data")), *settings])
-        self.mesh, self.zero, self._backward = mesh, zero, 0.0
+        self.mesh, self.zero, self.shape, self._backward = mesh, zero, shape, 0.0
         self.pipeline = Pipeline(config, mesh, lambda part: nullcontext())
         self.optimizer, self.stage = self.pipeline.optimizer, self.pipeline.stages[0]
-        self.optimizer.initialise(SHAPE.seed)
+        self.optimizer.initialise(shape.seed)
         self.fake = dist.new_group(backend="fake")
-        torch.manual_seed(SHAPE.seed + 1 + mesh.rank)
+        torch.manual_seed(shape.seed + 1 + mesh.rank)
         backward = self.stage.backward
 
         def watched(*given: Any, **named: Any) -> Any:
@@ -228,7 +231,7 @@ class Ours:
         from megaframe.microbatch import Microbatch
 
         start = time.perf_counter()
-        tokens, targets = draw(SHAPE, RANKS)
+        tokens, targets = draw(self.shape, RANKS)
         microbatch = Microbatch(tokens, targets, torch.arange(len(tokens)))
         valid = all_reduce(torch.tensor(targets.numel()), self.mesh.aside).wait()
         outcome = self.pipeline.train([microbatch], 0, 1 / int(valid))

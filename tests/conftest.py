@@ -27,7 +27,18 @@ from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.optim.optimizer import Optimizer
 from megaframe.stage import whole_model
 
-_LONGEST = ("test_documents.py", "test_compress.py", "test_pretrain.py", "test_lost_ranks.py")
+_LONGEST = (
+    "test_documents.py",
+    "test_compress.py",
+    "test_pretrain.py",
+    "test_zero.py",
+    "test_pipeline.py",
+    "test_tensor.py",
+    "test_lost_ranks.py",
+    "test_zero_bytes.py",
+    "test_context.py",
+    "test_experts.py",
+)
 
 
 def pytest_collection_modifyitems(items):
