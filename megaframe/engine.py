@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,6 +30,7 @@ from megaframe.schedule import Action, Kind, Schedule
 from megaframe.stage import Done, Stage
 
 Timer = Callable[[Part], AbstractContextManager[object]]
+Follower = Callable[[Action, str], AbstractContextManager[object]]
 _ALONE: Mapping[Action, Action] = {}
 _PASSES = (Kind.F, Kind.B, Kind.W)
 _FORWARD_ONLY = (Kind.F, Kind.SEND_F, Kind.RECV_F)
@@ -51,12 +52,13 @@ class Outcome:
 
 class Engine:
     """Runs lowered schedules on the stages of this rank. `time` gives a context that charges what
-    runs in it to a part of the step."""
+    runs in it to a part of the step. `follow` gives one that notes when an action of a kind ran."""
 
     def __init__(
         self, stages: Mapping[int, Stage], optimizer: Optimizer, mesh: Mesh, time: Timer
     ) -> None:
         self.stages, self.optimizer, self.mesh, self.time = stages, optimizer, mesh, time
+        self.follow: Follower = lambda action, kind: nullcontext()
         self.rank = mesh.coordinate["pipeline"]
         self.pair = Pair()
 
@@ -83,14 +85,16 @@ class Engine:
         for action, following in actions:
             place.act("", action, action.kind.value if action.kind in _PASSES else None)
             if action in paired:
-                passes.do_both(action, *next(actions))
-            elif action.kind is Kind.UPDATE:
-                with self.time("communication"):
-                    self.optimizer.wait()
-                with self.time("optimizer"):
-                    update = self.optimizer.update()
-            else:
-                with self.time("compute"):
+                backward, following = next(actions)
+                with self.follow(action, "F"), self.follow(backward, "BW"):
+                    passes.do_both(action, backward, following)
+                continue
+            with self.follow(action, passes.kind(action)):
+                if action.kind is Kind.UPDATE:
+                    with self.time("optimizer"):
+                        self.optimizer.wait()
+                        update = self.optimizer.update()
+                else:
                     passes.do(action, following)
         place.act("", None)
         passes.finish()
@@ -141,6 +145,11 @@ class _Passes:
         self._forwards: Counter[int] = Counter()
         self.signs: list[Sign] = []
         self.loss, self.ahead = torch.zeros(2, dtype=torch.float64, device=engine.mesh.device)
+
+    def kind(self, action: Action) -> str:
+        """That of the action; of a backward with both gradients, BW."""
+        whole = action.kind is Kind.B and (action.stage, action.microbatch) not in self._split
+        return "BW" if whole else action.kind.value
 
     def do(self, action: Action, following: Module | None = None) -> None:
         """Run one action. following: the unit whose values are needed first after it."""
@@ -245,8 +254,7 @@ class _Passes:
             self._leaving[kind, stage, microbatch] = made
 
     def _take(self, kind: Kind, stage: int, microbatch: int) -> Tensor:
-        with self._engine.time("pipeline"):
-            return self._arriving.pop((kind, stage, microbatch)).wait()
+        return self._arriving.pop((kind, stage, microbatch)).wait()
 
     def _send(self, kind: Kind, stage: int, microbatch: int, other: int) -> None:
         made = self._leaving.pop((kind, stage, microbatch)).contiguous()

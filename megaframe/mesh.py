@@ -6,9 +6,8 @@ process group is itself a collective.
 
 from __future__ import annotations
 
-import ctypes
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -17,13 +16,14 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megaframe.comm import Group, Ring
+from megaframe.comm import Group, Ring, Waits
 from megaframe.comm.alike import Alike
 from megaframe.comm.order import Order
 from megaframe.comm.place import Place
 from megaframe.comm.start import fresh_store
 from megaframe.comm.watch import Watch
-from megaframe.errors import LostRanks, UserError
+from megaframe.device import device_of, keep_freed_memory
+from megaframe.errors import LostRanks
 from megaframe.layout import Layout
 
 AXIS_SETS: tuple[tuple[str, ...], ...] = (
@@ -44,9 +44,6 @@ EXPERT_SETS: tuple[tuple[str, ...], ...] = (
     ("expert_shard",),
 )
 """Those over which experts do."""
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Parameters of glibc's mallopt (malloc.h)."""
 
 
 def world_size() -> int:
@@ -85,10 +82,10 @@ class Mesh:
     ) -> None:
         self.layout = layout
         self.rank = global_rank() if alone is None else alone
-        self.device = _device(device) if alone is None else torch.device("meta")
+        self.device = device_of(device) if alone is None else torch.device("meta")
         self._alone = alone is not None
         if self.device.type == "cpu":
-            _keep_freed_memory()
+            keep_freed_memory()
         self.coordinate = layout.place(self.rank)
         self._timeout, self._serial = timeout, serial
         self.store: dist.Store = dist.HashStore()
@@ -216,6 +213,26 @@ class Mesh:
                 handle = dist.new_group(ranks, timeout=limit, backend="gloo")
         return Group(axes, ranks, self.rank, handle)
 
+    @property
+    def counted_axes(self) -> list[str]:
+        """The keys of `take_traffic`."""
+        return sorted({label for label, _ in self._counted})
+
+    @property
+    def links(self) -> Mapping[tuple[int, int], Group]:
+        """By (from, to), those that `connect` made with an end here."""
+        return self._links
+
+    def charge(
+        self, waits: Callable[[str], Waits], messages: Callable[[tuple[int, int]], Waits]
+    ) -> None:
+        """From here on charge the waits for collectives to what `waits` gives for their axes, and
+        those for what comes over a link of the pipeline to what `messages` gives for that."""
+        for label, group in self._counted:
+            group.traffic.waits = group.traffic.messages = waits(label)
+        for ends, link in self._links.items():
+            link.traffic.messages = messages(ends)
+
     def name_stages(self, rank_of: Sequence[int]) -> None:
         """Tell the pipeline coordinate of each stage, by number, for messages about lost ranks."""
         self._rank_of = tuple(rank_of)
@@ -315,34 +332,3 @@ class Mesh:
 def _ascending(one: int, other: int) -> tuple[int, int]:
     """Two ranks in the order in which torch numbers those of a group."""
     return min(one, other), max(one, other)
-
-
-def _device(wanted: str) -> torch.device:
-    """The torch device of this process; on a GPU machine one per local rank."""
-    available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        raise UserError("run.device=cuda, but torch sees no GPU here; use run.device=cpu or auto")
-    if wanted == "cpu" or not available:
-        return torch.device("cpu")
-    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local >= count:
-        raise UserError(
-            f"local rank {local} has no GPU: this machine has {count}; "
-            f"start torchrun with --nproc-per-node {count} or fewer"
-        )
-    device = torch.device("cuda", local)
-    torch.cuda.set_device(device)
-    return device
-
-
-def _keep_freed_memory() -> None:
-    """Let the C library keep up to 128 MiB of what a step frees, where it is glibc.
-
-    By default it returns the end of the heap to the system and takes it back, page by page, in
-    every step: 5 to 10% of a small model's time. Tensors over 10 MiB have pages of their own, which
-    leaves no holes in the heap (docs/log.md).
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, 10 << 20)
-        mallopt(_TRIM_THRESHOLD, 128 << 20)

@@ -13,7 +13,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from megaframe.config import RunConfig
-from megaframe.engine import Engine, Outcome, Timer
+from megaframe.engine import Engine, Follower, Outcome, Timer
 from megaframe.mesh import EXPERT_SETS, Mesh, ranks_on_this_node
 from megaframe.microbatch import Microbatch, look_ahead, part_of
 from megaframe.nn.context import Context
@@ -75,6 +75,10 @@ class Pipeline:
             return Schedule(ranks), paired
 
         self._lowered = lowered
+
+    def follow(self, follower: Follower) -> None:
+        """Tell it of every action of the steps from here on; see `Engine`."""
+        self._engine.follow = follower
 
     def train(
         self,

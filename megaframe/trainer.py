@@ -27,21 +27,26 @@ from megaframe.faults.ledger import Ledger
 from megaframe.mesh import Mesh, ranks_on_this_node
 from megaframe.meter import Meter, StepTimer
 from megaframe.meter.experts import ExpertMeter
+from megaframe.meter.memory import out_of_memory
 from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.optim.bucket import UNSENT
 from megaframe.pipeline import Pipeline
 from megaframe.plan.experts import dropping
 from megaframe.plan.nodes import crossing
 from megaframe.plan.schedules import pipeline_summary
-from megaframe.run_state import RunState, new_state, read_state, without_missing
+from megaframe.run_state import (
+    RunState,
+    check_same_model,
+    new_state,
+    read_state,
+    without_missing,
+)
 from megaframe.saving import Saving
 from megaframe.stage import model_specs
 from megaframe.warm_start import starting_parts
 
 _JUMP = 1.5
 """Factor between the last loss before a load and the first after it that is worth a warning."""
-_FREE_KEYS = {"dropout", "init_std"}
-"""Keys of the model section that may change when a run resumes: no weight depends on them."""
 
 
 class Trainer:
@@ -59,8 +64,9 @@ class Trainer:
         self._loss_before: float | None = None
         self._dropped = False
         self._new_state: list[str] = []
-        timer = StepTimer()
+        timer = StepTimer.on(mesh.device)
         self.pipeline = Pipeline(config, mesh, timer.time)
+        self.pipeline.follow(timer.follow)
         self.optimizer = self.pipeline.optimizer
         data = mesh.group("data")
         self.loader = Loader(config, data.index, data.size)
@@ -70,7 +76,9 @@ class Trainer:
         state = self._restore_or_initialise(source)
         barrier(mesh.world)  # all have seen the run folder as it was before any rank writes to it
         specs = model_specs(config)
-        self.meter = Meter(config, mesh, specs, timer, start_step=self.step)
+        self.meter = Meter(
+            config, mesh, specs, timer, start_step=self.step, held=self.optimizer.held
+        )
         self._experts: ExpertMeter | None = None
         if config.model.moe is not None:
             self._experts = ExpertMeter(config, specs, mesh.layout.expert)
@@ -103,6 +111,9 @@ class Trainer:
                     self._one_step()
                 self.saving.finish(self.meter.note, leaving=not self._at_end())
                 barrier(self.mesh.world)
+            except torch.OutOfMemoryError as error:
+                held, device = self.optimizer.held(), self.mesh.device
+                raise out_of_memory(self.mesh.rank, held, device, self.folder) from error
             finally:
                 self.loader.close()
         self.meter.close()
@@ -139,7 +150,7 @@ class Trainer:
             if guard.heed(self.meter.settle()):
                 return
             guard.begin(f"the save after step {self.step}")
-            with self.meter.time("checkpoint"):
+            with guard.saving():
                 self._save(writer)
 
     def _due(self, every: int) -> bool:
@@ -155,8 +166,7 @@ class Trainer:
             while self.guard.leaves_out(batch):
                 batch = self.loader.next()
             microbatches = [_move(microbatch, device) for microbatch in batch.microbatches]
-        self.mesh.place.act("counting tokens", None)
-        with meter.time("communication"):
+            self.mesh.place.act("counting tokens", None)
             valid = self._valid_tokens(batch.microbatches)
         with meter.time("compute"):
             scale = self.optimizer.loss_scale / valid
@@ -176,6 +186,7 @@ class Trainer:
         meter.record("skipped", (~torch.isfinite(update.grad_norm)).double(), "last")
         meter.record("lr", update.lr, "last")
         meter.record("tokens", batch.samples * self.config.train.seq, "last")
+        meter.record("sources", torch.tensor(self.loader.consumed), "last")
         if self.config.train.precision == "fp16":
             meter.record("loss_scale", self.optimizer.loss_scale, "last")
         self._last = outcome
@@ -241,7 +252,7 @@ class Trainer:
             self.optimizer.hold(partial(self._until_copied, writer))
 
     def _until_copied(self, writer: Writer | MemoryWriter) -> None:
-        with self.meter.time("checkpoint"):
+        with self.guard.saving():
             writer.copied()
 
     def _slices(self, *, owned_only: bool) -> list[Slice]:
@@ -284,7 +295,7 @@ class Trainer:
         self.optimizer.settle()
         with source as checkpoint:
             state = read_state(checkpoint)
-            _check_same_model(state.config, self.config, checkpoint.path)
+            check_same_model(state.config, self.config, checkpoint.path)
             slices = self._slices(owned_only=False)
             unsent = [part for part in self._unsent() if part.name in checkpoint.tensors]
             checkpoint.load([*without_missing(slices, checkpoint.tensors), *unsent])
@@ -342,20 +353,6 @@ def resolve(config: RunConfig) -> RunConfig:
             f"use {size} or more, or leave model.vocab out"
         )
     return config
-
-
-def _check_same_model(saved: dict[str, dict[str, Any]], config: RunConfig, path: Place) -> None:
-    """Refuse a checkpoint whose model, or whose cut of the data into samples, is another."""
-    now = config.model_dump(mode="json")
-    keys = [("model", key) for key in now["model"] if key not in _FREE_KEYS]
-    keys += [("train", "seq"), ("data", "split")]
-    other = [
-        f"  {section}.{key}: {saved[section].get(key)} there, {now[section][key]} here"
-        for section, key in keys
-        if saved[section].get(key) != now[section][key]
-    ]
-    if other:
-        raise UserError(f"{path} is a checkpoint of another run:\n" + "\n".join(other))
 
 
 def _move(microbatch: Microbatch, device: torch.device) -> Microbatch:

@@ -18,6 +18,7 @@ GUIDES = (
     "checkpoints",
     "plan",
     "prediction",
+    "dashboard",
     "faults",
 )
 """In this order, of docs/."""

@@ -9,153 +9,41 @@ low precision.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, Literal, TypeVar
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaframe.comm.order import Order
-from megaframe.comm.place import Place, named
-from megaframe.errors import LostRanks
+from megaframe.comm.group import ALONE, Group, Ring
+from megaframe.comm.pending import Pending, started
+from megaframe.comm.traffic import Traffic, Waits
 
-T = TypeVar("T")
+__all__ = [
+    "ALONE",
+    "Group",
+    "Pending",
+    "Reduction",
+    "Ring",
+    "Traffic",
+    "Waits",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "collective",
+    "pass_on",
+    "receive",
+    "reduce_scatter",
+    "send",
+    "sum_into",
+    "to_each",
+]
+
 Reduction = Literal["sum", "max", "min"]
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-_NOISE = re.compile(r"^\[\S+:\d+\] |\. This is typically caused by.*", re.DOTALL)
-"""What gloo puts around its reason: a place in its source, and advice."""
-
-
-@dataclass
-class Traffic:
-    """What one rank has handed to the collectives of a group since the last `take()`."""
-
-    bytes: int = 0
-    calls: int = 0
-
-    def count(self, size: int) -> None:
-        """Add one call that moves `size` bytes."""
-        self.bytes += size
-        self.calls += 1
-
-    def take(self) -> tuple[int, int]:
-        """(bytes, calls) so far; starts again from zero."""
-        taken = self.bytes, self.calls
-        self.bytes = self.calls = 0
-        return taken
-
-
-@dataclass(frozen=True)
-class Group:
-    """The ranks that share this rank's coordinate on every axis but `axes`.
-
-    `handle` is the process group of torch, None when the group is this rank alone.
-    `serial` finishes every collective before returning, in the order of the calls.
-    `place` is told of every wait. `order`, where there is one, compares what the ranks start.
-    """
-
-    axes: tuple[str, ...]
-    ranks: tuple[int, ...]
-    index: int
-    handle: dist.ProcessGroup | None
-    serial: bool = False
-    traffic: Traffic = field(default_factory=Traffic)
-    place: Place = field(default_factory=Place)
-    order: Order | None = None
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.ranks)
-
-    @property
-    def others(self) -> tuple[int, ...]:
-        """All ranks but this one."""
-        return self.ranks[: self.index] + self.ranks[self.index + 1 :]
-
-    def begin(self, kind: str, tensor: Tensor | None, *, alike: bool = True) -> None:
-        """Something is about to start; raises `OutOfStep` where ranks are compared and differ.
-        tensor: of one type and shape on all ranks. alike: whether they start it in one action."""
-        if self.order is not None and self.handle is not None:
-            shape = (
-                ["", "any shape"] if tensor is None else [str(tensor.dtype), str([*tensor.shape])]
-            )
-            axes, first = " x ".join(self.axes), self.index == 0
-            self.order.begin(self.handle.group_name, axes, first, [kind, *shape], alike)
-
-
-ALONE = Group((), (0,), 0, None)
-"""A group of one rank, for what runs without a mesh."""
-
-
-@dataclass(frozen=True)
-class Ring:
-    """Ranks in a circle: which of how many this is, and links to the next one and from the one
-    before."""
-
-    index: int = 0
-    size: int = 1
-    next: Group = ALONE
-    before: Group = ALONE
-
-
-class Pending(Generic[T]):
-    """A result still in flight. Forgetting to wait is a type error, not a race.
-
-    work: what torch started for it in `group`, None when there is nothing to wait for. too: what
-    `wait()` also waits for. last: what makes the result of all that has come. kind: what it is.
-    """
-
-    def __init__(
-        self,
-        value: T,
-        work: dist.Work | None = None,
-        group: Group | None = None,
-        too: Pending[Tensor] | None = None,
-        last: Callable[[], object] | None = None,
-        kind: str = "",
-    ) -> None:
-        self._value = value
-        self._work = work
-        self._group = group
-        self._too = too
-        self._last = last
-        self._kind = kind
-
-    def wait(self) -> T:
-        """The result, once it is there. Raises `LostRanks` when it does not come."""
-        if self._work is not None:
-            assert self._group is not None, "work belongs to a group"
-            place = self._group.place
-            begun = place.wait(self)
-            try:
-                self._work.wait()
-            except RuntimeError as error:
-                raise _lost(self._group, error) from error
-            place.go_on(begun)
-            self._work = None
-        if self._too is not None:
-            self._too.wait()
-            self._too = None
-        if self._last is not None:
-            self._last()
-            self._last = None
-        return self._value
-
-    def waits_for(self) -> tuple[str, tuple[int, ...]]:
-        """What `wait()` waits for in words, and the ranks that have a part in it."""
-        assert self._group is not None, "work belongs to a group"
-        return _in_words(self._kind, self._group), self._group.ranks
-
-    def arrived(self) -> bool:
-        """Whether `wait()` would return at once."""
-        here = self._work is None or self._work.is_completed()
-        return here and (self._too is None or self._too.arrived())
 
 
 def all_reduce(tensor: Tensor, group: Group, how: Reduction = "sum") -> Pending[Tensor]:
@@ -249,19 +137,20 @@ def to_each(
     `out` is there after that and `last`. Every rank turns to the next ones first, so that not all
     send to the same one. What is empty is not sent. kind, like: as of `collective`."""
     group.begin(kind, like)
+    size = group.traffic.latest()
     pending: Pending[Tensor] | None = None
     others = [(group.index + step) % group.size for step in range(1, group.size)]
     for there in reversed(others):
         if not coming[there].numel():
             continue
         receive = partial(dist.irecv, coming[there], group=group.handle, group_src=there)
-        pending = _started(out, group, receive, kind, pending)
+        pending = started(out, group, receive, kind, pending)
     for there in others:
         if not leaving[there].numel():
             continue
         send = partial(dist.isend, leaving[there], group=group.handle, group_dst=there)
-        pending = _started(out, group, send, kind, pending)
-    pending = Pending(out, too=pending, last=last)
+        pending = started(out, group, send, kind, pending)
+    pending = Pending(out, too=pending, last=last, waits=group.traffic.waits, size=size)
     if group.serial:
         pending.wait()
     return pending
@@ -278,7 +167,8 @@ def collective(
     """What `start` starts over a group, of which `out` is the result. kind: its name. uneven:
     whether ranks have results of other shapes."""
     group.begin(kind, None if uneven else out)
-    pending = _started(out, group, start, kind)
+    traffic = group.traffic
+    pending = started(out, group, start, kind, waits=traffic.waits, size=traffic.latest())
     if group.serial:
         pending.wait()
     return pending
@@ -292,7 +182,7 @@ def send(tensor: Tensor, link: Group, to: int | None = None) -> Pending[Tensor]:
     if to is None:
         link.begin("transfer", tensor, alike=False)
     start = partial(dist.isend, tensor, group=link.handle, group_dst=other)
-    return _started(tensor, link, start, "send")
+    return started(tensor, link, start, "send", waits=link.traffic.messages)
 
 
 def receive(
@@ -304,7 +194,8 @@ def receive(
     if source is None:
         link.begin("transfer", into, alike=False)
     start = partial(dist.irecv, into, group=link.handle, group_src=other)
-    return _started(into, link, start, "receive", too)
+    messages = link.traffic.messages
+    return started(into, link, start, "receive", too, waits=messages, size=into.nbytes)
 
 
 def pass_on(tensor: Tensor, ring: Ring) -> Pending[Tensor]:
@@ -322,37 +213,5 @@ def barrier(group: Group) -> None:
     """Return once every rank of the group is here. Raises `LostRanks` when one does not come."""
     if group.handle is not None:
         group.begin("barrier", None)
-        try:
-            work = dist.barrier(group.handle, async_op=True)
-        except RuntimeError as error:
-            raise _lost(group, error) from error
-        Pending(None, work, group, kind="barrier").wait()
-
-
-def _started(
-    tensor: Tensor,
-    group: Group,
-    start: Callable[[], dist.Work | None],
-    kind: str,
-    too: Pending[Tensor] | None = None,
-) -> Pending[Tensor]:
-    try:
-        return Pending(tensor, start(), group, too, kind=kind)
-    except RuntimeError as error:  # a connection that is known to be gone fails at once
-        raise _lost(group, error) from error
-
-
-def _in_words(kind: str, group: Group) -> str:
-    """`all_reduce over data with rank 2`, `receive over pipeline from rank 1`."""
-    preposition = {"send": "to", "receive": "from"}.get(kind, "with")
-    return f"{kind} over {' x '.join(group.axes)} {preposition} {named(group.others)}"
-
-
-def _lost(group: Group | None, error: RuntimeError) -> LostRanks:
-    assert group is not None, "work belongs to a group"
-    reason = _NOISE.sub("", str(error).strip())
-    return LostRanks(
-        f"rank {group.ranks[group.index]} lost contact over {' x '.join(group.axes)} "
-        f"with {named(group.others)}: {reason}",
-        group.others,
-    )
+        start = partial(dist.barrier, group.handle, async_op=True)
+        started(None, group, start, "barrier", waits=group.traffic.waits).wait()

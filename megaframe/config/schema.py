@@ -266,6 +266,21 @@ class Meter(Section):
     experts_every: NonNegative = 100
     """Steps between two lines of metrics.jsonl that also have the tokens of every expert; 0: none
     has them."""
+    ranks_every: NonNegative = 100
+    """Steps between two lines of metrics.jsonl that also have the split of the step on every rank;
+    0: none has it."""
+    trace: tuple[Positive, ...] = ()
+    """Steps of which trace.json in the run folder shows every action and transfer of every rank;
+    ui.perfetto.dev opens it."""
+    profile: tuple[Positive, ...] = ()
+    """Steps that torch's profiler records, every operator and kernel, into a file for each rank in
+    `profile` in the run folder. Such a step takes longer."""
+    console: Literal["lines", "quiet", "json"] = "lines"
+    """`lines`: aligned, one every `every` steps. `quiet`: notes and the summary. `json`: an object
+    for every step, note and the summary."""
+    port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port of this machine's loopback on which the first rank serves its latest line to Prometheus
+    as /metrics; 0 takes a free one."""
     tensorboard: bool = False
     """Write TensorBoard events into the run folder."""
     wandb: str | None = None

@@ -87,6 +87,11 @@ class Loader:
         """State after the last step that `next` returned."""
         return self._handed_out.state()
 
+    @property
+    def consumed(self) -> tuple[int, ...]:
+        """Samples that each source has given, in the order of `data.sources`."""
+        return self._handed_out.blend.consumed
+
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue after the step that `state` belongs to; see `progress.restore`."""
         progress = restore(state, self._roster)

@@ -7,12 +7,13 @@ made that is not made anyway. Only a replay waits for its step, for it must come
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from megaframe.faults.replicas import Finding, Replicas
 from megaframe.faults.stragglers import Stragglers
 from megaframe.mesh import Mesh
 from megaframe.meter import Meter
+from megaframe.meter.meter import Known
 from megaframe.microbatch import Microbatch
 from megaframe.optim.health import Sign, first_sick
 from megaframe.pipeline import Pipeline
@@ -77,6 +79,7 @@ class Guard:
         self.told = 0
         self._unjudged: deque[_Done] = deque()
         self._compared = self._ways_back = 0
+        self._saving = 0.0
         self._differed: dict[int, Finding] = {}
         self._replicas = Replicas(mesh, pipeline.optimizer.buckets)
         factor = config.faults.straggler_factor
@@ -132,22 +135,32 @@ class Guard:
         samples = [microbatch.samples_B for microbatch in batch.microbatches]
         self._unjudged.append(_Done(step, batch.first, samples, outcome))
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Within it a step waits for a save."""
+        began = time.perf_counter()
+        with self._meter.time("checkpoint"):
+            yield
+        self._saving += time.perf_counter() - began
+
     def record(self, step: int) -> None:
         """Tell the other ranks what was heard here, and put into the line what was lost."""
         self._meter.record("agreed/told", float(self._mesh.place.told), "max")
-        lost = self._ledger.step(step, self._meter.seconds("checkpoint"))
+        lost = self._ledger.step(step, self._saving)
+        self._saving = 0.0
         for cause, seconds in lost.items():
-            self._meter.record(f"lost/{cause}", seconds, "last")
+            self._meter.record(f"lost_seconds/{cause}", seconds, "last")
         for line in self._stragglers.add_step() if self._stragglers else ():
             self._meter.note(f"step {step}: {line}")
 
-    def heed(self, known: Mapping[str, Any]) -> bool:
-        """Do what follows from what all ranks know of the first step that is not judged yet.
+    def heed(self, known: Sequence[Known]) -> bool:
+        """Do what follows from what all ranks know of the first steps that are not judged yet.
         Returns whether the run has gone back to a checkpoint.
 
         Raises `NotFinite` when the run is to end."""
-        if not known:
-            return False
+        return any(self._heed(one) for one in known)
+
+    def _heed(self, known: Known) -> bool:
         done = self._unjudged.popleft()
         self.told = self.told or int(known["agreed/told"])
         finite = done.outcome.update.finite()

@@ -306,6 +306,16 @@ class Optimizer:
         for bucket in self.buckets:
             yield from bucket.unsent()
 
+    def held(self) -> dict[str, int]:
+        """Bytes on this rank by kind; `buffers`: values to compute with beside the weights, and
+        room for whole gradients and transfers."""
+        weights = sum(bucket.weights.nbytes for bucket in self.buckets)
+        gradients = sum(bucket.sums.nbytes for bucket in self._trained())
+        rules = [bucket.optimizer for bucket in self.buckets if bucket.optimizer is not None]
+        state = sum(tensor.nbytes for rule in rules for tensor in rule.state.values())
+        rest = max(0, self.buffers.bytes - weights - gradients)
+        return {"weights": weights, "gradients": gradients, "optimizer": state, "buffers": rest}
+
     def state(self) -> OptimizerState:
         """The numbers that a checkpoint holds beside the tensors."""
         self._hear()

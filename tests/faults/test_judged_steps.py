@@ -62,7 +62,7 @@ def test_poisoned_weights_are_left_behind(run, whole, tmp_path):
     assert losses(tmp_path / "run") == whole
     text = log(tmp_path / "run")
     assert "its data is tried once more; continuing from the checkpoint of step 4" in text
-    lost = [line["lost"]["repeat"] for line in lines(tmp_path / "run")]
+    lost = [line["lost_seconds"]["repeat"] for line in lines(tmp_path / "run")]
     assert all(lost[step - 1] > 0 for step in (5, 6)) and not lost[3]
 
 
