@@ -50,6 +50,7 @@ def work(folder: Path, steps: int) -> None:
     from megaframe.layout import Layout
     from megaframe.mesh import Mesh, global_rank
     from megaframe.meter import Meter, StepTimer
+    from megaframe.meter.meter import Known
     from megaframe.trainer import Trainer
 
     keys = {
@@ -76,10 +77,11 @@ def work(folder: Path, steps: int) -> None:
         marks.append(len(split.marks) + len(split.flights))
         return split
 
-    def timed(meter: Meter, step: int) -> None:
+    def timed(meter: Meter, step: int) -> list[Known]:
         start = time.perf_counter()
-        flush(meter, step)
+        known = flush(meter, step)
         flushes.append(time.perf_counter() - start)
+        return known
 
     StepTimer.take, Meter.flush = counting, timed  # type: ignore[method-assign]
     mesh = Mesh(Layout.from_parallel(config.parallel, 2), device="cpu")

@@ -229,7 +229,8 @@ class Watch:
         """Print, and leave at once: to destroy process groups, or to end threads that wait in them
         or in the store, can take as long as their timeout when the other end is gone."""
         text = verdict.text
-        if lost is not None and str(lost) not in text:
+        # After a hang ranks lose those that have left for it, which says no more.
+        if lost is not None and not verdict.late and str(lost) not in text:
             text += f"; {lost}"
         print(f"error: rank {self._rank}: {text}", file=sys.stderr, flush=True)
         if verdict.late or (lost is None and self._rank in verdict.ranks):

@@ -46,8 +46,9 @@ class Delays:
         patch.setattr(Meter, "flush", lambda meter, step: self.next(partial(flush, meter), step))
 
     def next(self, flush, step):
-        flush(step)
+        known = flush(step)
         self.step, self.left = step + 1, True
+        return known
 
     def delayed(self, plain, step, axes):
         def call(it, *args, **kwargs):
