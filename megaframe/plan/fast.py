@@ -16,8 +16,9 @@ import numpy as np
 from megaframe.config.schema import RunConfig
 from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
-from megaframe.plan.costs import Machine, Part, Passes, block
+from megaframe.plan.costs import block
 from megaframe.plan.experts import expert_layers, has_experts
+from megaframe.plan.machine import Machine, Part, Passes
 from megaframe.plan.memory import LOSS_CHUNK, WIDTH, block_bytes
 from megaframe.plan.room import room, state_width
 from megaframe.plan.sizes import Sizes
@@ -101,7 +102,7 @@ def estimate(
     breakdown = _breakdown(machine, rank, held, schedule)
     memory = _memory(machine, held, owned, share, schedule)
     fits = memory <= room(cluster.chip)
-    return Estimates(sum(breakdown.values()), memory, fits, breakdown)
+    return Estimates(np.add.reduce(list(breakdown.values())), memory, fits, breakdown)
 
 
 def _mean_block(machine: Machine) -> tuple[Part, Owned]:

@@ -21,9 +21,10 @@ from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
-from megaframe.plan.costs import Machine, Part, Passes, block
+from megaframe.plan.costs import block
 from megaframe.plan.experts import has_experts
 from megaframe.plan.held import held
+from megaframe.plan.machine import Machine, Part, Passes
 from megaframe.plan.memory import memory
 from megaframe.plan.reasons import reasons
 from megaframe.plan.room import room
