@@ -5,9 +5,9 @@ import pytest
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
 from megaframe.plan.held import rank_memory
+from megaframe.plan.moved import moved
 from megaframe.plan.schedules import step_schedule
 from megaframe.plan.stages import stage_plans
-from megaframe.plan.traffic import traffic
 from megaframe.rehearsal import rehearse
 from megaframe.schedule import lower
 
@@ -79,6 +79,6 @@ def test_the_plan_is_what_a_rank_counts_within_one_percent(name):
         assert found.kept == pytest.approx(kept, rel=0.03 if small else 0.01)
         total = found.buffers + found.optimizer + found.kept
         here = [plans[stage] for stage in schedule.stages(layout.coordinate(rank)["pipeline"])]
-        moved = traffic(config, layout, here, lowered.ranks[layout.coordinate(rank)["pipeline"]])
-        assert_moved(found.traffic, moved, layout, config)
+        planned = moved(config, layout, here, lowered.ranks[layout.coordinate(rank)["pipeline"]])
+        assert_moved(found.traffic, planned, layout, config)
         assert total == pytest.approx(buffers + plan.optimizer + kept, rel=0.01)
