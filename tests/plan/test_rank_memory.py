@@ -42,7 +42,7 @@ CASES = {
 def made(model, train, parallel):
     return RunConfig(
         model={"layers": 8, "hidden": 256, "heads": 8, "vocab": 4096, **model},
-        train={"seq": 256, "global_batch": 32, "microbatch": 1, **train},
+        train={"seq": 256, "global_batch": 16, "microbatch": 1, **train},
         parallel={"node_size": 8, **parallel},
     )
 
@@ -65,7 +65,7 @@ def test_the_plan_is_what_a_rank_counts_within_one_percent(name):
     world, *sections = CASES[name]
     config = made(*sections)
     layout = Layout.from_parallel(config.parallel, world)
-    schedule = step_schedule(config, 32 // config.train.microbatch // layout.data)
+    schedule = step_schedule(config, 16 // config.train.microbatch // layout.data)
     plans, lowered = stage_plans(config), lower(schedule)
     for rank in {0, world - 1}:
         found = rehearse(config, layout, rank)
