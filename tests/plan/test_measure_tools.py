@@ -17,7 +17,7 @@ from megaframe.plan.constants import constants_of
 from megaframe.plan.kernels import product_seconds, rates
 
 ROOT = Path(__file__).parents[2]
-FEW = ["--device", "cpu", "--times", "1", "--smallest", "65536", "--largest", "1048576"]
+FEW = ["--device", "cpu", "--times", "3", "--smallest", "16384", "--largest", "16777216"]
 
 
 def run(command, folder):
