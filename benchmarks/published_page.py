@@ -34,9 +34,9 @@ has layouts of one model on the same ranks, how much slower the predicted best i
 best, at worst. Targets in brackets.
 
 At most six constants of each generation of chips are fitted, to up to 14 of every other row of \
-each table, to all tables at once (`python benchmarks/published.py --fit a100`). Two ended at their \
-bounds: contention of a100 and memory of h100. What a trainer \
-does is declared in `benchmarks/published_tables.py`. What overlaps, attention, microbatches and \
+each table, to all tables at once (`python benchmarks/published.py --fit a100`). Two ended at \
+their bounds: contention of a100 and memory of h100. What a trainer does is \
+declared in `benchmarks/published_tables.py`. What overlaps, attention, microbatches and \
 chunks are as papers and sources say; how often elementwise kernels pass over a value, how many \
 kernels are launched, and which machine vTrain's single node was are estimates. They, like the \
 model's form, were settled with the errors of all rows in view, so that the rows held out test the \
@@ -60,8 +60,8 @@ predicted. The best constant rate is already within 5% of these runs.
 microbatches of 2, and 23.1 s with microbatches of 6, where by the schedule alone twice as long a \
 bubble should cost 5 s; the first is 35% above all that is predicted. Three such rows are half of \
 the error of the table, and one of them is the predicted best of its model.
-- **vTrain on one node**: errors are nearly the same for all runs with equal tensor size, width and \
-microbatch. 13 runs with tensor 2, width 2048 and microbatch 2 are predicted about 22% too fast, \
+- **vTrain on one node**: errors are nearly the same for all runs with equal tensor size, width \
+and microbatch. 13 runs with tensor 2, width 2048 and microbatch 2 are predicted about 22% too fast, \
 15 with tensor 4, that width and microbatch 1 about 13% too slow. A likely cause is the processor \
 that launched them, or its load. Runs on 8 tensor ranks wait 1.4 times as long as those on 4.
 - **llm-foundry**: 13 billion parameters on eight GPUs of 40 GB nearly fill them, and are 11 to \
