@@ -63,7 +63,7 @@ the error of the table, and one of them is the predicted best of its model.
 - **vTrain on one node**: errors are nearly the same for all runs with equal tensor size, width \
 and microbatch. 13 runs with tensor 2, width 2048 and microbatch 2 are predicted about 22% too \
 fast, 15 with tensor 4, that width and microbatch 1 about 13% too slow. A likely cause is the \
-processor that launched them, or its load. Runs on 8 tensor ranks wait 1.4 times as long as those on 4.
+processor that launched them, or its load. Runs on 8 tensor ranks wait 1.4 times as long as on 4.
 - **llm-foundry**: 13 billion parameters on eight GPUs of 40 GB nearly fill them, and are 11 to \
 15% slower than predicted.
 - **Zero Bubble**: what the authors' search makes of 2p activations is taken as zb-h2, whose \
