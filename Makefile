@@ -34,11 +34,13 @@ $(DEMO)/python.idx: $(DEMO)/corpus.jsonl $(DEMO)/tokenizer.model
 	$(BIN)/python tools/preprocess_data.py --input $< --output $(DEMO)/python \
 		--tokenizer sentencepiece:$(DEMO)/tokenizer.model
 
-# torch comes first and alone, so that nothing else can ask for another build of it.
+# torch comes first and alone, so that nothing else can ask for another build of it. What pip would
+# compile one file after the other is compiled on all cores; some files are not for this Python.
 .venv/ready: setup.py constraints.txt
 	$(PYTHON) -m venv .venv
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q torch
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q -e '.[dev]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --no-compile torch
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --no-compile -e '.[dev]'
+	-$(BIN)/python -m compileall -q -j 0 .venv/lib > /dev/null 2>&1
 	touch $@
 
 clean:

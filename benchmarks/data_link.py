@@ -6,6 +6,10 @@ at ZeRO stages 1 to 3, and FSDP2 at its stages 2 and 3. Of ours stands beside it
 whose transfers go nowhere, over torch's fake process group, what of that is backward, and what the
 transfers of a step take alone, in their order. The most that overlap can give is the longer one of
 compute and communication; a stage is compared with FSDP2 at the same one, stage 1 with its stage 2.
+
+Sending costs processor time, which on a machine without a free core is taken from computing. With
+`--blocks wait` the blocks of ours have their weights and wait for as long as they would compute, so
+that what is left is what the order of transfers exposes.
 """
 
 from __future__ import annotations
@@ -27,10 +31,12 @@ from typing import TYPE_CHECKING, Any
 from harness import Spread, commit, machine
 from shaped import LIMIT, Host, hosts, start_ranks
 
+from megaframe.config import Emulate
+
 PEERS = Path(__file__).resolve().parent / "peers"
 sys.path.insert(0, str(PEERS))
 
-from workload import WORKLOAD  # noqa: E402
+from workload import WORKLOAD, Workload  # noqa: E402
 
 if TYPE_CHECKING:
     from megaframe.mesh import Mesh
@@ -38,7 +44,11 @@ if TYPE_CHECKING:
 
 RANKS = 2
 SHAPE = replace(WORKLOAD, vocab=2048)
+SHAPES = {"compute": SHAPE, "wait": replace(SHAPE, layers=12)}
+"""By what blocks do. Nothing can hide the first block's gradients: of more blocks they are less."""
 STAGES = (1, 2, 3)
+WAITS = Emulate(forward=0.05, backward=0.05, weight=0.05)
+"""Seconds of a block, about those that one takes to compute."""
 BESIDE = {1: "FSDP2 2", 2: "FSDP2 2", 3: "FSDP2 3"}
 """The peer of each stage."""
 
@@ -49,6 +59,7 @@ Measured = dict[str, list[float]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rates", nargs="+", default=["2200mbit", "3300mbit"])
+    parser.add_argument("--blocks", choices=("compute", "wait"), default="compute")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", type=Path, help="write all measurements as JSON to this file")
@@ -68,8 +79,9 @@ def main() -> None:
             "commit": commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "machine": machine(),
-            "config": {**asdict(SHAPE), "ranks": RANKS, "precision": "fp32"}
-            | {"threads of a rank": 1, "steps": given.steps, "rounds": given.rounds},
+            "config": {**asdict(SHAPES[given.blocks]), "ranks": RANKS, "precision": "fp32"}
+            | {"threads of a rank": 1, "steps": given.steps, "rounds": given.rounds}
+            | {"blocks": given.blocks, **(WAITS.model_dump() if given.blocks == "wait" else {})},
             "summary": {rate: summary(measured) for rate, measured in results.items()},
             "seconds": results,
         }
@@ -80,7 +92,8 @@ def main() -> None:
 
 def in_world(both: Sequence[Host], given: argparse.Namespace) -> Measured:
     """What the ranks measure, one on each host: in each round, the slower one's time."""
-    command = (__file__, f"--steps={given.steps}", f"--rounds={given.rounds}")
+    counts = (f"--steps={given.steps}", f"--rounds={given.rounds}")
+    command = (__file__, f"--blocks={given.blocks}", *counts)
     one, other = (json.loads(answer) for answer in start_ranks(both, command))
     return {name: [*map(max, one[name], other[name])] for name in one}
 
@@ -98,10 +111,12 @@ def measure(given: argparse.Namespace) -> Measured:
     mesh = Mesh(Layout(data=RANKS), device="cpu", timeout=LIMIT)
     turns: list[Callable[[], dict[str, float]]] = []
     for stage in STAGES:
-        ours = Ours(mesh, stage)
+        ours = Ours(mesh, stage, SHAPES[given.blocks])
+        if given.blocks == "wait":
+            ours.let_blocks_wait()
         turns += [ours.step, ours.compute, ours.communicate]
-    for way in ("fsdp2", "fsdp3"):
-        turns.append(timed(f"FSDP2 {way[-1]}", step_of(SHAPE, way, "fp32", RANKS)))
+    for way in ("fsdp2", "fsdp3") if given.blocks == "compute" else ():
+        turns.append(timed(f"FSDP2 {way[-1]}", step_of(SHAPES["compute"], way, "fp32", RANKS)))
     seconds: Measured = {}
     for number in range(1 + given.rounds):
         for turn in turns:
@@ -130,7 +145,7 @@ def timed(name: str, work: Callable[[], object]) -> Callable[[], dict[str, float
 class Ours:
     """megaframe on one rank, at one ZeRO stage. Its turns tell seconds by what they measured."""
 
-    def __init__(self, mesh: Mesh, zero: int) -> None:
+    def __init__(self, mesh: Mesh, zero: int, shape: Workload) -> None:
         import torch
         import torch.distributed as dist
         import torch.testing._internal.distributed.fake_pg  # registers the backend
@@ -140,18 +155,19 @@ class Ours:
         from megaframe.pipeline import Pipeline
 
         settings = (
-            f"model.vocab={SHAPE.vocab}",
-            f"train.microbatch={SHAPE.batch // RANKS}",
+            f"model.vocab={shape.vocab}",
+            f"model.layers={shape.layers}",
+            f"train.microbatch={shape.batch // RANKS}",
             f"parallel.zero={zero}",
             "train.recompute_blocks=0",
         )
         config = load(None, [*overrides_of("fp32", 1, Path("no-data")), *settings])
-        self.mesh, self.zero, self._backward = mesh, zero, 0.0
+        self.mesh, self.zero, self.shape, self._backward = mesh, zero, shape, 0.0
         self.pipeline = Pipeline(config, mesh, lambda part: nullcontext())
         self.optimizer, self.stage = self.pipeline.optimizer, self.pipeline.stages[0]
-        self.optimizer.initialise(SHAPE.seed)
+        self.optimizer.initialise(shape.seed)
         self.fake = dist.new_group(backend="fake")
-        torch.manual_seed(SHAPE.seed + 1 + mesh.rank)
+        torch.manual_seed(shape.seed + 1 + mesh.rank)
         backward = self.stage.backward
 
         def watched(*given: Any, **named: Any) -> Any:
@@ -161,6 +177,17 @@ class Ours:
             return made
 
         setattr(self.stage, "backward", watched)  # noqa: B010
+
+    def let_blocks_wait(self) -> None:
+        """From now on blocks have their weights and wait instead of computing."""
+        from megaframe.model import Block, EmulatedBlock
+
+        class Waiting(Block):
+            times = WAITS
+            __call__ = EmulatedBlock.__call__
+
+        for block in self.stage.blocks:
+            block.__class__ = Waiting
 
     def step(self) -> dict[str, float]:
         """A step as in a run."""
@@ -204,7 +231,7 @@ class Ours:
         from megaframe.microbatch import Microbatch
 
         start = time.perf_counter()
-        tokens, targets = draw(SHAPE, RANKS)
+        tokens, targets = draw(self.shape, RANKS)
         microbatch = Microbatch(tokens, targets, torch.arange(len(tokens)))
         valid = all_reduce(torch.tensor(targets.numel()), self.mesh.aside).wait()
         outcome = self.pipeline.train([microbatch], 0, 1 / int(valid))
@@ -235,28 +262,29 @@ def summary(measured: Measured) -> dict[str, dict[str, float | dict[str, float]]
     for stage in STAGES:
         parts = ("megaframe", "compute", "backward", "communication")
         seconds = {part: statistics.median(measured[f"{part} {stage}"]) for part in parts}
-        beside, ours = measured[BESIDE[stage]], measured[f"megaframe {stage}"]
-        ratios = [peer / mine for peer, mine in zip(beside, ours, strict=True)]
         longest = max(seconds["compute"], seconds["communication"])
-        found[str(stage)] = {
-            **seconds,
-            BESIDE[stage]: statistics.median(beside),
-            "over the longer": seconds["megaframe"] / longest,
-            "times the peer": statistics.median(beside) / seconds["megaframe"],
-            "in rounds": asdict(Spread.of(ratios)),
-        }
+        found[str(stage)] = {**seconds, "over the longer": seconds["megaframe"] / longest}
+        if BESIDE[stage] in measured:
+            beside, ours = measured[BESIDE[stage]], measured[f"megaframe {stage}"]
+            ratios = [peer / mine for peer, mine in zip(beside, ours, strict=True)]
+            found[str(stage)] |= {
+                BESIDE[stage]: statistics.median(beside),
+                "times the peer": statistics.median(beside) / seconds["megaframe"],
+                "in rounds": asdict(Spread.of(ratios)),
+            }
     return found
 
 
 def show(rate: str, measured: Measured) -> None:
     """Print one rate as a table: milliseconds and ratios."""
     heads = ("step", "compute", "backward", "commun.", "over longer", "FSDP2", "times it")
+    heads = heads if BESIDE[STAGES[0]] in measured else heads[:-2]
     print(f"\n{rate:<12}" + "".join(f"{head:>13}" for head in heads))
     for stage, line in summary(measured).items():
         numbers = [value for value in line.values() if isinstance(value, float)]
-        ours, compute, backward, communication, peer, over, times = numbers
-        cells = [f"{1e3 * value:.0f} ms" for value in (ours, compute, backward, communication)]
-        cells += [f"{over:.3f}", f"{1e3 * peer:.0f} ms", f"{times:.2f}"]
+        cells = [f"{1e3 * value:.0f} ms" for value in numbers[:4]] + [f"{numbers[4]:.3f}"]
+        if len(numbers) > 5:
+            cells += [f"{1e3 * numbers[5]:.0f} ms", f"{numbers[6]:.2f}"]
         print(f"{'stage ' + stage:<12}" + "".join(f"{cell:>13}" for cell in cells), flush=True)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.checkpoint import Slice, Writer, find, open_checkpoint
+from megaframe.checkpoint import Slice, Writer, find, given, open_checkpoint
 from megaframe.comm import all_reduce, barrier
 from megaframe.config import RunConfig, dump
 from megaframe.data.loader import Loader
@@ -270,10 +270,9 @@ class Trainer:
 
     def _start_warm(self) -> None:
         wanted = self.config.checkpoint.weights
-        path = wanted and find(self.folder, wanted, "checkpoint.weights")
-        if not path:
+        if not wanted:
             return
-        with open_checkpoint(path) as checkpoint:
+        with open_checkpoint(given(Path(wanted), "checkpoint.weights")) as checkpoint:
             saved = read_state(checkpoint).config
             weights = (one for one in self.optimizer.tensors() if one[0] == one[1].name)
             checkpoint.load(starting_parts(weights, checkpoint, saved, self.config))

@@ -52,10 +52,6 @@ class Pool:
 
 
 def _serve(end):
-    import torch
-
-    torch.set_num_threads(1)
-    gc.freeze()  # what was imported is never looked at again
     while True:
         try:
             rank, world, port, function, args = end.recv()
@@ -73,6 +69,7 @@ def _serve(end):
         except BaseException:
             end.send((False, f"rank {rank} of {world}:\n{traceback.format_exc()}"))
         gc.collect()  # what refers to itself holds connections, threads and buffers of a world
+        gc.freeze()  # what is left was imported, and is never looked at again
 
 
 def _free_port():

@@ -55,7 +55,6 @@ def launch(overrides, tmp_path):
                 "WORLD_SIZE": str(world),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
-                "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": str(ROOT),
             }
             program = (programs or {}).get(rank, [ENTRY])

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import signal
 import subprocess
@@ -95,9 +94,7 @@ def test_a_killed_run_continues_on_the_same_curve(pool, overrides, tmp_path):
     pool.run(1, train, overrides(run__dir=tmp_path / "whole", **steps))
     keys = [*overrides(**steps), "checkpoint.resume=latest"]
     for at_least in (6, 17):
-        # One thread, as in the pool: the number of threads is part of the order of sums.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command(keys), stdout=subprocess.DEVNULL, env=environment)
+        process = subprocess.Popen(command(keys), stdout=subprocess.DEVNULL)
         wait_for_lines(tmp_path / "run/metrics.jsonl", at_least, process)
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -203,8 +200,7 @@ def test_checkpoint_every_0_saves_none(pool, overrides, tmp_path):
 def test_under_torchrun(overrides, tmp_path):
     keys = overrides(train__steps=3)
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*launch, *command(keys)[1:]], check=True, env=environment)
+    subprocess.run([*launch, *command(keys)[1:]], check=True)
     assert len(losses(tmp_path / "run")) == 3
 
 
@@ -266,6 +262,9 @@ class TestMistakes:
 
     def test_missing_checkpoint(self, mistake, tmp_path):
         mistake("absent", checkpoint__resume=tmp_path / "absent")
+        mistake("absent", checkpoint__weights=tmp_path / "absent")
+        # Only a run's own folder has a latest: weights never silently start from nothing.
+        mistake("checkpoint.weights=latest", "no such folder", checkpoint__weights="latest")
         assert not (tmp_path / "run").exists()
 
     def test_another_model(self, mistake, pool, overrides):

@@ -201,17 +201,19 @@ def _require_file(path: Path, saved: int) -> None:
         raise UserError(f"checkpoint file {path} is damaged: {size} bytes instead of {saved}")
 
 
-def find(folder: Path, resume: str, key: str = "checkpoint.resume") -> Path | None:
-    """The checkpoint that a key of the config asks for.
+def find(folder: Path, resume: str) -> Path | None:
+    """The checkpoint that `checkpoint.resume` asks for.
 
     `latest` is the one that the pointer in `folder` names, or else the newest whole one (with a
     warning); None where there is none yet. Anything else is the path of a checkpoint. Raises
     UserError where what was asked for is missing or damaged.
     """
-    return _newest(folder) if resume == "latest" else _given(Path(resume), key)
+    return _newest(folder) if resume == "latest" else given(Path(resume), "checkpoint.resume")
 
 
-def _given(path: Path, key: str) -> Path:
+def given(path: Path, key: str) -> Path:
+    """The path of a checkpoint, as a key of the config gives it. Raises UserError where it is none,
+    or damaged."""
     if not path.is_dir():
         raise UserError(f"{key}={path}: there is no such folder")
     if is_temporary(path.name):

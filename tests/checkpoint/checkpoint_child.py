@@ -117,7 +117,6 @@ def kill_at_random_moments(root):
 
 
 def kill(root):
-    torch.set_num_threads(1)
     kill_at_every_event(Path(root))
     kill_at_random_moments(Path(root))
 

@@ -63,14 +63,6 @@ MODELS = {
 TOKENS = torch.randint(0, 61, (2, 18), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def made(name, path):
     """A folder with such a model, its weights random, and its logits."""
     torch.manual_seed(1)

@@ -21,7 +21,6 @@ from megaframe.meter import Meter
 from megaframe.meter.records import Records
 from megaframe.stage import model_specs
 
-torch.set_num_threads(1)
 folder = sys.argv[1]
 mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
 rank, world, cpu = mesh.rank, mesh.world, mesh.device

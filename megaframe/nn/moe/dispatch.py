@@ -195,8 +195,8 @@ def _arriving(choice: _Choice, rows: list[Step], gates: list[Step], arrivals_SL:
     """The last steps: to the ranks that divide an expert's matrices, and expert after expert.
     arrivals: how many arrive for each expert from each source, one source after the other."""
     inside = choice.places.inside
-    sizes = all_gather(arrivals_SL.sum()[None], inside).wait().tolist()
     if inside.size > 1:
+        sizes = all_gather(arrivals_SL.sum()[None], inside).wait().tolist()
         gather = Gather(inside, sizes)
         rows, gates = [*rows, gather], [*gates, gather]
         arrivals_SL = all_gather_uneven(

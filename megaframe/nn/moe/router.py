@@ -82,9 +82,11 @@ class Router(Module):
         moe, counted_R1 = self.moe, frame.counted[:, None]
         picked_RE = torch.zeros_like(scores_RE).scatter_(1, chosen, 1.0) * counted_R1
         self.balance.add(picked_RE.sum(0))
-        losses = {}
-        if moe.balance_loss and moe.balance != "none":
+        balanced = moe.balance_loss > 0 and moe.balance != "none"
+        with torch.set_grad_enabled(balanced):
             share_RE = scores_RE / scores_RE.sum(-1, keepdim=True)
+        losses = {}
+        if balanced:
             if moe.balance == "global":
                 load_RE = self.balance.value.to(share_RE.dtype)[None]
             else:
@@ -94,7 +96,6 @@ class Router(Module):
             square_R1 = logits_RE.logsumexp(-1, keepdim=True).square()
             losses["router_z"] = moe.z_loss * (square_R1 * counted_R1).sum()
         with torch.no_grad():
-            share_RE = scores_RE / scores_RE.sum(-1, keepdim=True)
             entropy = -(torch.special.xlogy(share_RE, share_RE) * counted_R1).sum()
         frame.tally.add(self.balance.spec.name, entropy)
         for name, loss in losses.items():
