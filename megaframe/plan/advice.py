@@ -104,15 +104,24 @@ def _compared(found: Found, cluster: Cluster, name: str, value: int, which: Arra
     """What the best layout with this value costs more; None where none fits."""
     if not which.any():
         return None
-    estimates, best = found.estimates, found.best.place
-    place = int(np.argmin(np.where(which, estimates.step_seconds, np.inf)))
-    more = float(estimates.step_seconds[place] / estimates.step_seconds[best]) - 1
-    changes = {
-        part: float(seconds[place] - seconds[best]) for part, seconds in estimates.breakdown.items()
-    }
+    column = getattr(found.candidates, name)
+    simulated = [one for one in found.choices if int(column[one.place]) == value]
+    if simulated:
+        now, then = found.best.prediction, simulated[0].prediction
+        more = then.step_seconds / now.step_seconds - 1
+        changes = {part: then.breakdown[part] - now.breakdown[part] for part in now.breakdown}
+    else:
+        estimates, best = found.estimates, found.best.place
+        place = int(np.argmin(np.where(which, estimates.step_seconds, np.inf)))
+        more = float(estimates.step_seconds[place] / estimates.step_seconds[best]) - 1
+        changes = {
+            part: float(seconds[place] - seconds[best])
+            for part, seconds in estimates.breakdown.items()
+        }
     part = max(changes, key=lambda one: changes[one] if more > 0 else -changes[one])
     why = f" ({part} {changes[part]:+.2g} s)" if abs(more) > _NOTHING else ""
-    return f"{_called(name, value, cluster)}: {more:+.1%}{why}"
+    by = "" if simulated else ", estimated" if more < 0 else ""
+    return f"{_called(name, value, cluster)}: {more:+.1%}{by}{why}"
 
 
 def _too_large(found: Found, cluster: Cluster, name: str, value: int, which: Array) -> str:
