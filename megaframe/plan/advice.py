@@ -12,7 +12,8 @@ import numpy as np
 
 from megaframe.plan.candidates import SCHEDULES, Array
 from megaframe.plan.cluster import Cluster
-from megaframe.plan.nearest import ROOM, in_words
+from megaframe.plan.nearest import in_words
+from megaframe.plan.room import leaves_room
 from megaframe.plan.search import Choice, Found
 from megaframe.plan.sizes import RECOMPUTE
 from megaframe.plan.slow import goodput
@@ -70,7 +71,7 @@ def said(choice: Choice, cluster: Cluster) -> Iterator[str]:
 def alternatives(found: Found, cluster: Cluster) -> Iterator[str]:
     """What other values of each axis would cost, the nearest on either side."""
     every, estimates, best = found.candidates, found.estimates, found.best.place
-    fits = estimates.memory_bytes <= ROOM * cluster.chip.memory
+    fits = leaves_room(estimates.memory_bytes, cluster.chip)
     for name in _AXES:
         column = getattr(every, name)
         chosen = int(column[best])

@@ -21,7 +21,7 @@ FEW = ["--device", "cpu", "--times", "2", "--smallest", "65536", "--largest", "4
 
 
 def run(command, folder):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=110
     )
