@@ -13,6 +13,7 @@ from megaframe.config import explain, listing, load
 from megaframe.errors import LostRanks, reported
 from megaframe.layout import Layout
 from megaframe.plan.check import check
+from megaframe.plan.elastic import fitted
 
 
 def main() -> None:
@@ -26,22 +27,31 @@ def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from megaframe.automatic import cluster_of, with_layout
     from megaframe.describe import describe
+    from megaframe.faults.leaving import record_flights
     from megaframe.mesh import Mesh, global_rank, world_size
     from megaframe.trainer import Trainer, resolve
 
     with reported(rank=global_rank()):
-        config, notes = with_layout(
-            resolve(load(arguments.config, arguments.overrides)), world_size()
-        )
-        check(config, world_size(), data=not arguments.dry_run)
-        layout = Layout.from_parallel(config.parallel, world_size())
+        world = world_size()
+        config, notes = with_layout(resolve(load(arguments.config, arguments.overrides)), world)
+        if config.faults.elastic:
+            config, world = fitted(config, world)
+        check(config, world, data=not arguments.dry_run)
+        layout = Layout.from_parallel(config.parallel, world)
         if arguments.dry_run:
             host = cluster_of(config).chip.is_host
             print("\n".join([*notes, describe(config, layout, host=host)]))
             return
+        if global_rank() >= world:
+            return  # a layout that fits has no use for this rank
+        record_flights(config)
         parallel = config.parallel
         mesh = Mesh(
-            layout, device=config.run.device, timeout=parallel.timeout, serial=parallel.serial
+            layout,
+            device=config.run.device,
+            timeout=parallel.timeout,
+            serial=parallel.serial,
+            check_collectives=config.faults.check_collectives,
         )
         try:
             Trainer(config, mesh, notes).run()

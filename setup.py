@@ -35,11 +35,14 @@ hf = ["tokenizers>=0.21,<0.24"]
 cloud = ["fsspec>=2025.1,<2027", "s3fs>=2025.1,<2027"]
 bench = ["matplotlib>=3.9,<3.12"]
 plan = ["plotly>=6,<8"]
+dashboard = ["plotly>=6,<8"]
 ray = ["ray[train,tune]>=2.40,<2.61"]
 test = [
     "pytest>=8,<10",
     "pytest-xdist>=3.6,<4",
     "hypothesis>=6.100,<7",
+    # Drives the browser that the machine has: chromium, of Debian's package for example.
+    "playwright>=1.50,<2",
     "import-linter>=2.1,<3",
     "transformers>=5.0,<5.24",
     "ruff>=0.12,<0.18",
@@ -68,7 +71,7 @@ setup(
         "megaframe_kernels.cuda": "kernels/cuda",
     },
     package_data={
-        "megaframe": ["py.typed"],
+        "megaframe": ["py.typed", "dashboard/page.*"],
         "megaframe_kernels": ["choices.json"],
         "megaframe_kernels.cuda": ["*.cu", "*.cuh"],
     },
@@ -95,6 +98,7 @@ setup(
         "ray": ray,
         "bench": bench,
         "plan": plan,
-        "dev": wandb + tensorboard + data + hf + cloud + plan + test,
+        "dashboard": dashboard,
+        "dev": wandb + tensorboard + data + hf + cloud + plan + dashboard + test,
     },
 )

@@ -37,6 +37,8 @@ FITTED = {
     "launch": (1e-6, 5e-5),
     "contention": (0.01, 3.0),
 }
+UNSEEN = {"h100": ("launch",)}
+"""Constants that no row of a family's tables tells anything of: none waits for its host."""
 STRICT = ("sc21_1", "korthikanti", "readme")
 """Tables that count twice in a fit, because least is allowed of them."""
 MOST_ROWS = 14
@@ -164,11 +166,12 @@ def fit(family: str, rounds: int = 6) -> Constants:
         own = own[:: max(1, len(own) // MOST_ROWS)]
         weight = (2.0 if name in STRICT else 1.0) / max(1, len(own))
         rows += [(replace(r, configs=(predicted(r).config,)), weight) for r in own]
-    low, high = np.log(np.array(list(FITTED.values()))).T
-    at = np.clip(np.log([getattr(start, name) for name in FITTED]), low, high)
+    names = [name for name in FITTED if name not in UNSEEN.get(family, ())]
+    low, high = np.log(np.array([FITTED[name] for name in names])).T
+    at = np.clip(np.log([getattr(start, name) for name in names]), low, high)
 
     def constants(logs: np.ndarray) -> Constants:
-        return replace(start, **dict(zip(FITTED, map(float, np.exp(logs)), strict=True)))
+        return replace(start, **dict(zip(names, map(float, np.exp(logs)), strict=True)))
 
     def errors(logs: np.ndarray) -> np.ndarray:
         known = {family: constants(logs)}

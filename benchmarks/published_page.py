@@ -29,13 +29,18 @@ predicts of the same model, layout, cluster and software. One command makes this
 
 **error**: of the step's time, relative. **fitted to**: every other row, beginning with the first; \
 **held out**: the rest. **null**: the mean error of the best constant rate for each chip, chosen \
-on all rows; **removed**: the part of it that the prediction removes. **loses**: where a table has layouts of one model on the same ranks, how much slower the predicted best is than the \
-true best, at worst. Targets in brackets.
+on all rows; **removed**: the part of it that the prediction removes. **loses**: where a table \
+has layouts of one model on the same ranks, how much slower the predicted best is than the true \
+best, at worst. Targets in brackets.
 
-Six constants of each generation of chips are fitted, to all tables at once and never to one row \
-or table (`python benchmarks/published.py --fit a100`). What a trainer does (fused attention, what \
-overlaps, how many kernels a block launches) is declared in `benchmarks/published_tables.py`, from \
-its paper or source, by table or by what a table says of a row.
+At most six constants of each generation of chips are fitted, to up to 14 of every other row of \
+each table, to all tables at once (`python benchmarks/published.py --fit a100`). Two ended at \
+their bounds: contention of a100 and memory of h100. What a trainer does is \
+declared in `benchmarks/published_tables.py`. What overlaps, attention, microbatches and \
+chunks are as papers and sources say; how often elementwise kernels pass over a value, how many \
+kernels are launched, and which machine vTrain's single node was are estimates. They, like the \
+model's form, were settled with the errors of all rows in view, so that the rows held out test the \
+constants and not those choices.
 
 {constants}
 
@@ -54,15 +59,16 @@ predicted. The best constant rate is already within 5% of these runs.
 - **vTrain on 64 nodes**: with tensor 2, 39.1 billion parameters took 21.9 s with pipeline 8 and \
 microbatches of 2, and 23.1 s with microbatches of 6, where by the schedule alone twice as long a \
 bubble should cost 5 s; the first is 35% above all that is predicted. Three such rows are half of \
-the table's error.
-- **vTrain on one node**: errors are the same for all runs with equal tensor size, width and \
-microbatch (13 runs with tensor 2, width 2048 and microbatch 2 are all 22% above, all those with \
-tensor 4 and microbatch 1 are 13% below), so they belong to the hour or the processor that these \
-runs were made on. Runs on 8 tensor ranks wait 1.4 times as long for the host as those on 4.
+the error of the table, and one of them is the predicted best of its model.
+- **vTrain on one node**: errors are nearly the same for all runs with equal tensor size, width \
+and microbatch. 13 runs with tensor 2, width 2048 and microbatch 2 are predicted about 22% too \
+fast, 15 with tensor 4, that width and microbatch 1 about 13% too slow. A likely cause is the \
+processor that launched them, or its load. Runs on 8 tensor ranks wait 1.4 times as long as on 4.
 - **llm-foundry**: 13 billion parameters on eight GPUs of 40 GB nearly fill them, and are 11 to \
 15% slower than predicted.
-- **Zero Bubble**: the vocabulary is not published; 1.5 billion parameters, where the head weighs \
-most, are predicted 5 to 15% too slow.
+- **Zero Bubble**: what the authors' search makes of 2p activations is taken as zb-h2, whose \
+bubble is larger where weight gradients take less than the rest; and interleaved runs are \
+predicted 5 to 10% too fast, so that they are chosen where zb-h2 is 5 to 11% faster.
 """
 
 

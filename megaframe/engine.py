@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,14 +24,16 @@ from megaframe.microbatch import Microbatch
 from megaframe.nn.frame import rows_of
 from megaframe.nn.tally import Tally
 from megaframe.nn.turns import HandOver, Pair
-from megaframe.optim.health import Sign, sign
+from megaframe.optim.health import Sign, largest, sign
 from megaframe.optim.optimizer import Optimizer, Update
 from megaframe.parameter import Module
 from megaframe.schedule import Action, Kind, Schedule
 from megaframe.stage import Done, Stage
 
 Timer = Callable[[Part], AbstractContextManager[object]]
+Follower = Callable[[Action, str], AbstractContextManager[object]]
 _ALONE: Mapping[Action, Action] = {}
+_PASSES = (Kind.F, Kind.B, Kind.W)
 _FORWARD_ONLY = (Kind.F, Kind.SEND_F, Kind.RECV_F)
 
 
@@ -51,12 +53,13 @@ class Outcome:
 
 class Engine:
     """Runs lowered schedules on the stages of this rank. `time` gives a context that charges what
-    runs in it to a part of the step."""
+    runs in it to a part of the step. `follow` gives one that notes when an action of a kind ran."""
 
     def __init__(
         self, stages: Mapping[int, Stage], optimizer: Optimizer, mesh: Mesh, time: Timer
     ) -> None:
         self.stages, self.optimizer, self.mesh, self.time = stages, optimizer, mesh, time
+        self.follow: Follower = lambda action, kind: nullcontext()
         self.rank = mesh.coordinate["pipeline"]
         self.graph: Graph | None = None
         self.pair = Pair()
@@ -70,24 +73,22 @@ class Engine:
         step: int,
         scale: float,
         paired: Mapping[Action, Action] = _ALONE,
+        *,
+        by_block: bool = False,
     ) -> Outcome:
         """Execute this rank's list on the microbatches of optimizer step `step`; gradients are
         those of scale * (sum of the losses). The list ends with the update. paired: forwards that
-        run by turns with the backward right behind them."""
+        run by turns with the backward right behind them. by_block: leave a sign of every block."""
         self.optimizer.start_step()
 
         def compute(inputs: Sequence[Microbatch]) -> Passed:
-            return self._pass(schedule, inputs, step, scale, paired)
+            return self._pass(schedule, inputs, step, scale, paired, by_block)
 
-        if self.graph is None:
+        if self.graph is None or by_block:
             passed = compute(microbatches)
         else:
-            with self.time("compute"):
-                passed = self.graph.run(compute, microbatches, scale)
-        with self.time("communication"):
-            self.optimizer.wait()
-        with self.time("optimizer"):
-            update = self.optimizer.update()
+            passed = self.graph.run(compute, microbatches, scale)
+        update = self._update(schedule.ranks[self.rank][-1])
         self._finish()
         return Outcome(passed.loss, passed.ahead, update, passed.signs, passed.tallies)
 
@@ -98,19 +99,35 @@ class Engine:
         step: int,
         scale: float,
         paired: Mapping[Action, Action],
+        by_block: bool,
     ) -> Passed:
         """All of the list but the update, which ends it."""
         passes = _Passes(self, schedule, microbatches, step, scale)
+        for stage in self.stages.values():
+            stage.look = passes.look if by_block else None
+        place = self.mesh.place
         actions = iter(self._with_following(schedule.ranks[self.rank]))
         for action, following in actions:
+            place.act("", action, action.kind.value if action.kind in _PASSES else None)
             if action in paired:
-                passes.do_both(action, *next(actions))
+                backward, following = next(actions)
+                with self.follow(action, "F"), self.follow(backward, "BW"):
+                    passes.do_both(action, backward, following)
             elif action.kind is not Kind.UPDATE:
-                with self.time("compute"):
+                with self.follow(action, passes.kind(action)):
                     passes.do(action, following)
         tallies = [stage.take_tally() for stage in self.stages.values()]
         loss = sum((t.loss for t in tallies if t.loss is not None), passes.loss)
         return Passed(loss, passes.ahead, passes.signs, tallies)
+
+    def _update(self, action: Action) -> Update:
+        """The last action of a list."""
+        self.mesh.place.act("", action, None)
+        with self.follow(action, action.kind.value), self.time("optimizer"):
+            self.optimizer.wait()
+            update = self.optimizer.update()
+        self.mesh.place.act("", None)
+        return update
 
     def _with_following(self, actions: Sequence[Action]) -> list[tuple[Action, Module | None]]:
         """Each action with the unit whose values the next pass after it needs first."""
@@ -159,6 +176,11 @@ class _Passes:
         self.signs: list[Sign] = []
         self.loss, self.ahead = torch.zeros(2, dtype=torch.float64, device=engine.mesh.device)
 
+    def kind(self, action: Action) -> str:
+        """That of the action; of a backward with both gradients, BW."""
+        whole = action.kind is Kind.B and (action.stage, action.microbatch) not in self._split
+        return "BW" if whole else action.kind.value
+
     def do(self, action: Action, following: Module | None = None) -> None:
         """Run one action. following: the unit whose values are needed first after it."""
         kind, stage, number = action.kind, action.stage, action.microbatch
@@ -191,6 +213,10 @@ class _Passes:
             lambda hand_over: self._forward(f, of_f, None, hand_over),
             lambda hand_over: self._backward(b, of_b, following, hand_over),
         )
+
+    def look(self, backward: bool, stage: int, number: int, block: int, made: Tensor) -> None:
+        """Leave a sign of the pass of one block."""
+        self.signs.append(Sign(backward, stage, number, largest(made), block))
 
     def _forward(
         self,
@@ -253,8 +279,7 @@ class _Passes:
             self._leaving[kind, stage, microbatch] = made
 
     def _take(self, kind: Kind, stage: int, microbatch: int) -> Tensor:
-        with self._engine.time("pipeline"):
-            return self._arriving.pop((kind, stage, microbatch)).wait()
+        return self._arriving.pop((kind, stage, microbatch)).wait()
 
     def _send(self, kind: Kind, stage: int, microbatch: int, other: int) -> None:
         made = self._leaving.pop((kind, stage, microbatch)).contiguous()

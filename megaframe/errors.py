@@ -25,6 +25,10 @@ class LostRanks(RuntimeError):
         self.ranks = tuple(ranks)
 
 
+class OutOfStep(LostRanks):
+    """Two ranks do not start the same collective; the text is the whole verdict."""
+
+
 EXIT_USER_ERROR = 2
 """The command cannot work as it was given."""
 EXIT_LOST_RANKS = 3

@@ -6,20 +6,24 @@ process group is itself a collective.
 
 from __future__ import annotations
 
-import ctypes
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from megaframe.comm import Group, Ring
+from megaframe.comm import Group, Ring, Waits
 from megaframe.comm.alike import Alike
+from megaframe.comm.order import Order
+from megaframe.comm.place import Place
+from megaframe.comm.start import fresh_store
 from megaframe.comm.watch import Watch
-from megaframe.errors import LostRanks, UserError
+from megaframe.device import device_of, keep_freed_memory
+from megaframe.errors import LostRanks
 from megaframe.layout import Layout
 
 AXIS_SETS: tuple[tuple[str, ...], ...] = (
@@ -40,9 +44,6 @@ EXPERT_SETS: tuple[tuple[str, ...], ...] = (
     ("expert_shard",),
 )
 """Those over which experts do."""
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Parameters of glibc's mallopt (malloc.h)."""
 
 
 def world_size() -> int:
@@ -75,23 +76,30 @@ class Mesh:
         device: str = "auto",
         timeout: float = 600.0,
         serial: bool = False,
+        check_collectives: bool = False,
         axis_sets: Sequence[tuple[str, ...]] = AXIS_SETS,
         alone: int | None = None,
     ) -> None:
         self.layout = layout
         self.rank = global_rank() if alone is None else alone
-        self.device = _device(device) if alone is None else torch.device("meta")
+        self.device = device_of(device) if alone is None else torch.device("meta")
         self._alone = alone is not None
         if self.device.type == "cpu":
-            _keep_freed_memory()
+            keep_freed_memory()
         self.coordinate = layout.place(self.rank)
         self._timeout, self._serial = timeout, serial
         self.store: dist.Store = dist.HashStore()
+        self.place = Place()
+        """Where this rank is in its work."""
+        self._order: Order | None = None
         self._watch: Watch | None = None
+        self._rank_of: tuple[int, ...] = ()
         self._links: dict[tuple[int, int], Group] = {}
         with self._gathering():
             if layout.world > 1 and not self._alone:
                 self.store = self._rendezvous()
+        if check_collectives:
+            self._order = Order(self.store, self.rank, self.place)
         self._groups: dict[frozenset[str], Group] = {}
         self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._counted: list[tuple[str, Group]] = []
@@ -100,7 +108,7 @@ class Mesh:
         """The data ranks, over connections of their own on the host: for numbers that must not
         queue behind large transfers."""
         if layout.world > 1 and not self._alone:
-            self._watch = Watch(self.store, layout, self.rank, timeout)
+            self._watch = Watch(self.store, layout, self.rank, timeout, self.place)
 
     def group(self, *axes: str) -> Group:
         """The group of ranks over `axes`."""
@@ -205,10 +213,40 @@ class Mesh:
                 handle = dist.new_group(ranks, timeout=limit, backend="gloo")
         return Group(axes, ranks, self.rank, handle)
 
+    @property
+    def counted_axes(self) -> list[str]:
+        """The keys of `take_traffic`."""
+        return sorted({label for label, _ in self._counted})
+
+    @property
+    def links(self) -> Mapping[tuple[int, int], Group]:
+        """By (from, to), those that `connect` made with an end here."""
+        return self._links
+
+    def charge(
+        self, waits: Callable[[str], Waits], messages: Callable[[tuple[int, int]], Waits]
+    ) -> None:
+        """From here on charge the waits for collectives to what `waits` gives for their axes, and
+        those for what comes over a link of the pipeline to what `messages` gives for that."""
+        for label, group in self._counted:
+            group.traffic.waits = group.traffic.messages = waits(label)
+        for ends, link in self._links.items():
+            link.traffic.messages = messages(ends)
+
     def name_stages(self, rank_of: Sequence[int]) -> None:
         """Tell the pipeline coordinate of each stage, by number, for messages about lost ranks."""
+        self._rank_of = tuple(rank_of)
         if self._watch is not None:
-            self._watch.rank_of = tuple(rank_of)
+            self._watch.rank_of = self._rank_of
+
+    def watch_steps(self, limit: float, folder: Path) -> None:
+        """From now on end the run when what `place` says to be under way takes more than so many
+        seconds on any rank; stacks are written into `folder`. All ranks call it; 0 is no limit."""
+        if limit and self._watch is None:
+            self._watch = Watch(self.store, self.layout, self.rank, self._timeout, self.place)
+        if self._watch is not None:
+            self._watch.rank_of = self._rank_of
+            self._watch.limit, self._watch.folder = limit, folder
 
     def leave(self, lost: LostRanks) -> NoReturn:
         """Say which rank is at fault and end this process; see `Watch.leave`."""
@@ -225,8 +263,11 @@ class Mesh:
 
     def _rendezvous(self) -> dist.Store:
         limit = timedelta(seconds=self._timeout)
-        store, rank, world = next(dist.rendezvous("env://", timeout=limit))
+        # The launcher may have started more ranks than the layout uses (`faults.elastic`).
+        known = self.rank, self.layout.world
+        store, rank, world = next(dist.rendezvous("env://", *known, timeout=limit))
         store.set_timeout(limit)
+        store = fresh_store(store, rank, world, self._timeout)
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
         return dist.PrefixStore("megaframe", store)
@@ -256,7 +297,7 @@ class Mesh:
         """Make a process group of each of `members`, which all ranks give alike. Returns the one
         with this rank, or this rank alone where there is none. shared: one that was made before
         for the same ranks will do. backend: another one than the device's."""
-        mine = Group(axes, (self.rank,), 0, None)
+        mine = Group(axes, (self.rank,), 0, None, place=self.place)
         for ranks in members:
             handle = self._handles.get(ranks) if shared else None
             if len(ranks) > 1 and handle is None:
@@ -264,7 +305,10 @@ class Mesh:
                 if shared and handle is not None:
                     self._handles[ranks] = handle
             if self.rank in ranks:
-                mine = Group(axes, ranks, ranks.index(self.rank), handle, self._serial)
+                index = ranks.index(self.rank)
+                mine = Group(
+                    axes, ranks, index, handle, self._serial, place=self.place, order=self._order
+                )
         if any(len(ranks) > 1 for ranks in members):
             self._counted.append((self._label(axes), mine))
         return mine
@@ -288,34 +332,3 @@ class Mesh:
 def _ascending(one: int, other: int) -> tuple[int, int]:
     """Two ranks in the order in which torch numbers those of a group."""
     return min(one, other), max(one, other)
-
-
-def _device(wanted: str) -> torch.device:
-    """The torch device of this process; on a GPU machine one per local rank."""
-    available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        raise UserError("run.device=cuda, but torch sees no GPU here; use run.device=cpu or auto")
-    if wanted == "cpu" or not available:
-        return torch.device("cpu")
-    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local >= count:
-        raise UserError(
-            f"local rank {local} has no GPU: this machine has {count}; "
-            f"start torchrun with --nproc-per-node {count} or fewer"
-        )
-    device = torch.device("cuda", local)
-    torch.cuda.set_device(device)
-    return device
-
-
-def _keep_freed_memory() -> None:
-    """Let the C library keep up to 128 MiB of what a step frees, where it is glibc.
-
-    By default it returns the end of the heap to the system and takes it back, page by page, in
-    every step: 5 to 10% of a small model's time. Tensors over 10 MiB have pages of their own, which
-    leaves no holes in the heap (docs/log.md).
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, 10 << 20)
-        mallopt(_TRIM_THRESHOLD, 128 << 20)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megaframe.compiled import Compiled
 from megaframe.config import RunConfig
-from megaframe.engine import Engine, Outcome, Timer
+from megaframe.engine import Engine, Follower, Outcome, Timer
 from megaframe.graph import Graph, refuse
 from megaframe.kernels import make_kernels
 from megaframe.mesh import EXPERT_SETS, Mesh, ranks_on_this_node
@@ -86,12 +86,24 @@ class Pipeline:
 
         self._lowered = lowered
 
-    def train(self, microbatches: Sequence[Microbatch], step: int, scale: float) -> Outcome:
+    def follow(self, follower: Follower) -> None:
+        """Tell it of every action of the steps from here on; see `Engine`."""
+        self._engine.follow = follower
+
+    def train(
+        self,
+        microbatches: Sequence[Microbatch],
+        step: int,
+        scale: float,
+        *,
+        by_block: bool = False,
+    ) -> Outcome:
         """One optimizer step; see `Engine.run`. The microbatches are of whole samples."""
         schedule, paired = self._lowered(len(microbatches), True)
         depth = self._depth
         ahead = [look_ahead(one, depth) for one in microbatches] if depth else microbatches
-        return self._engine.run(schedule, self._parts(ahead), step, scale, paired)
+        parts = self._parts(ahead)
+        return self._engine.run(schedule, parts, step, scale, paired, by_block=by_block)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Loss sum without gradients; see `Engine.evaluate`."""

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megaframe.checkpoint import Checkpoint, Slice
+from megaframe.checkpoint import Checkpoint, Place, Slice
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.optim.optimizer import OptimizerState
 
 STATE, AVERAGE = "optimizer.", "optimizer.ema/"
 """How the names of tensors begin that are state of the optimizer, and averages of weights."""
+_FREE_KEYS = {"dropout", "init_std"}
+"""Keys of the model section that may change when a run resumes: no weight depends on them."""
+
+
+@dataclass(frozen=True)
+class HistoryState:
+    """What was judged of the steps before: the last losses, and first samples of the steps that are
+    left out, and of those that have failed once."""
+
+    losses: Sequence[float] = ()
+    left_out: Sequence[int] = ()
+    failed: Sequence[int] = ()
 
 
 class RunState(BaseModel):
@@ -29,6 +41,7 @@ class RunState(BaseModel):
     optimizer: OptimizerState
     loss: float
     grad_norm: float
+    history: HistoryState = HistoryState()
 
 
 def initial_state(config: RunConfig) -> RunState:
@@ -76,3 +89,17 @@ def new_state(slices: Sequence[Slice], saved: Collection[str]) -> Iterator[str]:
             f"the checkpoint has no optimizer state `{kind}` of {next(iter(names))}{more}; "
             f"it starts from {start}"
         )
+
+
+def check_same_model(saved: dict[str, dict[str, Any]], config: RunConfig, path: Place) -> None:
+    """Refuse a checkpoint whose model, or whose cut of the data into samples, is another."""
+    now = config.model_dump(mode="json")
+    keys = [("model", key) for key in now["model"] if key not in _FREE_KEYS]
+    keys += [("train", "seq"), ("data", "split")]
+    other = [
+        f"  {section}.{key}: {saved[section].get(key)} there, {now[section][key]} here"
+        for section, key in keys
+        if saved[section].get(key) != now[section][key]
+    ]
+    if other:
+        raise UserError(f"{path} is a checkpoint of another run:\n" + "\n".join(other))

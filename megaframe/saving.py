@@ -90,14 +90,15 @@ class Saving:
             kept = source.step if isinstance(source, Recalled) else None
             self._memory = MemoryWriter(self._ram, self._group, peers, run, kept)
 
-    def due(self, step: int) -> Writer | MemoryWriter | None:
-        """Who is to save after this step. What is saved needs no copy in memory."""
+    def due(self, step: int, *, leaving: bool = False) -> Writer | MemoryWriter | None:
+        """Who is to save after this step. What is saved needs no copy in memory. leaving: the run
+        stops here, to be continued."""
         config, last = self._config.checkpoint, self._config.train.steps
-        if self._writer is not None and (step % config.every == 0 or step == last):
+        if self._writer is not None and (step % config.every == 0 or step == last or leaving):
             return self._writer
-        if self._memory is not None and step % config.memory_every == 0 and step < last:
-            return self._memory
-        return None
+        if self._memory is None or step >= last:
+            return None
+        return self._memory if step % config.memory_every == 0 or leaving else None
 
     def start(
         self,
@@ -125,13 +126,27 @@ class Saving:
             if writer is not None:
                 self._report(writer.poll, note)
 
-    def finish(self, note: Callable[[str], None]) -> None:
-        """The run has ended whole: wait for its last save. Raises what went wrong with it."""
+    def settle(self, note: Callable[[str], None]) -> None:
+        """Return when nothing is being saved any more; a save that failed is reported."""
+        for writer in (self._writer, self._memory):
+            if writer is not None:
+                self._report(writer.wait, note)
+
+    def rewind(self) -> None:
+        """The run has gone back to what is saved. All ranks call it, after `settle`: copies in
+        memory are no newer, or of steps that are forgotten."""
+        if self._memory is not None:
+            self._memory.forget()
+
+    def finish(self, note: Callable[[str], None], *, leaving: bool = False) -> None:
+        """The run has ended whole, or, leaving, is to be continued: wait for its last save. Raises
+        what went wrong with it."""
         if self._writer is not None:
             self._writer.wait()
         if self._memory is not None:
             self._report(self._memory.wait, note)
-            self._memory.close()
+            if self._writer is not None or not leaving:
+                self._memory.close()
 
     def _report(self, ask: Callable[[], object], note: Callable[[str], None]) -> None:
         try:

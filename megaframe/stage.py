@@ -59,6 +59,8 @@ class Here:
     def leave(self, unit: Module) -> None: ...
 
 
+Look = Callable[[bool, int, int, int, Tensor], object]
+"""backward, stage, microbatch, block (-1 for the embedding), and what came of its pass."""
 _WHOLE = Context()
 """Of a rank that has whole samples."""
 _HERE = Places()
@@ -122,6 +124,8 @@ class Stage:
         self.units: list[Module] = [*first, *self.blocks, *last]
         self.keeper: Keeper = Here()
         """Of the values of all units."""
+        self.look: Look | None = None
+        """Is shown what comes of each block, where somebody looks for the one that is at fault."""
         self._flights: dict[int, Flight] = {}
         self._tally = Tally()
         self._away: Shelf | None = None
@@ -180,6 +184,7 @@ class Stage:
             with values(self.embedding):
                 x = self.embedding(microbatch, flight.frame)
             flight.embedded = get_gradient_edge(x)
+            self._show(False, number, -1, x)
         assert x is not None
         for index, block in enumerate(self.blocks):
             leaf = x.detach().requires_grad_()
@@ -190,6 +195,7 @@ class Stage:
             flight.outputs.append(None if again else get_gradient_edge(x))
             if again and self.config.train.offload:
                 flight.inputs[-1] = self._shelf(leaf).store(leaf.detach())
+            self._show(False, number, self.plan.blocks[index], x)
         if self.end is None:
             return x.detach()
         loss, flight.end = self.end.forward(x, microbatch, flight.frame, scale, values)
@@ -240,6 +246,7 @@ class Stage:
             del output
             gradient = leaf.grad
             finish(block)
+            self._show(True, number, self.plan.blocks[len(flight.inputs)], gradient)
         assert gradient is not None
         if self.embedding is None:
             return gradient
@@ -304,6 +311,10 @@ class Stage:
             self.keeper.leave(unit)
 
         return here
+
+    def _show(self, backward: bool, microbatch: int, block: int, made: Tensor | None) -> None:
+        if self.look is not None and made is not None:
+            self.look(backward, self.plan.number, microbatch, block, made.detach())
 
     def take_tally(self) -> Tally:
         """What the microbatches since the last call came to."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,31 +21,32 @@ from megaframe.data.loader import Loader
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.engine import Outcome
 from megaframe.errors import UserError
+from megaframe.faults.guard import Guard
+from megaframe.faults.leaving import exit_status, heeding_signals
+from megaframe.faults.ledger import Ledger
 from megaframe.mesh import Mesh, ranks_on_this_node
 from megaframe.meter import Meter, StepTimer
 from megaframe.meter.experts import ExpertMeter
+from megaframe.meter.memory import out_of_memory
 from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.optim.bucket import UNSENT
-from megaframe.optim.health import first_sick
 from megaframe.pipeline import Pipeline
 from megaframe.plan.experts import dropping
 from megaframe.plan.nodes import crossing
 from megaframe.plan.schedules import pipeline_summary
-from megaframe.run_state import RunState, new_state, read_state, without_missing
+from megaframe.run_state import (
+    RunState,
+    check_same_model,
+    new_state,
+    read_state,
+    without_missing,
+)
 from megaframe.saving import Saving
 from megaframe.stage import model_specs
 from megaframe.warm_start import starting_parts
 
-_MAX_SKIPPED = 20
-"""Steps in a row whose gradients are not finite, after which a run gives up."""
 _JUMP = 1.5
 """Factor between the last loss before a load and the first after it that is worth a warning."""
-_FREE_KEYS = {"dropout", "init_std"}
-"""Keys of the model section that may change when a run resumes: no weight depends on them."""
-
-
-class NotFinite(RuntimeError):
-    """Gradients stayed non-finite for many steps; the weights are those of the last good one."""
 
 
 class Trainer:
@@ -56,24 +57,28 @@ class Trainer:
         self.config, self.mesh = config, mesh
         _set_determinism(config)
         self.folder = Path(config.run.dir)
-        self.step = self._skipped = 0
+        ledger = Ledger(self.folder, keep=mesh.rank == 0)
+        self.step = 0
         self._loss = torch.zeros((), dtype=torch.float64)
         self._last: Outcome | None = None
         self._loss_before: float | None = None
         self._dropped = False
         self._new_state: list[str] = []
-        timer = StepTimer()
+        timer = StepTimer.on(mesh.device)
         self.pipeline = Pipeline(config, mesh, timer.time, lambda text: self.meter.note(text))
+        self.pipeline.follow(timer.follow)
         self.optimizer = self.pipeline.optimizer
         data = mesh.group("data")
         self.loader = Loader(config, data.index, data.size)
         self._token_bytes = _token_bytes(config, mesh.device)
         self.saving = Saving(config, mesh)
         source = self.saving.newest()
-        self._restore_or_initialise(source)
+        state = self._restore_or_initialise(source)
         barrier(mesh.world)  # all have seen the run folder as it was before any rank writes to it
         specs = model_specs(config)
-        self.meter = Meter(config, mesh, specs, timer, start_step=self.step)
+        self.meter = Meter(
+            config, mesh, specs, timer, start_step=self.step, held=self.optimizer.held
+        )
         self._experts: ExpertMeter | None = None
         if config.model.moe is not None:
             self._experts = ExpertMeter(config, specs, mesh.layout.expert)
@@ -94,32 +99,61 @@ class Trainer:
             if warning is not None:
                 self.meter.note(f"warning: {warning}")
         self.saving.begin(source)
+        self.guard = Guard(config, mesh, self.pipeline, self.meter, ledger, self._go_back)
+        self.guard.starts_after(self.step, state)
         if mesh.rank == 0:
             (self.folder / "config.yaml").write_text(dump(config), encoding="utf-8")
 
     def run(self) -> None:
-        """Train until `train.steps`, evaluating and saving on the way."""
-        try:
-            while self.step < self.config.train.steps:
-                self._train_step()
-                if self._due(self.config.train.eval_every):
-                    with self.meter.time("evaluation"):
-                        self._evaluate()
-                self.meter.flush(self.step)
-                self.saving.watch(self.meter.note)
-                writer = self.saving.due(self.step)
-                if writer is not None:
-                    # Before its checkpoint, or a run resumed from that would miss the line.
-                    self.meter.settle()
-                    with self.meter.time("checkpoint"):
-                        self._save(writer)
-            if self._last is not None:
-                self._judge(self._last, self.step)
-            self.saving.finish(self.meter.note)
-            barrier(self.mesh.world)
-        finally:
-            self.loader.close()
+        """Train until `train.steps`, evaluating and saving on the way. Raises `SystemExit` when a
+        signal asked to leave before, after a checkpoint."""
+        with heeding_signals(self.mesh.place), self.guard:
+            try:
+                while not self._finished():
+                    self._one_step()
+                self.saving.finish(self.meter.note, leaving=not self._at_end())
+                barrier(self.mesh.world)
+            except torch.OutOfMemoryError as error:
+                held, device = self.optimizer.held(), self.mesh.device
+                raise out_of_memory(self.mesh.rank, held, device, self.folder) from error
+            finally:
+                self.loader.close()
         self.meter.close()
+        if not self._at_end():
+            raise SystemExit(exit_status(self.guard.told))
+
+    def _finished(self) -> bool:
+        """Whether nothing is left to do, not even again."""
+        over = self.guard.told or self._at_end()
+        return bool(over) and not self.guard.heed(self.meter.settle())
+
+    def _at_end(self) -> bool:
+        return self.step >= self.config.train.steps
+
+    def _one_step(self) -> None:
+        """A step with what follows it: evaluation, what is known by now of steps, a checkpoint."""
+        guard, config = self.guard, self.config
+        guard.begin(f"step {self.step + 1}")
+        self._train_step()
+        if self._due(config.train.eval_every):
+            guard.begin(f"the evaluation after step {self.step}")
+            with self.meter.time("evaluation"):
+                self._evaluate()
+        guard.begin(f"the end of step {self.step}")
+        guard.record(self.step)
+        if guard.heed(self.meter.flush(self.step)):
+            return
+        if self._due(config.faults.compare_every) and guard.replicas_differ(self.step):
+            return
+        self.saving.watch(self.meter.note)
+        writer = self.saving.due(self.step, leaving=bool(guard.told))
+        if writer is not None:
+            # Before its checkpoint, or a run resumed from that would miss the line.
+            if guard.heed(self.meter.settle()):
+                return
+            guard.begin(f"the save after step {self.step}")
+            with guard.saving():
+                self._save(writer)
 
     def _due(self, every: int) -> bool:
         """Whether something done every so many steps, and at the end, is to be done now."""
@@ -128,15 +162,19 @@ class Trainer:
     def _train_step(self) -> None:
         meter, device = self.meter, self.mesh.device
         meter.start_step()
+        self.mesh.place.act("data", None, "data")
         with meter.time("data"):
             batch = self.loader.next()
+            while self.guard.leaves_out(batch):
+                batch = self.loader.next()
             microbatches = [_move(microbatch, device) for microbatch in batch.microbatches]
-        with meter.time("communication"):
+            self.mesh.place.act("counting tokens", None)
             valid = self._valid_tokens(batch.microbatches)
         with meter.time("compute"):
             scale = self.optimizer.loss_scale / valid
-            outcome = self.pipeline.train(microbatches, self.step, scale)
+            outcome = self.guard.train(microbatches, self.step, scale)
         self.step += 1
+        self.guard.trained(self.step, batch, outcome)
         self._loss = outcome.loss / valid
         update = outcome.update
         meter.record("loss", self._loss, "sum")
@@ -150,35 +188,16 @@ class Trainer:
         meter.record("skipped", (~torch.isfinite(update.grad_norm)).double(), "last")
         meter.record("lr", update.lr, "last")
         meter.record("tokens", batch.samples * self.config.train.seq, "last")
+        meter.record("sources", torch.tensor(self.loader.consumed), "last")
         if self.config.train.precision == "fp16":
             meter.record("loss_scale", self.optimizer.loss_scale, "last")
-        before, self._last = self._last, outcome
-        if before is not None:
-            self._judge(before, self.step - 1)
+        self._last = outcome
         self._compare_with_before()
 
     def _valid_tokens(self, microbatches: Iterable[Microbatch]) -> int:
         """Tokens with a loss in the global batch, the one normaliser of the step; at least 1."""
         counts = torch.stack([(m.labels_BS != IGNORE).sum() for m in microbatches])
         return max(1, int(all_reduce(counts.sum(), self.mesh.aside).wait()))
-
-    def _judge(self, outcome: Outcome, step: int) -> None:
-        """Report a step that updated nothing. It is done while the next one runs, for which nothing
-        has to wait."""
-        if outcome.update.finite():
-            self._skipped = 0
-            return
-        self._skipped += 1
-        names = self.optimizer.sick(outcome.update)
-        what = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
-        stages = len(self.pipeline.rank_of)
-        where = first_sick(outcome.signs, stages, self.mesh.world, self.mesh.device)
-        text = f"step {step}: gradients of {what} are not finite ({where}); nothing was updated"
-        self.meter.note(text)
-        if self._skipped == _MAX_SKIPPED:
-            self.meter.flush(self.step)
-            self.meter.close()
-            raise NotFinite(f"{text}, as in the {_MAX_SKIPPED - 1} steps before")
 
     def _compare_with_before(self) -> None:
         """Report a loss that jumped after a load."""
@@ -224,6 +243,7 @@ class Trainer:
             optimizer=self.optimizer.state(),
             loss=self._global_loss(),
             grad_norm=float(self._last.update.grad_norm) if self._last else math.nan,
+            history=self.guard.history.state(),
         )
         slices, unsent = self._slices(owned_only=True), self._unsent()
         part = self.step, [*slices, *unsent], state.model_dump(mode="json")
@@ -234,7 +254,7 @@ class Trainer:
             self.optimizer.hold(partial(self._until_copied, writer))
 
     def _until_copied(self, writer: Writer | MemoryWriter) -> None:
-        with self.meter.time("checkpoint"):
+        with self.guard.saving():
             writer.copied()
 
     def _slices(self, *, owned_only: bool) -> list[Slice]:
@@ -251,16 +271,33 @@ class Trainer:
             for name, tensor in self.optimizer.unsent()
         ]
 
-    def _restore_or_initialise(self, source: Checkpoint | None) -> None:
+    def _restore_or_initialise(self, source: Checkpoint | None) -> RunState | None:
         if source is None:
             self._refuse_to_overwrite()
             self.optimizer.draw(self.config.run.seed)
             self._start_warm()
             self.optimizer.begin()
-            return
+            return None
+        return self._restore(source)
+
+    def _go_back(self, choose: Callable[[Place], Place | None]) -> tuple[int, RunState] | None:
+        """Continue from the checkpoint that is chosen in the home of all, once what is being saved
+        is there. Returns its step and state; None where there is none."""
+        self.saving.settle(self.meter.note)
+        path = choose(self.saving.home)
+        if path is None:
+            return None
+        state = self._restore(open_checkpoint(path))
+        self.saving.rewind()
+        self._loss_before = None
+        return self.step, state
+
+    def _restore(self, source: Checkpoint) -> RunState:
+        """Continue from a checkpoint, also in the middle of a run."""
+        self.optimizer.settle()
         with source as checkpoint:
             state = read_state(checkpoint)
-            _check_same_model(state.config, self.config, checkpoint.path)
+            check_same_model(state.config, self.config, checkpoint.path)
             slices = self._slices(owned_only=False)
             unsent = [part for part in self._unsent() if part.name in checkpoint.tensors]
             checkpoint.load([*without_missing(slices, checkpoint.tensors), *unsent])
@@ -270,6 +307,7 @@ class Trainer:
         self.optimizer.load_state(state.optimizer)
         self.loader.load(state.data)
         self._loss_before = state.loss
+        return state
 
     def _start_warm(self) -> None:
         wanted = self.config.checkpoint.weights
@@ -317,20 +355,6 @@ def resolve(config: RunConfig) -> RunConfig:
             f"use {size} or more, or leave model.vocab out"
         )
     return config
-
-
-def _check_same_model(saved: dict[str, dict[str, Any]], config: RunConfig, path: Place) -> None:
-    """Refuse a checkpoint whose model, or whose cut of the data into samples, is another."""
-    now = config.model_dump(mode="json")
-    keys = [("model", key) for key in now["model"] if key not in _FREE_KEYS]
-    keys += [("train", "seq"), ("data", "split")]
-    other = [
-        f"  {section}.{key}: {saved[section].get(key)} there, {now[section][key]} here"
-        for section, key in keys
-        if saved[section].get(key) != now[section][key]
-    ]
-    if other:
-        raise UserError(f"{path} is a checkpoint of another run:\n" + "\n".join(other))
 
 
 def _move(microbatch: Microbatch, device: torch.device) -> Microbatch:

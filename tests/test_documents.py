@@ -18,6 +18,8 @@ GUIDES = (
     "checkpoints",
     "plan",
     "prediction",
+    "dashboard",
+    "faults",
     "gpu",
 )
 """In this order, of docs/."""

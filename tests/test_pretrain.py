@@ -25,6 +25,10 @@ def train(overrides):
     pretrain_gpt.main()
 
 
+SOMETIMES = {"time_max", "time_min", "stages", "stragglers", "bandwidth", "resumed_after"}
+"""What a line has only of several ranks, or behind a resume."""
+
+
 def lines(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -83,7 +87,7 @@ def test_ranks_do_not_change_the_run(documents, pool, overrides, tmp_path):
         runs[ranks] = lines(folder)
     for line, *others in zip(runs[1], runs[2], runs[4], strict=True):
         for other in others:
-            assert other.keys() == line.keys()
+            assert other.keys() - SOMETIMES == line.keys() - SOMETIMES
             for key in {"loss", "grad_norm", "eval_loss", "tokens"} & line.keys():
                 assert other[key] == pytest.approx(line[key], rel=1e-10)
     assert [line["tokens"] // 16 for line in runs[1]] == [8] * 5 + [16] * 7
@@ -155,7 +159,7 @@ def test_resume_under_other_layouts(pool, overrides, tmp_path):
         resumed = {"train__steps": 3 * part, "checkpoint__resume": "latest"}
         pool.run(ranks, train, overrides(**every, **resumed, **keys))
     for line, other in zip(lines(tmp_path / "run"), lines(tmp_path / "whole"), strict=True):
-        assert other.keys() == line.keys()
+        assert other.keys() - SOMETIMES == line.keys() - SOMETIMES
         for key in {"loss", "grad_norm", "eval_loss", "tokens"} & line.keys():
             assert line[key] == pytest.approx(other[key], rel=1e-10)
 

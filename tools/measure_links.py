@@ -12,6 +12,7 @@ what a link carried, comparable between operations and numbers of ranks.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -114,6 +115,11 @@ def tiers(
     fastest = float("inf")
     for name, found in fits.items():
         gather = next(fit for fit in found if fit.operation == "all_gather")
+        if not math.isfinite(gather.bandwidth):
+            raise UserError(
+                f"{name}: larger gathers took no longer than small ones, so the link has no "
+                "bandwidth; use a larger --largest, or more --times on a machine at rest"
+            )
         fastest = min(fastest, gather.bandwidth)
         made.append(
             {

@@ -19,7 +19,7 @@ from megaframe.plan.advice import alternatives, decision, said
 from megaframe.plan.check import check
 from megaframe.plan.cluster import DEFAULT, Cluster, cluster_names, load_cluster
 from megaframe.plan.constants import Constants, constants_of
-from megaframe.plan.nearest import instead
+from megaframe.plan.nearest import in_words, instead
 from megaframe.plan.search import Choice, Found, search
 from megaframe.plan.step import predict
 from megaframe.plan.valid import FREE, Fixed
@@ -153,19 +153,14 @@ def _table(choice: Choice) -> Table:
 
 
 def _ranked(found: Found) -> Table:
-    axes = ("tensor", "context", "pipeline", "chunks", "data", "expert", "zero")
-    table = Table("step, s", "MFU", "GiB", *axes, "recompute", "microbatch", "schedule", box=None)
+    table = Table("seconds", "MFU", "GiB", "layout", box=None, pad_edge=False)
     for choice in found.choices[:_ROWS]:
-        prediction, parallel, train = choice.prediction, choice.config.parallel, choice.config.train
-        mfu = "-" if prediction.mfu is None else f"{prediction.mfu:.1%}"
+        prediction = choice.prediction
         table.add_row(
             f"{prediction.step_seconds:.4g}",
-            mfu,
+            "-" if prediction.mfu is None else f"{prediction.mfu:.1%}",
             f"{sum(prediction.memory_bytes.values()) / _GIB:.1f}",
-            *(str(getattr(parallel, axis)) for axis in axes),
-            train.recompute,
-            str(train.microbatch),
-            parallel.schedule,
+            in_words(found.candidates, choice.place),
         )
     return table
 

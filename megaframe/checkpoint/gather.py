@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megaframe.comm import Group, all_gather
+from megaframe.comm.uneven import all_gather_uneven
 
 
 def gather_json(group: Group, value: Any) -> list[Any]:
@@ -20,9 +21,4 @@ def gather_json(group: Group, value: Any) -> list[Any]:
 def gather_rows(group: Group, row: Tensor) -> list[Tensor]:
     """The row [any length] of each rank, in order."""
     lengths = all_gather(torch.tensor([len(row)]), group).wait().tolist()
-    padded = row.new_zeros((1, max(lengths)))
-    padded[0, : len(row)] = row
-    if not max(lengths):
-        return [row[:0]] * group.size
-    rows = all_gather(padded, group).wait()
-    return [every[:length] for every, length in zip(rows, lengths, strict=True)]
+    return list(all_gather_uneven(row, lengths, group).wait().split(lengths))

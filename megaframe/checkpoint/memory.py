@@ -68,9 +68,14 @@ class MemoryWriter(Background):
         ram.remove(but=kept)
 
     def save(self, step: int, slices: Sequence[Slice], state: Mapping[str, JsonValue]) -> None:
-        """As `Writer.save`; the step is higher than that of the save before."""
+        """As `Writer.save`; the step is higher than those of the saves since `forget`."""
         kept = json.loads(json.dumps(dict(state)))
         self.start(slices, lambda planned, data: self._keep(step, kept, planned, data))
+
+    def forget(self) -> None:
+        """Delete all copies; none is being made."""
+        self._whole = None
+        self._ram.remove()
 
     def close(self) -> None:
         """The run has ended whole, and the last save: nobody needs the copies."""
@@ -161,7 +166,7 @@ class MemoryWriter(Background):
         out = [leaving[:0]] * self._group.size
         assert self._peers.to is not None
         out[self._peers.to] = leaving
-        to_each(leaving, out, coming, self._group).wait()
+        to_each(leaving, out, coming, self._group, kind="copies").wait()
 
 
 @dataclass(frozen=True)

@@ -9,122 +9,41 @@ low precision.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, Literal, TypeVar
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaframe.errors import LostRanks
+from megaframe.comm.group import ALONE, Group, Ring
+from megaframe.comm.pending import Pending, started
+from megaframe.comm.traffic import Traffic, Waits
 
-T = TypeVar("T")
+__all__ = [
+    "ALONE",
+    "Group",
+    "Pending",
+    "Reduction",
+    "Ring",
+    "Traffic",
+    "Waits",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "collective",
+    "pass_on",
+    "receive",
+    "reduce_scatter",
+    "send",
+    "sum_into",
+    "to_each",
+]
+
 Reduction = Literal["sum", "max", "min"]
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-_NOISE = re.compile(r"^\[\S+:\d+\] |\. This is typically caused by.*", re.DOTALL)
-"""What gloo puts around its reason: a place in its source, and advice."""
-
-
-@dataclass
-class Traffic:
-    """What one rank has handed to the collectives of a group since the last `take()`."""
-
-    bytes: int = 0
-    calls: int = 0
-
-    def count(self, size: int) -> None:
-        """Add one call that moves `size` bytes."""
-        self.bytes += size
-        self.calls += 1
-
-    def take(self) -> tuple[int, int]:
-        """(bytes, calls) so far; starts again from zero."""
-        taken = self.bytes, self.calls
-        self.bytes = self.calls = 0
-        return taken
-
-
-@dataclass(frozen=True)
-class Group:
-    """The ranks that share this rank's coordinate on every axis but `axes`.
-
-    `handle` is the process group of torch, None when the group is this rank alone.
-    `serial` finishes every collective before returning, in the order of the calls.
-    """
-
-    axes: tuple[str, ...]
-    ranks: tuple[int, ...]
-    index: int
-    handle: dist.ProcessGroup | None
-    serial: bool = False
-    traffic: Traffic = field(default_factory=Traffic)
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.ranks)
-
-
-ALONE = Group((), (0,), 0, None)
-"""A group of one rank, for what runs without a mesh."""
-
-
-@dataclass(frozen=True)
-class Ring:
-    """Ranks in a circle: which of how many this is, and links to the next one and from the one
-    before."""
-
-    index: int = 0
-    size: int = 1
-    next: Group = ALONE
-    before: Group = ALONE
-
-
-class Pending(Generic[T]):
-    """A result still in flight. Forgetting to wait is a type error, not a race.
-
-    work: what torch started for it in `group`, None when there is nothing to wait for. too: what
-    `wait()` also waits for. last: what makes the result of all that has come.
-    """
-
-    def __init__(
-        self,
-        value: T,
-        work: dist.Work | None = None,
-        group: Group | None = None,
-        too: Pending[Tensor] | None = None,
-        last: Callable[[], object] | None = None,
-    ) -> None:
-        self._value = value
-        self._work = work
-        self._group = group
-        self._too = too
-        self._last = last
-
-    def wait(self) -> T:
-        """The result, once it is there. Raises `LostRanks` when it does not come."""
-        if self._work is not None:
-            try:
-                self._work.wait()
-            except RuntimeError as error:
-                raise _lost(self._group, error) from error
-            self._work = None
-        if self._too is not None:
-            self._too.wait()
-            self._too = None
-        if self._last is not None:
-            self._last()
-            self._last = None
-        return self._value
-
-    def arrived(self) -> bool:
-        """Whether `wait()` would return at once."""
-        here = self._work is None or self._work.is_completed()
-        return here and (self._too is None or self._too.arrived())
 
 
 def all_reduce(tensor: Tensor, group: Group, how: Reduction = "sum") -> Pending[Tensor]:
@@ -134,7 +53,10 @@ def all_reduce(tensor: Tensor, group: Group, how: Reduction = "sum") -> Pending[
     group.traffic.count(2 * tensor.nbytes * (group.size - 1) // group.size)
     operation = _OPERATIONS[how]
     return collective(
-        tensor, group, lambda: dist.all_reduce(tensor, operation, group.handle, async_op=True)
+        tensor,
+        group,
+        lambda: dist.all_reduce(tensor, operation, group.handle, async_op=True),
+        "all_reduce",
     )
 
 
@@ -148,9 +70,12 @@ def all_gather(tensor: Tensor, group: Group) -> Pending[Tensor]:
     if tensor.device.type == "cpu":
         parts = out.view(group.size, *tensor.shape)
         parts[group.index].copy_(tensor)
-        return to_each(out, [tensor] * group.size, parts, group)
+        return to_each(out, [tensor] * group.size, parts, group, kind="all_gather", like=out)
     return collective(
-        out, group, lambda: dist.all_gather_into_tensor(out, tensor, group.handle, async_op=True)
+        out,
+        group,
+        lambda: dist.all_gather_into_tensor(out, tensor, group.handle, async_op=True),
+        "all_gather",
     )
 
 
@@ -165,11 +90,13 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Pending[Tensor]:
         leaving = tensor.view(group.size, *out.shape)
         coming = list(torch.empty_like(leaving))
         coming[group.index] = leaving[group.index]
-        return to_each(out, leaving, coming, group, lambda: sum_into(out, coming))
+        add = partial(sum_into, out, coming)
+        return to_each(out, leaving, coming, group, add, kind="reduce_scatter", like=out)
     return collective(
         out,
         group,
         lambda: dist.reduce_scatter_tensor(out, tensor, group=group.handle, async_op=True),
+        "reduce_scatter",
     )
 
 
@@ -181,7 +108,10 @@ def all_to_all(tensor: Tensor, group: Group) -> Pending[Tensor]:
     out = torch.empty_like(tensor)
     group.traffic.count(tensor.nbytes // group.size * (group.size - 1))
     return collective(
-        out, group, lambda: dist.all_to_all_single(out, tensor, group=group.handle, async_op=True)
+        out,
+        group,
+        lambda: dist.all_to_all_single(out, tensor, group=group.handle, async_op=True),
+        "all_to_all",
     )
 
 
@@ -199,31 +129,46 @@ def to_each(
     coming: Sequence[Tensor] | Tensor,
     group: Group,
     last: Callable[[], object] | None = None,
+    *,
+    kind: str,
+    like: Tensor | None = None,
 ) -> Pending[Tensor]:
     """leaving[i] goes to rank i of the group, for all but this one, and coming[i] comes from it;
     `out` is there after that and `last`. Every rank turns to the next ones first, so that not all
-    send to the same one. What is empty is not sent."""
+    send to the same one. What is empty is not sent. kind, like: as of `collective`."""
+    group.begin(kind, like)
+    size = group.traffic.latest()
     pending: Pending[Tensor] | None = None
     others = [(group.index + step) % group.size for step in range(1, group.size)]
     for there in reversed(others):
         if not coming[there].numel():
             continue
         receive = partial(dist.irecv, coming[there], group=group.handle, group_src=there)
-        pending = _started(out, group, receive, pending)
+        pending = started(out, group, receive, kind, pending)
     for there in others:
         if not leaving[there].numel():
             continue
         send = partial(dist.isend, leaving[there], group=group.handle, group_dst=there)
-        pending = _started(out, group, send, pending)
-    pending = Pending(out, too=pending, last=last)
+        pending = started(out, group, send, kind, pending)
+    pending = Pending(out, too=pending, last=last, waits=group.traffic.waits, size=size)
     if group.serial:
         pending.wait()
     return pending
 
 
-def collective(out: Tensor, group: Group, start: Callable[[], dist.Work | None]) -> Pending[Tensor]:
-    """What `start` starts over a group, of which `out` is the result."""
-    pending = _started(out, group, start)
+def collective(
+    out: Tensor,
+    group: Group,
+    start: Callable[[], dist.Work | None],
+    kind: str,
+    *,
+    uneven: bool = False,
+) -> Pending[Tensor]:
+    """What `start` starts over a group, of which `out` is the result. kind: its name. uneven:
+    whether ranks have results of other shapes."""
+    group.begin(kind, None if uneven else out)
+    traffic = group.traffic
+    pending = started(out, group, start, kind, waits=traffic.waits, size=traffic.latest())
     if group.serial:
         pending.wait()
     return pending
@@ -234,7 +179,10 @@ def send(tensor: Tensor, link: Group, to: int | None = None) -> Pending[Tensor]:
     before it has left."""
     link.traffic.count(tensor.nbytes)
     other = 1 - link.index if to is None else to
-    return _started(tensor, link, lambda: dist.isend(tensor, group=link.handle, group_dst=other))
+    if to is None:
+        link.begin("transfer", tensor, alike=False)
+    start = partial(dist.isend, tensor, group=link.handle, group_dst=other)
+    return started(tensor, link, start, "send", waits=link.traffic.messages)
 
 
 def receive(
@@ -243,7 +191,11 @@ def receive(
     """Receive from the other rank of a link, or from rank `source` of any group, in the order in
     which it sends; with `too`, what must be done as well before it is there."""
     other = 1 - link.index if source is None else source
-    return _started(into, link, lambda: dist.irecv(into, group=link.handle, group_src=other), too)
+    if source is None:
+        link.begin("transfer", into, alike=False)
+    start = partial(dist.irecv, into, group=link.handle, group_src=other)
+    messages = link.traffic.messages
+    return started(into, link, start, "receive", too, waits=messages, size=into.nbytes)
 
 
 def pass_on(tensor: Tensor, ring: Ring) -> Pending[Tensor]:
@@ -260,31 +212,6 @@ def pass_on(tensor: Tensor, ring: Ring) -> Pending[Tensor]:
 def barrier(group: Group) -> None:
     """Return once every rank of the group is here. Raises `LostRanks` when one does not come."""
     if group.handle is not None:
-        try:
-            dist.barrier(group.handle)
-        except RuntimeError as error:
-            raise _lost(group, error) from error
-
-
-def _started(
-    tensor: Tensor,
-    group: Group,
-    start: Callable[[], dist.Work | None],
-    too: Pending[Tensor] | None = None,
-) -> Pending[Tensor]:
-    try:
-        return Pending(tensor, start(), group, too)
-    except RuntimeError as error:  # a connection that is known to be gone fails at once
-        raise _lost(group, error) from error
-
-
-def _lost(group: Group | None, error: RuntimeError) -> LostRanks:
-    assert group is not None, "work belongs to a group"
-    others = [rank for rank in group.ranks if rank != group.ranks[group.index]]
-    reason = _NOISE.sub("", str(error).strip())
-    names = ", ".join(map(str, others[:8])) + (" ..." if len(others) > 8 else "")
-    return LostRanks(
-        f"rank {group.ranks[group.index]} lost contact over {' x '.join(group.axes)} "
-        f"with rank{'s' * (len(others) > 1)} {names}: {reason}",
-        others,
-    )
+        group.begin("barrier", None)
+        start = partial(dist.barrier, group.handle, async_op=True)
+        started(None, group, start, "barrier", waits=group.traffic.waits).wait()

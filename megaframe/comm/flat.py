@@ -30,6 +30,7 @@ def reduce_scatter_(flat: Tensor, group: Group, room: Tensor | None = None) -> P
             own,
             group,
             lambda: dist.reduce_scatter_tensor(own, flat, group=group.handle, async_op=True),
+            "reduce_scatter",
         )
     parts = flat.view(group.size, -1)
     arriving = list(torch.empty_like(parts[1:]) if room is None else room.view_as(parts[1:]))
@@ -39,7 +40,7 @@ def reduce_scatter_(flat: Tensor, group: Group, room: Tensor | None = None) -> P
             own.add_(other)
 
     coming = [*arriving[: group.index], own, *arriving[group.index :]]
-    return to_each(own, parts, coming, group, add)
+    return to_each(own, parts, coming, group, add, kind="reduce_scatter", like=own)
 
 
 def all_gather_(flat: Tensor, group: Group) -> Pending[Tensor]:
@@ -53,9 +54,10 @@ def all_gather_(flat: Tensor, group: Group) -> Pending[Tensor]:
             flat,
             group,
             lambda: dist.all_gather_into_tensor(flat, own, group.handle, async_op=True),
+            "all_gather",
         )
     parts = flat.view(group.size, -1)
-    return to_each(flat, [own] * group.size, parts, group)
+    return to_each(flat, [own] * group.size, parts, group, kind="all_gather", like=flat)
 
 
 def exchange(messages: Tensor, group: Group) -> Pending[Tensor]:
@@ -71,4 +73,5 @@ def exchange(messages: Tensor, group: Group) -> Pending[Tensor]:
         lambda: dist.all_to_all_single(
             out, messages, splits, splits, group=group.handle, async_op=True
         ),
+        "exchange",
     )

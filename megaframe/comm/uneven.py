@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,8 @@ def all_to_all_uneven(
         lambda: dist.all_to_all_single(
             out, parts, list(coming), list(leaving), group.handle, async_op=True
         ),
+        "all_to_all",
+        uneven=True,
     )
 
 
@@ -41,10 +44,13 @@ def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], group: Group) -> Pen
     group.traffic.count(tensor.nbytes * (group.size - 1))
     if tensor.device.type != "cpu":
         return collective(
-            out, group, lambda: dist.all_gather(parts, tensor, group.handle, async_op=True)
+            out,
+            group,
+            lambda: dist.all_gather(parts, tensor, group.handle, async_op=True),
+            "all_gather",
         )
     parts[group.index].copy_(tensor)
-    return to_each(out, [tensor] * group.size, parts, group)
+    return to_each(out, [tensor] * group.size, parts, group, kind="all_gather", like=out)
 
 
 def reduce_scatter_uneven(tensor: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
@@ -62,7 +68,10 @@ def reduce_scatter_uneven(tensor: Tensor, sizes: Sequence[int], group: Group) ->
             out,
             group,
             lambda: dist.reduce_scatter(out, leaving, group=group.handle, async_op=True),
+            "reduce_scatter",
+            uneven=True,
         )
     coming = [torch.empty_like(own) for _ in leaving]
     coming[group.index] = own
-    return to_each(out, leaving, coming, group, lambda: sum_into(out, coming))
+    add = partial(sum_into, out, coming)
+    return to_each(out, leaving, coming, group, add, kind="reduce_scatter", like=tensor)

@@ -4,6 +4,8 @@ The first to notice a dead rank are its neighbours; then theirs notice that thos
 rank blames whom it lost: all write down whom they lost, and at fault is who was lost by somebody,
 lost nobody and does not answer. The answers come from a thread that each rank has beside its work,
 which also ends ranks that would notice nothing before their timeout, and one that is stuck itself.
+The same threads end what takes too long: each then tells where its rank is, and at fault is who
+does not, or waits for no other rank (`place.held_up_by`).
 """
 
 from __future__ import annotations
@@ -11,17 +13,21 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NoReturn, TypeVar
 
 from torch.distributed import Store
 
-from megaframe.errors import EXIT_LOST_RANKS, LostRanks
+from megaframe.comm.place import Place, Sight, gathered, held_up_by
+from megaframe.errors import EXIT_LOST_RANKS, LostRanks, OutOfStep
 from megaframe.layout import Layout
 
 T = TypeVar("T")
@@ -35,14 +41,19 @@ _FAREWELL = 5.0
 """Seconds that the rank with the store waits at most for the others to leave before it."""
 _NAMED = 8
 """Ranks that a message names at most."""
+ENDED_FILE = "ended.jsonl"
+"""Where is written when a run was ended, and why."""
+_LATE = "late"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who is at fault and what to say about it; the same on every rank that the store reaches."""
+    """Who is at fault and what to say about it; the same on every rank that the store reaches.
+    late: whether it is that something took too long."""
 
     ranks: tuple[int, ...]
     text: str
+    late: bool = False
 
 
 def at_fault(lost: Mapping[int, Collection[int]], answered: Collection[int]) -> tuple[int, ...]:
@@ -58,15 +69,22 @@ def at_fault(lost: Mapping[int, Collection[int]], answered: Collection[int]) -> 
 class Watch:
     """One rank's part in it.
 
-    timeout: seconds that a rank may go on when the store is gone.
+    timeout: seconds that a rank may go on when the store is gone. place: where the rank is.
     rank_of: pipeline coordinate of each stage, by number; may be set, for what messages say.
+    limit, folder: seconds that what `place` says to be under way may take, 0 for any, and where
+    verdicts and stacks are written; may be set.
     """
 
-    def __init__(self, store: Store, layout: Layout, rank: int, timeout: float) -> None:
+    def __init__(
+        self, store: Store, layout: Layout, rank: int, timeout: float, place: Place
+    ) -> None:
         # A connection of its own, since others may wait in the given one (not in torch's stubs).
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._layout, self._rank, self._timeout = layout, rank, timeout
+        self._place = place
         self.rank_of: tuple[int, ...] = ()
+        self.limit = 0.0
+        self.folder: Path | None = None
         self._reachable = True
         self._stop = threading.Event()
         self._leaving = threading.Lock()
@@ -76,6 +94,12 @@ class Watch:
     def leave(self, lost: LostRanks) -> NoReturn:
         """Say which rank is at fault and end this process with status `EXIT_LOST_RANKS`."""
         self._leaving.acquire()  # for good: the other thread may be ending the process already
+        if threading.current_thread() is threading.main_thread():
+            # A launcher that has noticed too names the rank itself, and need not wait for this one.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._place.told:  # by a launcher that has lost a rank, and names it itself
+            _within(_PATIENCE, lambda: self._report(lost))
+            os._exit(EXIT_LOST_RANKS)
         self._end(self._judged(lost), lost)
 
     def close(self) -> None:
@@ -84,20 +108,49 @@ class Watch:
         self._thread.join(timeout=_PATIENCE)
 
     def _look(self) -> None:
-        """Answer when somebody is lost, and leave when it is known who is at fault."""
+        """Answer when somebody is lost or late, and leave when it is known who is at fault."""
         answered = False
+        judged = 0.0
         try:
             while not self._stop.wait(_PAUSE if answered else _LOOK):
-                if not answered and self._store.check(["lost"]):
-                    self._append("answered", f"{self._rank} ")
-                    answered = True
+                if not answered:
+                    late = self._place.overrun(self.limit)
+                    if late:
+                        self._append("lost", json.dumps([self._rank, _LATE]) + "\n")
+                        judged = time.monotonic() + _PATIENCE
+                    if late or self._store.check(["lost"]):
+                        self._answer()
+                        answered = True
                 verdict = self._verdict() if answered else None
+                if verdict is None and judged and time.monotonic() > judged:
+                    verdict = self._first(self._lateness())
                 if verdict is not None and self._leaving.acquire(blocking=False):
                     self._end(verdict)
         except RuntimeError:
             # The store is gone, and so is the run; mostly the work notices that soon by itself.
             if not self._stop.wait(self._timeout) and self._leaving.acquire(blocking=False):
                 self._end(self._alone())
+
+    def _answer(self) -> None:
+        """Tell where this rank is."""
+        self._append("answered", self._place.seen(self._rank).encode() + "\n")
+
+    def _lateness(self) -> Verdict:
+        """Who holds up what takes too long."""
+        seen = self._answers()
+        ranks = held_up_by(seen, self._layout.world)
+        text = f"{seen[self._rank].doing.partition(',')[0]} took more than "
+        text += f"faults.step_timeout={self.limit:g} s: "
+        text += "; ".join(
+            f"{self._name(rank)} {'at ' + str(seen[rank]) if rank in seen else 'does not answer'}"
+            for rank in ranks[:_NAMED]
+        ) + " ..." * (len(ranks) > _NAMED)
+        if others := gathered([seen[rank] for rank in sorted(seen.keys() - set(ranks))]):
+            text += f" | {others}"
+        if len(seen) == self._layout.world > 1 and all(sight.waiting for sight in seen.values()):
+            text += " | every rank waits for another; faults.check_collectives=true compares what "
+            text += "they start"
+        return Verdict(ranks, text, late=True)
 
     def _judged(self, lost: LostRanks) -> Verdict:
         """The verdict of all, or what can be said without a store that answers."""
@@ -120,6 +173,8 @@ class Watch:
 
     def _judge(self, lost: LostRanks) -> Verdict:
         """Wait for others to report and to answer, and judge unless somebody has."""
+        if isinstance(lost, OutOfStep):
+            return self._first(Verdict((), str(lost)))
         ranks: tuple[int, ...] = ()
         for _ in range(2):
             deadline = time.monotonic() + _PATIENCE
@@ -128,14 +183,25 @@ class Watch:
                 if verdict is not None:
                     return verdict
                 time.sleep(_PAUSE)
-            reports = dict(json.loads(line) for line in self._read("lost").splitlines())
-            answered = self._ranks("answered")
+            lines = map(json.loads, self._read("lost").splitlines())
+            reports = {rank: ranks for rank, ranks in lines if ranks != _LATE}
+            answered = self._answers().keys()
             ranks = at_fault(reports, answered)
-            if not answered.issuperset(ranks):
+            if not answered >= set(ranks):
                 break
-        text = self._accusation(ranks, bool(ranks) and answered.issuperset(ranks))
-        mine = json.dumps({"ranks": ranks, "text": f"{text}; {lost}"})
-        return _decoded(self._store.compare_set("verdict", "", mine).decode())
+        text = self._accusation(ranks, bool(ranks) and answered >= set(ranks))
+        return self._first(Verdict(ranks, f"{text}; {lost}"))
+
+    def _first(self, mine: Verdict) -> Verdict:
+        """The verdict of the first rank that has one."""
+        text = json.dumps(asdict(mine))
+        said = self._store.compare_set("verdict", "", text).decode()
+        if said == text and self.folder is not None:
+            with suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with open(self.folder / ENDED_FILE, "a", encoding="utf-8") as file:
+                    file.write(json.dumps({"at": time.time(), "text": mine.text}) + "\n")
+        return _decoded(said)
 
     def _accusation(self, ranks: tuple[int, ...], answering: bool) -> str:
         if not ranks:
@@ -163,22 +229,37 @@ class Watch:
         """Print, and leave at once: to destroy process groups, or to end threads that wait in them
         or in the store, can take as long as their timeout when the other end is gone."""
         text = verdict.text
-        if lost is not None and str(lost) not in text:
+        # After a hang ranks lose those that have left for it, which says no more.
+        if lost is not None and not verdict.late and str(lost) not in text:
             text += f"; {lost}"
         print(f"error: rank {self._rank}: {text}", file=sys.stderr, flush=True)
-        if lost is None and self._rank in verdict.ranks:
-            faulthandler.dump_traceback()  # where it is stuck
+        if verdict.late or (lost is None and self._rank in verdict.ranks):
+            self._dump_stacks(verdict)
         sys.stdout.flush()
         if self._reachable:
             _within(_FAREWELL, lambda: self._take_leave(verdict.ranks))
         os._exit(EXIT_LOST_RANKS)
 
+    def _dump_stacks(self, verdict: Verdict) -> None:
+        """Write where all threads of this process are."""
+        faulthandler.dump_traceback()
+        if self.folder is not None:
+            with suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with open(self.folder / f"rank-{self._rank:05d}.txt", "w") as file:
+                    print(
+                        f"{verdict.text}\nrank {self._rank}: {self._place.seen(self._rank)}",
+                        file=file,
+                        flush=True,
+                    )
+                    faulthandler.dump_traceback(file)
+
     def _take_leave(self, lost: Collection[int]) -> None:
         """Rank 0, which may hold the store, leaves after all but the silent."""
         self._append("left", f"{self._rank} ")
-        silent = set(lost) - self._ranks("answered")
+        silent = set(lost) - self._answers().keys()
         staying = set(range(self._layout.world)) - silent
-        while self._rank == 0 and staying - self._ranks("left"):
+        while self._rank == 0 and staying - {int(rank) for rank in self._read("left").split()}:
             time.sleep(_PAUSE)
 
     def _append(self, key: str, text: str) -> None:
@@ -188,8 +269,9 @@ class Watch:
         # `get` alone would wait for a key that nobody has written yet.
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
-    def _ranks(self, key: str) -> set[int]:
-        return {int(rank) for rank in self._read(key).split()}
+    def _answers(self) -> dict[int, Sight]:
+        sights = map(Sight.decode, self._read("answered").splitlines())
+        return {sight.rank: sight for sight in sights}
 
     def _verdict(self) -> Verdict | None:
         text = self._read("verdict")
@@ -198,7 +280,7 @@ class Watch:
 
 def _decoded(text: str) -> Verdict:
     known = json.loads(text)
-    return Verdict(tuple(known["ranks"]), known["text"])
+    return Verdict(tuple(known["ranks"]), known["text"], known["late"])
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T | None:

@@ -310,12 +310,57 @@ class Meter(Section):
     experts_every: NonNegative = 100
     """Steps between two lines of metrics.jsonl that also have the tokens of every expert; 0: none
     has them."""
+    ranks_every: NonNegative = 100
+    """Steps between two lines of metrics.jsonl that also have the split of the step on every rank;
+    0: none has it."""
+    trace: tuple[Positive, ...] = ()
+    """Steps of which trace.json in the run folder shows every action and transfer of every rank;
+    ui.perfetto.dev opens it."""
+    profile: tuple[Positive, ...] = ()
+    """Steps that torch's profiler records, every operator and kernel, into a file for each rank in
+    `profile` in the run folder. Such a step takes longer."""
+    console: Literal["lines", "quiet", "json"] = "lines"
+    """`lines`: aligned, one every `every` steps. `quiet`: notes and the summary. `json`: an object
+    for every step, note and the summary."""
+    port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port of this machine's loopback on which the first rank serves its latest line to Prometheus
+    as /metrics; 0 takes a free one."""
     tensorboard: bool = False
     """Write TensorBoard events into the run folder."""
     wandb: str | None = None
     """Weights & Biases project; without an API key the run is recorded offline."""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
     """Dense peak of one device in TFLOP/s. Default: known chips by name; a CPU is measured."""
+
+
+class Faults(Section):
+    step_timeout: Annotated[float, Field(ge=0)] = 1800.0
+    """Seconds that a step, an evaluation or the wait for a save may take; 0: any. What takes longer
+    ends all ranks, with their stacks in the run folder and the rank, step and action that hold up
+    the others named, so that the launcher starts the run again."""
+    check_collectives: bool = False
+    """Compare what ranks start (kind, axes, shape, type, action) before it starts, so that a
+    mismatch is named instead of a hang. For debugging: every collective asks the store."""
+    non_finite: Literal["skip", "replay", "roll_back", "stop"] = "skip"
+    """What becomes of a step whose loss or gradients are not finite, which updates nothing: `skip`
+    goes on with the next data; `replay` runs it again at once, which tells a fault that passes and
+    otherwise names the block, and then skips; `roll_back` continues from the newest checkpoint, and
+    leaves out the data of the step if it fails again; `stop` ends the run. All but `stop` give up
+    after 20 such steps in a row."""
+    spike_factor: Annotated[float, Field(gt=1)] | None = None
+    """A loss over this factor times the median of the last 64 is a spike: the run continues from
+    the newest checkpoint before it, and leaves out the data of the spike. Default: none is."""
+    compare_every: NonNegative = 0
+    """Compare what replicas hold of the weights, byte by byte in a hash, every so many steps and at
+    the end. Where they differ the run continues from the newest checkpoint; a rank that differs
+    there again is ended as a bad device. 0: never."""
+    straggler_factor: Annotated[float, Field(gt=1)] | None = None
+    """Name a rank whose work, without what it waits for others, takes more than so many times the
+    median of ranks that run the same stages. The times are the host's. Default: none is."""
+    elastic: bool = False
+    """Where the launcher has other numbers of ranks than the layout, choose a layout that fits, for
+    the same global batch: with fewer data ranks first, then fewer of the other axes. Ranks that it
+    has no use for leave."""
 
 
 class RunConfig(Section):
@@ -339,3 +384,5 @@ class RunConfig(Section):
     """Saving and resuming."""
     meter: Meter = Meter()
     """What is measured and where it is shown."""
+    faults: Faults = Faults()
+    """What is done about hangs, bad numbers and lost ranks."""

@@ -39,6 +39,11 @@ class Step:
     samples: int
     state: dict[str, Any]
 
+    @property
+    def first(self) -> int:
+        """Number of its first sample in the training order."""
+        return int(self.state["samples"]) - self.samples
+
 
 def global_batch(train: Train, samples_seen: int) -> int:
     """Samples of the step that begins after `samples_seen`, by `train.batch_ramp`.
@@ -81,6 +86,11 @@ class Loader:
     def state(self) -> dict[str, Any]:
         """State after the last step that `next` returned."""
         return self._handed_out.state()
+
+    @property
+    def consumed(self) -> tuple[int, ...]:
+        """Samples that each source has given, in the order of `data.sources`."""
+        return self._handed_out.blend.consumed
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue after the step that `state` belongs to; see `progress.restore`."""

@@ -1,14 +1,16 @@
 """The progress of a run as a person reads it: aligned lines, notes, and a summary at the end.
 
 Plain ASCII lines without control codes, so that a terminal, a pipe and a job's log file show the
-same; all of it is also appended to the run log in the run folder.
+same; all of it is also appended to the run log in the run folder, whatever of it is printed.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import math
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megaframe.config import RunConfig
-from megaframe.meter.sinks import METRICS_FILE, Line, cannot_write
+from megaframe.meter.sinks import METRICS_FILE, Line, cannot_write, finite
 from megaframe.meter.totals import Totals
 
 LOG_FILE = "run.log"
@@ -25,7 +27,8 @@ _RECENT_STEPS = 50
 
 class ConsoleSink:
     """Prints every `meter.every` steps and at the first and last step; figures of speed are means
-    since the line before."""
+    since the line before. With meter.console=quiet steps are only in the run log; with json each
+    is printed as an object on a line of its own, and so are notes and the summary."""
 
     def __init__(self, config: RunConfig, start_step: int) -> None:
         self._config = config
@@ -42,10 +45,12 @@ class ConsoleSink:
 
     def note(self, text: str) -> None:
         """Say something that is not a step's line."""
-        self._print(text)
+        self._print(text, {"note": text})
 
     def write(self, line: Line) -> None:
         step, last = line["step"], self._config.train.steps
+        if self._config.meter.console == "json":
+            print(json.dumps(finite(line), allow_nan=False), flush=True)
         self._run.add(line)
         self._since.add(line)
         self._recent.append(line["seconds"])
@@ -53,14 +58,19 @@ class ConsoleSink:
         if first or step == last or step % self._config.meter.every == 0:
             if not self._has_header:
                 self._has_header = True
-                self._print(aligned(self._columns, list(self._columns)))
-            self._print(aligned(self._columns, self._cells(line)))
+                self._print(aligned(self._columns, list(self._columns)), None)
+            self._print(aligned(self._columns, self._cells(line)), None)
             self._since = Totals()
         if line.get("eval_loss") is not None:
-            self._print(evaluation(line))
+            self._print(evaluation(line), None)
 
     def flush(self) -> None:
         """Every line is handed on at once."""
+
+    def rewind(self, step: int) -> None:
+        """What was printed stays; the summary is of what comes now."""
+        self._run, self._since = Totals(), Totals()
+        self._start_step = step
 
     def close(self) -> None:
         """Print the summary."""
@@ -69,7 +79,8 @@ class ConsoleSink:
             files += ["tensorboard"] * self._config.meter.tensorboard
             files += ["wandb"] * (self._config.meter.wandb is not None)
             places = f"{self._folder}: {', '.join(files)}"
-            self._print(table("Summary", [*self._run.summary(self._start_step), ("files", places)]))
+            rows = [*self._run.summary(self._start_step), ("files", places)]
+            self._print(table("Summary", rows), {"summary": dict(rows)})
         self._log.close()
 
     def _cells(self, line: Line) -> list[str]:
@@ -88,8 +99,13 @@ class ConsoleSink:
             duration(left * sum(recent) / len(recent)),
         ]
 
-    def _print(self, text: str) -> None:
-        print(text, flush=True)
+    def _print(self, text: str, said: Mapping[str, Any] | None) -> None:
+        """Log `text`, and print it. said: what JSON has of it; None for what is about a step."""
+        how = self._config.meter.console
+        if how == "lines" or (how == "quiet" and said is not None):
+            print(text, flush=True)
+        elif how == "json" and said is not None:
+            print(json.dumps(said), flush=True)
         try:
             print(text, file=self._log, flush=True)
         except OSError as error:

@@ -36,6 +36,11 @@ class Flops:
     full_attention: float
     hardware: float
 
+    @property
+    def recompute(self) -> float:
+        """Share of the hardware's operations that are done again."""
+        return 1.0 - self.model / self.hardware if self.hardware else 0.0
+
     def described(self) -> str:
         """One sentence for the log of the run."""
         return (

@@ -6,33 +6,42 @@ the ranks and to the host while training went on, so that metering never makes a
 
 from __future__ import annotations
 
-import resource
-import sys
-from collections.abc import Iterable, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-
-import torch
 
 from megaframe.config import RunConfig
 from megaframe.mesh import Mesh
 from megaframe.meter.console import ConsoleSink
+from megaframe.meter.environment import write_environment
 from megaframe.meter.flops import count_flops
+from megaframe.meter.links import free_seconds
+from megaframe.meter.memory import memory_rows, peak_memory
 from megaframe.meter.peaks import device_peak
+from megaframe.meter.profile import Profiler
 from megaframe.meter.records import How, Records, Reduction, Value
 from megaframe.meter.sinks import Sink, open_sinks
-from megaframe.meter.timers import PARTS, Part, Span, StepTimer
+from megaframe.meter.splits import SplitMeter
+from megaframe.meter.timers import Part, Span, Split, StepTimer
+from megaframe.meter.trace import Tracer
+from megaframe.meter.waterfall import waterfall
 from megaframe.spec import ParamSpec
 
-_TIME = {part: f"time/{part}" for part in PARTS}
 _BYTES = "bytes/"
+_AGREED = "agreed/"
+"""How the names of values begin that ranks tell each other and that are not written."""
+Held = Callable[[], Mapping[str, int]]
+Known = Mapping[str, Any]
+"""The values of a step, the same on all ranks but for those recorded as `last`."""
 
 
 class Meter:
     """The metrics of a run, from all ranks to the sinks of the first one.
 
     specs: of the whole model. timer: that of the step, which others may charge too. start_step:
-    steps that the run has already done; sinks forget what they hold of later ones. All ranks make a
-    meter and call it at the same points of a step.
+    steps that the run has already done; sinks forget what they hold of later ones. held: bytes on
+    this rank by kind. All ranks make a meter and call it at the same points of a step.
     Raises `UserError` when a sink cannot be opened.
     """
 
@@ -44,17 +53,26 @@ class Meter:
         timer: StepTimer | None = None,
         *,
         start_step: int = 0,
+        held: Held = dict,
     ) -> None:
         self._mesh, self._world = mesh, mesh.world
         self._device = mesh.device
         self._flops = count_flops(specs, config)
-        self._timer = timer or StepTimer()
+        self._timer = timer or StepTimer.on(mesh.device)
+        self._splits = SplitMeter(config, mesh, lambda: memory_rows(held(), mesh.device))
+        self._trace = Tracer(config, mesh, self._timer, start_step)
+        self._profiler = Profiler(config, mesh, start_step)
+        self._start = start_step
+        free = free_seconds(config, mesh)
+        mesh.charge(self._timer.waits, lambda ends: self._timer.messages(ends, free.get(ends, 0.0)))
         self._records = Records()
+        self._due: deque[tuple[int, Records, Split]] = deque()
         self._flight: tuple[int, Reduction] | None = None
         self._sinks: list[Sink] = []
         self._console: ConsoleSink | None = None
         if mesh.rank == 0:
             self._sinks = open_sinks(config, start_step)
+            write_environment(config, mesh)
             self._console = ConsoleSink(config, start_step)
             self._sinks.append(self._console)
         peak = device_peak(config, mesh)
@@ -76,30 +94,58 @@ class Meter:
         object a."""
         self._records.add(name, value, how)
 
-    def flush(self, step: int) -> None:
+    def flush(self, step: int) -> list[Known]:
         """End step `step`: send its values on their way, and write the line of the step before.
+        Returns what is known of the steps whose lines it wrote, in their order: of one, or none.
 
         Rates need `tokens` to have been recorded: those of the step, of all ranks together.
         """
-        for part, nanoseconds in self._timer.take().items():
-            self._records.add(_TIME[part], nanoseconds / 1e9, "mean")
+        split = self._timer.take()
+        self._trace.end(step, split)
+        self._profiler.end(step)
         self._records.add("memory_bytes", peak_memory(self._device), "max")
+        self._records.add("at", time.time(), "last")
         for axes, size in self._mesh.take_traffic().items():
             self._records.add(_BYTES + axes, size, "max")
-        previous = self._flight
-        self._flight = step, self._records.reduce(self._world, self._device)
-        self._write(previous)
+        self._due.append((step, self._records, split))
+        self._records = Records()
+        if self._device.type == "cuda" and len(self._due) == 1:
+            return []  # what it took is known when the GPU has passed its end
+        return self._send()
 
-    def settle(self) -> None:
-        """Write the line of the last flushed step now, wherever it goes.
+    def _send(self) -> list[Known]:
+        """Send the values of the first step that is due on their way, and write the one before."""
+        step, records, split = self._due.popleft()
+        for name, value, how in self._splits.records(split, step):
+            records.add(name, value, how)
+        previous = self._flight
+        self._flight = step, records.reduce(self._world, self._device)
+        return self._write(previous)
+
+    def settle(self) -> list[Known]:
+        """Write the lines of all flushed steps now, wherever they go, and return as `flush` does.
 
         Called before a checkpoint of that step is published: a run that is killed and resumed from
         it would otherwise miss the line.
         """
+        known: list[Known] = []
+        while self._due:
+            known += self._send()
         previous, self._flight = self._flight, None
-        self._write(previous)
+        known += self._write(previous)
         for sink in self._sinks:
             sink.flush()
+        return known
+
+    def rewind(self, step: int) -> None:
+        """The run continues after `step`: forget all of later ones."""
+        self._start = step
+        self._due.clear()
+        self._flight = None
+        self._records = Records()
+        self._timer.take()
+        for sink in self._sinks:
+            sink.rewind(step)
 
     def note(self, text: str) -> None:
         """Say something on the console and in the run log, once for all ranks."""
@@ -109,46 +155,60 @@ class Meter:
     def close(self) -> None:
         """Write the last line and the summary; for the end of a run. A run that fails needs none:
         what it has written is already on its way to the disk."""
+        self._profiler.close()
+        self._trace.close()
         self.settle()
         for sink in self._sinks:
             sink.close()
 
-    def _write(self, flight: tuple[int, Reduction] | None) -> None:
+    def _write(self, flight: tuple[int, Reduction] | None) -> list[Known]:
         if flight is None:
-            return
+            return []
         step, reduction = flight
         values = reduction.wait()
         if self._sinks:
-            line = self._line(step, values)
+            shown = {name: values[name] for name in values if not name.startswith(_AGREED)}
+            line = self._line(step, shown)
             for sink in self._sinks:
                 sink.write(line)
+        return [values]
 
     def _line(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
         """The line of a step; what is recorded beyond the named keys follows them."""
-        parts = {part: values.pop(name) for part, name in _TIME.items()}
-        seconds = sum(parts.values())
+        found = self._splits.line(values)
+        seconds = found["seconds"]
         tokens = int(values.pop("tokens", 0))
         per_device = tokens / seconds / self._world.size / 1e12
+        flops = self._flops
+        mfu = self._peak.share(per_device * flops.model)
         line: dict[str, Any] = {
             "step": step,
+            "at": values.pop("at"),
             "loss": values.pop("loss", None),
             "grad_norm": values.pop("grad_norm", None),
             "lr": values.pop("lr", None),
             "tokens": tokens,
             "tokens_per_second": tokens / seconds,
-            "tflops_per_second": per_device * self._flops.model,
-            "mfu": self._peak.share(per_device * self._flops.model),
-            "mfu_full_attention": self._peak.share(per_device * self._flops.full_attention),
-            "hfu": self._peak.share(per_device * self._flops.hardware),
+            "tflops_per_second": per_device * flops.model,
+            "mfu": mfu,
+            "mfu_full_attention": self._peak.share(per_device * flops.full_attention),
+            "hfu": self._peak.share(per_device * flops.hardware),
             "memory_bytes": int(values.pop("memory_bytes")),
             "bytes": {
                 name.removeprefix(_BYTES): int(values.pop(name))
                 for name in sorted(values)
                 if name.startswith(_BYTES)
             },
-            "seconds": seconds,
-            "time": parts,
+            **found,
+            "lost": waterfall(
+                found["time"],
+                mfu=mfu,
+                recompute=flops.recompute,
+                stragglers=found.get("stragglers", 0.0),
+            ),
         }
+        if self._start and step == self._start + 1:
+            line["resumed_after"] = self._start
         if clash := line.keys() & values.keys():
             raise ValueError(f"the meter itself writes {sorted(clash)}; record other names")
         return line | nested(values)
@@ -164,11 +224,3 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
             inner = inner.setdefault(key, {})
         inner[last] = value
     return result
-
-
-def peak_memory(device: torch.device) -> float:
-    """Most bytes held so far: of tensors on a GPU, of the whole process on a CPU."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return float(peak if sys.platform == "darwin" else peak * 1024)

@@ -15,17 +15,23 @@ import os
 import re
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from megaframe.config import RunConfig
+from megaframe.dashboard.page import page
+from megaframe.dashboard.panels import page_data
+from megaframe.dashboard.run import Run
 from megaframe.errors import UserError
 
 Line = Mapping[str, Any]
 """The metrics of one step: numbers, None for what is not known, rows and dicts of these."""
 
 METRICS_FILE = "metrics.jsonl"
-_LONGEST_LINE = 1 << 20
+_LONGEST_LINE = 1 << 24
+"""A line with the rows of ten thousand ranks is a tenth of it."""
 
 
 class Sink(Protocol):
@@ -36,6 +42,9 @@ class Sink(Protocol):
 
     def flush(self) -> None:
         """Return when all that was written would survive the end of this process."""
+
+    def rewind(self, step: int) -> None:
+        """The run goes back: what is written next is of the step after this one."""
 
     def close(self) -> None:
         """Finish; nothing is written afterwards."""
@@ -56,12 +65,19 @@ def open_sinks(config: RunConfig, start_step: int) -> list[Sink]:
         sinks.append(TensorBoardSink(folder / "tensorboard", start_step))
     if config.meter.wandb is not None:
         sinks.append(WandbSink(folder, config.meter.wandb, config, start_step))
+    if config.meter.port is not None:
+        from megaframe.meter.prometheus import PrometheusSink
+
+        sinks.append(PrometheusSink(config.meter.port, folder.name))
     return sinks
 
 
 def flat(line: Line, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a line, with the names of nested ones joined by slashes."""
+    """The numbers of a line, with the names of nested ones joined by slashes; without the rows that
+    have a number for each rank, which are for the dashboard."""
     for name, value in line.items():
+        if name == "ranks" and not prefix:
+            continue
         if isinstance(value, list):
             value = {str(place): one for place, one in enumerate(value)}
         if isinstance(value, Mapping):
@@ -85,14 +101,17 @@ class JsonlSink:
 
     def __init__(self, path: Path, start_step: int) -> None:
         self._path = path
+        self._open(start_step)
+
+    def _open(self, start_step: int) -> None:
         try:
-            truncate_after(path, start_step)
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+            truncate_after(self._path, start_step)
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
         except OSError as error:
-            raise cannot_write(path, error) from None
+            raise cannot_write(self._path, error) from None
 
     def write(self, line: Line) -> None:
-        text = (json.dumps(_finite(line), allow_nan=False) + "\n").encode()
+        text = (json.dumps(finite(line), allow_nan=False) + "\n").encode()
         try:
             # Unbuffered, so that a line is one system call; a short write is a disk just filled.
             if self._file.write(text) != len(text):
@@ -102,6 +121,10 @@ class JsonlSink:
 
     def flush(self) -> None:
         """Nothing is buffered."""
+
+    def rewind(self, step: int) -> None:
+        self._file.close()
+        self._open(step)
 
     def close(self) -> None:
         self._file.close()
@@ -140,7 +163,8 @@ class TensorBoardSink:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise _missing("meter.tensorboard=true", "tensorboard") from None
-        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
+        self._open = partial(SummaryWriter, str(folder))
+        self._writer = self._open(purge_step=start_step + 1)
 
     def write(self, line: Line) -> None:
         for name, value in flat(line):
@@ -150,6 +174,10 @@ class TensorBoardSink:
     def flush(self) -> None:
         self._writer.flush()
 
+    def rewind(self, step: int) -> None:
+        self._writer.close()
+        self._writer = self._open(purge_step=step + 1)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -158,10 +186,12 @@ class WandbSink:
     """A Weights & Biases run, offline without an API key; its id is kept in the run folder.
 
     A resumed run continues under the same id. The service ignores steps that it already has, so
-    that those repeated after a kill do no harm.
+    that those repeated after a kill do no harm. Names with a slash make a section of the workspace
+    each; where the extra for it is there, the whole page of `tools/dashboard.py` is a panel too.
     """
 
     def __init__(self, folder: Path, project: str, config: RunConfig, start_step: int) -> None:
+        self._folder = folder
         try:
             import wandb
         except ImportError:
@@ -177,6 +207,11 @@ class WandbSink:
             mode="offline" if offline else None,
             settings=wandb.Settings(silent=True, console="off"),
         )
+        self._html = wandb.Html
+        self._run.define_metric("step", hidden=True)
+        for name, summary in (("loss", "last"), ("eval_loss", "min"), ("mfu", "mean")):
+            self._run.define_metric(name, step_metric="step", summary=summary)
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, line: Line) -> None:
         self._run.log(dict(flat(line)), step=line["step"])
@@ -184,7 +219,14 @@ class WandbSink:
     def flush(self) -> None:
         """A separate process of wandb's writes what it was given; it outlives this one."""
 
+    def rewind(self, step: int) -> None:
+        """The service keeps what it has of later steps."""
+
     def close(self) -> None:
+        with suppress(UserError):
+            # Without its extra there is no page, and the metrics are there all the same.
+            text = page(page_data([Run(self._folder)]))
+            self._run.log({"dashboard": self._html(text, inject=False)})
         self._run.finish()
 
 
@@ -215,11 +257,12 @@ def _missing(key: str, extra: str) -> UserError:
     return UserError(f"{key} needs the extra {extra!r}: pip install 'megaframe[{extra}]'")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """A line, or a part of it, as strict JSON has it: None for what is not a finite number."""
     if isinstance(value, Mapping):
-        return {name: _finite(inner) for name, inner in value.items()}
+        return {name: finite(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -12,29 +12,42 @@ from torch import Tensor
 
 from megaframe.comm import Group, all_reduce
 
-_MICROBATCHES, _STAGES, _RANKS = 1 << 20, 1 << 12, 1 << 22
-_HEALTHY = 2 * _MICROBATCHES * _STAGES * _RANKS
+_MICROBATCHES, _STAGES, _UNITS, _RANKS = 1 << 16, 1 << 12, 1 << 13, 1 << 20
+_HEALTHY = 2 * _MICROBATCHES * _STAGES * _UNITS * _RANKS
 
 
 @dataclass(frozen=True)
 class Sign:
-    """Of one pass: the largest absolute value that came of it, a scalar, NaN where there is one."""
+    """Of one pass: the largest absolute value that came of it, a scalar, NaN where there is one.
+    block: of the pass of one block only, by its number; -1 is the embedding."""
 
     backward: bool
     stage: int
     microbatch: int
     largest: Tensor
+    block: int | None = None
 
 
 def sign(backward: bool, stage: int, microbatch: int, made: Tensor) -> Sign:
     """The sign of a pass that made this tensor."""
-    largest = torch.linalg.vector_norm(made, torch.inf)
-    return Sign(backward, stage, microbatch, largest)
+    return Sign(backward, stage, microbatch, largest(made))
 
 
-def first_sick(signs: Sequence[Sign], stages: int, world: Group, device: torch.device) -> str:
+def largest(made: Tensor) -> Tensor:
+    """Its largest absolute value."""
+    return torch.linalg.vector_norm(made, torch.inf)
+
+
+def first_sick(
+    signs: Sequence[Sign],
+    stages: int,
+    world: Group,
+    device: torch.device,
+    samples: Sequence[Tensor] = (),
+) -> str:
     """In words, the first pass of a step whose result was not finite, over all ranks of `world`:
-    forward before backward, earlier microbatches first. Each rank gives its own signs."""
+    forward before backward, earlier microbatches first. Each rank gives its own signs, and of each
+    of its microbatches the numbers of its `samples`, equally many on all ranks, if any does."""
     sick = [one for one in signs if not bool(torch.isfinite(one.largest))]
     rank = world.ranks[world.index]
     first = torch.tensor(
@@ -44,13 +57,29 @@ def first_sick(signs: Sequence[Sign], stages: int, world: Group, device: torch.d
     if order == _HEALTHY:
         return "every pass was finite, so a sum of gradients was too large"
     order, rank = divmod(order, _RANKS)
+    order, unit = divmod(order, _UNITS)
     order, way = divmod(order, _STAGES)
     backward, microbatch = divmod(order, _MICROBATCHES)
     kind, stage = ("backward", stages - 1 - way) if backward else ("forward", way)
-    return f"first in the {kind} pass of microbatch {microbatch}, stage {stage}, on rank {rank}"
+    text = f"first in the {kind} pass of microbatch {microbatch}, stage {stage}"
+    if unit < _UNITS - 1:
+        block = _UNITS - 4 - unit if backward else unit - 1
+        text += ", the embedding" if block < 0 else f", block {block}"
+    text += f", on rank {rank}"
+    if samples:
+        there = rank == world.ranks[world.index]
+        numbers = samples[microbatch if there else 0].to(device, copy=True)
+        numbers = all_reduce(numbers if there else numbers.zero_(), world).wait()
+        text += f", of samples {', '.join(map(str, numbers.tolist()))}"
+    return text
 
 
 def _order(one: Sign, stages: int, rank: int) -> int:
-    """Passes in the order in which a bad value travels, as one number."""
+    """Passes in the order in which a bad value travels, as one number; a whole pass comes after its
+    blocks."""
     way = stages - 1 - one.stage if one.backward else one.stage
-    return ((one.backward * _MICROBATCHES + one.microbatch) * _STAGES + way) * _RANKS + rank
+    unit = _UNITS - 1
+    if one.block is not None:
+        unit = _UNITS - 4 - one.block if one.backward else one.block + 1
+    order = (one.backward * _MICROBATCHES + one.microbatch) * _STAGES + way
+    return (order * _UNITS + unit) * _RANKS + rank

@@ -287,6 +287,14 @@ class Optimizer:
             self._hear()
         return self._scale.value
 
+    def settle(self) -> None:
+        """Return when updated weights are where the model computes: others may be loaded over them
+        then."""
+        self._residents.clear()
+        for bucket in self.buckets:
+            if bucket.sharing.stage < 3:
+                bucket.take()
+
     def tensors(self, *, owned: bool = False) -> Iterator[tuple[str, ParamSpec, Box, Tensor]]:
         """Everything that a checkpoint holds of the weights and of the optimizer: what this rank
         keeps, or, `owned`, what it alone saves."""
@@ -300,6 +308,16 @@ class Optimizer:
         can use."""
         for bucket in self.buckets:
             yield from bucket.unsent()
+
+    def held(self) -> dict[str, int]:
+        """Bytes on this rank by kind; `buffers`: values to compute with beside the weights, and
+        room for whole gradients and transfers."""
+        weights = sum(bucket.weights.nbytes for bucket in self.buckets)
+        gradients = sum(bucket.sums.nbytes for bucket in self._trained())
+        rules = [bucket.optimizer for bucket in self.buckets if bucket.optimizer is not None]
+        state = sum(tensor.nbytes for rule in rules for tensor in rule.state.values())
+        rest = max(0, self.buffers.bytes - weights - gradients)
+        return {"weights": weights, "gradients": gradients, "optimizer": state, "buffers": rest}
 
     def state(self) -> OptimizerState:
         """The numbers that a checkpoint holds beside the tensors."""

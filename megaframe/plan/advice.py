@@ -12,7 +12,8 @@ import numpy as np
 
 from megaframe.plan.candidates import SCHEDULES, Array
 from megaframe.plan.cluster import Cluster
-from megaframe.plan.nearest import ROOM, in_words
+from megaframe.plan.nearest import in_words
+from megaframe.plan.room import leaves_room
 from megaframe.plan.search import Choice, Found
 from megaframe.plan.sizes import RECOMPUTE
 from megaframe.plan.slow import goodput
@@ -70,7 +71,7 @@ def said(choice: Choice, cluster: Cluster) -> Iterator[str]:
 def alternatives(found: Found, cluster: Cluster) -> Iterator[str]:
     """What other values of each axis would cost, the nearest on either side."""
     every, estimates, best = found.candidates, found.estimates, found.best.place
-    fits = estimates.memory_bytes <= ROOM * cluster.chip.memory
+    fits = leaves_room(estimates.memory_bytes, cluster.chip)
     for name in _AXES:
         column = getattr(every, name)
         chosen = int(column[best])
@@ -104,15 +105,24 @@ def _compared(found: Found, cluster: Cluster, name: str, value: int, which: Arra
     """What the best layout with this value costs more; None where none fits."""
     if not which.any():
         return None
-    estimates, best = found.estimates, found.best.place
-    place = int(np.argmin(np.where(which, estimates.step_seconds, np.inf)))
-    more = float(estimates.step_seconds[place] / estimates.step_seconds[best]) - 1
-    changes = {
-        part: float(seconds[place] - seconds[best]) for part, seconds in estimates.breakdown.items()
-    }
+    column = getattr(found.candidates, name)
+    simulated = [one for one in found.choices if int(column[one.place]) == value]
+    if simulated:
+        now, then = found.best.prediction, simulated[0].prediction
+        more = then.step_seconds / now.step_seconds - 1
+        changes = {part: then.breakdown[part] - now.breakdown[part] for part in now.breakdown}
+    else:
+        estimates, best = found.estimates, found.best.place
+        place = int(np.argmin(np.where(which, estimates.step_seconds, np.inf)))
+        more = float(estimates.step_seconds[place] / estimates.step_seconds[best]) - 1
+        changes = {
+            part: float(seconds[place] - seconds[best])
+            for part, seconds in estimates.breakdown.items()
+        }
     part = max(changes, key=lambda one: changes[one] if more > 0 else -changes[one])
     why = f" ({part} {changes[part]:+.2g} s)" if abs(more) > _NOTHING else ""
-    return f"{_called(name, value, cluster)}: {more:+.1%}{why}"
+    by = "" if simulated else ", estimated" if more < 0 else ""
+    return f"{_called(name, value, cluster)}: {more:+.1%}{by}{why}"
 
 
 def _too_large(found: Found, cluster: Cluster, name: str, value: int, which: Array) -> str:

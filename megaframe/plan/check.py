@@ -28,12 +28,21 @@ TOKENIZERS = ("sentencepiece", "hf", "tiktoken")
 
 
 def check(config: RunConfig, world: int, *, data: bool = True) -> None:
-    """Raise one `UserError` with every mistake of a config that is to run on `world` ranks.
+    """Raise one `UserError` with every mistake of a config that is to run on `world` ranks; see
+    `mistakes`."""
+    found = mistakes(config, world, data=data)
+    if found:
+        count = "1 mistake" if len(found) == 1 else f"{len(found)} mistakes"
+        raise UserError("\n  ".join([f"{count} in the config", *found]))
+
+
+def mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[str]:
+    """Why a config cannot run on `world` ranks, empty if it can.
 
     Without `data` it may name no sources yet: a dry run reads none.
     """
     sizes, layout = axis_sizes(config.parallel, world)
-    mistakes = [
+    return [
         *layout,
         *model_mistakes(config.model, config.train.seq),
         *tensor_mistakes(config),
@@ -52,10 +61,8 @@ def check(config: RunConfig, world: int, *, data: bool = True) -> None:
         *(_sources(config) if data else ()),
         *_data(config),
         *_places(config.checkpoint),
+        *_faults(config),
     ]
-    if mistakes:
-        count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
-        raise UserError("\n  ".join([f"{count} in the config", *mistakes]))
 
 
 def _places(checkpoint: Checkpoint) -> Iterator[str]:
@@ -312,3 +319,23 @@ def _data(config: RunConfig) -> Iterator[str]:
             f"{shown(config.data.split)} has none; use train.eval_every=0 or a split such as "
             f"[0.98, 0.02, 0]"
         )
+
+
+def _faults(config: RunConfig) -> Iterator[str]:
+    faults, precision = config.faults, config.train.precision
+    if faults.non_finite != "skip" and precision == "fp16":
+        yield (
+            f"faults.non_finite={faults.non_finite} would act on every overflow by which "
+            "train.precision=fp16 finds its loss scale; use faults.non_finite=skip, or bf16"
+        )
+    way_back = {
+        "faults.non_finite=roll_back": faults.non_finite == "roll_back",
+        f"faults.spike_factor={faults.spike_factor}": faults.spike_factor is not None,
+        f"faults.compare_every={faults.compare_every}": faults.compare_every > 0,
+    }
+    for name, wanted in way_back.items():
+        if wanted and not config.checkpoint.every:
+            yield (
+                f"{name} goes back to a checkpoint, and checkpoint.every=0 saves none; use "
+                "checkpoint.every=100 or so"
+            )

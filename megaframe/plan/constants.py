@@ -124,8 +124,8 @@ CONSTANTS: Mapping[str, Constants] = {
     "tpu": _H100,
     "cpu": Constants(0.9, 0.0, 0.4, 0.8, 5e-6, 1.0),
 }
-"""By family of chips. Fitted: a100, h100. The others are guesses, those of h100, until kernels are
-measured on them."""
+"""By family of chips. Fitted: a100, h100 (but for its `launch`, of which its tables tell nothing).
+The others are guesses, those of h100, until kernels are measured on them."""
 
 
 def constants_of(family: str) -> Constants:

@@ -1,146 +1,26 @@
-"""Costs: seconds of one block, of the head and of the update, on one rank, for one microbatch.
+"""Costs: seconds of one block on one rank, for one microbatch.
 
-One arithmetic for a single run and for arrays of layouts: nothing here branches on a size. A block
-has three passes as a schedule has them (forward, input gradient, weight gradient); what of a
-transfer no compute hides is part of the pass that waits for it, and known by its axis.
+One arithmetic for a single run and for arrays of layouts: nothing here branches on a size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megaframe.config.schema import RunConfig
-from megaframe.plan.cluster import Cluster
-from megaframe.plan.collectives import Level, collective_seconds, hop_seconds, levels, members
-from megaframe.plan.constants import Constants
 from megaframe.plan.experts import has_experts
-from megaframe.plan.kernels import (
-    Rates,
-    grouped_product_seconds,
-    moving_seconds,
-    rates,
-    three_products,
-)
-from megaframe.plan.sizes import Sizes
+from megaframe.plan.kernels import Rates, grouped_product_seconds, moving_seconds, three_products
+from megaframe.plan.machine import Machine, Part, Passes
 from megaframe.plan.stages import head_widths, latent_width, mean_keys
+from megaframe.plan.traffic import context_traffic, expert_traffic, tensor_traffic
 
 Number = Any
 """A float, or a numpy array of them."""
 
-
 _CAST_BYTES = 6.0
 """To find the largest of a tensor's values, to read them again, and to write them in eight bits as
 they are and transposed."""
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Seconds of forward, of input gradient and of weight gradient."""
-
-    forward: Number = 0.0
-    backward: Number = 0.0
-    weight: Number = 0.0
-
-    def __add__(self, other: Passes) -> Passes:
-        return Passes(
-            self.forward + other.forward,
-            self.backward + other.backward,
-            self.weight + other.weight,
-        )
-
-    def times(self, factor: Number) -> Passes:
-        """`factor` of these."""
-        return Passes(self.forward * factor, self.backward * factor, self.weight * factor)
-
-    @property
-    def total(self) -> Number:
-        """Sum of the three."""
-        return self.forward + self.backward + self.weight
-
-
-@dataclass(frozen=True)
-class Part:
-    """Seconds of a part of the model by what takes them: `compute`, and exposed communication of
-    `tensor`, `context` and `expert`."""
-
-    compute: Passes
-    tensor: Passes = Passes()
-    context: Passes = Passes()
-    expert: Passes = Passes()
-
-    def __add__(self, other: Part) -> Part:
-        return Part(
-            self.compute + other.compute,
-            self.tensor + other.tensor,
-            self.context + other.context,
-            self.expert + other.expert,
-        )
-
-    def times(self, factor: Number) -> Part:
-        """`factor` of these."""
-        return Part(
-            self.compute.times(factor),
-            self.tensor.times(factor),
-            self.context.times(factor),
-            self.expert.times(factor),
-        )
-
-    @property
-    def whole(self) -> Passes:
-        """All of it."""
-        return self.compute + self.tensor + self.context + self.expert
-
-    def named(self) -> Mapping[str, Passes]:
-        """By name of the axis, compute first."""
-        return {
-            "compute": self.compute,
-            "tensor": self.tensor,
-            "context": self.context,
-            "expert": self.expert,
-        }
-
-
-class Machine:
-    """Rates and groups of one cluster for given sizes; everything below asks it."""
-
-    def __init__(
-        self, config: RunConfig, cluster: Cluster, constants: Constants, sizes: Sizes
-    ) -> None:
-        self.config, self.cluster, self.sizes = config, cluster, sizes
-        self.constants, self.software = constants, constants.software
-        kind = config.train.precision
-        self.rate: Rates = rates(cluster.chip, constants, kind)
-        self.linear: Rates = rates(cluster.chip, constants, self.software.products or kind)
-        self.tokens = sizes.microbatch * config.train.seq / sizes.context
-        self.groups: dict[str, list[Level]] = {
-            "tensor": self.group(1, sizes.tensor),
-            "context": self.group(sizes.tensor, sizes.context),
-            "shard": self.group(sizes.tensor, sizes.shard),
-            "replicas": self.group(sizes.tensor * sizes.shard, sizes.data_replicate),
-            "expert": self.group(sizes.expert_tensor, sizes.expert),
-            "expert_tensor": self.group(1, sizes.expert_tensor),
-            "next_stage": self.group(sizes.tensor * sizes.context * sizes.data, 2),
-        }
-
-    def group(self, stride: Number, size: Number) -> list[Level]:
-        """Levels of a group, with the share of their bandwidth that collectives reach."""
-        return levels(self.cluster, stride, size, self.constants.link)
-
-    def seconds(self, operation: str, size: Number, axis: str, times: Number = 1.0) -> Number:
-        """Collectives over the ranks of an axis, in so many `times` of together `size` bytes."""
-        known = self.software.collectives
-        return times * collective_seconds(operation, size / times, self.groups[axis], known)
-
-    def delay(self, size: Number, axis: str) -> Number:
-        """Seconds by which compute is delayed by `size` bytes of an axis beside it: those that the
-        bytes take where links are fastest, because memory and processors carry them, not wires."""
-        many = members(self.groups[axis])
-        busy = size * (many - 1) / many / (self.cluster.tiers[0].bandwidth * self.constants.link)
-        return self.constants.contention * busy
 
 
 def block(machine: Machine, layer: int) -> Part:
@@ -160,11 +40,11 @@ def block(machine: Machine, layer: int) -> Part:
     stream = _elementwise(machine)
     again = Passes(0.0, _again(machine, linears, attention, stream), 0.0)
     compute = linears + attention + stream + again
-    expert = _expert_traffic(machine) if experts else Passes()
-    tensor = _tensor_traffic(machine, linears)
+    expert = expert_traffic(machine) if experts else Passes()
+    tensor = tensor_traffic(machine, linears)
     full = sizes.recompute == 2
     tensor = tensor + Passes(0.0, np.where(full, tensor.forward, 0.0), 0.0)
-    context = _context_traffic(machine, attention)
+    context = context_traffic(machine, attention)
     # Host: launches are counted for the pass as a whole, and where it is the slower one it waits
     # for no transfer either.
     return Part(_hosted(machine, compute, tensor, rate), tensor, context, expert)
@@ -299,67 +179,3 @@ def _again(machine: Machine, linears: Passes, attention: Passes, stream: Passes)
     part = attention.forward if of_attention else stream.forward
     whole = linears.forward + attention.forward + stream.forward
     return np.where(recompute == 2, whole, np.where(recompute == 1, part, 0.0))
-
-
-def _tensor_traffic(machine: Machine, linears: Passes) -> Passes:
-    """Exposed transfers of the tensor axis: two sums of the stream in forward and two in backward,
-    each as a gather and a scatter where rows are divided; with rows divided backward also gathers
-    two saved inputs again, beside products."""
-    model, software, sizes = machine.config.model, machine.software, machine.sizes
-    size = machine.rate.width * machine.tokens * model.hidden
-    parts = software.tensor_parts(machine.config)
-    if software.parallel_block:
-        size = size / 2
-    one = machine.seconds("all_gather", size, "tensor")
-    if not software.sequence_parallel:
-        half = machine.seconds("all_reduce", size, "tensor")
-        return Passes(2 * half, 2 * half, 0.0)
-    delay = 0.0 if software.copy_engines else machine.delay(4 * size, "tensor")
-    forward = hidden_by(4 * one, linears.forward, parts, delay)
-    if not software.overlap_tensor:
-        return Passes(np.where(sizes.tensor > 1, forward, 0.0), 4 * one, 0.0)
-    # The gathers of gradients wait; scatters and saved inputs run beside products.
-    waiting = 2 * one / parts
-    room = linears.weight + linears.backward / 2
-    rest = hidden_by(4 * one, room, 16.0, delay)
-    return Passes(forward, waiting + rest, 0.0)
-
-
-def hidden_by(moved: Number, compute: Number, parts: float, delay: Number) -> Number:
-    """What a transfer costs that is cut into `parts`, each beside the compute of another: the first
-    one waits, compute may be too short for the others, and what it hides delays it, all of it by
-    `delay` seconds, but never by more than it hides."""
-    exposed = np.maximum(moved / parts, moved - compute * (parts - 1) / parts)
-    hidden = moved - exposed
-    return exposed + np.minimum(hidden, delay * hidden / np.maximum(moved, 1e-30))
-
-
-def _context_traffic(machine: Machine, attention: Passes) -> Passes:
-    """Keys and values round the ring, each transfer beside a tile; or heads for tokens."""
-    model, sizes = machine.config.model, machine.sizes
-    query, value = head_widths(model)
-    width = machine.rate.width
-    if machine.config.parallel.context_kind == "all_to_all":
-        rows = machine.tokens * (model.heads + model.kv_heads) * (query + value)
-        size = width * rows / sizes.tensor
-        one = machine.seconds("all_to_all", size, "context")
-        return Passes(one, 2 * one, 0.0)
-    heads = np.maximum(1.0, model.kv_heads / sizes.tensor)
-    size = width * machine.tokens * heads * (query + value)
-    step = hop_seconds(size, machine.groups["context"])
-    rounds = sizes.context - 1
-    forward = rounds * np.maximum(0.0, step - attention.forward / sizes.context)
-    backward = rounds * np.maximum(0.0, 2 * step - attention.backward / sizes.context)
-    return Passes(forward, backward, 0.0)
-
-
-def _expert_traffic(machine: Machine) -> Passes:
-    """Tokens to their experts and back, in both directions."""
-    model, sizes = machine.config.model, machine.sizes
-    moe = model.moe
-    assert moe is not None
-    own = machine.tokens / sizes.tensor * moe.top_k * model.hidden * machine.rate.width
-    one = machine.seconds("all_to_all", own, "expert")
-    one = one + machine.seconds("all_gather", own * sizes.expert_tensor, "expert_tensor")
-    hidden = 0.5 if machine.config.parallel.expert_overlap else 0.0
-    return Passes(2 * one * (1 - hidden), 2 * one * (1 - hidden), 0.0)

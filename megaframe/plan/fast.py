@@ -16,9 +16,10 @@ from megaframe.config.schema import RunConfig
 from megaframe.plan.candidates import SCHEDULES, Array, Candidates
 from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
-from megaframe.plan.costs import Machine, Part, Passes, block
+from megaframe.plan.costs import block
 from megaframe.plan.division import division
 from megaframe.plan.experts import expert_layers, has_experts
+from megaframe.plan.machine import Machine, Part, Passes
 from megaframe.plan.sizes import Sizes
 from megaframe.plan.slow import jitter
 from megaframe.plan.update import (
@@ -81,7 +82,7 @@ def _estimate(
     breakdown = _breakdown(machine, rank, held, schedule)
     memory = memory_bytes(config, cluster.chip, sizes, schedule)
     return Estimates(
-        np.sum(list(breakdown.values()), axis=0), memory, memory <= cluster.chip.memory, breakdown
+        np.add.reduce(list(breakdown.values())), memory, memory <= cluster.chip.memory, breakdown
     )
 
 

@@ -11,11 +11,10 @@ from megaframe.plan.candidates import SCHEDULES, Candidates
 from megaframe.plan.cluster import Cluster, cluster_names, load_cluster
 from megaframe.plan.constants import Constants, constants_of
 from megaframe.plan.fast import Estimates, estimate
+from megaframe.plan.room import leaves_room
 from megaframe.plan.sizes import RECOMPUTE
 from megaframe.plan.valid import Fixed, candidates
 
-ROOM = 0.95
-"""Share of a chip's memory that a choice may take, by a plan that is good to a few percent."""
 _MOST_TIMES = 1024
 """GPUs that are tried, as a multiple of those that were asked for."""
 _GIB = 2.0**30
@@ -115,6 +114,22 @@ def _more(
     return None
 
 
+def fastest(
+    config: RunConfig, gpus: int, cluster: Cluster, constants: Constants, fixed: Fixed | None = None
+) -> tuple[Candidates, int, float] | None:
+    """The place of the layout with the shortest step among all candidates, and its seconds, both as
+    estimated; None where none is valid and fits."""
+    every = candidates(config, gpus, cluster, fixed)
+    if not len(every):
+        return None
+    found = estimate(config, cluster, constants, every)
+    fits = leaves_room(found.memory_bytes, cluster.chip)
+    if not fits.any():
+        return None
+    place = int(np.argmin(np.where(fits, found.step_seconds, np.inf)))
+    return every, place, float(found.step_seconds[place])
+
+
 def _fitting(
     config: RunConfig,
     gpus: int,
@@ -123,15 +138,10 @@ def _fitting(
     fixed: Fixed | None = None,
 ) -> str | None:
     """The fastest layout that fits, with step and price; None where none does."""
-    every = candidates(config, gpus, cluster, fixed)
-    if not len(every):
+    found = fastest(config, gpus, cluster, constants, fixed)
+    if found is None:
         return None
-    found = estimate(config, cluster, constants, every)
-    fits = found.memory_bytes <= ROOM * cluster.chip.memory
-    if not fits.any():
-        return None
-    place = int(np.argmin(np.where(fits, found.step_seconds, np.inf)))
-    step = float(found.step_seconds[place])
+    every, place, step = found
     dollars = step * config.train.steps / 3600 * gpus * cluster.price
     return (
         f"{step:.3g} s a step, ${gpus * cluster.price:,.0f} an hour, ${dollars:,.0f} for "

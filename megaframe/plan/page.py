@@ -17,11 +17,9 @@ from megaframe.errors import UserError
 from megaframe.plan.advice import alternatives, decision, said
 from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
-from megaframe.plan.fast import estimate
-from megaframe.plan.nearest import ROOM
+from megaframe.plan.nearest import fastest
 from megaframe.plan.scaling import balances
 from megaframe.plan.search import Choice, Found
-from megaframe.plan.valid import candidates
 
 _GIB = 2.0**30
 _MOST_GPUS = 100_000
@@ -234,15 +232,8 @@ def _speed(
         "expert_tensor": parallel.expert_tensor,
         "data_replicate": 1,
     }
-    every = candidates(one, gpus, cluster, fixed)
-    if not len(every):
-        return None
-    found = estimate(one, cluster, constants, every)
-    fits = found.memory_bytes <= ROOM * cluster.chip.memory
-    if not fits.any():
-        return None
-    step = float(np.where(fits, found.step_seconds, np.inf).min())
-    return batch * config.train.seq / step / gpus
+    found = fastest(one, gpus, cluster, constants, fixed)
+    return None if found is None else batch * config.train.seq / found[2] / gpus
 
 
 def _with_batch(config: RunConfig, batch: int) -> RunConfig:

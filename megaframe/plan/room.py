@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megaframe.config.schema import Optim
 from megaframe.plan.chips import Chip
 
@@ -9,12 +11,19 @@ OVERHEAD = 2.0 * 2**30
 """Bytes of the driver's context, of communication buffers and of what torch keeps for itself."""
 FRAGMENTS = 0.03
 """Share of the rest that an allocator cannot give, because what is free is in pieces."""
+_CHOSEN = 0.95
+"""Share of a chip's memory that a choice may take, by a plan that is good to a few percent."""
 
 
 def room(chip: Chip) -> float:
     """Bytes that a run's own memory may take. A CPU has no such context."""
     overhead = 0.0 if chip.units == 1 else OVERHEAD
     return (chip.memory - overhead) * (1 - FRAGMENTS)
+
+
+def leaves_room(needed: Any, chip: Chip) -> Any:
+    """Whether a layout that needs so many bytes may be chosen; of an array, which of them may."""
+    return needed <= _CHOSEN * chip.memory
 
 
 def state_width(optim: Optim, master: int) -> float:

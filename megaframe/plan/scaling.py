@@ -16,7 +16,7 @@ from megaframe.config.schema import RunConfig
 from megaframe.layout import Layout
 from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
-from megaframe.plan.costs import Machine
+from megaframe.plan.machine import Machine
 from megaframe.plan.reasons import outermost, span
 from megaframe.plan.sizes import sizes_of
 from megaframe.plan.stages import block_work

@@ -20,10 +20,11 @@ from megaframe.plan.check import check
 from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
 from megaframe.plan.fast import Estimates, estimate
-from megaframe.plan.nearest import ROOM, nothing_fits
+from megaframe.plan.nearest import nothing_fits
+from megaframe.plan.room import leaves_room
 from megaframe.plan.sizes import RECOMPUTE
 from megaframe.plan.step import Prediction, predict
-from megaframe.plan.valid import Fixed, candidates
+from megaframe.plan.valid import PARALLEL, Fixed, candidates
 
 SIMULATED = 24
 """Survivors of the estimates."""
@@ -95,20 +96,7 @@ def search(
 
 def configured(config: RunConfig, one: Candidates, place: int) -> RunConfig:
     """The config with the layout at a place."""
-    parallel = {
-        name: int(getattr(one, name)[place])
-        for name in (
-            "tensor",
-            "context",
-            "pipeline",
-            "chunks",
-            "data",
-            "data_replicate",
-            "expert",
-            "expert_tensor",
-            "zero",
-        )
-    }
+    parallel = {name: int(getattr(one, name)[place]) for name in PARALLEL}
     given = config.parallel
     changed = {
         **parallel,
@@ -145,7 +133,7 @@ def _simulated(
     most: int,
 ) -> tuple[Choice, ...]:
     """The best that fit, by simulation."""
-    fits = estimates.memory_bytes <= ROOM * cluster.chip.memory
+    fits = leaves_room(estimates.memory_bytes, cluster.chip)
     penalty = _penalty(every)
     order = np.argsort(np.where(fits, estimates.step_seconds * penalty, np.inf), kind="stable")
     kinds: Counter[tuple[int, ...]] = Counter()
@@ -164,7 +152,7 @@ def _simulated(
         check(one, gpus, data=False)
         layout = Layout.from_parallel(one.parallel, gpus)
         prediction = predict(one, layout, cluster, constants)
-        if sum(prediction.memory_bytes.values()) <= ROOM * cluster.chip.memory:
+        if leaves_room(sum(prediction.memory_bytes.values()), cluster.chip):
             found.append(Choice(one, layout, prediction, place))
     return tuple(sorted(found, key=lambda one: one.prediction.step_seconds * penalty[one.place]))
 

@@ -1,18 +1,18 @@
 """What a long run loses: to the slowest rank, to failures, to checkpoints; and what it then costs.
 
-A checkpoint that is written in the background costs a run only what it stalls. The best interval
-between two is that of Young 1974, improved by Daly 2006.
+A checkpoint that is written in the background costs a run only what it stalls; `goodput.py` has the
+best interval between two.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import sqrt
 from typing import Any
 
 import numpy as np
 
 from megaframe.plan.cluster import Cluster
+from megaframe.plan.goodput import daly_interval
 
 Number = Any
 
@@ -21,15 +21,6 @@ def jitter(cluster: Cluster, ranks: Number) -> Number:
     """Share by which a step of so many ranks is longer than one of a single rank: the largest of n
     like delays grows with the root of the logarithm of n."""
     return cluster.jitter * np.sqrt(np.log(np.maximum(ranks, 1.0)) / np.log(1000.0))
-
-
-def daly_interval(stall: float, mean_between: float) -> float:
-    """Seconds of training between checkpoints that lose least, where one stalls training for
-    `stall` seconds and failures are `mean_between` seconds apart (Daly 2006, equation 37)."""
-    if stall >= 2 * mean_between:
-        return mean_between
-    ratio = sqrt(stall / (2 * mean_between))
-    return sqrt(2 * stall * mean_between) * (1 + ratio / 3 + ratio * ratio / 9) - stall
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
-from megaframe.plan.costs import Machine, Part, Passes, block
+from megaframe.plan.costs import block
 from megaframe.plan.experts import has_experts
+from megaframe.plan.machine import Machine, Part, Passes
 from megaframe.plan.reasons import reasons
 from megaframe.plan.schedules import step_schedule
 from megaframe.plan.sizes import sizes_of

@@ -1,71 +1,82 @@
-"""Traffic: bytes that a rank hands to collectives and links in a step, by axis, in closed form.
+"""Traffic: seconds of the transfers inside a block that no compute hides.
 
-What is summed for a number or two (norms, losses, counts) is left out: it is a millionth of the
-rest. Gradients and values count with the padding to whole parts left out as well.
+A transfer beside compute still delays it: what it moves goes through the same memory and
+processors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from typing import Any
 
-from megaframe.config.schema import RunConfig
-from megaframe.layout import Layout
-from megaframe.plan.held import held
-from megaframe.plan.memory import WIDTH
-from megaframe.plan.stages import StagePlan, latent_width
-from megaframe.schedule import Action, Kind
+import numpy as np
 
-_SENDS = (Kind.SEND_F, Kind.SEND_B)
+from megaframe.plan.collectives import hop_seconds
+from megaframe.plan.machine import Machine, Passes
+from megaframe.plan.stages import head_widths
 
-
-def traffic(
-    config: RunConfig, layout: Layout, plans: Sequence[StagePlan], actions: Sequence[Action]
-) -> Mapping[str, float]:
-    """Bytes over `tensor`, `data` and `pipeline` of a rank with these stages and lowered actions.
-
-    data: everything that gradients and values of dense parameters travel over, context ranks among
-    them; at ZeRO 3 as if every pass brought every value, which the blocks that stay spare.
-    """
-    train, tensor = config.train, layout.tensor
-    width = WIDTH[train.precision]
-    tokens = train.microbatch * train.seq / layout.context
-    stream = tokens * config.model.hidden * width
-    many = len({a.microbatch for a in actions if a.microbatch is not None})
-    sent = sum(action.kind in _SENDS for action in actions)
-    share = (tensor - 1) / tensor
-    return {
-        "tensor": many * share * sum(_of_stage(config, plan) for plan in plans) * tokens * width,
-        "pipeline": sent * stream / tensor,
-        "data": _data(config, layout, plans, many),
-    }
+Number = Any
+"""A float, or a numpy array of them."""
 
 
-def _of_stage(config: RunConfig, plan: StagePlan) -> float:
-    """Elements of a token that travel over tensor ranks: each of four linears once in each
-    direction, the inputs of two gathered again in backward, and the four of forward where a block
-    runs again; at either end two more."""
-    model = config.model
-    layer, latent = 10 * model.hidden, model.latent
-    if latent is not None:
-        whole = model.hidden * (latent.query_rank is None)
-        layer = 7 * model.hidden + 3 * (whole + latent_width(latent)) - latent.rotary_dim
-    depth = model.mtp_depth * plan.last  # each is a layer, and has both ends
-    ends = 2 * model.hidden * (plan.first + plan.last + 2 * depth)
-    return (len(plan.blocks) + depth) * layer + plan.recomputed * 4 * model.hidden + ends
+def tensor_traffic(machine: Machine, linears: Passes) -> Passes:
+    """Exposed transfers of the tensor axis: two sums of the stream in forward and two in backward,
+    each as a gather and a scatter where rows are divided; with rows divided backward also gathers
+    two saved inputs again, beside products."""
+    model, software, sizes = machine.config.model, machine.software, machine.sizes
+    size = machine.rate.width * machine.tokens * model.hidden
+    parts = software.tensor_parts(machine.config)
+    if software.parallel_block:
+        size = size / 2
+    one = machine.seconds("all_gather", size, "tensor")
+    if not software.sequence_parallel:
+        half = machine.seconds("all_reduce", size, "tensor")
+        return Passes(2 * half, 2 * half, 0.0)
+    delay = 0.0 if software.copy_engines else machine.delay(4 * size, "tensor")
+    forward = hidden_by(4 * one, linears.forward, parts, delay)
+    if not software.overlap_tensor:
+        return Passes(np.where(sizes.tensor > 1, forward, 0.0), 4 * one, 0.0)
+    # The gathers of gradients wait; scatters and saved inputs run beside products.
+    waiting = 2 * one / parts
+    room = linears.weight + linears.backward / 2
+    rest = hidden_by(4 * one, room, 16.0, delay)
+    return Passes(forward, waiting + rest, 0.0)
 
 
-def _data(
-    config: RunConfig, layout: Layout, plans: Sequence[StagePlan], microbatches: int
-) -> float:
-    """Gradients are reduced in master precision, or in bf16 where so asked, and values gathered."""
-    ranks, zero = layout.data_shard * layout.context, config.parallel.zero
-    width = WIDTH[config.train.precision]
-    wire = 2 if config.parallel.reduce_precision == "bf16" else max(4, width)
-    here = held(config, layout, plans)
-    vectors, rest = here.vectors, here.dense - here.vectors - sum(here.whole)
-    share = (ranks - 1) / ranks
-    if zero == 0:
-        return 2 * wire * (vectors + rest) * share
-    scatters = microbatches if zero >= 2 else 1
-    gathers = 2 * microbatches if zero == 3 else 1
-    return share * (rest * (scatters * wire + gathers * width) + vectors * (wire + width))
+def hidden_by(moved: Number, compute: Number, parts: float, delay: Number) -> Number:
+    """What a transfer costs that is cut into `parts`, each beside the compute of another: the first
+    one waits, compute may be too short for the others, and what it hides delays it, all of it by
+    `delay` seconds, but never by more than it hides."""
+    exposed = np.maximum(moved / parts, moved - compute * (parts - 1) / parts)
+    hidden = moved - exposed
+    return exposed + np.minimum(hidden, delay * hidden / np.maximum(moved, 1e-30))
+
+
+def context_traffic(machine: Machine, attention: Passes) -> Passes:
+    """Keys and values round the ring, each transfer beside a tile; or heads for tokens."""
+    model, sizes = machine.config.model, machine.sizes
+    query, value = head_widths(model)
+    width = machine.rate.width
+    if machine.config.parallel.context_kind == "all_to_all":
+        rows = machine.tokens * (model.heads + model.kv_heads) * (query + value)
+        size = width * rows / sizes.tensor
+        one = machine.seconds("all_to_all", size, "context")
+        return Passes(one, 2 * one, 0.0)
+    heads = np.maximum(1.0, model.kv_heads / sizes.tensor)
+    size = width * machine.tokens * heads * (query + value)
+    step = hop_seconds(size, machine.groups["context"])
+    rounds = sizes.context - 1
+    forward = rounds * np.maximum(0.0, step - attention.forward / sizes.context)
+    backward = rounds * np.maximum(0.0, 2 * step - attention.backward / sizes.context)
+    return Passes(forward, backward, 0.0)
+
+
+def expert_traffic(machine: Machine) -> Passes:
+    """Tokens to their experts and back, in both directions."""
+    model, sizes = machine.config.model, machine.sizes
+    moe = model.moe
+    assert moe is not None
+    own = machine.tokens / sizes.tensor * moe.top_k * model.hidden * machine.rate.width
+    one = machine.seconds("all_to_all", own, "expert")
+    one = one + machine.seconds("all_gather", own * sizes.expert_tensor, "expert_tensor")
+    hidden = 0.5 if machine.config.parallel.expert_overlap else 0.0
+    return Passes(2 * one * (1 - hidden), 2 * one * (1 - hidden), 0.0)

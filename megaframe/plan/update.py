@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from megaframe.plan.collectives import hop_seconds
-from megaframe.plan.costs import Machine, Part, Passes, hidden_by
 from megaframe.plan.experts import has_experts
 from megaframe.plan.kernels import moving_seconds, three_products
+from megaframe.plan.machine import Machine, Part, Passes
 from megaframe.plan.memory import WIDTH
 from megaframe.plan.stages import attention_matrices
+from megaframe.plan.traffic import hidden_by
 
 Number = Any
 

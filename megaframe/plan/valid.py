@@ -24,7 +24,7 @@ from megaframe.plan.sizes import RECOMPUTE
 from megaframe.plan.tensor import tensor_mistakes
 from megaframe.schedule.limits import LIMITS
 
-FREE = (
+PARALLEL = (
     "tensor",
     "context",
     "pipeline",
@@ -34,10 +34,9 @@ FREE = (
     "expert",
     "expert_tensor",
     "zero",
-    "recompute",
-    "microbatch",
-    "schedule",
 )
+"""Numbers of `parallel` that a search chooses."""
+FREE = (*PARALLEL, "recompute", "microbatch", "schedule")
 """What a search chooses; `fixed` says by these names what is given."""
 Fixed = Mapping[str, Any]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +18,10 @@ from megaframe.config import RunConfig
 from megaframe.config.schema import Kernels
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
-from megaframe.meter import Part
 from megaframe.microbatch import Microbatch
 from megaframe.pipeline import Pipeline
 from megaframe.rehearsal.hollow import Hollow, Ledger
+from megaframe.schedule import Action, Kind
 
 __all__ = ["Counted", "Ledger", "counted_step", "rehearse"]
 
@@ -72,7 +72,8 @@ def rehearse(config: RunConfig, layout: Layout, rank: int) -> Counted:
 def counted_step(config: RunConfig, mesh: Mesh, ledger: Ledger) -> Counted:
     """Build what this rank of the mesh runs, and count one step of it."""
     watch = _Between(ledger)
-    pipeline = Pipeline(config, mesh, watch.time)
+    pipeline = Pipeline(config, mesh, lambda part: nullcontext())
+    pipeline.follow(watch.follow)
     optimizer = pipeline.optimizer
     optimizer.initialise(config.run.seed)
     mesh.take_traffic()
@@ -99,7 +100,7 @@ def counted_step(config: RunConfig, mesh: Mesh, ledger: Ledger) -> Counted:
 
 
 class _Between:
-    """What lives between the actions of a step; `time` is for the engine, which tells each."""
+    """What lives between the actions of a step; `follow` is for the engine, which tells each."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -113,10 +114,10 @@ class _Between:
         self._ledger.mark()
 
     @contextmanager
-    def time(self, part: Part) -> Iterator[None]:
-        """Around a part of a step."""
+    def follow(self, action: Action, kind: str) -> Iterator[None]:
+        """Around an action of a step; what the update needs is the optimizer's own."""
         yield
-        if part == "compute" and self._held is not None:
+        if action.kind is not Kind.UPDATE and self._held is not None:
             self.actions += 1
             self.most = max(self.most, self._ledger.live - self.before - self._held())
 

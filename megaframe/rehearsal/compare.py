@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
 from megaframe.plan.held import rank_memory
+from megaframe.plan.moved import moved
 from megaframe.plan.schedules import step_schedule
 from megaframe.plan.stages import stage_plans
-from megaframe.plan.traffic import traffic
 from megaframe.rehearsal import Counted
 from megaframe.schedule import lower
 from megaframe.schedule.check import check
@@ -71,7 +71,7 @@ def _traffic(config: RunConfig, layout: Layout, rank: int, found: Counted) -> It
     here = layout.coordinate(rank)["pipeline"]
     plans = stage_plans(config)
     mine = [plans[stage] for stage in schedule.stages(here)]
-    planned = dict(traffic(config, layout, mine, schedule.ranks[here]))
+    planned = dict(moved(config, layout, mine, schedule.ranks[here]))
     for axes, size in sorted(found.traffic.items()):
         alike = {"context+data": "data"}.get(axes, axes)
         if size or axes in planned:

@@ -43,14 +43,15 @@ def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
         threads[source, _send(target)] = f"send to rank {target}"
         threads[target, _receive(source)] = f"recv from rank {source}"
     for rank in range(len(timeline.program.steps)):
-        yield _metadata(rank, _COMPUTE, "process_name", name=f"rank {rank}")
-        yield _metadata(rank, _COMPUTE, "process_sort_index", sort_index=rank)
+        yield metadata_event(rank, _COMPUTE, "process_name", name=f"rank {rank}")
+        yield metadata_event(rank, _COMPUTE, "process_sort_index", sort_index=rank)
     for (rank, thread), name in sorted(threads.items()):
-        yield _metadata(rank, thread, "thread_name", name=name)
-        yield _metadata(rank, thread, "thread_sort_index", sort_index=thread)
+        yield metadata_event(rank, thread, "thread_name", name=name)
+        yield metadata_event(rank, thread, "thread_sort_index", sort_index=thread)
 
 
-def _metadata(rank: int, thread: int, what: str, **arguments: str | int) -> dict[str, Any]:
+def metadata_event(rank: int, thread: int, what: str, **arguments: str | int) -> dict[str, Any]:
+    """The event that names a rank or one of its threads."""
     return {"ph": "M", "pid": rank, "tid": thread, "name": what, "args": arguments}
 
 
@@ -63,13 +64,15 @@ def _compute(timeline: Timeline) -> Iterator[dict[str, Any]]:
                 "microbatch": one.action.microbatch,
             }
             category = "BW" if one.fused else one.action.kind.value
-            event = _slice(rank, _COMPUTE, str(one.action), category, one.start, one.end)
+            event = slice_event(rank, _COMPUTE, str(one.action), category, one.start, one.end)
             yield event | {"args": arguments}
 
 
-def _slice(
+def slice_event(
     rank: int, thread: int, name: str, category: str, start: Seconds, end: Seconds
 ) -> dict[str, Any]:
+    """The event of something that took a while. A viewer's colours follow name and category, so
+    that an action has the same one in every trace."""
     begin = _microseconds(start)
     duration = _microseconds(end) - begin
     place = {"pid": rank, "tid": thread, "ts": begin, "dur": duration}
@@ -85,7 +88,7 @@ def _transfers(timeline: Timeline) -> Iterator[dict[str, Any]]:
             ("SEND", "RECV"), (one.producer, one.consumer), lanes, strict=True
         ):
             name = f"{action.stage}{what}_{kind}{action.microbatch}"
-            yield _slice(rank, thread, name, what, one.start, one.end)
+            yield slice_event(rank, thread, name, what, one.start, one.end)
         used = (one.target, _COMPUTE)
         for phase, (rank, thread), at in (
             ("s", lanes[0], one.start),

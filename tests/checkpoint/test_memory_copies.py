@@ -136,7 +136,6 @@ def start(keys, memory):
             "WORLD_SIZE": "4",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
-            "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
         }
         node = f"checkpoint.memory_dir={memory}/{rank // 2}"

@@ -13,8 +13,9 @@ from megaframe.meter import PARTS, Meter, count_flops
 from megaframe.stage import model_specs
 
 KEYS = [
-    "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tflops_per_second", "mfu",
-    "mfu_full_attention", "hfu", "memory_bytes", "bytes", "seconds", "time",
+    "step", "at", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tflops_per_second",
+    "mfu", "mfu_full_attention", "hfu", "memory_bytes", "bytes", "seconds", "time",
+    "lost",
 ]  # fmt: skip
 
 

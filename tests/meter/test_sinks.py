@@ -175,6 +175,7 @@ def test_wandb_offline_holds_the_same_values_under_one_id(tmp_path, monkeypatch)
         sink = WandbSink(tmp_path, "project", RunConfig(), start)
         for step in (start + 1, start + 2):
             sink.write(line(step, loss_scale=65536.0))
+            (tmp_path / METRICS_FILE).write_text(json.dumps(line(step)) + "\n")
         sink.close()
     kept = (tmp_path / "wandb.id").read_text().strip()
     files = sorted((tmp_path / "wandb").glob(f"offline-run-*/run-{kept}.wandb"))
@@ -185,6 +186,10 @@ def test_wandb_offline_holds_the_same_values_under_one_id(tmp_path, monkeypatch)
     assert [row["_step"] for row in rows] == [1, 2, 3, 4]
     assert rows[3]["loss"] == 2.5 and rows[3]["time/data"] == 0.5
     assert rows[0]["loss_scale"] == 65536.0 and "mfu" not in rows[0]
+    pages = [row["dashboard/path"] for row in rows if "dashboard/path" in row]
+    assert len(pages) == 2, "at the end of each process the page of the run is a panel"
+    shown = next(files[1].parent.glob(f"files/{pages[1]}")).read_text()
+    assert "Plotly" in shown and "Where the peak went" in shown
 
 
 def test_a_key_is_found_where_wandb_finds_it(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from megaframe.config import RunConfig
 from megaframe.layout import Layout
 from megaframe.plan.cluster import load_cluster
 from megaframe.plan.constants import constants_of
+from megaframe.plan.goodput import daly_interval
 from megaframe.plan.kernels import fit_line, product_seconds, rates, roofline
 from megaframe.plan.scaling import (
     amdahl,
@@ -20,7 +21,7 @@ from megaframe.plan.scaling import (
     scaling_efficiency,
     serial_share,
 )
-from megaframe.plan.slow import daly_interval, goodput
+from megaframe.plan.slow import goodput
 
 CLUSTER = load_cluster("h100-ib")
 GPT = {"layers": 24, "hidden": 4096, "heads": 32, "vocab": 32000}

@@ -15,7 +15,8 @@ from megaframe.plan.check import check
 from megaframe.plan.cluster import load_cluster
 from megaframe.plan.constants import constants_of
 from megaframe.plan.fast import estimate
-from megaframe.plan.nearest import ROOM, instead
+from megaframe.plan.nearest import instead
+from megaframe.plan.room import leaves_room
 from megaframe.plan.search import configured, search
 from megaframe.plan.step import predict
 from megaframe.plan.valid import candidates
@@ -81,7 +82,7 @@ def test_nothing_drawn_beats_the_first_choice(model, gpus, batch):
     found = search(config, gpus, CLUSTER, CONSTANTS)
     steps = [one.prediction.step_seconds for one in found.choices]
     assert max(steps[0] / step for step in steps) < 1.015
-    fitting = np.flatnonzero(found.estimates.memory_bytes <= ROOM * CLUSTER.chip.memory)
+    fitting = np.flatnonzero(leaves_room(found.estimates.memory_bytes, CLUSTER.chip))
     # The better half: of the worse nobody expects anything.
     fitting = fitting[np.argsort(found.estimates.step_seconds[fitting])][: len(fitting) // 2]
     for place in fitting[drawn(len(fitting), 20)]:

@@ -1,21 +1,27 @@
 """The tools that measure links and kernels, run for real on two ranks of this machine."""
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megaframe.errors import UserError
+from megaframe.plan.chips import CHIPS
 from megaframe.plan.cluster import load_cluster
+from megaframe.plan.constants import constants_of
+from megaframe.plan.kernels import product_seconds, rates
 
 ROOT = Path(__file__).parents[2]
-FEW = ["--device", "cpu", "--times", "1", "--smallest", "65536", "--largest", "1048576"]
+FEW = ["--device", "cpu", "--times", "2", "--smallest", "65536", "--largest", "4194304"]
 
 
 def run(command, folder):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=110
     )
@@ -37,9 +43,18 @@ def test_measured_links_become_a_cluster(tmp_path):
 
 
 def test_links_of_each_axis_are_measured(tmp_path):
-    done = run(torchrun(4, *FEW, "--tensor", "2"), tmp_path)
+    done = run(torchrun(4, *FEW, "--times", "1", "--tensor", "2"), tmp_path)
     assert done.returncode == 0, done.stderr
     assert "tensor      all_gather" in done.stdout and "data        all_gather" in done.stdout
+
+
+def loaded(name, *given):
+    """A tool as a module, and its command line."""
+    specification = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module  # dataclasses look there
+    specification.loader.exec_module(module)
+    return module, [f"{name}.py", *given]
 
 
 @pytest.mark.parametrize(
@@ -50,15 +65,30 @@ def test_links_of_each_axis_are_measured(tmp_path):
         (["--smallest", "64", "--largest", "64"], "--smallest 64 must be at least 4 and less than"),
     ],
 )
-def test_wrong_questions_about_links(given, said, tmp_path):
-    done = run([sys.executable, str(ROOT / "tools/measure_links.py"), *given], tmp_path)
-    assert done.returncode == 2 and said in done.stderr
+def test_wrong_questions_about_links(given, said, monkeypatch):
+    module, arguments = loaded("measure_links", *given)
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(UserError, match=said):
+        module.run(module.arguments())
 
 
-def test_kernels_explain_the_products_they_were_fitted_to(tmp_path):
-    command = [sys.executable, str(ROOT / "tools/measure_kernels.py"), "--json", "--device", "cpu"]
-    done = run([*command, "--largest", "256", "--precision", "fp32"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def test_kernels_explain_the_products_they_were_fitted_to(monkeypatch, capsys):
+    given = ("--json", "--device", "cpu", "--largest", "256", "--precision", "fp32")
+    module, arguments = loaded("measure_kernels", *given)
+    monkeypatch.setattr(sys, "argv", arguments)
+    module.main()
+    found = json.loads(capsys.readouterr().out)
     assert all(found[key] > 0 for key in ("product", "memory", "attention", "launch"))
     assert max(map(abs, found["errors"])) < 1.0
+
+
+def test_the_start_of_a_product_is_found_again():
+    module, _ = loaded("measure_kernels")
+    chip, known = CHIPS["a100-80gb"], constants_of("a100")
+    truth = replace(known, product=0.7, start=256.0)
+    sizes = [(n, n, n) for n in (512, 1024, 2048, 4096)] + [(4096, 4096, 64)]
+    rate = rates(chip, truth, "bf16")
+    taken = [float(product_seconds(rate, *size)) for size in sizes]
+    found = module.explained(chip, "bf16", sizes, taken, known)
+    assert found.constants.product == pytest.approx(0.7, rel=0.05)
+    assert found.constants.start == pytest.approx(256, rel=0.25)

@@ -141,3 +141,13 @@ def test_state_of_experts_is_planned_within_one_percent(zero, pool):
 def test_state_of_every_optimizer_is_planned_within_one_percent(optim, pool):
     for plan, state, _ in pool.run(2, allocated, "bf16", 1, {}, optim):
         assert state == pytest.approx(plan.optimizer, rel=0.01)
+
+
+def test_a_backward_that_is_not_split_frees_what_it_used():
+    """Of a stage some of whose backwards are split, as dualpipe-v has them."""
+    config = RunConfig(model={"layers": 1, "vocab": 64}, train={"seq": 8, "recompute": "full"})
+    first, second = ((Action(Kind.F, 0, n), Action(Kind.B, 0, n)) for n in (0, 1))
+    split = [*first, Action(Kind.W, 0, 0)]
+    plans = stage_plans(config)
+    one = memory(config, Held(0, (), ()), 1, plans, split).activations
+    assert memory(config, Held(0, (), ()), 1, plans, [*second, *split]).activations == one

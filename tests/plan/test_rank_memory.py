@@ -5,9 +5,9 @@ import pytest
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
 from megaframe.plan.held import rank_memory
+from megaframe.plan.moved import moved
 from megaframe.plan.schedules import step_schedule
 from megaframe.plan.stages import stage_plans
-from megaframe.plan.traffic import traffic
 from megaframe.rehearsal import rehearse
 from megaframe.schedule import lower
 
@@ -42,7 +42,7 @@ CASES = {
 def made(model, train, parallel):
     return RunConfig(
         model={"layers": 8, "hidden": 256, "heads": 8, "vocab": 4096, **model},
-        train={"seq": 256, "global_batch": 32, "microbatch": 1, **train},
+        train={"seq": 256, "global_batch": 16, "microbatch": 1, **train},
         parallel={"node_size": 8, **parallel},
     )
 
@@ -65,7 +65,7 @@ def test_the_plan_is_what_a_rank_counts_within_one_percent(name):
     world, *sections = CASES[name]
     config = made(*sections)
     layout = Layout.from_parallel(config.parallel, world)
-    schedule = step_schedule(config, 32 // config.train.microbatch // layout.data)
+    schedule = step_schedule(config, 16 // config.train.microbatch // layout.data)
     plans, lowered = stage_plans(config), lower(schedule)
     for rank in {0, world - 1}:
         found = rehearse(config, layout, rank)
@@ -79,6 +79,6 @@ def test_the_plan_is_what_a_rank_counts_within_one_percent(name):
         assert found.kept == pytest.approx(kept, rel=0.03 if small else 0.01)
         total = found.buffers + found.optimizer + found.kept
         here = [plans[stage] for stage in schedule.stages(layout.coordinate(rank)["pipeline"])]
-        moved = traffic(config, layout, here, lowered.ranks[layout.coordinate(rank)["pipeline"]])
-        assert_moved(found.traffic, moved, layout, config)
+        planned = moved(config, layout, here, lowered.ranks[layout.coordinate(rank)["pipeline"]])
+        assert_moved(found.traffic, planned, layout, config)
         assert total == pytest.approx(buffers + plan.optimizer + kept, rel=0.01)

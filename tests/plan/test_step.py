@@ -12,8 +12,9 @@ from megaframe.layout import Layout
 from megaframe.plan.candidates import SCHEDULES, Candidates
 from megaframe.plan.cluster import load_cluster
 from megaframe.plan.constants import CONSTANTS, constants_of
-from megaframe.plan.fast import estimate
-from megaframe.plan.sizes import RECOMPUTE
+from megaframe.plan.fast import bubble, estimate
+from megaframe.plan.machine import Passes
+from megaframe.plan.sizes import RECOMPUTE, Sizes
 from megaframe.plan.step import model_flops, predict
 from megaframe.schedule import generate
 from megaframe.schedule.costs import Costs
@@ -133,6 +134,23 @@ def test_impossible_questions():
         predicted(config_of(), 1, replace(cpu, chip=chip), CONSTANTS["cpu"])
     with pytest.raises(UserError, match="no constants are known of chips of the family z80"):
         constants_of("z80")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_bubbles_of_the_closed_forms_are_simulated_ones(name, ranks):
+    chunks = 2 if name in ("interleaved", "breadth-first", "zb-v", "v-half", "dualpipe-v") else 1
+    many = 4 * ranks
+    one = np.array([1])
+    sizes = Sizes(**{field.name: one for field in fields(Sizes)})
+    sizes = replace(sizes, pipeline=one * ranks, chunks=one * chunks, microbatches=one * many)
+    passes = [(1.0, 1.0, 1.0)]
+    if name not in ("zb-v", "v-half", "dualpipe-v"):
+        passes += [(1.0, 1.25, 0.75), (2.0, 3.0, 2.0)]
+    for times in passes:
+        timeline = simulate(generate(name, ranks, chunks, many), Costs(*times).divided(chunks))
+        found = bubble(one * SCHEDULES.index(name), sizes, Passes(*times))
+        assert float(found[0]) == pytest.approx(float(timeline.time) - many * sum(times))
 
 
 def candidates(model, world):

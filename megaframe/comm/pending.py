@@ -1,0 +1,127 @@
+"""Pending: a result that is still in flight, and the one place where a rank waits for others.
+
+So whoever wants to know about waits is told there, and no layer has a timer: the place of the rank,
+on the host's clock, for a hang is explained by where ranks were; and the waits of the traffic, on
+the clock of the device that computes, which may go on while the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megaframe.comm.group import Group
+from megaframe.comm.place import named
+from megaframe.comm.traffic import UNWATCHED, Waits
+from megaframe.errors import LostRanks
+
+T = TypeVar("T")
+
+_NOISE = re.compile(r"^\[\S+:\d+\] |\. This is typically caused by.*", re.DOTALL)
+"""What gloo puts around its reason: a place in its source, and advice."""
+
+
+class Pending(Generic[T]):
+    """A result still in flight. Forgetting to wait is a type error, not a race.
+
+    work: what torch started for it in `group`, None when there is nothing to wait for. too: what
+    `wait()` also waits for. last: what makes the result of all that has come. kind: what it is.
+    waits: what the wait is charged to. size: bytes that it is for.
+    """
+
+    def __init__(
+        self,
+        value: T,
+        work: dist.Work | None = None,
+        group: Group | None = None,
+        too: Pending[Tensor] | None = None,
+        last: Callable[[], object] | None = None,
+        *,
+        kind: str = "",
+        waits: Waits = UNWATCHED,
+        size: int = 0,
+    ) -> None:
+        self._value = value
+        self._work = work
+        self._group = group
+        self._too = too
+        self._last = last
+        self._kind = kind
+        self._waits, self._size = waits, size
+        self._started = waits.start()
+
+    def wait(self) -> T:
+        """The result, once it is there. Raises `LostRanks` when it does not come."""
+        if self._work is self._too is self._last is None:
+            return self._value
+        late = not (self._waits.asks and self.arrived())
+        with self._waits:
+            self._finish()
+        self._waits.landed(self._started, self._size, late)
+        return self._value
+
+    def _finish(self) -> None:
+        if self._work is not None:
+            assert self._group is not None, "work belongs to a group"
+            place = self._group.place
+            begun = place.wait(self)
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise _lost(self._group, error) from error
+            place.go_on(begun)
+            self._work = None
+        if self._too is not None:
+            self._too.wait()
+            self._too = None
+        if self._last is not None:
+            self._last()
+            self._last = None
+
+    def waits_for(self) -> tuple[str, tuple[int, ...]]:
+        """What `wait()` waits for in words, and the ranks that have a part in it."""
+        assert self._group is not None, "work belongs to a group"
+        return _in_words(self._kind, self._group), self._group.ranks
+
+    def arrived(self) -> bool:
+        """Whether `wait()` would return at once."""
+        here = self._work is None or self._work.is_completed()
+        return here and (self._too is None or self._too.arrived())
+
+
+def started(
+    value: T,
+    group: Group,
+    start: Callable[[], dist.Work | None],
+    kind: str,
+    too: Pending[Tensor] | None = None,
+    *,
+    waits: Waits = UNWATCHED,
+    size: int = 0,
+) -> Pending[T]:
+    """What `start` starts in a group. Raises `LostRanks` where that fails at once, as over a
+    connection that is known to be gone. For the rest see `Pending`."""
+    try:
+        work = start()
+    except RuntimeError as error:
+        raise _lost(group, error) from error
+    return Pending(value, work, group, too, kind=kind, waits=waits, size=size)
+
+
+def _in_words(kind: str, group: Group) -> str:
+    """`all_reduce over data with rank 2`, `receive over pipeline from rank 1`."""
+    preposition = {"send": "to", "receive": "from"}.get(kind, "with")
+    return f"{kind} over {' x '.join(group.axes)} {preposition} {named(group.others)}"
+
+
+def _lost(group: Group, error: RuntimeError) -> LostRanks:
+    reason = _NOISE.sub("", str(error).strip())
+    return LostRanks(
+        f"rank {group.ranks[group.index]} lost contact over {' x '.join(group.axes)} "
+        f"with {named(group.others)}: {reason}",
+        group.others,
+    )

@@ -1,0 +1,56 @@
+"""What to try next: for each cause that costs a run much, the keys that act on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+_LEAST = 0.02
+"""Share of the peak that is worth a sentence."""
+_MOST = 5
+_ADVICE = {
+    "kernels": "products run below the peak: a larger train.microbatch or model.hidden fills the "
+    "device better; train.precision=bf16 where it is fp32",
+    "recompute": "a part of the work is done twice: train.recompute=selective or none if the "
+    "memory allows it, or train.recompute_blocks for some blocks only",
+    "bubble": "stages wait for each other: more microbatches (train.global_batch), another "
+    "parallel.schedule (tools/schedule.py draws them), parallel.layers_per_stage where one stage "
+    "works longer than the others, or fewer stages",
+    "stragglers": "some ranks work longer than others of their stage: see the rows of the heat "
+    "map; tools/doctor.py on their machine tells whether clocks or neighbours are to blame",
+    "optimizer": "updating takes long: parallel.zero=1 divides it over data ranks; a larger "
+    "train.global_batch does it less often; optim.offload=false if the memory allows it",
+    "data": "the loader is waited for: a larger data.prefetch, or token files on a local disk",
+    "checkpoint": "saving holds the step up: a larger checkpoint.every",
+    "evaluation": "a larger train.eval_every or smaller train.eval_samples",
+    "other": "time that no part claims: the host may be slower than the device; "
+    "meter.trace=[STEP] shows where",
+    "communication/tensor": "waits for tensor ranks: keep parallel.tensor inside of a node, make "
+    "it smaller, or set parallel.tensor_chunks",
+    "communication/context": "waits for context ranks: a smaller parallel.context",
+    "communication/pipeline": "messages between stages are slow: put neighbours on a faster link",
+    "communication/data": "waits for data ranks: a larger train.global_batch, parallel.zero=1 "
+    "instead of 3, or parallel.data_replicate where some links are slow",
+    "communication/expert": "waits for experts: parallel.dispatch for the links at hand, "
+    "parallel.expert_overlap=true with a pipeline, or a smaller parallel.expert",
+}
+
+
+def advice(losses: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """Cause and sentence, the largest loss first. losses: shares of the peak by cause."""
+    causes = sorted(losses, key=lambda cause: -losses[cause])
+    told = 0
+    for cause in causes:
+        known = _ADVICE.get(cause) or _ADVICE.get(_first_axis(cause))
+        if cause in ("mfu", "compute") or losses[cause] < _LEAST or known is None:
+            continue
+        told += 1
+        if told > _MOST:
+            return
+        yield cause, known
+
+
+def _first_axis(cause: str) -> str:
+    """Several axes are advised on as the first of them."""
+    names = cause.removeprefix("communication/").split("+")
+    known = (f"communication/{name.partition('_')[0]}" for name in names)
+    return next((name for name in known if name in _ADVICE), cause)

@@ -1,0 +1,171 @@
+"""The metrics file of a run as columns, however it came to us: still being written, cut off in the
+middle, or with lines of something else between.
+
+Nothing in it is trusted. What is no line of a step is left out and counted, and every oddity
+becomes a note that is shown beside what there is.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+_LONGEST_LINE = 1 << 24
+_MOST_COLUMNS = 5_000
+_ROWS = ("ranks", "stages", "experts", "sources")
+"""Keys whose lists are kept whole, as rows of numbers."""
+
+Rows = dict[str, tuple[list[int], list["array[float]"]]]
+"""By name the steps that have the row, and the rows."""
+
+
+class Metrics:
+    """Columns of one metrics file; `read` takes what has been added to it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.version = 0
+        """Grows whenever something is read."""
+        self._identity: tuple[int, int] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self.rows: Rows = {}
+        self._columns: dict[str, array[float]] = {"step": array("d")}
+        self._offset = 0
+        self._bad: list[int] = []
+        self._lines = 0
+        self._back: list[str] = []
+        self._torn = self._many = False
+
+    def __len__(self) -> int:
+        return len(self._columns["step"])
+
+    def read(self) -> bool:
+        """Take whole lines that are new since the last call; whether there were any. A file that
+        was replaced, as when a run resumes, is read anew."""
+        try:
+            found = self.path.stat()
+            identity = found.st_dev, found.st_ino
+            if identity != self._identity or found.st_size < self._offset:
+                self._forget()
+                self._identity, self.version = identity, self.version + 1
+            with open(self.path, "rb") as file:
+                file.seek(self._offset)
+                return self._take(file)
+        except OSError:
+            return False
+
+    def _take(self, file: Any) -> bool:
+        before = self._offset
+        self._torn = False
+        while line := file.readline(_LONGEST_LINE):
+            if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
+                self._torn = True
+                break
+            self._offset += len(line)
+            self._lines += 1
+            self._add(line)
+        self.version += self._offset != before
+        return self._offset != before
+
+    def notes(self) -> Iterator[str]:
+        """What a reader of the page should know of the file."""
+        if not self._lines and not self._torn:
+            yield "no metrics yet" if self.path.exists() else f"there is no {self.path.name}"
+        if self._bad:
+            where = ", ".join(map(str, self._bad[:3])) + (" ..." if len(self._bad) > 3 else "")
+            yield f"{len(self._bad)} lines are no metrics and are left out (line {where})"
+        if self._torn:
+            yield "the last line is not whole: it is being written, or was cut off"
+        yield from self._back[:3]
+        if self._many:
+            yield f"only the first {_MOST_COLUMNS} names of metrics are read"
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """Values of a metric by line, NaN where there is none."""
+        found = np.full(len(self), np.nan)
+        values = self._columns.get(name)
+        if values is not None:
+            found[: len(values)] = values
+        return found
+
+    def names(self) -> list[str]:
+        """Of all columns, in the order in which they were first seen."""
+        return list(self._columns)
+
+    def _add(self, line: bytes) -> None:
+        try:
+            found = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            found = None
+        step = found.get("step") if isinstance(found, dict) else None
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**53:
+            self._bad.append(self._lines)
+            return
+        steps = self._columns["step"]
+        if steps and step <= steps[-1]:
+            self._back.append(
+                f"after step {steps[-1]:.0f} comes step {step} (line {self._lines}): what it "
+                "repeats is left out; two runs in one file, or one that was resumed"
+            )
+            self._cut(step)
+        count = len(steps)
+        for name, value in _numbers(found):
+            self._put(name, count, value)
+        for key in _ROWS:
+            if key in found:
+                for name, row in _rows(found[key], key):
+                    kept = self.rows.setdefault(name, ([], []))
+                    kept[0].append(step)
+                    kept[1].append(array("f", row))
+
+    def _put(self, name: str, count: int, value: float) -> None:
+        column = self._columns.get(name)
+        if column is None:
+            if len(self._columns) >= _MOST_COLUMNS:
+                self._many = True
+                return
+            column = self._columns[name] = array("d")
+        if len(column) < count:
+            column.extend([math.nan] * (count - len(column)))
+        column.append(value)
+
+    def _cut(self, step: int) -> None:
+        keep = int(np.searchsorted(np.asarray(self._columns["step"]), step))
+        for column in self._columns.values():
+            del column[keep:]
+        for steps, rows in self.rows.values():
+            while steps and steps[-1] >= step:
+                steps.pop()
+                rows.pop()
+
+
+def _numbers(line: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[Any]:
+    """Names and numbers of a line, those of nested objects joined by slashes."""
+    for name, value in line.items():
+        if isinstance(value, bool) or value is None:
+            continue
+        if isinstance(value, (int, float)):
+            try:
+                yield prefix + name, float(value)
+            except OverflowError:
+                continue
+        elif isinstance(value, dict) and depth < 4 and (prefix or name != "ranks"):
+            yield from _numbers(value, f"{prefix}{name}/", depth + 1)
+
+
+def _rows(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, list[float]]]:
+    if isinstance(value, list) and value:
+        if all(isinstance(one, (int, float)) for one in value):
+            yield name, value
+    elif isinstance(value, dict) and depth < 4:
+        for key, inner in value.items():
+            yield from _rows(inner, f"{name}/{key}", depth + 1)

@@ -1,0 +1,349 @@
+"use strict";
+// Draws what the page was given. Names of runs, keys and values are text wherever they go: into the
+// document by textContent, into plotly, which knows some tags, with their signs escaped.
+const AXES = { step: "step", tokens: "tokens", hours: "hours of training" };
+const COLOURS = ["#2f81f7", "#e36209", "#2da44e", "#a475f9", "#d1242f", "#bf8700", "#1b7c83", "#bf3989"];
+const DASHES = ["solid", "dot", "dash", "dashdot", "longdash", "longdashdot"];
+const state = { x: "step", hidden: new Set(), band: true, data: null, chosen: {} };
+const drawn = new Map();
+
+const esc = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+const make = (tag, text, attributes = {}) => {
+  const node = document.createElement(tag);
+  if (text !== undefined) node.textContent = text;
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  return node;
+};
+const theme = {}; // Read once a turn: each question makes the browser lay the page out.
+const css = (name) => theme[name];
+const readTheme = () => ["--line", "--ink"].forEach((name) => {
+  theme[name] = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+});
+const shown = () => state.data.runs.map((run, number) => ({ run, number }))
+  .filter(({ number }) => !state.hidden.has(number));
+const several = () => state.data.runs.length > 1;
+const scaled = (values, scale) => scale === 1 ? values : values.map((v) => v === null ? null : v * scale);
+
+function keysOf(panel, run) {
+  return Object.keys(run.series).filter((name) =>
+    panel.keys.some((key) => key.endsWith("/") ? name.startsWith(key) : name === key));
+}
+
+function layout(panel, more = {}) {
+  const axis = { gridcolor: css("--line"), zerolinecolor: css("--line") };
+  return {
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    font: { color: css("--ink"), size: 12 }, margin: { l: 56, r: 12, t: 8, b: 64 },
+    legend: { orientation: "h", y: -0.26, yanchor: "top", font: { size: 11 } }, hovermode: "closest",
+    uirevision: panel.id + state.x, ...more,
+    xaxis: { ...axis, ...(more.xaxis || {}) }, yaxis: { ...axis, ...(more.yaxis || {}) },
+  };
+}
+
+function lines(panel) {
+  // Parts that sum to the whole are stacked, where there is one run of them.
+  const traces = [], events = [];
+  for (const { run, number } of shown()) {
+    const x = run.x[state.x], keys = keysOf(panel, run), single = keys.length === 1;
+    keys.forEach((key, place) => {
+      const series = run.series[key];
+      const colour = COLOURS[(several() ? number : place) % COLOURS.length];
+      const short = key.split("/").slice(1).join("/") || key;
+      const name = esc(several() ? (single ? run.name : run.name + " " + short) : short);
+      const y = scaled(series.y, panel.scale), points = y.filter((v) => v !== null).length;
+      if (state.band && series.low && !panel.keys[0].endsWith("/")) {
+        const edge = { x, mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false, type: "scatter" };
+        traces.push({ ...edge, y: scaled(series.low, panel.scale) });
+        traces.push({ ...edge, y: scaled(series.high, panel.scale), fill: "tonexty", fillcolor: colour + "2b" });
+      }
+      traces.push({
+        type: "scatter", x, y, name, connectgaps: true,
+        mode: points < 60 ? "lines+markers" : "lines", marker: { size: 4 },
+        ...(panel.id === "time" && !several() ? { stackgroup: "parts" } : {}),
+        line: { color: colour, width: 1.6, dash: several() ? DASHES[place % DASHES.length] : "solid" },
+      });
+    });
+    events.push(...run.events);
+  }
+  if (!traces.length) return null;
+  return [[...traces, ...marks(events)], layout(panel, {
+    xaxis: { title: { text: AXES[state.x], standoff: 4 } }, yaxis: { type: panel.log ? "log" : "linear" },
+    // Of marks: from the bottom of the panel to its top, whatever its lines are.
+    yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
+  })];
+}
+
+// One trace for all events of a kind: hundreds of shapes would take longer than the lines.
+const EVENTS = { restart: "#a475f9", skip: "#d1242f", checkpoint: "#8a94a3" };
+const marks = (events) => [...new Set(events.map((one) => one.kind))].map((kind) => {
+  const at = events.filter((one) => one.kind === kind), top = kind === "checkpoint" ? 0.05 : 1;
+  return {
+    type: "scatter", mode: "lines", name: kind, yaxis: "y2", hoverinfo: "skip", connectgaps: false,
+    x: at.flatMap((one) => [one[state.x], one[state.x], null]), y: at.flatMap(() => [0, top, null]),
+    line: { color: EVENTS[kind], width: 1, dash: "dot" },
+  };
+});
+
+function waterfall(panel) {
+  const traces = [];
+  const add = (name, losses, colour) => {
+    const causes = losses.filter(([cause, , share]) => cause !== "mfu" && Math.abs(share) >= 5e-5);
+    causes.sort((one, other) => other[2] - one[2]);
+    const known = losses.some(([cause]) => cause === "mfu");
+    const rest = 1 - causes.reduce((sum, one) => sum + one[2], 0);
+    const x = ["all time at peak", ...causes.map((one) => one[1]), known ? "MFU" : "nothing left"];
+    const y = [1, ...causes.map((one) => -one[2]), rest].map((v) => 100 * v);
+    traces.push({
+      type: "waterfall", name: esc(name), x: x.map(esc), y,
+      measure: ["absolute", ...causes.map(() => "relative"), "total"],
+      text: y.map((v) => Math.abs(v).toFixed(Math.abs(v) < 10 ? 1 : 0)), textposition: "outside",
+      connector: { line: { color: css("--line") } }, cliponaxis: false,
+      decreasing: { marker: { color: colour || "#e36209" } }, increasing: { marker: { color: "#2da44e" } },
+      totals: { marker: { color: colour || "#2f81f7" } },
+    });
+  };
+  for (const { run, number } of shown()) if (run.waterfall.length)
+    add(run.name, run.waterfall, several() ? COLOURS[number % COLOURS.length] : null);
+  if (!traces.length) return null;
+  if (state.data.prediction) add("predicted", state.data.prediction, "#8a94a3");
+  return [traces, layout(panel, {
+    showlegend: traces.length > 1, waterfallgroupgap: 0.05, margin: { l: 56, r: 12, t: 22, b: 36 },
+    yaxis: { title: { text: panel.unit }, range: [0, 112] }, xaxis: { tickangle: 30, automargin: true },
+  })];
+}
+
+function chosen(panel) {
+  const runs = shown().filter(({ run }) => run[panel.kind === "heat" ? "heat" : "bars"][panel.id]);
+  return runs.find(({ number }) => number === state.chosen[panel.id]) || runs[0];
+}
+
+function heat(panel) {
+  const pick = chosen(panel);
+  if (!pick) return null;
+  const grid = pick.run.heat[panel.id], apart = panel.id === "stragglers";
+  const top = Math.max(1, ...grid.z.flat().filter((v) => v !== null));
+  return [[{
+    type: "heatmap", z: grid.z, x: grid.columns, y: grid.rows.map((row) => grid.what + " " + row),
+    colorscale: apart ? [[0, "#2f81f7"], [0.5, "#f4f4f4"], [1, "#d1242f"]] : "Viridis",
+    ...(apart ? { zmin: -top, zmax: top } : { zmin: 0 }), colorbar: { thickness: 10, len: 0.9 },
+    hovertemplate: "%{y}, " + grid.across + " %{x}: %{z}<extra></extra>",
+  }], layout(panel, {
+    xaxis: { title: { text: grid.across + (grid.at ? ` (at step ${grid.at})` : "") }, type: grid.across === "expert" ? "linear" : "category", nticks: 8 },
+    yaxis: { autorange: "reversed", nticks: 10, automargin: true },
+  })];
+}
+
+function bars(panel) {
+  const pick = chosen(panel);
+  if (!pick) return null;
+  const group = pick.run.bars[panel.id];
+  const traces = Object.entries(group.kinds).map(([kind, y], place) => ({
+    type: "bar", name: esc(kind), x: group.places.map(esc), y, marker: { color: COLOURS[place % COLOURS.length] },
+  }));
+  return [traces, layout(panel, { barmode: "stack", showlegend: traces.length > 1, xaxis: { type: "category", nticks: 12 } })];
+}
+
+const KINDS = { lines, waterfall, heat, bars };
+
+// The numbers of a figure as a table: for who does not see it, or wants to copy them.
+function tableOf(traces) {
+  const rows = traces.filter((t) => t.hoverinfo !== "skip").flatMap((t) => {
+    if (t.type === "heatmap") return t.y.slice(0, 50).map((name, i) => [name, Math.max(...t.z[i]).toPrecision(3)]);
+    if (t.type !== "scatter") return t.x.map((name, i) => [(t.name ? t.name + ": " : "") + name, Number(t.y[i]).toPrecision(4)]);
+    const there = t.y.map((v, i) => [i, v]).filter(([, v]) => v !== null), [i, v] = there[there.length - 1] || [];
+    return v === undefined ? [] : [[`${t.name || ""} at ${AXES[state.x]} ${t.x[i]}`, v.toPrecision(5)]];
+  });
+  const plain = (text) => String(text).replace(/&lt;/g, "<").replace(/&gt;/g, ">").replace(/&amp;/g, "&");
+  const table = make("table"), body = table.appendChild(make("tbody"));
+  for (const [name, value] of rows) {
+    const row = body.appendChild(make("tr"));
+    row.append(make("th", plain(name), { scope: "row" }), make("td", value));
+  }
+  return table;
+}
+
+function draw(id) {
+  const entry = drawn.get(id), figure = KINDS[entry.panel.kind](entry.panel);
+  entry.none.hidden = figure !== null;
+  entry.plot.hidden = entry.details.hidden = figure === null;
+  choice(entry);
+  if (figure === null) return entry.section.setAttribute("data-state", "empty");
+  Plotly.react(entry.plot, figure[0], figure[1], { responsive: true, displaylogo: false, displayModeBar: false, scrollZoom: false });
+  entry.plot.setAttribute("aria-label", entry.panel.title + " (" + figure[0].length + " traces); arrows move, plus and minus zoom, 0 shows all");
+  const fill = () => { if (entry.details.open) entry.scroll.replaceChildren(tableOf(figure[0])); };
+  entry.details.ontoggle = fill;
+  fill();
+  entry.section.setAttribute("data-state", "drawn");
+}
+
+function choice(entry) {
+  const { panel, select } = entry;
+  if (!["heat", "bars"].includes(panel.kind)) return;
+  const runs = shown().filter(({ run }) => run[panel.kind === "heat" ? "heat" : "bars"][panel.id]);
+  select.hidden = runs.length < 2;
+  const pick = chosen(panel);
+  select.replaceChildren(...runs.map(({ run, number }) => {
+    const option = make("option", run.name, { value: number });
+    option.selected = pick && pick.number === number;
+    return option;
+  }));
+}
+
+// Without a mouse: arrows move along x, plus and minus zoom, 0 shows all.
+function keys(event, plot) {
+  const axis = plot._fullLayout && plot._fullLayout.xaxis;
+  if (!axis || event.ctrlKey || event.metaKey || event.altKey) return;
+  const [low, high] = axis.range, width = high - low;
+  const to = { ArrowLeft: [low - width / 4, high - width / 4], ArrowRight: [low + width / 4, high + width / 4],
+    "+": [low + width / 4, high - width / 4], "=": [low + width / 4, high - width / 4],
+    "-": [low - width / 2, high + width / 2] }[event.key];
+  if (to) Plotly.relayout(plot, { "xaxis.range": to });
+  else if (event.key === "0") Plotly.relayout(plot, { "xaxis.autorange": true, "yaxis.autorange": plot._fullLayout.yaxis.autorange === "reversed" ? "reversed" : true });
+  else return;
+  event.preventDefault();
+}
+
+function section(panel) {
+  const wide = panel.id === "waterfall" || panel.id === "time";
+  const node = make("section", undefined, { id: panel.id, "aria-labelledby": "h-" + panel.id, ...(wide ? { class: "wide" } : {}) });
+  const top = node.appendChild(make("div", undefined, { class: "top" }));
+  top.append(make("h2", panel.title, { id: "h-" + panel.id }), make("span", panel.unit, { class: "unit" }));
+  const select = top.appendChild(make("select", undefined, { "aria-label": "run shown in " + panel.title }));
+  select.hidden = true;
+  select.onchange = () => { state.chosen[panel.id] = Number(select.value); draw(panel.id); };
+  const plot = node.appendChild(make("div", undefined, { class: "plot", tabindex: "0", role: "img" }));
+  plot.onkeydown = (event) => keys(event, plot);
+  const none = node.appendChild(make("p", "These runs have no such numbers.", { class: "none" }));
+  if (panel.help) node.appendChild(make("p", panel.help, { class: "help" }));
+  const details = node.appendChild(make("details"));
+  details.append(make("summary", "Numbers"));
+  const scroll = details.appendChild(make("div", undefined, { class: "scroll", tabindex: "0" }));
+  drawn.set(panel.id, { panel, section: node, plot, none, details, scroll, select });
+  return node;
+}
+
+function table(id, title, heads, rows) {
+  const node = make("section", undefined, { id, class: "wide", "data-state": "drawn" });
+  const details = node.appendChild(make("details"));
+  const head = details.appendChild(make("summary"));
+  head.appendChild(make("h2", title));
+  const body = make("tbody"), grid = make("table");
+  const first = grid.appendChild(make("thead")).appendChild(make("tr"));
+  heads.forEach((text) => first.appendChild(make("th", text, { scope: "col" })));
+  rows.forEach((row) => {
+    const line = body.appendChild(make("tr"));
+    row.forEach((cell, place) => line.appendChild(make(place ? "td" : "th", cell)));
+  });
+  grid.appendChild(body);
+  details.appendChild(make("div", undefined, { class: "scroll", tabindex: "0" })).appendChild(grid);
+  details.open = id === "summary" || id === "differences";
+  return node;
+}
+
+// Rows of all runs by their first cell.
+function joined(field) {
+  const keys = [...new Set(state.data.runs.flatMap((run) => run[field].map((row) => row[0])))];
+  const tables = state.data.runs.map((run) => new Map(run[field].map((row) => [row[0], row[1]])));
+  return keys.map((key) => [key, ...tables.map((one) => one.get(key) ?? "")]);
+}
+
+function frame() {
+  const { runs, panels } = state.data, names = runs.map((run) => run.name);
+  document.title = names.join(", ") + " - megaframe";
+  document.querySelector("h1").textContent = names.join(", ");
+  const main = document.querySelector("main");
+  main.replaceChildren(
+    table("summary", "Summary", ["", ...names], joined("summary")),
+    ...panels.map(section),
+    ...(several() ? [table("differences", "Differences of the configs", ["key", ...names], state.data.differences)] : []),
+    table("events", "Events", ["run", "step", "kind", "what"], runs.flatMap((run) =>
+      run.events.map((event) => [run.name, String(event.step), event.kind, event.text]))),
+    table("config", "Config", ["key", ...names], joined("config")),
+    table("environment", "Environment", ["", ...names], joined("environment")),
+  );
+  const picker = document.querySelector("#runs");
+  picker.hidden = !several();
+  picker.replaceChildren(make("legend", "runs"), ...runs.map((run, number) => {
+    const box = make("input", undefined, { type: "checkbox" });
+    box.checked = !state.hidden.has(number);
+    box.onchange = () => { state.hidden[box.checked ? "delete" : "add"](number); drawAll(); };
+    const node = make("label");
+    node.append(box, make("span", run.name));
+    node.style.color = COLOURS[number % COLOURS.length];
+    return node;
+  }));
+  notes();
+}
+
+function notes() {
+  const { runs } = state.data;
+  document.querySelector(".notes").replaceChildren(...runs.flatMap((run) =>
+    run.notes.map((note) => make("li", several() ? run.name + ": " + note : note))));
+}
+
+// What is in view is drawn first, and the rest when the page has nothing else to do.
+let drawing = 0;
+function drawAll() {
+  if (!window.Plotly) return; // What can be read without it is there before it is loaded.
+  readTheme();
+  const turn = ++drawing, near = (id) => drawn.get(id).section.getBoundingClientRect().top < innerHeight;
+  const left = [...drawn.keys()], now = left.filter(near);
+  for (const id of now) draw(id);
+  performance.mark("in view");
+  document.documentElement.setAttribute("data-first", "drawn");
+  const rest = left.filter((id) => !now.includes(id));
+  const next = () => {
+    if (turn !== drawing) return;
+    const id = rest.shift();
+    if (id === undefined) return document.documentElement.setAttribute("data-drawn", String(turn));
+    draw(id);
+    setTimeout(next);
+  };
+  setTimeout(next);
+}
+
+function refresh(data) {
+  const same = state.data && JSON.stringify(data.runs.map((r) => [r.name, r.config.length])) ===
+    JSON.stringify(state.data.runs.map((r) => [r.name, r.config.length]));
+  state.data = data;
+  if (!same) frame();
+  else {
+    for (const [id, title, heads, rows] of [["summary", "Summary", ["", ...data.runs.map((r) => r.name)], joined("summary")]])
+      document.getElementById(id).replaceWith(table(id, title, heads, rows));
+    notes();
+  }
+  drawAll();
+}
+
+// A page that is served asks for what is new; one that lies in a folder never does.
+async function follow(token) {
+  const status = document.querySelector("#live");
+  let version = "";
+  for (;;) {
+    await new Promise((done) => setTimeout(done, document.hidden ? 10000 : 2000));
+    try {
+      const answer = await fetch("data?" + new URLSearchParams({ token, version }));
+      if (!answer.ok) throw new Error(answer.status);
+      const found = await answer.json();
+      status.textContent = "live";
+      if (found.version !== version && found.runs) refresh(found);
+      version = found.version;
+    } catch (error) { status.textContent = "the server does not answer"; }
+  }
+}
+
+function start() {
+  document.querySelectorAll("input[name=x]").forEach((one) => one.onchange = () => { state.x = one.value; drawAll(); });
+  document.querySelector("#band").onchange = (event) => { state.band = event.target.checked; drawAll(); };
+  document.querySelector("#theme").onclick = () => {
+    const root = document.documentElement;
+    const dark = (root.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+    root.dataset.theme = dark ? "light" : "dark";
+    drawAll();
+  };
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  refresh(JSON.parse(document.getElementById("data").textContent));
+  const token = document.documentElement.dataset.token;
+  if (token) follow(token);
+}
+start();

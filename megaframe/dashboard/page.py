@@ -1,0 +1,101 @@
+"""The page: one file that holds all that it needs, and asks nobody for anything.
+
+What comes from runs is in it once, as JSON in which `<` cannot occur, so nothing of it can end the
+element that it lies in; the script puts it into the document as text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from megaframe.errors import UserError
+
+PAGE_FILE = "dashboard.html"
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'"
+)
+_PAGE = """<!doctype html>
+<html lang="en"{token}>
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<link rel="icon" href="data:,">
+<title>megaframe</title>
+<style>{css}</style>
+</head>
+<body>
+<a class="skip" href="#summary">to the summary</a>
+<header>
+<h1></h1>
+<div class="controls">
+<fieldset><legend>along</legend>
+<label><input type="radio" name="x" value="step" checked><span>steps</span></label>
+<label><input type="radio" name="x" value="tokens"><span>tokens</span></label>
+<label><input type="radio" name="x" value="hours"><span>time</span></label></fieldset>
+<label><input type="checkbox" id="band" checked><span>least and most</span></label>
+<fieldset id="runs"></fieldset>
+<button id="theme" type="button">light or dark</button>
+<span id="live" class="unit" role="status">{status}</span>
+</div>
+<ul class="notes" aria-label="notes"></ul>
+</header>
+<main></main>
+<script type="application/json" id="data">{data}</script>
+<script>{script}</script>
+<script>{plotly}</script>
+<script>drawAll();</script>
+</body>
+</html>
+"""
+
+
+def page(data: Mapping[str, Any], token: str = "") -> str:
+    """The text of the page. token: of the server that it asks for what is new, if there is one."""
+    return _PAGE.format(
+        token=f' data-token="{escape(token)}"' if token else "",
+        policy=POLICY,
+        css=_part("page.css"),
+        status="live" if token else "",
+        data=embedded(data),
+        plotly=_plotly(),
+        script=_part("page.js"),
+    )
+
+
+def embedded(data: Any) -> str:
+    """JSON that may stand inside of an HTML element."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that nobody sees half. Raises `UserError` when it cannot be written."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _part(name: str) -> str:
+    return (files("megaframe.dashboard") / name).read_text(encoding="utf-8")
+
+
+def _plotly() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise UserError(
+            "the dashboard needs the extra 'dashboard': pip install 'megaframe[dashboard]'"
+        ) from None
+    return get_plotlyjs().replace("</script", "<\\/script")

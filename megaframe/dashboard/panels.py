@@ -1,0 +1,264 @@
+"""What the page shows: the panels, and the numbers of each run for them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megaframe.dashboard.rows import bars, heat
+from megaframe.dashboard.run import Run, differences, flat
+from megaframe.dashboard.thin import Floats, buckets, extremes, means, short
+from megaframe.errors import UserError
+
+POINTS = 800
+"""Steps that a page shows of a run; more are thinned out."""
+_EVENTS = 200
+_RATES = ("mfu", "mfu_full_attention", "hfu", "tflops_per_second", "tokens_per_second")
+COMMUNICATION = "communication/"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """kind: lines, bars, waterfall, heat or table. keys: metrics that are its lines; one that ends
+    with a slash stands for all that begin so. scale: factor on the values."""
+
+    id: str
+    title: str
+    kind: str
+    keys: tuple[str, ...] = ()
+    unit: str = ""
+    scale: float = 1.0
+    help: str = ""
+    log: bool = False
+
+
+PANELS = (
+    Panel(
+        "waterfall", "Where the peak went", "waterfall", unit="% of peak",
+        help="From 100% of the devices' peak down to the MFU: each bar is what one cause costs.",
+    ),
+    Panel("loss", "Loss", "lines", ("loss", "mtp_loss"), "nats per token"),
+    Panel("evaluation", "Evaluation", "lines", ("eval_loss", "eval_bits_per_byte"), "nats; bits"),
+    Panel("lr", "Learning rate", "lines", ("lr",)),
+    Panel("grad_norm", "Gradient norm", "lines", ("grad_norm",), log=True),
+    Panel("tokens", "Tokens per second", "lines", ("tokens_per_second",), "tokens/s"),
+    Panel("tflops", "TFLOP/s per device", "lines", ("tflops_per_second",), "TFLOP/s"),
+    Panel(
+        "mfu", "MFU and HFU", "lines", ("mfu", "hfu", "mfu_full_attention"), "% of peak", 100.0,
+        "HFU counts what recompute does again; full attention counts the half that causal "
+        "attention leaves out.",
+    ),
+    Panel(
+        "time", "Time of a step", "lines", ("time/",), "ms", 1000.0,
+        "The parts of a step sum to it; communication is what nothing ran beside.",
+    ),
+    Panel(
+        "stragglers", "Ranks: work beyond the median", "heat", unit="%",
+        help="How much longer than the median of its step each rank worked, waits not counted.",
+    ),
+    Panel("stages", "Work and bubble by pipeline rank", "bars", unit="ms a step"),
+    Panel("memory", "Peak memory", "lines", ("memory_bytes",), "GiB", 2.0**-30),
+    Panel("memory_ranks", "Memory by kind and rank", "bars", unit="GiB"),
+    Panel("bytes", "Sent by a rank in a step", "lines", ("bytes/",), "MiB", 2.0**-20),
+    Panel("bandwidth", "Bandwidth where something waited", "lines", ("bandwidth/",), "GB/s", 1e-9),
+    Panel(
+        "experts", "Load of experts", "heat", unit="of the mean",
+        help="Tokens of each expert over the mean of its layer, at the last step that has them.",
+    ),
+    Panel("expert_load", "Most loaded expert by layer", "heat", unit="of the mean"),
+    Panel("sources", "Data sources", "bars", unit="samples"),
+)  # fmt: skip
+
+
+def page_data(
+    runs: Sequence[Run], prediction: Mapping[str, Any] | None = None, points: int = POINTS
+) -> dict[str, Any]:
+    """Everything that the page shows, as JSON holds it."""
+    names = _distinct([run.name for run in runs])
+    return {
+        "runs": [run_data(run, name, points) for run, name in zip(runs, names, strict=True)],
+        "panels": [asdict(panel) for panel in PANELS],
+        "differences": differences([run.config for run in runs]) if len(runs) > 1 else [],
+        "prediction": _waterfall(predicted(prediction)) if prediction else None,
+    }
+
+
+def run_data(run: Run, name: str, points: int) -> dict[str, Any]:
+    """One run's part of it."""
+    metrics = run.metrics
+    starts = buckets(len(metrics), points)
+    seconds = metrics.column("seconds")
+    ends = np.append(starts[1:], len(metrics)) - 1 if len(starts) else starts
+    tokens = np.nan_to_num(metrics.column("tokens")).cumsum()
+    hours = np.nan_to_num(seconds).cumsum() / 3600
+    axes = {"step": metrics.column("step"), "tokens": tokens, "hours": hours}
+    return {
+        "name": name,
+        "folder": str(run.folder),
+        "steps": len(metrics),
+        "notes": run.notes,
+        "summary": summary(run),
+        "x": {axis: short(values[ends], 9) for axis, values in axes.items()},
+        "series": _series(run, starts, seconds),
+        "events": _events(run, axes),
+        "waterfall": _waterfall(losses(run)),
+        "bars": bars(run),
+        "heat": heat(run, points),
+        "config": [list(row) for row in flat(run.config)],
+        "environment": [list(row) for row in flat(run.environment)],
+    }
+
+
+def losses(run: Run) -> dict[str, float]:
+    """Share of the peak by cause, with `mfu` last where it is known: over all steps but the first,
+    which also warms up."""
+    weights = run.metrics.column("seconds").copy()
+    if len(weights) > 1:
+        weights[0] = 0.0
+    whole = np.zeros(min(1, len(weights)), dtype=np.int64)
+    names = [name for name in run.metrics.names() if name.startswith("lost/")]
+    found = {}
+    for name in (*names, "mfu"):
+        # A cause that a line does not name cost nothing in its step.
+        values = run.metrics.column(name)
+        value = means(values if name == "mfu" else np.nan_to_num(values), whole, weights)
+        if value.size and np.isfinite(value[0]):
+            found[name.removeprefix("lost/")] = float(value[0])
+    return found if names else {}
+
+
+def summary(run: Run) -> list[list[str]]:
+    """Rows of a name and a value."""
+    metrics = run.metrics
+    if not len(metrics):
+        return []
+    seconds = metrics.column("seconds")
+    total = float(np.nansum(seconds))
+    tokens = float(np.nansum(metrics.column("tokens")))
+
+    def last(name: str) -> float:
+        found = metrics.column(name)
+        found = found[np.isfinite(found)]
+        return float(found[-1]) if found.size else math.nan
+
+    def rate(name: str) -> float:
+        return float(means(metrics.column(name), np.zeros(1, dtype=np.int64), seconds)[0])
+
+    best = metrics.column("eval_loss")
+    memory = np.nan_to_num(metrics.column("memory_bytes")).max() / 2**30
+    rows = [
+        ("steps", f"{metrics.column('step')[0]:,.0f} to {metrics.column('step')[-1]:,.0f}"),
+        ("tokens", f"{tokens:,.0f}"),
+        ("hours", f"{total / 3600:,.3g}"),
+        ("loss", _shown(last("loss"), ".4f")),
+        ("best validation loss", _shown(float(np.nanmin(best)), ".4f") if _any(best) else "n/a"),
+        ("tokens/s", _shown(tokens / total if total else math.nan, ",.0f")),
+        ("TFLOP/s per device", _shown(rate("tflops_per_second"), ".4g")),
+        ("MFU", _shown(rate("mfu"), ".1%")),
+        ("HFU", _shown(rate("hfu"), ".1%")),
+        ("peak memory of a rank", f"{memory:.3g} GiB"),
+    ]
+    return [list(row) for row in rows]
+
+
+def predicted(prediction: Mapping[str, Any]) -> dict[str, float]:
+    """A predicted step as shares of the peak: from `step_seconds`, `mfu` and `breakdown`, seconds
+    by part, in which the exposed communication of an axis has the axis's name."""
+    seconds, mfu = float(prediction["step_seconds"]), prediction.get("mfu")
+    found: dict[str, float] = {}
+    for part, spent in prediction["breakdown"].items():
+        axis = part in ("tensor", "context", "expert", "data", "pipeline")
+        if part != "compute":
+            found[COMMUNICATION + part if axis else part] = float(spent) / seconds
+    rest = 1.0 - sum(found.values())
+    if mfu is None:
+        return {"compute": rest, **found}
+    return {"kernels": rest - float(mfu), **found, "mfu": float(mfu)}
+
+
+def read_prediction(path: Path | None) -> dict[str, Any] | None:
+    """A predicted step from a JSON file, as `predicted` takes it. Raises `UserError` when it is
+    none."""
+    if path is None:
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        predicted(found)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
+        raise UserError(
+            f"--prediction={path} is no JSON object with step_seconds, mfu and breakdown"
+        ) from None
+    return found
+
+
+def label(cause: str) -> str:
+    """What people read for a cause of a loss."""
+    named = {"kernels": "kernels below peak", "mfu": "MFU"}.get(cause, cause)
+    return named.replace(COMMUNICATION, "waits: ").replace("+", " + ")
+
+
+def _waterfall(lost: Mapping[str, float]) -> list[list[Any]]:
+    """Rows of cause, label and share."""
+    return [[cause, label(cause), short([share], 6)[0]] for cause, share in lost.items()]
+
+
+def _shown(value: float, form: str) -> str:
+    return format(value, form) if math.isfinite(value) else "n/a"
+
+
+def _any(values: Floats) -> bool:
+    return bool(np.isfinite(values).any())
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Names of runs, numbered where two are the same."""
+    seen: dict[str, int] = {}
+    found = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return found
+
+
+def _series(run: Run, starts: Any, seconds: Floats) -> dict[str, dict[str, Any]]:
+    """By panel and metric: means of buckets; where they hide something also the extremes."""
+    found = {}
+    for name in _wanted(run.metrics.names()):
+        values = run.metrics.column(name)
+        if not _any(values) or (
+            name.startswith(("time/", "bytes/")) and not np.nan_to_num(values).any()
+        ):
+            continue  # fmt: skip
+        weights = seconds if name in _RATES else None
+        found[name] = {"y": short(means(values, starts, weights))}
+        if len(values) > len(starts):
+            low, high = extremes(values, starts)
+            found[name] |= {"low": short(low), "high": short(high)}
+    return found
+
+
+def _wanted(names: Iterable[str]) -> list[str]:
+    keys = [key for panel in PANELS for key in panel.keys]
+    return [n for n in names if any(n.startswith(k) if k.endswith("/") else n == k for k in keys)]
+
+
+def _events(run: Run, axes: Mapping[str, Floats]) -> list[dict[str, Any]]:
+    """Restarts and skips before checkpoints, where there are too many of them."""
+    events = list(run.events())
+    if len(events) > _EVENTS:
+        rare = [event for event in events if event.kind != "checkpoint"][:_EVENTS]
+        left = [event for event in events if event.kind == "checkpoint"]
+        events = rare + left[:: max(1, len(left) // max(1, _EVENTS - len(rare)))]
+    steps = axes["step"]
+    found = []
+    for event in events:
+        place = min(len(steps) - 1, int(np.searchsorted(steps, event.step)))
+        at = {name: short([values[place]], 9)[0] for name, values in axes.items()}
+        found.append({**at, "kind": event.kind, "text": event.text})
+    return found

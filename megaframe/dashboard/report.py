@@ -1,0 +1,147 @@
+"""The report of a run: what it was, how fast, what was lost where, what to try next.
+
+Written once as Markdown; the HTML is that text in a page of its own, drawn by the same few rules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from megaframe.dashboard.advice import advice
+from megaframe.dashboard.page import POLICY
+from megaframe.dashboard.panels import label, losses, predicted, summary
+from megaframe.dashboard.run import Run
+
+REPORT_FILES = "report.md", "report.html"
+_CONFIG = (
+    "model.layers", "model.hidden", "model.heads", "model.vocab", "train.seq",
+    "train.global_batch", "train.microbatch", "train.precision", "train.recompute",
+    "optim.name", "optim.lr", "parallel.tensor", "parallel.context", "parallel.pipeline",
+    "parallel.expert", "parallel.zero", "parallel.schedule",
+)  # fmt: skip
+_STYLE = """
+:root { color-scheme: light dark }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 50rem; margin: 2rem auto; padding: 0 1rem }
+table { border-collapse: collapse } .scroll { overflow-x: auto }
+th, td { border-bottom: 1px solid #8886; padding: .2rem .8rem .2rem 0; text-align: left }
+td, li, h1 { overflow-wrap: anywhere }
+"""
+
+
+def report(run: Run, prediction: Mapping[str, Any] | None = None) -> str:
+    """The report as Markdown. prediction: as `panels.predicted` takes it."""
+    return "\n".join(_lines(run, prediction)) + "\n"
+
+
+def _lines(run: Run, prediction: Mapping[str, Any] | None) -> Iterator[str]:
+    yield f"# {_plain(run.name)}"
+    if run.notes:
+        yield ""
+        yield from (f"- note: {_plain(note)}" for note in run.notes)
+    yield from ("", "## What")
+    environment = {key: run.environment.get(key) for key in ("layout", "device", "torch", "commit")}
+    found = {key: _value(run.config, key) for key in _CONFIG} | environment
+    rows = [[key, str(value)] for key, value in found.items() if value is not None]
+    yield from _table(["", ""], rows)
+    yield from ("", "## How fast")
+    yield from _table(["", ""], summary(run))
+    lost = losses(run)
+    if not lost:
+        yield from ("", "There are no metrics of where the time went.")
+        return
+    yield from ("", "## What was lost where")
+    yield from ("", "From the whole of the peak down to the MFU, all steps but the first.", "")
+    expected = predicted(prediction) if prediction else {}
+    causes = sorted(
+        (c for c in {**lost, **expected} if c != "mfu"), key=lambda c: -lost.get(c, 0.0)
+    )
+    known = [c for c in causes if max(lost.get(c, 0.0), expected.get(c, 0.0)) >= 5e-4]
+    rows = []
+    for cause in [*known, *(["mfu"] if "mfu" in lost else [])]:
+        row = [label(cause), f"{lost.get(cause, 0.0):.1%}"]
+        rows.append([*row, f"{expected.get(cause, 0.0):.1%}"] if expected else row)
+    yield from _table(["cause", "of the peak", *(["predicted"] if expected else [])], rows)
+    events = list(run.events())
+    counts = {kind: sum(e.kind == kind for e in events) for kind in ("restart", "skip")}
+    if any(counts.values()):
+        yield from ("", "## What happened", "")
+        yield from (f"- {e.text}" for e in events if e.kind != "checkpoint")
+    yield from ("", "## What to try next", "")
+    sentences = [f"- **{label(cause)}**: {text}." for cause, text in advice(lost)]
+    yield from sentences or ["- Nothing costs more than 2% of the peak."]
+
+
+def html(markdown: str) -> str:
+    """The report as a page that needs nothing else."""
+    title = markdown.splitlines()[0].removeprefix("# ")
+    body = "\n".join(_blocks(markdown.splitlines()))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{_text(title)}</title><style>{_STYLE}</style></head>\n"
+        f"<body>\n{body}\n</body></html>\n"
+    )
+
+
+def _blocks(lines: Sequence[str]) -> Iterator[str]:
+    """Headings, lists, tables and paragraphs, as `report` writes them."""
+    place = 0
+    while place < len(lines):
+        line = lines[place]
+        start = place
+        place += 1
+        if line.startswith("#"):
+            depth = len(line) - len(line.lstrip("#"))
+            yield f"<h{depth}>{_text(line[depth + 1 :])}</h{depth}>"
+        elif line.startswith(("- ", "| ")):
+            while place < len(lines) and lines[place].startswith(line[:2]):
+                place += 1
+            block = lines[start:place]
+            yield _list(block) if line.startswith("- ") else _grid(block)
+        elif line:
+            yield f"<p>{_text(line)}</p>"
+
+
+def _list(lines: Sequence[str]) -> str:
+    return "<ul>" + "".join(f"<li>{_text(line[2:])}</li>" for line in lines) + "</ul>"
+
+
+def _grid(lines: Sequence[str]) -> str:
+    rows = [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
+        for number, line in enumerate(lines)
+        if number != 1
+    ]
+    body = "".join(
+        "<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return f'<div class="scroll"><table>{body}</table></div>'
+
+
+def _text(text: str) -> str:
+    """What stands between two signs of Markdown, as HTML: nothing of it is an element but bold."""
+    bold = re.sub(r"(?<!\\)\*\*(.+?)(?<!\\)\*\*", r"<b>\1</b>", escape(text))
+    return re.sub(r"\\(&lt;|[\\`*_\[\]|#])", r"\1", bold)
+
+
+def _plain(text: str) -> str:
+    """Text that Markdown takes for nothing else."""
+    return re.sub(r"([\\`*_\[\]<|#])", r"\\\1", " ".join(text.split()))
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield ""
+    yield "| " + " | ".join(heads) + " |"
+    yield "|" + "---|" * len(heads)
+    for row in rows:
+        yield "| " + " | ".join(_plain(cell) for cell in row) + " |"
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    section, _, name = key.partition(".")
+    inner = config.get(section)
+    return inner.get(name) if isinstance(inner, Mapping) else None

@@ -1,0 +1,101 @@
+"""Rows of ranks, stages, experts and sources, as the bars and heat maps of a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megaframe.dashboard.run import Run
+from megaframe.dashboard.thin import Floats, block_maxima, buckets, short
+
+RANKS = 160
+"""Ranks that a page shows of a run; more are thinned out."""
+
+
+def bars(run: Run) -> dict[str, Any]:
+    """By panel: names of the places, and for each kind the heights."""
+    rows, found = run.metrics.rows, {}
+    stages = {
+        name: np.mean(_table(rows[f"stages/{name}"])[1], axis=0) * 1000
+        for name in ("work", "bubble")
+        if f"stages/{name}" in rows
+    }
+    if stages:
+        found["stages"] = _group([f"rank {i}" for i in range(len(stages["work"]))], stages)
+    kinds = {
+        name.removeprefix("ranks/held/"): np.asarray(kept[1][-1]) / 2**30
+        for name, kept in rows.items()
+        if name.startswith("ranks/held/")
+    }
+    if kinds:
+        peak = np.asarray(rows["ranks/memory_bytes"][1][-1]) / 2**30
+        kinds["the rest at its peak"] = np.maximum(0.0, peak - sum(kinds.values()))
+        starts = buckets(len(peak), RANKS)
+        thinned = {k: np.maximum.reduceat(v, starts) for k, v in kinds.items()}
+        found["memory_ranks"] = _group([f"rank {i}" for i in starts], thinned)
+    if "sources" in rows:
+        given = run.config.get("data") if isinstance(run.config.get("data"), dict) else {}
+        sources = (given or {}).get("sources") or []
+        counts = rows["sources"][1][-1]
+        names = [
+            str(sources[i].get("path", i)) if i < len(sources) and isinstance(sources[i], dict)
+            else f"source {i}" for i in range(len(counts))
+        ]  # fmt: skip
+        found["sources"] = _group(names, {"samples": np.asarray(counts, dtype=float)})
+    return found
+
+
+def _group(places: list[str], kinds: Mapping[str, Floats]) -> dict[str, Any]:
+    return {"places": places, "kinds": {kind: short(row) for kind, row in kinds.items()}}
+
+
+def heat(run: Run, points: int) -> dict[str, Any]:
+    """By panel: rows of z with the names of rows and columns."""
+    rows, found, most = run.metrics.rows, {}, min(points, 200)
+    if "ranks/work" in rows:
+        steps, work = _table(rows["ranks/work"])
+        middle = np.median(work, axis=1, keepdims=True)
+        over = 100 * (work / np.where(middle > 0, middle, 1.0) - 1.0)
+        found["stragglers"] = _grid(over.T, "rank", steps, most)
+    layers = sorted((n for n in rows if n.startswith("experts/tokens/")), key=_last_number)
+    if layers:
+        steps = rows[layers[0]][0]
+        tokens = [np.asarray(rows[n][1][-1], dtype=float) for n in layers]
+        width = max(map(len, tokens))
+        tokens = [np.pad(row, (0, width - len(row)), constant_values=np.nan) for row in tokens]
+        table = np.stack([row / (np.nanmean(row) or 1.0) for row in tokens])
+        found["experts"] = _grid(table, "layer", list(range(width)), 512, "expert")
+        found["experts"]["at"] = steps[-1]
+    if "experts/max_load" in rows:
+        steps, load = _table(rows["experts/max_load"])
+        found["expert_load"] = _grid(load.T, "layer", steps, most)
+    return found
+
+
+def _last_number(name: str) -> int:
+    text = name.rsplit("/", 1)[-1]
+    return int(text) if text.isdigit() else 0
+
+
+def _table(kept: tuple[list[int], Sequence[Sequence[float]]]) -> tuple[list[int], Floats]:
+    """Rows of equal length, the most frequent one: another layout has rows of another."""
+    steps, rows = kept
+    width = len(rows[-1])
+    good = [place for place, row in enumerate(rows) if len(row) == width]
+    return [steps[i] for i in good], np.asarray([rows[i] for i in good], dtype=float)
+
+
+def _grid(
+    table: Floats, what: str, columns: Sequence[int], most: int, across: str = "step"
+) -> dict[str, Any]:
+    thinned = block_maxima(table, RANKS, most)
+    height, width = buckets(len(table), RANKS), buckets(len(columns), most)
+    return {
+        "z": [short(row, 3) for row in thinned],
+        "rows": height.tolist(),
+        "columns": [columns[i] for i in width],
+        "what": what,
+        "across": across,
+    }

@@ -1,0 +1,124 @@
+"""One run's folder: metrics, config, environment, and what happened on the way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from megaframe.dashboard.metrics import Metrics
+from megaframe.errors import UserError
+
+METRICS_FILE, CONFIG_FILE, ENVIRONMENT_FILE = "metrics.jsonl", "config.yaml", "environment.json"
+_LARGEST = 1 << 20
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened at the end of a step. kind: restart, skip, checkpoint."""
+
+    step: int
+    kind: str
+    text: str
+
+
+class Run:
+    """A folder as it is now; `read` looks again. Raises `UserError` when there is none."""
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise UserError(f"{folder} is no folder of a run")
+        if not any((folder / name).exists() for name in (METRICS_FILE, CONFIG_FILE)):
+            raise UserError(
+                f"{folder} has neither {METRICS_FILE} nor {CONFIG_FILE}: it is no folder of a run"
+            )
+        self.folder, self.name = folder, folder.resolve().name
+        self.metrics = Metrics(folder / METRICS_FILE)
+        self.config: dict[str, Any] = {}
+        self.environment: dict[str, Any] = {}
+        self._notes: list[str] = []
+        self.read()
+
+    def read(self) -> bool:
+        """Whether there is something new."""
+        new = self.metrics.read()
+        if new or not self.config:
+            self._notes = []
+            self.config = self._described(CONFIG_FILE)
+            self.environment = self._described(ENVIRONMENT_FILE)
+        return new
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know."""
+        notes = [*self.metrics.notes(), *self._notes]
+        if len(self.metrics) and not np.isfinite(self.metrics.column("mfu")).any():
+            notes.append("MFU n/a: the peak of this device is not known; set meter.peak_tflops")
+        if missing := self._missing_ranks():
+            notes.append(missing)
+        return notes
+
+    @property
+    def world(self) -> int | None:
+        """Number of ranks, where it is known."""
+        found = self.environment.get("ranks")
+        return found if isinstance(found, int) and 0 < found < 1 << 24 else None
+
+    def events(self) -> Iterator[Event]:
+        """In the order of their steps."""
+        metrics, found = self.metrics, []
+        steps = metrics.column("step")
+        for step, after in zip(steps, metrics.column("resumed_after"), strict=True):
+            if np.isfinite(after):
+                found.append(Event(int(step), "restart", f"resumed after step {after:.0f}"))
+        for step in steps[metrics.column("skipped") > 0]:
+            found.append(Event(int(step), "skip", f"step {step:.0f}: nothing was updated"))
+        # It is saved when the line of its step is written: its time is in the next one.
+        for step in steps[metrics.column("time/checkpoint") > 0]:
+            found.append(Event(int(step) - 1, "checkpoint", f"checkpoint of step {step - 1:.0f}"))
+        yield from sorted(found, key=lambda event: event.step)
+
+    def _missing_ranks(self) -> str | None:
+        _, rows = self.metrics.rows.get("ranks/work", ([], []))
+        if not rows or self.world is None or len(rows[-1]) == self.world:
+            return None
+        return f"rows have {len(rows[-1])} ranks and the run {self.world}: some are missing"
+
+    def _described(self, name: str) -> dict[str, Any]:
+        """A YAML or JSON mapping, empty where there is none."""
+        path = self.folder / name
+        try:
+            if not path.exists():
+                self._notes.append(f"there is no {name}")
+                return {}
+            with open(path, encoding="utf-8") as file:
+                text = file.read(_LARGEST)
+            found = json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):
+            found = None
+        if not isinstance(found, dict):
+            self._notes.append(f"{name} cannot be read and is left out")
+            return {}
+        return found
+
+
+def flat(config: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Keys and values of a nested mapping as text."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value and depth < 6:
+            yield from flat(value, f"{prefix}{key}.", depth + 1)
+        else:
+            yield f"{prefix}{key}", "" if value is None else str(value)[:500]
+
+
+def differences(configs: list[dict[str, Any]]) -> list[list[str]]:
+    """Rows of a key and its value in each config, for the keys that differ."""
+    tables = [dict(flat(config)) for config in configs]
+    keys = dict.fromkeys(key for table in tables for key in table)
+    rows = [[key, *(table.get(key, "") for table in tables)] for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]

@@ -1,0 +1,120 @@
+"""The page, live: a server that shows runs as they are written, to those who have its token.
+
+It listens on this machine's loopback unless told otherwise, answers two addresses and nothing else,
+and reads no file but those of the runs that it was started for.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from megaframe.dashboard.page import POLICY, page
+from megaframe.dashboard.panels import page_data
+from megaframe.dashboard.run import Run
+from megaframe.errors import UserError
+
+LOOPBACK = "127.0.0.1"
+
+
+class Server:
+    """Serves runs from `start` or `run` until `close`. host, port: where it listens; port 0 is any
+    free one. Raises `UserError` when it cannot listen there."""
+
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        *,
+        host: str = LOOPBACK,
+        port: int = 0,
+        prediction: dict[str, Any] | None = None,
+    ) -> None:
+        self.token = secrets.token_urlsafe(18)
+        self._runs, self._prediction, self._host = runs, prediction, host
+        self._lock = threading.Lock()
+        self._kept: tuple[str, dict[str, Any]] | None = None
+        try:
+            self._server = ThreadingHTTPServer((host, port), _handler(self._answer))
+        except OSError as error:
+            raise UserError(
+                f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host"
+            ) from None
+        self._server.daemon_threads = True
+
+    @property
+    def address(self) -> str:
+        """Where a browser finds it, with the token."""
+        port = self._server.server_address[1]
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{port}/?token={self.token}"
+
+    def run(self) -> None:
+        """Serve until interrupted."""
+        self._server.serve_forever(poll_interval=0.2)
+
+    def start(self) -> None:
+        """Serve from a thread."""
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _answer(self, target: str) -> tuple[HTTPStatus, str, bytes]:
+        """Status, type and content for the path and query of a request."""
+        where = urlsplit(target)
+        query = parse_qs(where.query)
+        given = query.get("token", [""])[0]
+        if not hmac.compare_digest(given.encode(), self.token.encode()):
+            text = b"This page needs the token that the server printed when it started.\n"
+            return HTTPStatus.FORBIDDEN, "text/plain", text
+        version, data = self._data()
+        if where.path == "/":
+            return HTTPStatus.OK, "text/html", page(data, self.token).encode()
+        if where.path != "/data":
+            return HTTPStatus.NOT_FOUND, "text/plain", b"There is no such page.\n"
+        if query.get("version", [""])[0] == version:
+            data = {}
+        answer = json.dumps({**data, "version": version}, allow_nan=False)
+        return HTTPStatus.OK, "application/json", answer.encode()
+
+    def _data(self) -> tuple[str, dict[str, Any]]:
+        with self._lock:
+            for run in self._runs:
+                run.read()
+            version = "-".join(str(run.metrics.version) for run in self._runs)
+            if self._kept is None or self._kept[0] != version:
+                self._kept = version, page_data(self._runs, self._prediction)
+            return self._kept
+
+
+def _handler(
+    answer: Callable[[str], tuple[HTTPStatus, str, bytes]],
+) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 30
+
+        def do_GET(self) -> None:
+            status, kind, content = answer(self.path)
+            self.send_response(status)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("Content-Security-Policy", POLICY)
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.send_header("Referrer-Policy", "no-referrer")
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """The token would be in it."""
+
+    return Handler

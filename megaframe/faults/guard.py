@@ -1,0 +1,247 @@
+"""Guard: what a run does about faults, at the points of a step where the trainer asks.
+
+A step is judged when its line has come back from all ranks, while the next one runs: so all ranks
+judge by the same numbers at the same place of their work, no step waits for it, and no transfer is
+made that is not made anyway. Only a replay waits for its step, for it must come before the next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from torch import Tensor
+
+from megaframe.checkpoint import Place
+from megaframe.checkpoint.folder import checkpoints, step_of
+from megaframe.comm.place import named
+from megaframe.config import RunConfig
+from megaframe.data.loader import Step
+from megaframe.engine import Outcome
+from megaframe.errors import UserError
+from megaframe.faults.history import History
+from megaframe.faults.ledger import FAULTS, Ledger
+from megaframe.faults.replicas import Finding, Replicas
+from megaframe.faults.stragglers import Stragglers
+from megaframe.mesh import Mesh
+from megaframe.meter import Meter
+from megaframe.meter.meter import Known
+from megaframe.microbatch import Microbatch
+from megaframe.optim.health import Sign, first_sick
+from megaframe.pipeline import Pipeline
+from megaframe.run_state import RunState
+
+GoBack = Callable[[Callable[[Place], Place | None]], tuple[int, RunState] | None]
+"""Continues from a checkpoint that it lets choose in the home of all of them; gives its step and
+state, None where none was chosen."""
+
+
+class NotFinite(RuntimeError):
+    """Losses or gradients stayed as they must not be; weights are those of the last good step."""
+
+
+class BadDevice(RuntimeError):
+    """Replicas of the weights differ, and differ again after the way back to a checkpoint."""
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A step that is not judged yet. first: number of its first sample. samples: numbers of those
+    of each microbatch of this rank."""
+
+    step: int
+    first: int
+    samples: Sequence[Tensor]
+    outcome: Outcome
+
+
+class Guard:
+    """One rank's part in it; all ranks call it at the same points. As a context it ends the watch
+    over steps. told: the signal that asked to leave, as far as all ranks know."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: Mesh,
+        pipeline: Pipeline,
+        meter: Meter,
+        ledger: Ledger,
+        go_back: GoBack,
+    ) -> None:
+        self._faults, self._mesh, self._pipeline = config.faults, mesh, pipeline
+        self._meter, self._ledger, self._return = meter, ledger, go_back
+        self.history = History(config.faults)
+        self.told = 0
+        self._unjudged: deque[_Done] = deque()
+        self._compared = self._ways_back = 0
+        self._saving = 0.0
+        self._differed: dict[int, Finding] = {}
+        self._replicas = Replicas(mesh, pipeline.optimizer.buckets)
+        factor = config.faults.straggler_factor
+        self._stragglers = Stragglers(mesh, factor) if factor is not None else None
+        mesh.watch_steps(config.faults.step_timeout, Path(config.run.dir) / FAULTS)
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.begin("")
+        if error is None:
+            self._meter.note(self._ledger.summary())
+
+    def starts_after(self, step: int, state: RunState | None) -> None:
+        """The first step that is trained is the one after `step`. state: of the checkpoint that the
+        run continues from."""
+        self._compared = step
+        self._ledger.starts_at(step)
+        if state is not None:
+            self.history.load(state.history)
+
+    def begin(self, doing: str) -> None:
+        """Something begins that is to end within `faults.step_timeout`."""
+        self._mesh.place.begin(doing)
+
+    def leaves_out(self, batch: Step) -> bool:
+        """Whether this data is not trained on."""
+        return self.history.leaves_out(batch.first)
+
+    def train(self, microbatches: Sequence[Microbatch], step: int, scale: float) -> Outcome:
+        """`Pipeline.train`; with `faults.non_finite=replay` a step that updated nothing is run
+        again, looking at every block."""
+        first = self._pipeline.train(microbatches, step, scale)
+        if self._faults.non_finite != "replay" or first.update.finite():
+            return first
+        again = self._pipeline.train(microbatches, step, scale, by_block=True)
+        text = f"step {step + 1}: {self._sickness(first, microbatches)}; "
+        if again.update.finite():
+            text += "run again it is finite: a fault that passed"
+        else:
+            text += f"run again the same: {self._place(again.signs, microbatches)}"
+        self._meter.note(text)
+        return again
+
+    def trained(self, step: int, batch: Step, outcome: Outcome) -> None:
+        """This came of a step; it will be judged."""
+        samples = [microbatch.samples_B for microbatch in batch.microbatches]
+        self._unjudged.append(_Done(step, batch.first, samples, outcome))
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Within it a step waits for a save."""
+        began = time.perf_counter()
+        with self._meter.time("checkpoint"):
+            yield
+        self._saving += time.perf_counter() - began
+
+    def record(self, step: int) -> None:
+        """Tell the other ranks what was heard here, and put into the line what was lost."""
+        self._meter.record("agreed/told", float(self._mesh.place.told), "max")
+        lost = self._ledger.step(step, self._saving)
+        self._saving = 0.0
+        for cause, seconds in lost.items():
+            self._meter.record(f"lost_seconds/{cause}", seconds, "last")
+        for line in self._stragglers.add_step() if self._stragglers else ():
+            self._meter.note(f"step {step}: {line}")
+
+    def heed(self, known: Sequence[Known]) -> bool:
+        """Do what follows from what all ranks know of the first steps that are not judged yet.
+        Returns whether the run has gone back to a checkpoint.
+
+        Raises `NotFinite` when the run is to end."""
+        return any(self._heed(one) for one in known)
+
+    def _heed(self, known: Known) -> bool:
+        done = self._unjudged.popleft()
+        self.told = self.told or int(known["agreed/told"])
+        finite = done.outcome.update.finite()
+        text = f"step {done.step}"
+        if not finite:
+            text += f": {self._sickness(done.outcome, done.samples)}; nothing was updated"
+        judgement = self.history.judge(done.first, known["loss"], finite)
+        if judgement.choice == "stop":
+            self._meter.note(text)
+            self._meter.close()
+            raise NotFinite(f"{text}, {judgement.why}")
+        if judgement.choice == "go_back":
+            return self._go_back(done.step, f"{text}: {judgement.why}")
+        if not finite:
+            self._meter.note(text)
+        return False
+
+    def replicas_differ(self, step: int) -> bool:
+        """Compare weights after `step` with their replicas; whether the run has gone back because
+        of it. Raises `BadDevice` when that was done before, or cannot be done."""
+        finding, before = self._replicas.compare(), self._differed.pop(step, None)
+        if finding is None:
+            self._compared = step
+            if before is not None:
+                text = f"step {step}: run again all replicas are equal; what differed before"
+                self._meter.note(f"{text}, on {named(before.ranks)}, was a fault that passed")
+            return False
+        which = named(finding.ranks) + ("" if finding.sure else ", of which one must be wrong,")
+        text = f"step {step}: weights on {which} differ from their replicas"
+        if before is not None:
+            self._meter.note(text)
+            raise BadDevice(f"{text}, again after a way back: look at the device")
+        self._differed[step] = finding
+        if not self._go_back(self._compared + 1, text):
+            raise BadDevice(f"{text}, and no checkpoint of before is there to go back to")
+        return True
+
+    def _sickness(self, outcome: Outcome, data: Sequence[Microbatch] | Sequence[Tensor]) -> str:
+        """Whose gradients were not finite in a step, and where that began. All ranks call it."""
+        names = self._pipeline.optimizer.sick(outcome.update)
+        what = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+        return f"gradients of {what} are not finite ({self._place(outcome.signs, data)})"
+
+    def _place(self, signs: Sequence[Sign], data: Sequence[Microbatch] | Sequence[Tensor]) -> str:
+        samples = [one.samples_B if isinstance(one, Microbatch) else one for one in data]
+        stages, world = len(self._pipeline.rank_of), self._mesh.world
+        return first_sick(signs, stages, world, self._mesh.device, samples)
+
+    def _go_back(self, before: int, why: str) -> bool:
+        """Continue from the newest checkpoint of a step before `before`, where there is one."""
+        self.begin(f"the way back before step {before}")
+        self._ways_back += 1
+        key, mesh = f"back/{self._ways_back}", self._mesh
+
+        def choose(home: Place) -> Place | None:
+            # The first rank looks for all: another may not see yet what was just published.
+            if mesh.rank == 0:
+                names = [path.name for path in _found(home) if step_of(path) < before]
+                mesh.store.set(key, names[0] if names else "")
+            name = mesh.store.get(key).decode()
+            return home / name if name else None
+
+        with self._meter.time("checkpoint"):
+            found = self._return(choose)
+        if found is None:
+            self._meter.note(f"{why}; there is no checkpoint before it to go back to")
+            return False
+        step, state = found
+        self.history.load(state.history)
+        self._unjudged.clear()
+        self._meter.rewind(step)
+        text = f"{why}; continuing from the checkpoint of step {step}"
+        self._meter.note(text)
+        self._ledger.goes_back(step, text)
+        if not self.history.may_return(step):
+            raise NotFinite(f"{text}, as often before")
+        return True
+
+
+def _found(home: Place) -> list[Place]:
+    try:
+        return checkpoints(home)
+    except OSError as error:
+        raise UserError(f"cannot look for checkpoints in {home}: {error.strerror}") from None

@@ -1,0 +1,101 @@
+"""History: what to do after a step, from what all ranks know of it.
+
+Decisions depend on losses and sample numbers and on nothing else, so every rank makes the same one
+without asking, and so does a run under another layout. Data that is left out is named by its first
+sample: that names it after any way back.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+from megaframe.config import Faults
+from megaframe.run_state import HistoryState
+
+_WINDOW, _LEAST = 64, 8
+"""Losses of which the median is taken, and how many there have to be."""
+_MAX_SKIPPED = 20
+"""Steps in a row whose gradients are not finite, after which a run gives up."""
+_MAX_RETURNS = 8
+"""Times that a run goes back to the same checkpoint before it gives up."""
+
+Choice = Literal["go_on", "go_back", "stop"]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """choice: what to do. why: in words, empty where there is nothing to say."""
+
+    choice: Choice = "go_on"
+    why: str = ""
+
+
+class History:
+    """The steps of a run so far, as far as judging the next one needs them."""
+
+    def __init__(self, faults: Faults) -> None:
+        self._faults = faults
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self._left_out: set[int] = set()
+        self._failed: set[int] = set()
+        self._skipped = self._returns = 0
+        self._returned_to = -1
+
+    def leaves_out(self, first: int) -> bool:
+        """Whether the step whose first sample has this number is to be left out."""
+        return first in self._left_out
+
+    def judge(self, first: int, loss: float, finite: bool) -> Judgement:
+        """What to do after the step that began with sample `first`. finite: whether it updated
+        anything."""
+        return self._spiked(first, loss) if finite else self._not_finite(first)
+
+    def _not_finite(self, first: int) -> Judgement:
+        self._skipped += 1
+        if self._skipped >= _MAX_SKIPPED:
+            return Judgement("stop", f"as in the {_MAX_SKIPPED - 1} steps before")
+        if self._faults.non_finite == "stop":
+            return Judgement("stop", "faults.non_finite=stop")
+        if self._faults.non_finite != "roll_back":
+            return Judgement()
+        if first in self._failed:
+            self._left_out.add(first)
+            return Judgement("go_back", "it failed twice, and its data is left out")
+        self._failed.add(first)
+        return Judgement("go_back", "its data is tried once more")
+
+    def _spiked(self, first: int, loss: float) -> Judgement:
+        self._skipped = 0
+        factor, losses = self._faults.spike_factor, self._losses
+        if factor is not None and len(losses) >= _LEAST:
+            usual = statistics.median(losses)
+            if not math.isfinite(loss) or loss > factor * usual:
+                self._left_out.add(first)
+                return Judgement(
+                    "go_back",
+                    f"its loss is {loss:.4f}, over faults.spike_factor={factor:g} times the median "
+                    f"of {usual:.4f}; its data is left out",
+                )
+        losses.append(loss)
+        return Judgement()
+
+    def may_return(self, step: int) -> bool:
+        """Whether the run may go back to the checkpoint of `step`, as it now does."""
+        self._returns = self._returns + 1 if step == self._returned_to else 1
+        self._returned_to = step
+        return self._returns <= _MAX_RETURNS
+
+    def state(self) -> HistoryState:
+        """What a checkpoint holds."""
+        return HistoryState(list(self._losses), sorted(self._left_out), sorted(self._failed))
+
+    def load(self, state: HistoryState) -> None:
+        """Continue after the step that `state` belongs to. What has been left out since is not
+        forgotten."""
+        self._losses = deque(state.losses, _WINDOW)
+        self._left_out.update(state.left_out)
+        self._failed.update(state.failed)

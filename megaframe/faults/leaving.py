@@ -1,0 +1,60 @@
+"""Leaving when asked: SIGTERM and SIGUSR1 end a run after the step, with a checkpoint.
+
+The handler only writes down that it was called. What is done about it the ranks decide together,
+for a launcher does not reach all of them at the same step, nor always all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from megaframe.comm.place import Place
+from megaframe.config import RunConfig
+from megaframe.faults.ledger import FAULTS
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_BASE = 128
+"""What shells and launchers add to the number of a signal that ended a process."""
+
+
+@contextmanager
+def heeding_signals(place: Place) -> Iterator[None]:
+    """Within it a signal is written down in `place`; the same one again does what it would without.
+    Only the main thread can hear signals; elsewhere nothing is changed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def heard(number: int, _: FrameType | None) -> None:
+        place.told = number
+        signal.signal(number, before[signal.Signals(number)])
+
+    before = {number: signal.signal(number, heard) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def exit_status(told: int) -> int:
+    """Of a process that was asked to leave and has saved: 143 for SIGTERM, 138 for SIGUSR1. Not 0,
+    which would say that the run is finished; and over 127, which launchers that look at the number
+    take for a cause outside of the program, so that they start it again."""
+    return _BASE + told
+
+
+def record_flights(config: RunConfig) -> None:
+    """Have NCCL's flight recorder keep the last collectives of every rank, and write them beside
+    the stacks when one times out, unless the environment says otherwise. To be called before any
+    process group is made."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    folder = Path(config.run.dir).absolute() / FAULTS
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "nccl-rank-"))

@@ -1,0 +1,64 @@
+"""What a run ran on, written beside its config: numbers of two runs are compared by it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaframe.config import RunConfig
+from megaframe.mesh import Mesh, ranks_on_this_node
+from megaframe.meter.sinks import cannot_write
+
+ENVIRONMENT_FILE = "environment.json"
+
+
+def write_environment(config: RunConfig, mesh: Mesh) -> None:
+    """Write it into the run's folder, over that of the process before."""
+    path = Path(config.run.dir) / ENVIRONMENT_FILE
+    try:
+        path.write_text(json.dumps(environment(mesh), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise cannot_write(path, error) from None
+
+
+def environment(mesh: Mesh) -> dict[str, Any]:
+    """Names and values. The command is there as it was typed, and so is what its overrides say."""
+    device = mesh.device
+    found: dict[str, Any] = {
+        "ranks": mesh.layout.world,
+        "layout": str(mesh.layout),
+        "ranks on the first node": ranks_on_this_node(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "host": platform.node(),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "threads of a rank": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "command": " ".join(sys.argv),
+        "commit": _commit(),
+    }
+    if device.type == "cuda":
+        found["cuda"] = torch.version.cuda or torch.version.hip
+        found["memory of the device"] = torch.cuda.get_device_properties(device).total_memory
+    return found
+
+
+def _commit() -> str | None:
+    """Of the sources, with a sign if they were changed since; None where there is no git."""
+    folder = Path(__file__).resolve().parents[2]
+    if not (folder / ".git").exists():
+        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

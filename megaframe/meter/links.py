@@ -1,0 +1,61 @@
+"""What a message takes on a free link between pipeline stages, measured before the first step.
+
+It tells waits apart that look alike: who waits longer than the message takes waits for the work of
+a neighbour, and that is the bubble.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from megaframe.comm import Group, receive, send
+from megaframe.config import RunConfig
+from megaframe.mesh import Mesh
+from megaframe.parameter import PRECISIONS
+
+_TIMES = 5
+
+
+def message_elements(config: RunConfig, mesh: Mesh) -> int:
+    """Of what one stage sends to the next for one microbatch, on one rank."""
+    rows = config.train.microbatch * config.train.seq // mesh.layout.context
+    return -(-rows // mesh.layout.tensor) * config.model.hidden
+
+
+def free_seconds(config: RunConfig, mesh: Mesh) -> dict[tuple[int, int], float]:
+    """Seconds of a message in one direction, by link of this rank: half of the fastest way there
+    and back. All ranks call it; the links take their turns in one order on all of them."""
+    found: dict[tuple[int, int], float] = {}
+    message = torch.zeros(
+        message_elements(config, mesh),
+        dtype=PRECISIONS[config.train.precision].compute,
+        device=mesh.device,
+    )
+    here = mesh.coordinate["pipeline"]
+    for source, target in sorted(mesh.links):
+        back = mesh.links.get((target, source))
+        if source > target or back is None:
+            continue
+        there = mesh.links[source, target]
+        out, home = (there, back) if here == source else (back, there)
+        rounds = [_round(message, out, home, first=here == source) for _ in range(_TIMES)]
+        seconds = min(rounds[1:])  # in the first one the other rank may have come long before
+        for link in (there, back):
+            link.traffic.take()
+        found[source, target] = found[target, source] = seconds / 2
+    return found
+
+
+def _round(message: torch.Tensor, out: Group, home: Group, *, first: bool) -> float:
+    """Seconds from the start of this rank's part to its end."""
+    into = torch.empty_like(message)
+    start = time.perf_counter()
+    leaving = send(message, out) if first else None
+    receive(into, home).wait()
+    leaving = leaving or send(message, out)
+    leaving.wait()
+    if message.is_cuda:
+        torch.cuda.synchronize(message.device)
+    return time.perf_counter() - start

@@ -1,0 +1,53 @@
+"""Memory: the most that a rank held, and what to say when it was not enough."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from megaframe.errors import UserError
+
+_ADVICE = {
+    "weights": "parallel.zero=3 or more parallel.tensor or parallel.pipeline ranks divide weights",
+    "gradients": "parallel.zero=2 divides gradients over data ranks",
+    "optimizer": "parallel.zero=1 divides the optimizer's state, optim.state=int8 makes it smaller "
+    "and optim.offload=true keeps it on the host",
+    "buffers": "parallel.zero=3 lends values and gradients to a block at a time",
+    "activations": "a smaller train.microbatch, train.recompute=full, or more parallel.tensor or "
+    "parallel.context ranks make activations smaller",
+}
+
+
+def peak_memory(device: torch.device) -> float:
+    """Most bytes held so far: of tensors on a GPU, of the whole process on a CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak if sys.platform == "darwin" else peak * 1024)
+
+
+def memory_rows(held: Mapping[str, int], device: torch.device) -> dict[str, float]:
+    """What a rank tells of its memory: its peak, and what it holds by kind."""
+    return {"memory_bytes": peak_memory(device), **{f"held/{k}": v for k, v in held.items()}}
+
+
+def out_of_memory(
+    rank: int, held: Mapping[str, int], device: torch.device, folder: Path
+) -> UserError:
+    """What to say when a GPU had no more: what held it, and what to change about the largest. On a
+    GPU a list of all blocks is written into the run's folder as text."""
+    rest = max(0, int(peak_memory(device)) - sum(held.values()))
+    kinds = {**held, "activations": rest}
+    order = sorted(kinds, key=lambda kind: -kinds[kind])
+    sizes = ", ".join(f"{kind} {kinds[kind] / 2**30:.2f} GiB" for kind in order if kinds[kind])
+    advice = "; ".join(_ADVICE[kind] for kind in order[:2] if kind in _ADVICE)
+    text = f"rank {rank} ran out of memory. At its peak it held {sizes}: {advice}"
+    if device.type == "cuda":
+        path = folder / f"memory-rank-{rank}.txt"
+        path.write_text(torch.cuda.memory_summary(device), encoding="utf-8")
+        text += f"; details in {path}"
+    return UserError(text)

@@ -1,0 +1,49 @@
+"""Profile: every operator and kernel of some steps, by torch's own profiler, one file a rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile
+
+from megaframe.config import RunConfig
+from megaframe.mesh import Mesh
+from megaframe.meter.sinks import cannot_write
+
+
+class Profiler:
+    """Profiles the steps that the config names, each into a file of its own. A step that is
+    profiled takes longer than others."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh, start_step: int) -> None:
+        self._folder, self._rank = Path(config.run.dir) / "profile", mesh.rank
+        self._steps = frozenset(config.meter.profile)
+        self._activities = [ProfilerActivity.CPU]
+        if mesh.device.type == "cuda":
+            self._activities.append(ProfilerActivity.CUDA)
+        self._running: profile | None = None
+        self._begin(start_step + 1)
+
+    def end(self, step: int) -> None:
+        """Step `step` is over."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            running.stop()
+            path = self._folder / f"step-{step:08d}-rank-{self._rank:05d}.json"
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                running.export_chrome_trace(str(path))
+            except OSError as error:
+                raise cannot_write(path, error) from None
+        self._begin(step + 1)
+
+    def close(self) -> None:
+        """Forget a step that has only begun."""
+        if self._running is not None:
+            self._running.stop()
+            self._running = None
+
+    def _begin(self, step: int) -> None:
+        if step in self._steps:
+            self._running = profile(activities=self._activities)
+            self._running.start()

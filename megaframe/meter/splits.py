@@ -1,0 +1,94 @@
+"""The split of a step on every rank, on its way into the step's line.
+
+Every line has the mean, the least and the most of the ranks, and for each pipeline stage how long
+its ranks worked and waited; every so many steps it also has a row with a number for each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from megaframe.config import RunConfig
+from megaframe.mesh import Mesh
+from megaframe.meter.records import How, Value
+from megaframe.meter.timers import COMMUNICATION, PARTS, Split
+
+Record = tuple[str, Value, How]
+_EXTREMES: tuple[How, ...] = ("max", "min")
+_WORK = ("compute", "optimizer", "data", "other")
+"""Parts in which a rank keeps others waiting, if it takes longer than they do."""
+
+
+class SplitMeter:
+    """All ranks of a mesh record the same names, whatever a step of theirs had. more: what each
+    rank tells beside its split, by name, of the same names on all of them."""
+
+    def __init__(
+        self, config: RunConfig, mesh: Mesh, more: Callable[[], Mapping[str, float]] = dict
+    ) -> None:
+        self._more = more
+        self._axes = mesh.counted_axes
+        self._parts = [*PARTS, *(COMMUNICATION + axes for axes in self._axes)]
+        self._place, self._rank = mesh.coordinate["pipeline"], mesh.rank
+        self._world, self._stages = mesh.layout.world, mesh.layout.pipeline
+        self._every = config.meter.ranks_every
+
+    def records(self, split: Split, step: int) -> Iterator[Record]:
+        """What this rank tells the others of a step."""
+        parts = {name: spent / 1e9 for name, spent in split.parts().items()}
+        for name in self._parts:
+            yield f"time/{name}", parts.get(name, 0.0), "mean"
+        work = sum(parts[name] for name in _WORK)
+        if self._every and step % self._every == 0:
+            rows = {name: parts.get(name, 0.0) for name in self._parts} | {"work": work}
+            for name, value in (rows | dict(self._more())).items():
+                yield f"ranks/{name}", self._at(self._rank, self._world, value), "sum"
+        if self._world == 1:
+            return
+        for how in _EXTREMES:
+            for name in self._parts:
+                yield f"time_{how}/{name}", parts.get(name, 0.0), how
+        yield "stages/work_max", self._at(self._place, self._stages, work), "max"
+        yield "stages/work", self._at(self._place, self._stages, work), "sum"
+        yield "stages/bubble", self._at(self._place, self._stages, parts["bubble"]), "sum"
+        rates = split.rates()
+        for axes in self._axes:
+            yield f"bandwidth/{axes}", rates.get(axes, 0.0), "max"
+
+    def line(self, values: dict[str, Any]) -> dict[str, Any]:
+        """What of that stands in the step's line, taken out of `values`. bandwidth: bytes a second
+        of the rank that came last to what others waited for, None where nobody waited. stages: by
+        pipeline rank, seconds of the mean rank, `work_max` of the slowest. stragglers: what the
+        mean rank waits for slower ranks of its own stage. ranks: a row for each part."""
+
+        def taken(prefix: str) -> dict[str, Any]:
+            return {name: values.pop(prefix + name) for name in self._parts}
+
+        parts = taken("time/")
+        found: dict[str, Any] = {"seconds": sum(parts.values()), "time": parts}
+        rows = sorted(name for name in values if name.startswith("ranks/"))
+        if rows:
+            found["ranks"] = {
+                name.removeprefix("ranks/"): [round(one, 6) for one in values.pop(name)]
+                for name in rows
+            }
+        if self._world == 1:
+            return found
+        found |= {"time_max": taken("time_max/"), "time_min": taken("time_min/")}
+        per_stage = self._world / self._stages
+        most = values.pop("stages/work_max")
+        mean = [one / per_stage for one in values.pop("stages/work")]
+        bubble = [one / per_stage for one in values.pop("stages/bubble")]
+        found["stages"] = {"work": mean, "work_max": most, "bubble": bubble}
+        found["stragglers"] = sum(high - middle for high, middle in zip(most, mean, strict=True))
+        found["stragglers"] /= self._stages
+        found["bandwidth"] = {axes: values.pop(f"bandwidth/{axes}") or None for axes in self._axes}
+        return found
+
+    def _at(self, place: int, length: int, value: float) -> torch.Tensor:
+        row = torch.zeros(length, dtype=torch.float64)
+        row[place] = value
+        return row

@@ -1,0 +1,121 @@
+"""Trace: every action and transfer of every rank in some steps, as a file for ui.perfetto.dev.
+
+Ranks note times on their own clocks, and only when the last of these steps is over tell them to the
+first rank, with what its clock differs from theirs: a traced step is as long as another.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megaframe.comm.collect import clock_offset, collect
+from megaframe.config import RunConfig
+from megaframe.mesh import Mesh
+from megaframe.meter.sinks import cannot_write
+from megaframe.meter.timers import Split, StepTimer
+from megaframe.schedule import Kind
+from megaframe.schedule.draw_trace import metadata_event, slice_event
+
+TRACE_FILE = "trace.json"
+_LANES = ("compute", "send", "recv", "grad", "parts of the step")
+_PARTS = _LANES.index("parts of the step")
+
+Slice = tuple[str, str, str, float, float]
+"""Lane, name, category, start and end in seconds."""
+
+
+class Tracer:
+    """Follows the steps that the config names. All ranks call it alike."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh, timer: StepTimer, start_step: int) -> None:
+        self._path = Path(config.run.dir) / TRACE_FILE
+        self._steps = {step for step in config.meter.trace if step > start_step}
+        self._mesh, self._timer = mesh, timer
+        self._splits: list[tuple[int, Split]] = []
+        timer.following = start_step + 1 in self._steps
+
+    def end(self, step: int, split: Split) -> None:
+        """Step `step` is over."""
+        if step in self._steps:
+            self._splits.append((step, split))
+            self._steps.discard(step)
+            if not self._steps:
+                self.close()
+        self._timer.following = step + 1 in self._steps
+
+    def close(self) -> None:
+        """Write what there is of them."""
+        splits, self._splits = self._splits, []
+        self._steps = set()
+        if not splits:
+            return
+        world, device = self._mesh.world, self._mesh.device
+        offset = clock_offset(world, device)
+        base = self._timer.clock()
+        splits[0][1].between(base, base)  # until a GPU has come here
+        host = time.perf_counter_ns() + offset
+        mine = [one for step, kept in splits for one in _slices(kept, step, base, host)]
+        found = collect(json.dumps(mine).encode(), world, device)
+        if found:
+            self._write([json.loads(one) for one in found])
+
+    def _write(self, ranks: list[list[Slice]]) -> None:
+        start = min(one[3] for slices in ranks for one in slices)
+        events = [event for rank, slices in enumerate(ranks) for event in _events(rank, slices)]
+        for event in events:
+            if "ts" in event:
+                event["ts"] -= start * 1e6
+        text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+        try:
+            self._path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise cannot_write(self._path, error) from None
+
+
+def _slices(split: Split, step: int, base: Any, host: int) -> Iterator[Slice]:
+    """What a rank has to tell of one step, on the clock of the first rank."""
+
+    def at(mark: Any) -> float:
+        return (host - split.between(mark, base)) / 1e9
+
+    before = at(split.begin)
+    for part, mark in split.marks:
+        now = at(mark)
+        if now > before:
+            yield _LANES[_PARTS], part, f"step {step}", before, now
+        before = now
+    for name, kind, start, end in split.actions:
+        lane = Kind(kind).lane if kind in Kind.__members__ else "compute"
+        yield lane, name, kind, at(start), at(end)
+    for one in split.flights:
+        yield f"over {one.axes}", f"{one.size:,} bytes", one.axes, at(one.started), at(one.ended)
+
+
+def _events(rank: int, slices: list[Slice]) -> Iterator[dict[str, Any]]:
+    """Of one rank; slices of a thread do not overlap, so what is in flight together has several."""
+    yield metadata_event(rank, 0, "process_name", name=f"rank {rank}")
+    yield metadata_event(rank, 0, "process_sort_index", sort_index=rank)
+    busy: dict[str, list[float]] = {lane: [] for lane in _LANES}
+    placed = []
+    for lane, name, category, start, end in sorted(slices, key=lambda one: (one[3], -one[4])):
+        until = busy.setdefault(lane, [])
+        apart = lane not in _LANES
+        place = next((i for i, time in enumerate(until) if not apart or time <= start), len(until))
+        until[place:] = [end] if place == len(until) else [end, *until[place + 1 :]]
+        placed.append((lane, place, name, category, start, end))
+    threads = {(lane, place) for lane, place, *_ in placed}
+    order = [*_LANES, *sorted(set(busy) - set(_LANES))]
+    numbers = {
+        key: number
+        for number, key in enumerate(sorted(threads, key=lambda one: (order.index(one[0]), one[1])))
+    }
+    for (lane, place), number in numbers.items():
+        name = lane if not place else f"{lane} ({place + 1})"
+        yield metadata_event(rank, number, "thread_name", name=name)
+        yield metadata_event(rank, number, "thread_sort_index", sort_index=number)
+    for lane, place, name, category, start, end in placed:
+        yield slice_event(rank, numbers[lane, place], name, category, start, end)

@@ -1,0 +1,44 @@
+"""From the whole of the peak down to the measured MFU: what each loss costs, in shares of the peak.
+
+A second in which nothing is multiplied costs a second's share of the peak whoever caused it, so the
+losses and the MFU sum to one exactly. A wait for ranks that came late is charged to them: it would
+be the same on a network of any speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+COMMUNICATION = "communication/"
+
+
+def waterfall(
+    parts: Mapping[str, float],
+    *,
+    mfu: float | None,
+    recompute: float = 0.0,
+    stragglers: float = 0.0,
+) -> dict[str, float]:
+    """Share of the peak that each cause loses, in the order in which they are drawn.
+
+    parts: seconds of a step, as a timer splits them. mfu: as a share; None where the peak is not
+    known, and then `compute` stands for what is left. recompute: share of the operations of the
+    hardware that are done again. stragglers: seconds of the mean rank's waits for transfers that
+    are waits for late ranks.
+    """
+    seconds = sum(parts.values())
+    if seconds <= 0:
+        return {}
+    waiting = sum(spent for part, spent in parts.items() if part.startswith(COMMUNICATION))
+    late = min(max(0.0, stragglers), waiting)
+    left = 1.0 - late / waiting if waiting else 1.0
+    lost = {"recompute": parts.get("compute", 0.0) * recompute}
+    for part, spent in parts.items():
+        if part.startswith(COMMUNICATION):
+            lost[part] = spent * left
+        elif part != "compute":
+            lost[part] = spent
+    lost["stragglers"] = late
+    shares = {cause: spent / seconds for cause, spent in lost.items()}
+    rest = 1.0 - sum(shares.values())
+    return {"compute": rest, **shares} if mfu is None else {"kernels": rest - mfu, **shares}

@@ -1,0 +1,265 @@
+"""Goodput: what share of its time a run makes progress that lasts, from how often what fails.
+
+Published mixes of failures are replayed against costs that were measured: how long each kind of
+failure takes to be noticed, and what restart, reload and saves take. Failures come without memory,
+so there is a closed form (Daly 2006) for every interval between saves; the simulation is there to
+check it, and for whoever does not believe in closed forms.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+Kind = Literal["crash", "hang", "silent", "planned"]
+"""crash: a process or node dies, and its neighbours and the launcher see it. hang: nothing moves
+until a timeout. silent: numbers are wrong until somebody compares. planned: there is time to save.
+"""
+_DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What failed how many times. spare: whether the node has to be replaced."""
+
+    name: str
+    count: int
+    kind: Kind = "crash"
+    spare: bool = True
+
+
+@dataclass(frozen=True)
+class Mix:
+    """The failures of a run of so many ranks and days. Failures are taken to be as frequent on any
+    rank."""
+
+    name: str
+    ranks: int
+    days: float
+    causes: tuple[Cause, ...]
+
+    def rate(self, ranks: int) -> float:
+        """Failures a second of a run of `ranks`."""
+        return sum(cause.count for cause in self.causes) / (self.days * _DAY) * ranks / self.ranks
+
+
+LLAMA3 = Mix(
+    "llama3",
+    16384,
+    54,
+    (
+        Cause("faulty GPU", 148),
+        Cause("GPU HBM3 memory", 72),
+        Cause("software bug", 54, spare=False),
+        Cause("network switch or cable", 35),
+        Cause("host maintenance, not planned", 32),
+        Cause("GPU SRAM memory", 19),
+        Cause("GPU system processor", 17),
+        Cause("network card", 7),
+        Cause("NCCL watchdog timeout", 7, "hang", spare=False),
+        Cause("silent data corruption", 6, "silent"),
+        Cause("GPU thermal interface and sensor", 6),
+        Cause("SSD", 3),
+        Cause("power supply", 3),
+        Cause("server chassis", 2),
+        Cause("IO expansion board", 2),
+        Cause("dependency", 2, spare=False),
+        Cause("CPU", 2),
+        Cause("system memory", 2),
+        Cause("planned", 47, "planned", spare=False),
+    ),
+)
+"""The Llama 3 Herd of Models (2024), table 5 and section 3.3.4: 466 interruptions, of which 47 were
+planned; above 90% effective. The kinds are ours: the paper names causes."""
+MEGASCALE = Mix("megascale", 12288, 28, (Cause("any", 100, "crash"),))
+"""MegaScale (Jiang et al. 2024), section 6.3: over 100 recoveries in several weeks on more than
+10,000 GPUs, above 90% effective. `Several weeks` are taken as four, on the 12,288 of its tables."""
+MIXES = {mix.name: mix for mix in (LLAMA3, MEGASCALE)}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """In seconds. crash, hang, silent: until such a failure is noticed. restart: from there to
+    loading. load: the last save, of any kind. swap: more of that where a node is replaced, 0 with
+    spares that are warm. stall: what steps wait for a save. again: the first steps are slower by so
+    much in all."""
+
+    crash: float = 5.0
+    hang: float = 60.0
+    silent: float = 600.0
+    restart: float = 30.0
+    load: float = 30.0
+    swap: float = 60.0
+    stall: float = 1.0
+    again: float = 10.0
+
+    def down(self, cause: Cause) -> float:
+        """From a failure to the next step."""
+        noticed = 0.0 if cause.kind == "planned" else getattr(self, cause.kind)
+        replaced = self.swap if cause.spare else 0.0
+        return noticed + replaced + self.restart + self.load + self.again
+
+
+PUBLISHED = Costs(
+    crash=60, hang=1800, silent=3600, restart=300, load=120, swap=120, stall=10, again=60
+)
+"""About what such runs were before: a collective's timeout of half an hour, minutes to start."""
+
+
+def daly_interval(stall: float, mean_between: float) -> float:
+    """Seconds of work between two saves that lose least, where one stalls work for `stall` seconds
+    and failures are `mean_between` seconds apart (Daly 2006, equation 37)."""
+    if stall >= 2 * mean_between:
+        return mean_between
+    ratio = math.sqrt(stall / (2 * mean_between))
+    return math.sqrt(2 * stall * mean_between) * (1 + ratio / 3 + ratio**2 / 9) - stall
+
+
+def young_interval(stall: float, mean_between: float) -> float:
+    """The same to first order (Young 1974)."""
+    return math.sqrt(2 * stall * mean_between)
+
+
+def effective(mix: Mix, ranks: int, costs: Costs, interval: float) -> float:
+    """Share of the time of `ranks` in which work is done that lasts, with saves after every
+    `interval` seconds of work; the expectation over all failures.
+
+    To get through work w with its save s takes E[e^(rD)] (e^(r(w+s)) - 1) / r seconds at r failures
+    a second, each of which costs D seconds that may fail too, and all since the last save. A
+    planned stop costs no work, because it saves first.
+    """
+    rate = mix.rate(ranks)
+    total = sum(cause.count for cause in mix.causes)
+    planned = sum(cause.count for cause in mix.causes if cause.kind == "planned") / total
+    sudden = rate * (1 - planned)
+    attempts = _grown(sudden * (interval + costs.stall)) * (interval + costs.stall)
+    pause, growth = 0.0, 0.0
+    for cause in mix.causes:
+        down = costs.down(cause)
+        if cause.kind == "planned":
+            pause += rate * cause.count / total * (down + costs.stall)
+        else:
+            growth += cause.count / total / (1 - planned) * math.exp(min(sudden * down, 700.0))
+    return interval / (attempts * max(growth, 1.0) * (1 + pause))
+
+
+def _grown(x: float) -> float:
+    """(e^x - 1) / x."""
+    return math.expm1(min(x, 700.0)) / x if x > 0 else 1.0
+
+
+def best_interval(mix: Mix, ranks: int, costs: Costs) -> float:
+    """The interval with the largest effective share, by golden section; seconds."""
+    low, high = 1e-3, 10 / mix.rate(ranks)
+    ratio = (math.sqrt(5) - 1) / 2
+    for _ in range(100):
+        left, right = high - ratio * (high - low), low + ratio * (high - low)
+        if effective(mix, ranks, costs, left) < effective(mix, ranks, costs, right):
+            low = left
+        else:
+            high = right
+    return (low + high) / 2
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """effective: share of time. lost: share of time by what it was lost to."""
+
+    effective: float
+    lost: Mapping[str, float]
+    failures: int
+
+
+def simulate(
+    mix: Mix, ranks: int, costs: Costs, interval: float, *, failures: int = 10000, seed: int = 0
+) -> Simulated:
+    """Replay so many failures one after the other."""
+    draw = random.Random(seed)
+    rate, weights = mix.rate(ranks), [cause.count for cause in mix.causes]
+    cycle = interval + costs.stall
+    lost = dict.fromkeys(("down", "repeated", "saves"), 0.0)
+    worked = total = since = 0.0
+    for _ in range(failures):
+        gap = draw.expovariate(rate)
+        (cause,) = draw.choices(mix.causes, weights)
+        total += gap
+        since += gap
+        saves = math.floor(since / cycle)
+        unsaved = since - saves * cycle
+        if cause.kind == "planned":
+            done = min(unsaved, interval)
+            worked += saves * interval + done
+            lost["saves"] += saves * costs.stall + costs.stall + (unsaved - done)
+            total += costs.stall
+        else:
+            worked += saves * interval
+            lost["saves"] += saves * costs.stall
+            lost["repeated"] += unsaved
+        since = 0.0
+        down = _downtime(mix, costs, cause, rate, weights, draw)
+        lost["down"] += down
+        total += down
+    return Simulated(worked / total, {name: time / total for name, time in lost.items()}, failures)
+
+
+def _downtime(
+    mix: Mix, costs: Costs, cause: Cause, rate: float, weights: Sequence[int], draw: random.Random
+) -> float:
+    """From a failure to the next step, which another failure may put off; planned ones wait."""
+    total = 0.0
+    while True:
+        down, gap = costs.down(cause), draw.expovariate(rate)
+        if gap >= down:
+            return total + down
+        (other,) = draw.choices(mix.causes, weights)
+        if other.kind == "planned":
+            return total + down
+        total += gap
+        cause = other
+
+
+def gains(mix: Mix, ranks: int, costs: Costs) -> list[tuple[str, float]]:
+    """What halving each cost would add to the effective share at its best interval, the most first:
+    what to improve first."""
+
+    def share(costs: Costs) -> float:
+        return effective(mix, ranks, costs, best_interval(mix, ranks, costs))
+
+    now = share(costs)
+    found = [
+        (field.name, share(replace(costs, **{field.name: getattr(costs, field.name) / 2})) - now)
+        for field in fields(costs)
+    ]
+    return sorted(found, key=lambda gain: -gain[1])
+
+
+def table(mix: Mix, costs: Costs, sizes: Sequence[int], seed: int = 0) -> Iterator[str]:
+    """Lines for people: for each number of ranks the time between failures, the best interval, the
+    effective share by formula and by simulation, and what to improve first."""
+    head = ("ranks", "between failures", "save every", "Daly", "effective", "simulated", "next")
+    yield _row(head)
+    for ranks in sizes:
+        interval, rate = best_interval(mix, ranks, costs), mix.rate(ranks)
+        share = effective(mix, ranks, costs, interval)
+        simulated = simulate(mix, ranks, costs, interval, seed=seed).effective
+        name, gain = gains(mix, ranks, costs)[0]
+        yield _row(
+            (
+                f"{ranks:,}",
+                f"{1 / rate / 60:,.1f} min",
+                f"{interval:,.0f} s",
+                f"{daly_interval(costs.stall, 1 / rate):,.0f} s",
+                f"{share:.2%}",
+                f"{simulated:.2%}",
+                f"{name} (half of it: +{gain:.2%})",
+            )
+        )
+
+
+def _row(cells: Sequence[str]) -> str:
+    widths = (8, 17, 11, 9, 10, 10)
+    padded = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False)]
+    return " ".join([*padded, f" {cells[-1]}"])

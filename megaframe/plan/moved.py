@@ -1,0 +1,71 @@
+"""Moved: bytes that a rank hands to collectives and links in a step, by axis, in closed form.
+
+What is summed for a number or two (norms, losses, counts) is left out: it is a millionth of the
+rest. Gradients and values count with the padding to whole parts left out as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megaframe.config.schema import RunConfig
+from megaframe.layout import Layout
+from megaframe.plan.held import held
+from megaframe.plan.memory import WIDTH
+from megaframe.plan.stages import StagePlan, latent_width
+from megaframe.schedule import Action, Kind
+
+_SENDS = (Kind.SEND_F, Kind.SEND_B)
+
+
+def moved(
+    config: RunConfig, layout: Layout, plans: Sequence[StagePlan], actions: Sequence[Action]
+) -> Mapping[str, float]:
+    """Bytes over `tensor`, `data` and `pipeline` of a rank with these stages and lowered actions.
+
+    data: everything that gradients and values of dense parameters travel over, context ranks among
+    them; at ZeRO 3 as if every pass brought every value, which the blocks that stay spare.
+    """
+    train, tensor = config.train, layout.tensor
+    width = WIDTH[train.precision]
+    tokens = train.microbatch * train.seq / layout.context
+    stream = tokens * config.model.hidden * width
+    many = len({a.microbatch for a in actions if a.microbatch is not None})
+    sent = sum(action.kind in _SENDS for action in actions)
+    share = (tensor - 1) / tensor
+    return {
+        "tensor": many * share * sum(_of_stage(config, plan) for plan in plans) * tokens * width,
+        "pipeline": sent * stream / tensor,
+        "data": _data(config, layout, plans, many),
+    }
+
+
+def _of_stage(config: RunConfig, plan: StagePlan) -> float:
+    """Elements of a token that travel over tensor ranks: each of four linears once in each
+    direction, the inputs of two gathered again in backward, and the four of forward where a block
+    runs again; at either end two more."""
+    model = config.model
+    layer, latent = 10 * model.hidden, model.latent
+    if latent is not None:
+        whole = model.hidden * (latent.query_rank is None)
+        layer = 7 * model.hidden + 3 * (whole + latent_width(latent)) - latent.rotary_dim
+    depth = model.mtp_depth * plan.last  # each is a layer, and has both ends
+    ends = 2 * model.hidden * (plan.first + plan.last + 2 * depth)
+    return (len(plan.blocks) + depth) * layer + plan.recomputed * 4 * model.hidden + ends
+
+
+def _data(
+    config: RunConfig, layout: Layout, plans: Sequence[StagePlan], microbatches: int
+) -> float:
+    """Gradients are reduced in master precision, or in bf16 where so asked, and values gathered."""
+    ranks, zero = layout.data_shard * layout.context, config.parallel.zero
+    width = WIDTH[config.train.precision]
+    wire = 2 if config.parallel.reduce_precision == "bf16" else max(4, width)
+    here = held(config, layout, plans)
+    vectors, rest = here.vectors, here.dense - here.vectors - sum(here.whole)
+    share = (ranks - 1) / ranks
+    if zero == 0:
+        return 2 * wire * (vectors + rest) * share
+    scatters = microbatches if zero >= 2 else 1
+    gathers = 2 * microbatches if zero == 3 else 1
+    return share * (rest * (scatters * wire + gathers * width) + vectors * (wire + width))

@@ -1,0 +1,190 @@
+"""Folders as they are found: whole, being written, damaged, mixed, or of something else."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_runs import lines, write
+
+from megaframe.dashboard.advice import advice
+from megaframe.dashboard.page import embedded
+from megaframe.dashboard.panels import PANELS, losses, page_data, predicted
+from megaframe.dashboard.report import html, report
+from megaframe.dashboard.run import Run
+from megaframe.dashboard.thin import block_maxima, buckets, extremes, means
+from megaframe.errors import UserError
+
+
+def test_a_whole_run_has_every_panel_and_no_note(tmp_path):
+    run = Run(write(tmp_path / "run", lines(60)))
+    assert run.notes == []
+    data = page_data([run])
+    (found,) = data["runs"]
+    for panel in PANELS:
+        names = [
+            name
+            for name in found["series"]
+            for key in panel.keys
+            if (name.startswith(key) if key.endswith("/") else name == key)
+        ]
+        has = {
+            "lines": names,
+            "waterfall": found["waterfall"],
+            "heat": found["heat"].get(panel.id),
+            "bars": found["bars"].get(panel.id),
+        }
+        assert has[panel.kind], panel.id
+    assert [event["kind"] for event in found["events"]] == ["skip", "restart", "checkpoint"]
+    assert found["events"][2]["step"] == 50
+    assert found["heat"]["stragglers"]["z"][1] == pytest.approx([40] * 6)
+    assert found["bars"]["sources"] == {"places": ["web", "code"], "kinds": {"samples": [60, 120]}}
+    json.dumps(data, allow_nan=False)
+
+
+def test_losses_and_mfu_are_the_whole_peak(tmp_path):
+    run = Run(write(tmp_path / "run", lines(60)))
+    assert sum(losses(run).values()) == pytest.approx(1)
+    wanted = {"step_seconds": 2.0, "mfu": 0.4, "breakdown": {"compute": 1.5, "tensor": 0.5}}
+    assert predicted(wanted) == pytest.approx(
+        {"kernels": 0.35, "communication/tensor": 0.25, "mfu": 0.4}
+    )
+
+
+def test_a_run_still_being_written_is_read_on_and_one_replaced_anew(tmp_path):
+    every = [json.dumps(line) + "\n" for line in lines(30)]
+    folder = write(tmp_path / "run", [])
+    path = folder / "metrics.jsonl"
+    run = Run(folder)
+    assert run.notes == ["no metrics yet"]
+    with open(path, "a") as file:
+        file.write("".join(every[:10]) + every[10][:40])
+    assert run.read() and len(run.metrics) == 10
+    assert any("not whole" in note for note in run.notes)
+    assert not run.read()
+    with open(path, "a") as file:
+        file.write(every[10][40:])
+    assert run.read() and len(run.metrics) == 11 and not run.notes
+    (tmp_path / "other").write_text("".join(every[:5]))
+    (tmp_path / "other").replace(path)
+    assert run.read() and len(run.metrics) == 5
+
+
+@pytest.mark.parametrize(
+    "odd",
+    ["hello", "[1, 2]", '{"loss": 1}', '{"step": true}', "[" * 5000, '{"step": -1}', "\x00\x00"],
+)
+def test_lines_of_something_else_are_left_out_and_counted(tmp_path, odd):
+    folder = write(tmp_path / "run", lines(5))
+    path = folder / "metrics.jsonl"
+    text = path.read_text().splitlines()
+    path.write_text("\n".join([*text[:3], odd, *text[3:]]) + "\n")
+    run = Run(folder)
+    assert len(run.metrics) == 5
+    assert run.notes == ["1 lines are no metrics and are left out (line 4)"]
+
+
+def test_two_runs_in_one_file_are_the_later_one_with_a_note(tmp_path):
+    first = list(lines(30))
+    second = [{**line, "loss": 100.0} for line in lines(10, start=10)]
+    run = Run(write(tmp_path / "run", [*first, *second]))
+    assert run.metrics.column("step").tolist() == [*range(1, 21)]
+    assert run.metrics.column("loss")[9:12].tolist() == [first[9]["loss"], 100.0, 100.0]
+    assert "after step 30 comes step 11 (line 31)" in run.notes[0]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    value=st.recursive(
+        st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+        ),
+        max_leaves=8,
+    ),
+    key=st.sampled_from([*next(lines(1)), "ranks", "config", "time"]),
+)
+def test_any_value_of_any_key_is_shown_or_left_out(tmp_path_factory, value, key):
+    text = json.dumps({**next(lines(1)), key: value, "step": 2})
+    folder = tmp_path_factory.mktemp("odd")
+    write(folder, lines(1))
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(text + "\n")
+    run = Run(folder)
+    embedded(page_data([run]))
+    html(report(run))
+
+
+def test_other_layouts_missing_ranks_and_missing_files_are_notes(tmp_path):
+    one = Run(write(tmp_path / "one", lines(20), {"parallel": {"tensor": 2}}, {"ranks": 8}))
+    assert one.notes == ["rows have 4 ranks and the run 8: some are missing"]
+    changed = [*lines(20), *lines(20, ranks=2, stages=1, start=20)]
+    two = Run(write(tmp_path / "two", changed, {"parallel": {"tensor": 1}}))
+    (tmp_path / "two" / "environment.json").write_text("{")
+    two = Run(tmp_path / "two")
+    assert "environment.json cannot be read and is left out" in two.notes
+    data = page_data([one, two])
+    assert [run["heat"]["stragglers"]["rows"] for run in data["runs"]] == [[0, 1, 2, 3], [0, 1]]
+    assert data["differences"] == [["parallel.tensor", "2", "1"]]
+    (tmp_path / "two" / "metrics.jsonl").unlink()
+    assert "there is no metrics.jsonl" in Run(tmp_path / "two").notes
+    assert page_data([Run(tmp_path / "two")])["runs"][0]["series"] == {}
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"neither metrics\.jsonl nor config\.yaml"):
+        Run(tmp_path)
+    with pytest.raises(UserError, match="no folder"):
+        Run(tmp_path / "nowhere")
+
+
+def test_an_unknown_peak_is_na_and_its_waterfall_ends_with_compute(tmp_path):
+    found = []
+    for line in lines(5):
+        lost = {cause: share for cause, share in line["lost"].items() if cause != "kernels"}
+        lost = {"compute": 1 - sum(lost.values()), **lost}
+        found.append({**line, "mfu": None, "hfu": None, "lost": lost})
+    run = Run(write(tmp_path / "run", found))
+    assert any("MFU n/a" in note for note in run.notes)
+    assert "mfu" not in losses(run) and sum(losses(run).values()) == pytest.approx(1)
+    assert "| MFU | n/a |" in report(run)
+
+
+@settings(deadline=None, max_examples=80)
+@given(values=st.lists(st.none() | st.floats(-1e6, 1e6), max_size=60), most=st.integers(1, 20))
+def test_thinning_keeps_means_and_extremes(values, most):
+    found = np.array([math.nan if one is None else one for one in values])
+    starts = buckets(len(found), most)
+    assert len(starts) == min(len(found), most)
+    low, high = extremes(found, starts)
+    good = found[np.isfinite(found)]
+    if good.size:
+        assert np.nanmin(low) == good.min() and np.nanmax(high) == good.max()
+        counts = np.add.reduceat(np.isfinite(found).astype(float), starts)
+        total = np.nansum(means(found, starts) * counts)
+        assert total == pytest.approx(good.sum(), rel=1e-9, abs=1e-6)
+    else:
+        assert not np.isfinite(means(found, starts)).any()
+
+
+def test_one_slow_rank_of_many_is_still_there_when_thinned():
+    table = np.zeros((1000, 700))
+    table[617, 350:] = 9.0
+    thinned = block_maxima(table, 160, 200)
+    assert thinned.shape == (160, 200) and thinned[:, -1].max() == 9.0
+    assert (thinned[:, -1] > 0).sum() == 1
+
+
+def test_the_report_names_the_largest_losses_and_escapes_names(tmp_path):
+    name = "<b>x<b>|*y*"
+    folder = write(tmp_path / name, lines(30))
+    prediction = {"step_seconds": 1.0, "mfu": 0.5, "breakdown": {"compute": 0.9, "data": 0.1}}
+    text = report(Run(folder), prediction)
+    assert "| kernels below peak |" in text and "| predicted |" in text
+    assert "step 7: nothing was updated" in text and "resumed after step 19" in text
+    page = html(text)
+    assert "<b>x" not in page and "&lt;b&gt;x&lt;b&gt;|*y*" in page
+    first = next(advice(losses(Run(folder))))
+    assert first[0] == "kernels" and "train.microbatch" in first[1]

@@ -1,0 +1,211 @@
+"""Runs with something wrong in them: the entry, with faults put into one rank from outside."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+import pretrain_gpt  # noqa: E402
+from megaframe.comm import all_reduce, send  # noqa: E402
+from megaframe.microbatch import IGNORE  # noqa: E402
+from megaframe.trainer import Trainer  # noqa: E402
+
+ONCE = {"done": False}
+LIMIT = {"seconds": None}
+"""For steps after the first two, which may take long on a machine that does other things."""
+
+
+def main(overrides, fault=None, rank=None, *arguments):
+    """Run the entry; fault(trainer, *arguments) runs before every step of the trainer, on one rank
+    or on all. Returns the exit status, or the text of what was raised."""
+    train_step = Trainer._train_step
+    ONCE["done"] = False
+
+    def faulty(trainer):
+        if LIMIT["seconds"] and trainer.step == 2:
+            trainer.mesh.watch_steps(LIMIT["seconds"], trainer.folder / "faults")
+        if fault is not None and rank in (None, trainer.mesh.rank):
+            fault(trainer, *arguments)
+        train_step(trainer)
+
+    Trainer._train_step = faulty
+    sys.argv = ["pretrain_gpt.py", *overrides]
+    try:
+        pretrain_gpt.main()
+        return 0
+    except SystemExit as status:
+        return status.code
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        Trainer._train_step = train_step
+
+
+def alone(rank, world, port, errors, limit, arguments):
+    """The same as a process of its own, which may be ended from anywhere inside."""
+    LIMIT["seconds"] = limit
+    with open(errors, "w") as file:
+        os.dup2(file.fileno(), 2)
+    with open(os.devnull, "w") as file:
+        os.dup2(file.fileno(), 1)
+    torch.set_num_threads(1)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os._exit(main(*arguments) or 0)
+
+
+def once(trainer, step):
+    """Whether this is the first time that this step begins."""
+    if trainer.step != step or ONCE["done"]:
+        return False
+    ONCE["done"] = True
+    return True
+
+
+# Faults.
+
+
+def sleep_in_data(trainer, step):
+    if trainer.step == step:
+        trainer.loader.next = lambda: time.sleep(1000)
+
+
+def sleep_in_backward(trainer, step):
+    if trainer.step == step:
+        for stage in trainer.pipeline.stages.values():
+            stage.backward = lambda *_, **__: time.sleep(1000)
+
+
+def another_order(trainer, step):
+    if trainer.step == step:
+        all_reduce(torch.zeros(3), trainer.mesh.world).wait()
+
+
+def another_shape(trainer, step):
+    if trainer.step == step:
+        trainer._loss = torch.zeros(2)
+        trainer._valid_tokens = lambda _: int(
+            all_reduce(torch.ones(5), trainer.mesh.aside).wait()[0]
+        )
+
+
+def one_send_too_many(trainer, step):
+    if trainer.step == step:
+        link = trainer.mesh.link(0, 1)
+        send(torch.zeros(7), link).wait()
+
+
+def told(trainer, step, number=signal.SIGTERM):
+    if trainer.step == step:
+        os.kill(os.getpid(), number)
+
+
+def nan_in_weights(trainer, step):
+    if once(trainer, step):
+        for bucket in trainer.optimizer.buckets:
+            bucket.weights[3] = torch.nan
+            bucket.gather()
+
+
+def nan_once(trainer, step):
+    """In what comes of the last block, in one pass: a fault that passes."""
+    if once(trainer, step):
+        block = trainer.pipeline.stages[0].blocks[-1]
+        kind = type(block)
+
+        class Damaged(kind):
+            def __call__(self, *arguments):
+                made = super().__call__(*arguments) * torch.nan
+                self.__class__ = kind
+                return made
+
+        block.__class__ = Damaged
+
+
+def nan_in_sample(trainer, sample, layer):
+    """Whenever a block meets a certain sample."""
+    for stage in trainer.pipeline.stages.values():
+        for number, block in zip(stage.plan.blocks, stage.blocks, strict=True):
+            if number == layer and not hasattr(block, "damaged"):
+                damage(stage, block, sample)
+
+
+def damage(stage, block, sample):
+    kind, forward = type(block), stage.forward
+    met = []
+
+    def watched(number, microbatch, *arguments, **more):
+        met[:] = [bool((microbatch.samples_B == sample).any())]
+        return forward(number, microbatch, *arguments, **more)
+
+    class Damaged(kind):
+        damaged = True
+
+        def __call__(self, *arguments):
+            made = super().__call__(*arguments)
+            return made * torch.nan if met == [True] else made
+
+    stage.forward = watched
+    block.__class__ = Damaged
+
+
+def wrong_labels(trainer, first, samples):
+    """Data that nothing can predict, in the step that begins with sample `first`."""
+    if hasattr(trainer.loader, "damaged"):
+        return
+    trainer.loader.damaged, next_step = True, trainer.loader.next
+
+    def bad():
+        batch = next_step()
+        if batch.first == first:
+            for one in batch.microbatches:
+                keep = one.labels_BS == IGNORE
+                one.labels_BS.copy_((60 - one.labels_BS).masked_fill(keep, IGNORE))
+        return batch
+
+    trainer.loader.next = bad
+
+
+def flip(trainer, step, always=False):
+    """A bit of a weight, on one replica."""
+    if (always and trainer.step == step) or once(trainer, step):
+        bucket = trainer.optimizer.buckets[-1]
+        bits = bucket.weights.view(torch.int64)
+        bits[5] ^= 1 << 20
+        bucket.gather()
+
+
+def slow(trainer, seconds):
+    if not hasattr(trainer.loader, "slow"):
+        trainer.loader.slow, next_step = True, trainer.loader.next
+
+        def late():
+            time.sleep(seconds)
+            return next_step()
+
+        trainer.loader.next = late
+
+
+# What is left of a run.
+
+
+def lines(folder):
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder):
+    found = lines(folder)
+    assert [line["step"] for line in found] == list(range(1, len(found) + 1))
+    return [line["loss"] for line in found]
+
+
+def log(folder):
+    return (Path(folder) / "run.log").read_text()

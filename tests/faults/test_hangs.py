@@ -1,0 +1,106 @@
+"""Whatever hangs ends in time, with the rank, the step and the action that hold up the others."""
+
+import multiprocessing
+import re
+import time
+
+import fault_runs
+import pytest
+from pool import _free_port as free_port
+
+from megaframe.errors import EXIT_LOST_RANKS
+
+LIMIT = 2.0
+MARGIN = 60.0
+
+
+@pytest.fixture(scope="module")
+def context():
+    made = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload(["torch", "megaframe.trainer"])
+    return made
+
+
+@pytest.fixture
+def hang(context, overrides, tmp_path):
+    """hang(world, fault, rank, *arguments, **changes) -> what each rank wrote; all have ended."""
+
+    def make(world, *fault, **changes):
+        changes = {"faults__step_timeout": MARGIN, "parallel__timeout": 300, **changes}
+        limit = LIMIT if changes["faults__step_timeout"] else 0
+        keys, port = overrides(**changes), free_port()
+        started = []
+        for rank in range(world):
+            errors = tmp_path / str(rank)
+            arguments = (rank, world, port, str(errors), limit, (keys, *fault))
+            started.append(context.Process(target=fault_runs.alone, args=arguments))
+            started[-1].start()
+        deadline = time.monotonic() + MARGIN
+        try:
+            for process in started:
+                process.join(max(0.0, deadline - time.monotonic()))
+                assert process.exitcode == EXIT_LOST_RANKS, (tmp_path / "0").read_text()
+        finally:
+            for process in started:
+                process.kill()
+        return [(tmp_path / str(rank)).read_text() for rank in range(world)]
+
+    return make
+
+
+def stacks(tmp_path):
+    return {path.name: path.read_text() for path in (tmp_path / "run/faults").glob("rank-*.txt")}
+
+
+def test_a_sleeping_loader(hang, tmp_path):
+    told = hang(2, fault_runs.sleep_in_data, 1, 3)
+    said = (
+        "step 4 took more than faults.step_timeout=2 s: rank 1 (pipeline 0, data 1: stage 0) at "
+        "step 4, data, waiting for no rank | rank 0: step 4, counting tokens, waiting in "
+        "all_reduce over data with rank 1\n"
+    )
+    for rank, text in enumerate(told):
+        assert text.startswith(f"error: rank {rank}: {said}"), text
+    found = stacks(tmp_path)
+    assert "in sleep_in_data" in told[1] or "in <lambda>" in told[1]
+    assert "_valid_tokens" in found["rank-00000.txt"] and "<lambda>" in found["rank-00001.txt"]
+
+
+def test_a_stage_that_sleeps_in_a_pass(hang):
+    told = hang(2, fault_runs.sleep_in_backward, 1, 3, parallel__pipeline=2)
+    said = r"rank 1 \(pipeline 1, data 0: stage 1\) at step 4, action 1B0, waiting for no rank \| "
+    said += r"rank 0: step 4, action 0B0, waiting in receive over pipeline from rank 1"
+    for text in told:
+        assert re.search(said, text), text
+
+
+def test_a_single_process(hang):
+    (text,) = hang(1, fault_runs.sleep_in_data, 0, 2)
+    assert "rank 0 (pipeline 0, data 0: stage 0) at step 3, data" in text and "<lambda>" in text
+
+
+def test_collectives_in_another_order(hang):
+    for text in hang(2, fault_runs.another_order, 1, 3):
+        assert "rank 1 (pipeline 0, data 1: stage 0) at step 4, waiting in all_reduce over" in text
+        assert "step 4, counting tokens, waiting in all_reduce over data with rank 1" in text
+        assert "faults.check_collectives=true" in text
+
+
+def test_another_shape_is_named_before_it_starts(hang):
+    keys = {"faults__check_collectives": True, "faults__step_timeout": 0}
+    for text in hang(2, fault_runs.another_shape, 1, 3, **keys):
+        assert re.search(
+            r"error: rank \d: the ranks over data do not start the same thing: rank \d "
+            r"start(s|ed) all_reduce of torch.(float32 \[5\]|int64 \[\]) in action counting "
+            r"tokens, rank \d started all_reduce of torch.(float32 \[5\]|int64 \[\])",
+            text,
+        ), text
+
+
+def test_one_send_too_many_is_named(hang):
+    keys = {"faults__check_collectives": True, "parallel__pipeline": 2, "faults__step_timeout": 0}
+    for text in hang(2, fault_runs.one_send_too_many, 0, 3, **keys):
+        assert "the ranks over pipeline do not start the same thing" in text
+        assert (
+            "transfer of torch.float32 [7]" in text and "transfer of torch.float64 [32, 16]" in text
+        )

@@ -1,0 +1,124 @@
+"""Bad numbers, bad data and bad memory: named, survived, and off the loss curve."""
+
+import re
+
+import pytest
+from fault_runs import (
+    flip,
+    lines,
+    log,
+    losses,
+    main,
+    nan_in_sample,
+    nan_in_weights,
+    nan_once,
+    slow,
+    wrong_labels,
+)
+
+EVERY = {"checkpoint__every": 4, "checkpoint__keep": 10}
+
+
+@pytest.fixture
+def run(pool, overrides, tmp_path):
+    """run(name, ranks, *fault, **changes) -> results of the ranks; the run is in tmp_path/name."""
+
+    def make(name, ranks, *fault, **changes):
+        keys = overrides(run__dir=tmp_path / name, **changes)
+        return pool.run(ranks, main, keys, *fault)
+
+    return make
+
+
+@pytest.fixture
+def whole(run, tmp_path):
+    """Losses of the undisturbed run on two ranks."""
+    assert run("whole", 2, **EVERY) == [0, 0]
+    return losses(tmp_path / "whole")
+
+
+def test_a_fault_that_passes_is_replayed_and_leaves_no_trace(run, whole, tmp_path):
+    assert run("run", 2, nan_once, 1, 6, faults__non_finite="replay", **EVERY) == [0, 0]
+    assert losses(tmp_path / "run") == whole
+    assert re.search(
+        r"step 7: gradients of .* are not finite \(first in the forward pass of microbatch 0, "
+        r"stage 0, on rank 1, of samples 50, 51\); run again it is finite: a fault that passed",
+        log(tmp_path / "run"),
+    )
+
+
+def test_a_fault_that_stays_is_named_with_its_block(run, tmp_path):
+    damage = (nan_in_sample, None, 45, 1)
+    assert run("run", 2, *damage, faults__non_finite="replay", **EVERY) == [0, 0]
+    text = log(tmp_path / "run")
+    where = "microbatch 1, stage 0, block 1, on rank 0, of samples 44, 45"
+    assert f"run again the same: first in the forward pass of {where}" in text
+    assert [line["step"] for line in lines(tmp_path / "run") if line["skipped"]] == [6]
+
+
+def test_poisoned_weights_are_left_behind(run, whole, tmp_path):
+    """Skipping could never mend them; and nothing is lost."""
+    assert run("run", 2, nan_in_weights, 1, 6, faults__non_finite="roll_back", **EVERY) == [0, 0]
+    assert losses(tmp_path / "run") == whole
+    text = log(tmp_path / "run")
+    assert "its data is tried once more; continuing from the checkpoint of step 4" in text
+    lost = [line["lost_seconds"]["repeat"] for line in lines(tmp_path / "run")]
+    assert all(lost[step - 1] > 0 for step in (5, 6)) and not lost[3]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_data_that_fails_twice_is_left_out_under_any_layout(ranks, run, tmp_path):
+    damage = (nan_in_sample, None, 45, 1)
+    keys = {"faults__non_finite": "roll_back", **EVERY}
+    assert run("run", ranks, *damage, **keys) == [0] * ranks
+    found = lines(tmp_path / "run")
+    assert [line["step"] for line in found] == [*range(1, 13)]
+    assert not any(line["skipped"] for line in found)
+    assert "it failed twice, and its data is left out; continuing from" in log(tmp_path / "run")
+
+
+def test_a_run_may_stop_at_the_first_bad_step(run, tmp_path):
+    damage = (nan_in_sample, None, 45, 1)
+    for text in run("run", 2, *damage, faults__non_finite="stop", **EVERY):
+        assert text.startswith("NotFinite: step 6: gradients of ") and "samples 44, 45" in text
+
+
+def test_a_spike_is_left_out_and_the_decision_survives_a_layout(run, tmp_path):
+    """As if its data had never been there, from the step on that had it."""
+    keys = {"train__steps": 40, "train__global_batch": 32, "train__microbatch": 8}
+    keys |= {"optim__lr": 0.03, "faults__spike_factor": 1.2, "checkpoint__every": 10}
+    spike = (wrong_labels, None, 32 * 34, 32)
+    for name, ranks in (("one", 1), ("two", 2)):
+        assert run(name, ranks, *spike, **keys) == [0] * ranks
+        text = log(tmp_path / name)
+        assert "step 35: its loss is " in text
+        assert "its data is left out; continuing from the checkpoint of step 30" in text
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-10)
+    assert run("calm", 1, **keys) == [0]
+    calm, found = losses(tmp_path / "calm"), losses(tmp_path / "one")
+    assert found[:34] == calm[:34] and found[34] != calm[34] and max(found[34:]) < 1.2 * found[33]
+
+
+def test_a_flipped_bit_is_found_named_and_undone(run, whole, tmp_path):
+    """With two replicas nobody can say which one was wrong."""
+    assert run("run", 2, flip, 1, 6, faults__compare_every=4, **EVERY) == [0, 0]
+    assert losses(tmp_path / "run") == whole
+    text = log(tmp_path / "run")
+    assert "step 8: weights on ranks 0, 1, of which one must be wrong, differ" in text
+    assert "step 8: run again all replicas are equal; what differed before, on ranks 0, 1" in text
+
+
+def test_a_device_that_flips_bits_again_is_named(run, tmp_path):
+    keys = {"faults__compare_every": 4, "train__microbatch": 1, **EVERY}
+    for text in run("run", 4, flip, 2, 6, True, **keys):
+        assert text == (
+            "BadDevice: step 8: weights on rank 2 differ from their replicas, again after a way "
+            "back: look at the device"
+        )
+
+
+def test_a_slow_rank_is_named(run, tmp_path):
+    keys = {"faults__straggler_factor": 3.0, "train__steps": 21}
+    assert run("run", 2, slow, 1, 0.02, **keys) == [0, 0]
+    found = re.findall(r"rank (\d) is slow: 0.0\d+ s of (\w+) in a step", log(tmp_path / "run"))
+    assert ("1", "data") in found

@@ -1,0 +1,53 @@
+"""Who holds up whom, from what ranks were seen doing."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaframe.comm.place import Place, Sight, gathered, held_up_by
+
+texts = st.text(st.characters(codec="utf-8"), max_size=20)
+
+
+@given(st.builds(Sight, st.integers(0, 9), texts, texts, st.tuples(st.integers()), st.integers()))
+def test_a_sight_survives_its_text(sight):
+    assert Sight.decode(sight.encode()) == sight and "\n" not in sight.encode()
+
+
+def seen(rank, waiting, beat=0):
+    return Sight(rank, "step 1", "waiting in x" if waiting else "", (), beat)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.integers(0, 5), st.tuples(st.booleans(), st.integers(0, 3)), max_size=6))
+def test_the_silent_are_to_blame_then_who_waits_for_nobody_then_the_last(found):
+    sights = {rank: seen(rank, *what) for rank, what in found.items()}
+    blamed = held_up_by(sights, 6)
+    assert blamed == tuple(sorted(blamed)) and blamed
+    if len(sights) < 6:
+        assert set(blamed) == set(range(6)) - sights.keys()
+    elif any(not waiting for waiting, _ in found.values()):
+        assert all(not found[rank][0] for rank in blamed)
+    else:
+        assert all(found[rank][1] == min(beat for _, beat in found.values()) for rank in blamed)
+
+
+def test_time_without_waiting_is_counted_by_kind():
+    place = Place()
+    place.begin("step 1")
+    place.act("", "0F0", "F")
+    begun = place.wait(None)
+    for _ in range(10**5):
+        pass
+    place.go_on(begun)
+    place.act("", None)
+    busy = place.take_busy()
+    assert 0 < busy["F"] < 1e-3 and place.take_busy() == {}
+    assert not place.overrun(0) and not place.overrun(100) and place.overrun(1e-9)
+    place.begin("")
+    assert not place.overrun(1e-9)
+
+
+def test_ranks_that_do_the_same_are_told_together():
+    sights = [seen(0, True), seen(1, False), seen(2, True)]
+    text = "ranks 0, 2: step 1, waiting in x; rank 1: step 1, waiting for no rank"
+    assert gathered(sights) == text

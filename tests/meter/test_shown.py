@@ -1,0 +1,83 @@
+"""Console modes and Prometheus, as a run shows itself."""
+
+import json
+import urllib.error
+import urllib.request
+
+import pytest
+import torch
+from test_meter import make, step
+
+from megaframe.config import load
+from megaframe.errors import UserError
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh
+from megaframe.meter.prometheus import PrometheusSink, exposition
+from megaframe.pipeline import Pipeline
+from megaframe.trainer import Trainer
+
+
+@pytest.mark.parametrize("how", ["lines", "quiet", "json"])
+def test_console_modes(how, tmp_path, capsys):
+    _, meter = make(tmp_path, console=how)
+    for number in (1, 2):
+        step(meter, number)
+    meter.close()
+    printed = capsys.readouterr().out
+    log = (tmp_path / "run.log").read_text()
+    assert "1/9" in log and "Summary" in log
+    if how == "json":
+        found = [json.loads(line) for line in printed.splitlines()]
+        assert [one["step"] for one in found if "step" in one] == [1, 2]
+        assert any("peak_tflops" in one.get("note", "") for one in found)
+        assert found[-1]["summary"]["steps"] == "1 to 2"
+    else:
+        assert ("1/9" in printed) == (how == "lines")
+        assert "Summary" in printed and "peak_tflops" in printed
+        assert how == "quiet" or printed == log
+
+
+def test_the_latest_line_is_served_to_this_machine(tmp_path):
+    sink = PrometheusSink(0, 'a"b')
+    try:
+        sink.write({"step": 3, "loss": 1.5, "mfu": None, "time": {"communication/data": 0.5}})
+        address = f"http://127.0.0.1:{sink.port}"
+        with urllib.request.urlopen(f"{address}/metrics") as answer:
+            found = answer.read().decode().splitlines()
+        assert found == [
+            "# TYPE megaframe_step gauge",
+            'megaframe_step{run="a\\"b"} 3.0',
+            "# TYPE megaframe_loss gauge",
+            'megaframe_loss{run="a\\"b"} 1.5',
+            "# TYPE megaframe_time gauge",
+            'megaframe_time{run="a\\"b",of="communication/data"} 0.5',
+        ]
+        with pytest.raises(urllib.error.HTTPError):
+            urllib.request.urlopen(address)
+        with pytest.raises(UserError, match=rf"meter\.port={sink.port} cannot be listened on"):
+            PrometheusSink(sink.port, "b")
+    finally:
+        sink.close()
+    assert exposition({"step": 1}, "r").endswith("1.0\n")
+
+
+def test_a_profile_has_the_operators_of_its_step(tmp_path):
+    _, meter = make(tmp_path, profile=[2])
+    for number in (1, 2, 3):
+        torch.ones(8, 8) @ torch.ones(8, 8)
+        step(meter, number)
+    meter.close()
+    (path,) = (tmp_path / "profile").iterdir()
+    assert path.name == "step-00000002-rank-00000.json"
+    names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
+    assert names.count("aten::mm") == 1
+
+
+def test_out_of_memory_says_what_held_it_and_what_to_change(overrides, monkeypatch):
+    def fail(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Pipeline, "train", fail)
+    trainer = Trainer(load(None, overrides()), Mesh(Layout(), device="cpu"))
+    with pytest.raises(UserError, match=r"rank 0 ran out .* activations .* GiB.*train\.recompute"):
+        trainer.run()

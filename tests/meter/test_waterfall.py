@@ -1,0 +1,33 @@
+"""The waterfall leaves nothing over, and puts every loss where it belongs."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaframe.meter.waterfall import waterfall
+
+PARTS = ("compute", "bubble", "optimizer", "data", "communication/data", "communication/tensor")
+times = st.fixed_dictionaries({part: st.floats(0.001, 100) for part in PARTS})
+
+
+@given(times, st.none() | st.floats(0, 1), st.floats(0, 0.5), st.floats(0, 300))
+def test_losses_and_mfu_are_the_whole(parts, mfu, recompute, stragglers):
+    lost = waterfall(parts, mfu=mfu, recompute=recompute, stragglers=stragglers)
+    assert sum(lost.values()) + (mfu or 0.0) == pytest.approx(1)
+    waits = parts["communication/data"] + parts["communication/tensor"]
+    seconds = sum(parts.values())
+    found = lost["stragglers"] + lost["communication/data"] + lost["communication/tensor"]
+    assert found * seconds == pytest.approx(waits)
+    assert lost["stragglers"] * seconds == pytest.approx(min(stragglers, waits))
+    assert lost["bubble"] * seconds == pytest.approx(parts["bubble"])
+
+
+def test_by_hand():
+    parts = {"compute": 6.0, "bubble": 1.0, "communication/data": 3.0}
+    lost = waterfall(parts, mfu=0.3, recompute=0.25, stragglers=1.0)
+    wanted = {"kernels": 0.15, "recompute": 0.15, "bubble": 0.1, "communication/data": 0.2}
+    assert lost == pytest.approx({**wanted, "stragglers": 0.1})
+    assert waterfall(parts, mfu=None) == pytest.approx(
+        {"compute": 0.6, "recompute": 0, "bubble": 0.1, "communication/data": 0.3, "stragglers": 0}
+    )
+    assert waterfall({"compute": 0.0}, mfu=None) == {}

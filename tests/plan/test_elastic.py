@@ -1,0 +1,70 @@
+"""A layout for as many ranks as there are, and a run that changes it on the way."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megaframe.config import RunConfig
+from megaframe.errors import UserError
+from megaframe.plan.check import check, mistakes
+from megaframe.plan.elastic import fitted
+
+sizes = st.sampled_from([1, 2, 4])
+
+
+def config(tensor=1, pipeline=1, data=None, batch=16, **parallel):
+    return RunConfig(
+        model={"layers": 8, "hidden": 32, "heads": 4, "vocab": 64},
+        train={"seq": 16, "global_batch": batch, "microbatch": 1},
+        parallel={"tensor": tensor, "pipeline": pipeline, "data": data, **parallel},
+        data={"sources": [{"path": "x"}]},
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(tensor=sizes, pipeline=sizes, data=sizes, lost=st.integers(0, 31))
+def test_what_fits_is_valid_and_as_near_as_can_be(tensor, pipeline, data, lost):
+    wanted = config(tensor, pipeline, data)
+    world = tensor * pipeline * data
+    assume(lost < world)
+    found, used = fitted(wanted, world - lost)
+    check(found, used)
+    assert 1 <= used <= world - lost
+    assert found.train.global_batch == wanted.train.global_batch
+    if not lost:
+        assert found is wanted
+    if world - lost >= tensor * pipeline:
+        assert (found.parallel.tensor, found.parallel.pipeline) == (tensor, pipeline)
+        spare = (world - lost) // (tensor * pipeline)
+        assert all(mistakes(config(tensor, pipeline, more), used // found.parallel.data * more)
+                   for more in range(found.parallel.data + 1, spare + 1))  # fmt: skip
+
+
+def test_more_ranks_are_used_and_other_axes_follow():
+    assert fitted(config(2, 2, 2), 16)[0].parallel.data == 4
+    found, used = fitted(config(data=8, data_replicate=4), 6)
+    assert used == 4 and found.parallel.data_replicate == 4
+    found, used = fitted(config(pipeline=4, layers_per_stage=(1, 3, 2, 2)), 3)
+    assert used == 2 and found.parallel.layers_per_stage is None
+
+
+def test_what_no_number_of_ranks_mends_is_said():
+    with pytest.raises(UserError, match=r"(?s)found no layout for 3 ranks.*data\.split"):
+        fitted(config().model_copy(update={"data": config().data.model_copy(
+            update={"split": (0.0, 1.0, 0.0)})}), 3)  # fmt: skip
+
+
+def test_a_run_loses_ranks_and_gets_them_back(pool, overrides, tmp_path):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "faults"))
+    from fault_runs import losses, main
+
+    keys = {"model__layers": 4, "train__microbatch": 1, "optim__schedule": "constant"}
+    keys |= {"checkpoint__every": 4, "parallel__pipeline": 2, "faults__elastic": True}
+    assert pool.run(4, main, overrides(run__dir=tmp_path / "whole", **keys)) == [0] * 4
+    for ranks, steps in ((4, 4), (3, 8), (1, 10), (4, 12)):
+        more = {"train__steps": steps, "checkpoint__resume": "latest"}
+        assert pool.run(ranks, main, overrides(**keys, **more)) == [0] * ranks
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)

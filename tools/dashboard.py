@@ -1,0 +1,64 @@
+"""Draw runs as a page: one file that needs nothing else, or live.
+
+python tools/dashboard.py runs/demo
+python tools/dashboard.py runs/demo runs/other --serve
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megaframe.dashboard.page import PAGE_FILE, page, write_whole
+from megaframe.dashboard.panels import page_data, read_prediction
+from megaframe.dashboard.run import Run
+from megaframe.dashboard.serve import LOOPBACK, Server
+from megaframe.errors import reported
+
+
+def main() -> None:
+    """Write the page, or serve it until interrupted."""
+    arguments = parse_arguments()
+    with reported():
+        runs = [Run(folder) for folder in arguments.runs]
+        prediction = read_prediction(arguments.prediction)
+        if arguments.serve:
+            serve(runs, arguments, prediction)
+            return
+        path = arguments.output or arguments.runs[0] / PAGE_FILE
+        write_whole(path, page(page_data(runs, prediction)))
+        for run in runs:
+            for note in run.notes:
+                print(f"{run.name}: {note}")
+        print(f"wrote {path}")
+
+
+def serve(runs: list[Run], arguments: argparse.Namespace, prediction: dict | None) -> None:
+    """Say where, and stay there."""
+    server = Server(runs, host=arguments.host, port=arguments.port, prediction=prediction)
+    print(server.address, flush=True)
+    try:
+        server.run()
+    except KeyboardInterrupt:
+        print()
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs")
+    parser.add_argument("--output", type=Path, metavar="FILE", help=f"default: RUN/{PAGE_FILE}")
+    parser.add_argument("--prediction", type=Path, metavar="FILE", help="JSON of a predicted step")
+    parser.add_argument("--serve", action="store_true", help="show them live instead")
+    parser.add_argument(
+        "--host", default=LOOPBACK, help="where --serve listens; by default only this machine can "
+        "reach it"
+    )  # fmt: skip
+    parser.add_argument("--port", type=int, default=0, help="default: any free one")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

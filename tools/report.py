@@ -1,0 +1,36 @@
+"""Write the report of a run: what it was, how fast, what was lost where, what to try next.
+
+python tools/report.py runs/demo
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megaframe.dashboard.page import write_whole
+from megaframe.dashboard.panels import read_prediction
+from megaframe.dashboard.report import REPORT_FILES, html, report
+from megaframe.dashboard.run import Run
+from megaframe.errors import reported
+
+
+def main() -> None:
+    """Write report.md and report.html, and print the first."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--prediction", type=Path, metavar="FILE", help="JSON of a predicted step")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: RUN")
+    arguments = parser.parse_args()
+    with reported():
+        text = report(Run(arguments.run), read_prediction(arguments.prediction))
+        folder = arguments.output or arguments.run
+        for name, content in zip(REPORT_FILES, (text, html(text)), strict=True):
+            write_whole(folder / name, content)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
