@@ -2,14 +2,12 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from tracked import ROOT, copy_tracked
 
-ROOT = Path(__file__).resolve().parent.parent
 NOT_HERE = {"make test": "is what runs this test"}
 GUIDES = (
     "pipeline",
@@ -34,18 +32,7 @@ def commands(text):
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
     """A copy of what git tracks, beside this environment."""
-    folder = tmp_path_factory.mktemp("clone")
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
+    folder = copy_tracked(tmp_path_factory.mktemp("clone"))
     (folder / ".venv").symlink_to(sys.prefix)
     return folder
 

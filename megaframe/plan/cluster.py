@@ -18,12 +18,13 @@ from pydantic import Field, ValidationError
 
 from megaframe.config.numbers import either
 from megaframe.config.section import Positive, Section
+from megaframe.config.shipped import CONFIGS
 from megaframe.errors import UserError
 from megaframe.plan.chips import CHIPS, Chip, nearest_chips
 
 DEFAULT = "h100-ib"
 """Cluster of a plan that names none: H100 SXM nodes of 8, 400 Gb/s InfiniBand per GPU."""
-FOLDER = Path(__file__).resolve().parents[2] / "configs" / "clusters"
+FOLDER = CONFIGS / "clusters"
 _MAX_BYTES = 100_000
 
 TierKind = Literal["switch", "rail", "torus"]
