@@ -43,7 +43,7 @@ cloud = ["fsspec>=2025.1,<2027", "s3fs>=2025.1,<2027"]
 bench = ["matplotlib>=3.9,<3.12"]
 plan = ["plotly>=6,<8"]
 dashboard = ["plotly>=6,<8"]
-evaluate = ["lm_eval>=0.4.9,<0.5"]
+evaluate = ["lm_eval>=0.4.13,<0.5"]
 ray = ["ray[train,tune]>=2.40,<2.61"]
 test = [
     "pytest>=8,<10",
