@@ -14,6 +14,8 @@ import pytest
 from tracked import ROOT, copy_tracked
 
 from megaframe import __version__
+from megaframe.config import load
+from megaframe.errors import UserError
 
 PACKED = (".py", ".json", ".css", ".js", ".typed", ".cu", ".cuh", ".yaml")
 PLACES = {
@@ -88,3 +90,9 @@ def test_it_runs_in_an_environment_of_its_own_from_another_folder(wheel, tmp_pat
     assert "parameters" in run([entry, "--config", "llama3-8b", "--dry-run"], **given)
     plan = ["-m", "megaframe_tools.plan", "--config", "llama3-8b", "--gpus", 8]
     assert json.loads(run([python, *plan, "parallel.zero=3", "--json"], **given))["fits"]
+
+
+def test_a_config_of_ours_is_found_by_its_name():
+    assert load("gpt2-124m") == load(str(ROOT / "configs/gpt2-124m.yaml"))
+    with pytest.raises(UserError, match="none of ours; use llama3-8b"):
+        load("lama3-8b")
