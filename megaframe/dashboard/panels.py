@@ -109,7 +109,7 @@ def run_data(run: Run, name: str, points: int) -> dict[str, Any]:
         "events": _events(run, axes),
         "waterfall": _waterfall(losses(run)),
         "bars": bars(run),
-        "heat": heat(run, points),
+        "heat": heat(run, axes, points),
         "config": [list(row) for row in flat(run.config)],
         "environment": [list(row) for row in flat(run.environment)],
     }

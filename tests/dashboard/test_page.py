@@ -15,7 +15,7 @@ from megaframe.dashboard.run import Run
 from megaframe.dashboard.serve import Server
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-DRAWN = "html[data-drawn]"
+DRAWN = "html[data-first]"
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,8 @@ def browser():
 
 @pytest.fixture
 def visit(browser):
-    """visit(address, **context) -> a page whose panels are drawn; no error, no foreign request."""
+    """visit(address, **context) -> a page that has drawn what is in view; no error, no foreign
+    request."""
     opened, said = [], []
 
     def go(address, **context):
@@ -73,6 +74,11 @@ def until(tab, expression):
 
 
 def states(tab):
+    """By panel, after each came into view."""
+    ids = tab.evaluate("[...document.querySelectorAll('section:not([hidden])')].map(s => s.id)")
+    for name in ids:
+        tab.evaluate(f"document.getElementById('{name}').scrollIntoView()")
+        until(tab, f"document.getElementById('{name}').dataset.state === 'drawn'")
     found = "[...document.querySelectorAll('section')].map(s => [s.id, s.dataset.state])"
     return dict(tab.evaluate(found))
 
