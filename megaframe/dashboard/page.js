@@ -86,26 +86,27 @@ const marks = (events) => [...new Set(events.map((one) => one.kind))].map((kind)
 });
 
 function waterfall(panel) {
-  const traces = [];
-  const add = (name, losses, colour) => {
-    const causes = losses.filter(([cause, , share]) => cause !== "mfu" && Math.abs(share) >= 5e-5);
-    causes.sort((one, other) => other[2] - one[2]);
-    const known = losses.some(([cause]) => cause === "mfu");
-    const rest = 1 - causes.reduce((sum, one) => sum + one[2], 0);
-    const x = ["all time at peak", ...causes.map((one) => one[1]), known ? "MFU" : "nothing left"];
-    const y = [1, ...causes.map((one) => -one[2]), rest].map((v) => 100 * v);
-    traces.push({
-      type: "waterfall", name: esc(name), x: x.map(esc), y,
-      measure: ["absolute", ...causes.map(() => "relative"), "total"],
-      text: y.map((v) => Math.abs(v).toFixed(Math.abs(v) < 10 ? 1 : 0)), textposition: "outside",
+  const falls = having(panel).map(({ run, number }) => [run.name, run.waterfall, several() ? COLOURS[number % COLOURS.length] : null]);
+  if (state.data.prediction.length) falls.push([...state.data.prediction, "#8a94a3"]);
+  // All fall in one order, that of the largest share that any of them has.
+  const most = new Map();
+  for (const [, losses] of falls) for (const [cause, label, share] of losses)
+    if (cause !== "mfu" && Math.abs(share) >= 5e-5) most.set(label, Math.max(share, most.get(label) ?? share));
+  const causes = [...most.keys()].sort((one, other) => most.get(other) - most.get(one));
+  const known = falls.some(([, losses]) => losses.some(([cause]) => cause === "mfu"));
+  const traces = falls.map(([name, losses, colour]) => {
+    const lost = new Map(losses.map(([, label, share]) => [label, share]));
+    const parts = causes.map((label) => lost.get(label) ?? 0), rest = 1 - parts.reduce((sum, one) => sum + one, 0);
+    const y = [1, ...parts.map((one) => -one), rest].map((v) => 100 * v);
+    return {
+      type: "waterfall", name: esc(name), x: ["all time at peak", ...causes, known ? "MFU" : "nothing left"].map(esc), y,
+      measure: ["absolute", ...parts.map(() => "relative"), "total"],
+      text: y.map((v) => v ? Math.abs(v).toFixed(Math.abs(v) < 9.95 ? 1 : 0) : ""), textposition: "outside",
       connector: { line: { color: css("--line") } }, cliponaxis: false,
       decreasing: { marker: { color: colour || "#e36209" } }, increasing: { marker: { color: "#2da44e" } },
       totals: { marker: { color: colour || "#2f81f7" } },
-    });
-  };
-  for (const { run, number } of shown()) if (run.waterfall.length)
-    add(run.name, run.waterfall, several() ? COLOURS[number % COLOURS.length] : null);
-  if (state.data.prediction) add("predicted", state.data.prediction, "#8a94a3");
+    };
+  });
   return [traces, layout(panel, {
     showlegend: traces.length > 1, waterfallgroupgap: 0.05, margin: { l: 56, r: 12, t: 22, b: 36 },
     yaxis: { title: { text: panel.unit }, range: [0, 112] }, xaxis: { tickangle: 30, automargin: true },

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.dashboard.run import Run
+from megaframe.dashboard.run import Run, value_of
 from megaframe.dashboard.thin import Floats, block_maxima, buckets, short
 
 RANKS = 160
@@ -36,8 +36,8 @@ def bars(run: Run) -> dict[str, Any]:
         thinned = {k: np.maximum.reduceat(v, starts) for k, v in kinds.items()}
         found["memory_ranks"] = _group([f"rank {i}" for i in starts], thinned)
     if "sources" in rows:
-        given = run.config.get("data") if isinstance(run.config.get("data"), dict) else {}
-        sources = (given or {}).get("sources") or []
+        given = value_of(run.config, "data.sources")
+        sources = given if isinstance(given, list) else []
         counts = rows["sources"][1][-1]
         names = [
             str(sources[i].get("path", i)) if i < len(sources) and isinstance(sources[i], dict)
