@@ -28,12 +28,13 @@ def workspace(entity: str, project: str) -> Any:
         import wandb_workspaces.workspaces as workspaces
     except ImportError:
         raise UserError("--wandb needs the extra 'wandb': pip install 'megaframe[wandb]'") from None
-    lines = [blocks.LinePlot(**given) for given in map(_line, PANELS) if given]
-    whole = blocks.MediaBrowser(title="The page of each run", media_keys=["dashboard"])
-    configs = blocks.RunComparer(diff_only="split")
+    panels: dict[str, list[Any]] = {
+        "Training": [blocks.LinePlot(**given) for given in map(_line, PANELS) if given],
+        "Pages": [blocks.MediaBrowser(title="The page of each run", media_keys=["dashboard"])],
+        "Configs": [blocks.RunComparer(diff_only="split")],
+    }
     sections = [
-        workspaces.Section(name=name, panels=panels, is_open=True)
-        for name, panels in (("Training", lines), ("Pages", [whole]), ("Configs", [configs]))
+        workspaces.Section(name=name, panels=of, is_open=True) for name, of in panels.items()
     ]
     return workspaces.Workspace(entity=entity, project=project, name=NAME, sections=sections)
 

@@ -30,6 +30,7 @@ Line = Mapping[str, Any]
 """The metrics of one step: numbers, None for what is not known, rows and dicts of these."""
 
 METRICS_FILE = "metrics.jsonl"
+_ROWS = ("ranks", "experts/tokens")
 _LONGEST_LINE = 1 << 24
 """A line with the rows of ten thousand ranks is a tenth of it."""
 
@@ -74,9 +75,9 @@ def open_sinks(config: RunConfig, start_step: int) -> list[Sink]:
 
 def flat(line: Line, prefix: str = "") -> Iterator[tuple[str, float]]:
     """The numbers of a line, with the names of nested ones joined by slashes; without the rows that
-    have a number for each rank, which are for the dashboard."""
+    have a number for each rank or expert, thousands of curves, which are for the dashboard."""
     for name, value in line.items():
-        if name == "ranks" and not prefix:
+        if prefix + name in _ROWS:
             continue
         if isinstance(value, list):
             value = {str(place): one for place, one in enumerate(value)}

@@ -12,6 +12,7 @@ from megaframe.config import load
 from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
+from megaframe.meter.memory import out_of_memory
 from megaframe.meter.prometheus import PrometheusSink, exposition
 from megaframe.pipeline import Pipeline
 from megaframe.trainer import Trainer
@@ -71,6 +72,16 @@ def test_a_profile_has_the_operators_of_its_step(tmp_path):
     assert path.name == "step-00000002-rank-00000.json"
     names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
     assert names.count("aten::mm") == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")
+def test_out_of_memory_leaves_a_snapshot_on_a_gpu(tmp_path):
+    kept = torch.ones(1 << 20, device="cuda")
+    told = str(out_of_memory(3, {"weights": kept.nbytes}, kept.device, tmp_path))
+    assert "weights 0.00 GiB" in told and "memory-rank-3.txt" in told
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "memory-rank-3.txt", "memory-rank-3.pickle"
+    }  # fmt: skip
 
 
 def test_out_of_memory_says_what_held_it_and_what_to_change(overrides, monkeypatch):
