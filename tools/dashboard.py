@@ -46,7 +46,7 @@ def predicted(runs: list[Run], arguments: argparse.Namespace) -> dict | None:
     found, why = beside_or_why(runs[0].folder, runs[0].environment, arguments.cluster)
     if found is None:
         print(why)
-    return found and found.record()
+    return found.record() if found else None
 
 
 def project(run: Run) -> str:

@@ -48,6 +48,7 @@ class PrometheusSink:
             ) from None
         self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
+        self.address = f"http://{_LOOPBACK}:{self.port}/metrics"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def write(self, line: Line) -> None:

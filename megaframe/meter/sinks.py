@@ -25,6 +25,7 @@ from megaframe.dashboard.page import page
 from megaframe.dashboard.panels import page_data
 from megaframe.dashboard.run import Run
 from megaframe.errors import UserError
+from megaframe.plan.beside import beside_or_why
 
 Line = Mapping[str, Any]
 """The metrics of one step: numbers, None for what is not known, rows and dicts of these."""
@@ -226,7 +227,9 @@ class WandbSink:
     def close(self) -> None:
         with suppress(UserError):
             # Without its extra there is no page, and the metrics are there all the same.
-            text = page(page_data([Run(self._folder)]))
+            run = Run(self._folder)
+            found, _ = beside_or_why(run.folder, run.environment)
+            text = page(page_data([run], found.record() if found else None))
             self._run.log({"dashboard": self._html(text, inject=False)})
         self._run.finish()
 

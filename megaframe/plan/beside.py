@@ -65,7 +65,7 @@ class Beside:
 
 
 def beside_or_why(
-    folder: Path, environment: Mapping[str, Any], cluster: str | None
+    folder: Path, environment: Mapping[str, Any], cluster: str | None = None
 ) -> tuple[Beside | None, str]:
     """As `beside` of a run's folder and an empty text, or None and why there is none."""
     try:

@@ -20,13 +20,13 @@ from megaframe.trainer import Trainer
 
 @pytest.mark.parametrize("how", ["lines", "quiet", "json"])
 def test_console_modes(how, tmp_path, capsys):
-    _, meter = make(tmp_path, console=how)
+    _, meter = make(tmp_path, console=how, port=0)
     for number in (1, 2):
         step(meter, number)
     meter.close()
     printed = capsys.readouterr().out
     log = (tmp_path / "run.log").read_text()
-    assert "1/9" in log and "Summary" in log
+    assert "1/9" in log and "Summary" in log and "line is at http://127.0.0.1:" in log
     if how == "json":
         found = [json.loads(line) for line in printed.splitlines()]
         assert [one["step"] for one in found if "step" in one] == [1, 2]
@@ -42,8 +42,7 @@ def test_the_latest_line_is_served_to_this_machine(tmp_path):
     sink = PrometheusSink(0, 'a"b')
     try:
         sink.write({"step": 3, "loss": 1.5, "mfu": None, "time": {"communication/data": 0.5}})
-        address = f"http://127.0.0.1:{sink.port}"
-        with urllib.request.urlopen(f"{address}/metrics") as answer:
+        with urllib.request.urlopen(sink.address) as answer:
             found = answer.read().decode().splitlines()
         assert found == [
             "# TYPE megaframe_step gauge",
@@ -54,7 +53,7 @@ def test_the_latest_line_is_served_to_this_machine(tmp_path):
             'megaframe_time{run="a\\"b",of="communication/data"} 0.5',
         ]
         with pytest.raises(urllib.error.HTTPError):
-            urllib.request.urlopen(address)
+            urllib.request.urlopen(sink.address.removesuffix("metrics"))
         with pytest.raises(UserError, match=rf"meter\.port={sink.port} cannot be listened on"):
             PrometheusSink(sink.port, "b")
     finally:
