@@ -23,14 +23,13 @@ from typing import Any, Protocol
 from megaframe.config import RunConfig
 from megaframe.dashboard.page import page
 from megaframe.dashboard.panels import page_data
-from megaframe.dashboard.run import Run
+from megaframe.dashboard.run import METRICS_FILE, Run
 from megaframe.errors import UserError
 from megaframe.plan.beside import beside_or_why
 
 Line = Mapping[str, Any]
 """The metrics of one step: numbers, None for what is not known, rows and dicts of these."""
 
-METRICS_FILE = "metrics.jsonl"
 _ROWS = ("ranks", "experts/tokens")
 _LONGEST_LINE = 1 << 24
 """A line with the rows of ten thousand ranks is a tenth of it."""
