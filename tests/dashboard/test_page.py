@@ -16,6 +16,8 @@ from megaframe.dashboard.serve import Server
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 DRAWN = "html[data-first]"
+PATIENCE = 90.0
+"""Seconds; on a machine of two cores with twenty processes a browser was seen to take over 30."""
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +41,7 @@ def visit(browser):
 
     def go(address, **context):
         tab = browser.new_context(**context).new_page()
+        tab.set_default_timeout(1000 * PATIENCE)
         tab.on("pageerror", lambda error: said.append(str(error)))
         tab.on("console", lambda line: line.type == "error" and said.append(line.text))
         tab.on("dialog", lambda box: said.append(box.message))
@@ -69,7 +72,7 @@ def made(folder, runs, prediction=None):
 def until(tab, expression):
     """Wait until it is true; asked from outside, for the page's own policy lets nothing be
     evaluated in it."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     while not tab.evaluate(expression):
         assert time.monotonic() < deadline, expression
         time.sleep(0.05)
