@@ -35,7 +35,7 @@ class BuildWithKernels(build_py):
         build(whole / "megaframe_kernels" / prebuilt().name, CHIPS)
 
 
-wandb = ["wandb>=0.22,<0.32"]
+wandb = ["wandb>=0.22,<0.32", "wandb-workspaces>=0.4,<0.5"]
 tensorboard = ["tensorboard>=2.18,<2.22"]
 data = ["tiktoken>=0.9,<0.15", "pyarrow>=18,<27", "zstandard>=0.23,<0.26"]
 hf = ["tokenizers>=0.21,<0.24"]

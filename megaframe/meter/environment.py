@@ -14,10 +14,9 @@ import torch
 
 from megaframe import __version__
 from megaframe.config import RunConfig
+from megaframe.dashboard.run import ENVIRONMENT_FILE
 from megaframe.mesh import Mesh, ranks_on_this_node
 from megaframe.meter.sinks import cannot_write
-
-ENVIRONMENT_FILE = "environment.json"
 
 
 def write_environment(config: RunConfig, mesh: Mesh) -> None:

@@ -24,6 +24,14 @@ from megaframe.plan.chips import CHIPS, Chip, nearest_chips
 
 DEFAULT = "h100-ib"
 """Cluster of a plan that names none: H100 SXM nodes of 8, 400 Gb/s InfiniBand per GPU."""
+_BY_NAME = {
+    "A100": "a100-ib",
+    "H100": "h100-ib",
+    "H200": "h200-ib",
+    "B200": "b200-ib",
+    "CPU": "cpu",
+}
+"""Clusters by a part of the name of a device."""
 FOLDER = CONFIGS / "clusters"
 _MAX_BYTES = 100_000
 
@@ -133,6 +141,12 @@ class _ClusterFile(Section):
     bandwidth: _Above | None = None
     watts: _Above | None = None
     peaks: dict[str, _Above] | None = None
+
+
+def likely_cluster(device: str) -> str | None:
+    """Name of the cluster that a device of this name is likely to be of; None for one that is not
+    known."""
+    return next((cluster for part, cluster in _BY_NAME.items() if part in device), None)
 
 
 def load_cluster(name: str = DEFAULT) -> Cluster:
