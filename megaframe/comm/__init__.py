@@ -198,13 +198,12 @@ def receive(
     return started(into, link, start, "receive", too, waits=messages, size=into.nbytes)
 
 
-def pass_on(tensor: Tensor, ring: Ring) -> Pending[Tensor]:
-    """Send to the next rank of a ring of at least two, and receive the like from the one before. A
-    serial ring has finished both before this returns."""
-    tensor = tensor.contiguous()
-    leaving = send(tensor, ring.next)
-    coming = receive(torch.empty_like(tensor), ring.before, leaving)
-    if ring.next.serial:
+def pass_on(tensor: Tensor, into: Tensor, ring: Ring, *, back: bool = False) -> Pending[Tensor]:
+    """Send to the next rank of a ring of at least two, and receive from the one before, or the
+    other way round. A serial ring has finished both before this returns."""
+    to, source = (ring.before, ring.next) if back else (ring.next, ring.before)
+    coming = receive(into, source, send(tensor.contiguous(), to))
+    if to.serial:
         coming.wait()
     return coming
 

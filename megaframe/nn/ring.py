@@ -6,19 +6,22 @@ to which each rank adds before they come home; nothing is kept but what a rank h
 the output, and one log-sum-exp a query. Which tiles there are follows from the division in zigzag
 (`microbatch.zigzag`): rank r of R has pieces r and 2R - 1 - r of 2R, so under a causal mask all
 ranks compute equally much, and all but a rank's own tile are rectangles that need no mask.
+
+Ranks behind r see nothing of its second piece. So keys go backwards, to the ranks before r first,
+and then only half of them go on; gradients of keys go forwards, and begin with half.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from megaframe.comm import Pending, Ring, pass_on
+from megaframe.comm import Ring, pass_on
 from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.nn.among import spans_of, tile_backward_by_kernel, tile_by_kernel
 from megaframe.nn.tiles import Sight, attend, attend_backward, merge
@@ -49,7 +52,7 @@ class Circle:
     ) -> None:
         self.ring, self.sight, self.kernels = ring, sight, kernels
         self._found: dict[tuple[Tile, int], Spans] = {}
-        self.piece = length // 2
+        self.length, self.piece = length, length // 2
         self._spans = None if sight.documents_BS is None else self._find_spans(sight.documents_BS)
         self._window = sight.window or length * ring.size
         self._tiles = [self._find_tiles(there) for there in range(ring.size)]
@@ -57,6 +60,10 @@ class Circle:
     def tiles(self, there: int) -> Sequence[Tile]:
         """What there is to compute with the keys of ring rank `there`; nothing that nobody sees."""
         return self._tiles[there]
+
+    def seen_by(self, there: int, ranks: Iterable[int]) -> int:
+        """How many of the tokens of ring rank `there`, from the first on, these ranks may see."""
+        return self.length if any(rank < there for rank in ranks) else self.piece
 
     def mask(self, tile: Tile, there: int, device: torch.device) -> Tensor | None:
         """The mask of a tile, made anew each time: kept ones would be quadratic in the length."""
@@ -180,7 +187,7 @@ class _RingAttention(torch.autograd.Function):
         wide = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros((batch, length, heads, kv.shape[3] - width), dtype=wide)
         lse = out.new_full((batch, heads, length), -math.inf)
-        for there, visiting in _around(kv, circle.ring):
+        for there, _, visiting in _around(kv, circle, back=True):
             for tile in circle.tiles(there):
                 rows = tile.queries
                 key, value = _halves(visiting[:, tile.keys], width)
@@ -196,9 +203,10 @@ class _RingAttention(torch.autograd.Function):
         query, kv, out, lse = ctx.saved_tensors
         circle, d_out, width = ctx.circle, gradients[0], query.shape[3]
         d_query = torch.zeros_like(query, dtype=lse.dtype, memory_format=torch.contiguous_format)
-        coming: Pending[Tensor] | None = None
-        for there, visiting in _around(kv, circle.ring):
-            d_kv = torch.zeros_like(kv, dtype=lse.dtype)
+        own, coming = kv.new_empty(0), None
+        for there, step, visiting in _around(kv, circle, back=False):
+            d_kv = _room(kv, _added(circle, there, step) if step else circle.length, lse.dtype)
+            d_kv.zero_()
             for tile in circle.tiles(there):
                 rows = tile.queries
                 d_rows, d_key, d_value = circle.attend_backward(
@@ -216,10 +224,16 @@ class _RingAttention(torch.autograd.Function):
                 into_key += d_key
                 into_value += d_value
             if coming is not None:
-                d_kv += coming.wait()
-            coming = pass_on(d_kv, circle.ring)
+                _add(coming.wait(), d_kv)
+            if step:
+                before = (there - 1) % circle.ring.size
+                into = _room(kv, _added(circle, before, step), lse.dtype)
+                coming = pass_on(d_kv, into, circle.ring)
+            else:
+                own = d_kv
         assert coming is not None
-        return d_query.to(query.dtype), coming.wait().to(kv.dtype), None, None
+        _add(coming.wait(), own)
+        return d_query.to(query.dtype), own.to(kv.dtype), None, None
 
 
 def _halves(kv: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -227,11 +241,41 @@ def _halves(kv: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return kv[..., :width], kv[..., width:]
 
 
-def _around(kv: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor]]:
-    """Each rank of the ring with its keys and values: this one, then those before it one by one.
-    Its own come first, with which every query sees itself, so that no sum of exponentials is 0."""
-    for step in range(ring.size):
-        coming = pass_on(kv, ring) if step + 1 < ring.size else None
-        yield (ring.index - step) % ring.size, kv
+def _around(kv: Tensor, circle: Circle, *, back: bool) -> Iterator[tuple[int, int, Tensor]]:
+    """Each rank of the ring with the step and its keys and values, as far as this rank or any that
+    they still go to may see them: this one, then those before it one by one, or with `back` those
+    behind it. Its own come first, with which every query sees itself, so that no sum of
+    exponentials is 0."""
+    ring, way = circle.ring, -1 if back else 1
+    size = ring.size
+
+    def left(there: int, step: int) -> int:
+        ahead = ((there + way * i) % size for i in range(step, size))
+        return circle.seen_by(there, ahead)
+
+    for step in range(size):
+        there, after = ((ring.index - way * i) % size for i in (step, step + 1))
+        coming = None
+        if step + 1 < size:
+            into = _room(kv, left(after, step + 1), kv.dtype)
+            coming = pass_on(kv[:, : left(there, step + 1)], into, ring, back=back)
+        yield there, step, kv
         if coming is not None:
             kv = coming.wait()
+
+
+def _added(circle: Circle, there: int, step: int) -> int:
+    """Of how many tokens of ring rank `there` the ranks behind it, as far as `step` of them, have
+    gradients."""
+    size = circle.ring.size
+    return circle.seen_by(there, ((there + i) % size for i in range(1, step + 1)))
+
+
+def _room(kv: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+    """For the keys and values of so many tokens, or their gradients."""
+    return kv.new_empty((kv.shape[0], tokens, *kv.shape[2:]), dtype=dtype)
+
+
+def _add(part: Tensor, whole: Tensor) -> None:
+    """To the first tokens."""
+    whole[:, : part.shape[1]] += part

@@ -63,10 +63,11 @@ def context_traffic(machine: Machine, attention: Passes) -> Passes:
         return Passes(one, 2 * one, 0.0)
     heads = np.maximum(1.0, model.kv_heads / sizes.tensor)
     size = width * machine.tokens * heads * (query + value)
-    step = hop_seconds(size, machine.groups["context"])
+    # Keys on their way forward, and gradients on their way back, are half as many half of the way.
+    whole, most = (hop_seconds(part * size, machine.groups["context"]) for part in (1.0, 0.75))
     rounds = sizes.context - 1
-    forward = rounds * np.maximum(0.0, step - attention.forward / sizes.context)
-    backward = rounds * np.maximum(0.0, 2 * step - attention.backward / sizes.context)
+    forward = rounds * np.maximum(0.0, most - attention.forward / sizes.context)
+    backward = rounds * np.maximum(0.0, whole + most - attention.backward / sizes.context)
     return Passes(forward, backward, 0.0)
 
 

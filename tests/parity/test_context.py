@@ -140,7 +140,10 @@ def moved(parallel):
     pipeline.optimizer.initialise(1)
     pipeline.train(share(global_batch(config, 0), 2, 0, 1, ragged=False), 0, 1.0)
     context = pipeline.context
-    found = context.ring.next.traffic.take(), context.heads.traffic.take()
+    ways = {id(way.traffic): way.traffic for way in (context.ring.next, context.ring.before)}
+    of_ring = [traffic.take() for traffic in ways.values()]
+    found = tuple(map(sum, zip(*of_ring, strict=True))), context.heads.traffic.take()
+    found = context.ring.index, *found
     mesh.close()
     return found
 
@@ -149,15 +152,18 @@ def moved(parallel):
     ("kind", "ring", "heads"), [(RING, 4, 1), (ALL_TO_ALL, 1, 4), (NESTED, 2, 2)]
 )
 def test_bytes_are_the_closed_form(kind, ring, heads, pool):
-    """A ring of R passes keys and values R - 1 times forward, again backward, and their gradients
-    R times. Ranks exchange all but their own share of queries, keys, values and output, twice;
-    keys and values of fewer heads than ranks are as many as ranks."""
+    """In a ring of R, rank r sends the keys and values of R - 1 ranks to the rank t before it, half
+    of those of the t that are before t. Backward it sends them to the next one, half of those of
+    the first rank if they are among them; and gradients of the keys of all others, half of those of
+    the r before it. Ranks exchange all but their own share of queries, keys, values and output,
+    twice; keys and values of fewer heads than ranks are as many as ranks."""
     tokens, microbatches, width = 2 * SEQ // 4, BATCH // 2, 8 * HIDDEN // HEADS
     group_heads = max(KV_HEADS, heads)
     around = 2 * tokens * heads * (group_heads // heads) * width
-    passes = 2 * (ring - 1) + ring if ring > 1 else 0
     across = 2 * tokens * (2 * HEADS + 2 * group_heads) * width * (heads - 1) // heads
     times = LAYERS * microbatches
-    for of_ring, of_heads in pool.run(4, moved, {"context": 4, **kind}):
-        assert of_ring == (times * passes * around, times * passes)
+    for r, of_ring, of_heads in pool.run(4, moved, {"context": 4, **kind}):
+        halves = (r - 1) % ring + (r + 1 < ring) + r
+        sent = (3 * (ring - 1) - halves / 2) * around if ring > 1 else 0
+        assert of_ring == (times * sent, times * 3 * (ring - 1))
         assert of_heads == (times * across * (heads > 1), times * 4 * (heads > 1))
