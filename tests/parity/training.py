@@ -100,9 +100,9 @@ def global_batch(config, step):
     shape = (samples, config.train.seq)
     tokens = torch.randint(0, config.model.vocab, shape, generator=generator)
     labels = torch.randint(0, config.model.vocab, shape, generator=generator)
-    labels[
-        torch.rand(shape, generator=generator) < torch.linspace(0, 0.95, samples)[:, None]
-    ] = IGNORE
+    labels[torch.rand(shape, generator=generator) < torch.linspace(0, 0.95, samples)[:, None]] = (
+        IGNORE
+    )
     return Microbatch(tokens, labels, torch.arange(samples) + step * samples)
 
 
