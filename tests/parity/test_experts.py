@@ -3,8 +3,10 @@ rest: each way of sending, each balance, with tensor, context, pipeline and data
 recompute.
 """
 
+from functools import cache
+
 import pytest
-from training import assert_same, assert_same_bits, run
+from training import FEW, assert_same, assert_same_bits, run
 
 MOE = {"experts": 6, "ffn": 12, "top_k": 2, "balance_rate": 0.05, "balance_loss": 0.1}
 GATED = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2}
@@ -18,6 +20,8 @@ MODELS = {
     },
 }
 FOUR = {"expert": 4}
+TWO_EACH = {"global_batch": 8}
+"""So that four data ranks have two microbatches each."""
 V_SHAPED = {"pipeline": 2, "chunks": 2, "schedule": "dualpipe-v", "expert_overlap": True}
 LAYOUTS = [
     ("bias", 2, {"expert": 2}, {}),
@@ -30,9 +34,9 @@ LAYOUTS = [
     ("global", 4, {**V_SHAPED, "expert": 2, "dispatch": "all_gather"}, {}),
     ("sequence", 2, {"context": 2, "expert": 2}, {"microbatch": 4}),
     ("sequence", 4, {"tensor": 2, "context": 2, "expert": 2, "zero": 2}, {}),
-    ("sequence", 4, {**FOUR, "dispatch": "all_gather"}, {"recompute": "selective"}),
+    ("sequence", 4, {**FOUR, "dispatch": "all_gather"}, {"recompute": "selective", **TWO_EACH}),
     ("global", 4, {"tensor": 2, "expert": 4, "dispatch": "hierarchical", "node_size": 2}, {}),
-    ("global", 4, {"data_replicate": 2, "expert": 2, "zero": 3}, {"microbatch": 2}),
+    ("global", 4, {"data_replicate": 2, "expert": 2, "zero": 3}, TWO_EACH),
     ("global", 4, {"pipeline": 2, "tensor": 2, "expert_tensor": 2}, {"recompute": "full"}),
     ("groups", 4, {**FOUR, "dispatch": "deduplicated", "node_size": 2}, {}),
     ("groups", 4, {"expert": 2, "expert_tensor": 2, "dispatch": "all_gather"}, {}),
@@ -40,28 +44,38 @@ LAYOUTS = [
 ]
 
 
+def shaped(name, parallel):
+    """A model with two layers for each stage."""
+    return {**MODELS[name], "layers": 2 * parallel.get("pipeline", 1)}
+
+
 @pytest.fixture(scope="module")
 def expected(pool):
-    return {
-        name: pool.run(1, run, {**model, "layers": 4}, {"microbatch": 8})[0]
-        for name, model in MODELS.items()
-    }
+    """expected(name, parallel, samples): what one process computes of the same model."""
+
+    @cache
+    def alone(name, stages, samples):
+        train = {"global_batch": samples, "microbatch": samples}
+        return pool.run(1, run, shaped(name, {"pipeline": stages}), train)[0]
+
+    return lambda name, parallel, samples: alone(name, parallel.get("pipeline", 1), samples)
 
 
 @pytest.mark.parametrize(("name", "ranks", "parallel", "train"), LAYOUTS)
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, train, pool, expected):
-    model, train = {**MODELS[name], "layers": 4}, {"microbatch": 1, **train}
-    assert_same(pool.run(ranks, run, model, train, parallel), expected[name])
+    train = {**FEW, "microbatch": 1, **train}
+    found = pool.run(ranks, run, shaped(name, parallel), train, parallel)
+    assert_same(found, expected(name, parallel, train["global_batch"]))
 
 
 def test_samples_of_unequal_length_on_each_rank(pool):
-    model, train = {**MODELS["sequence"], "layers": 4}, {"microbatch": 1}
+    model, train = shaped("sequence", {}), {"microbatch": 1}
     alone = pool.run(1, run, model, train, {}, False, True)[0]
     assert_same(pool.run(4, run, model, train, {"expert": 4}, False, True), alone)
 
 
 def test_overlap_changes_no_bit(pool):
-    model = {**MODELS["bias"], "layers": 4}
     parallel = {"tensor": 2, "expert": 4, "zero": 2}
-    found = [pool.run(4, run, model, {}, parallel, serial) for serial in (False, True)]
+    given = shaped("bias", parallel), FEW, parallel
+    found = [pool.run(4, run, *given, serial) for serial in (False, True)]
     assert_same_bits(*found)

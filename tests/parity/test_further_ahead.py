@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from training import assert_same, run
+from training import FEW, assert_same, run
 
 from megaframe.config import load
 from megaframe.layout import Layout
@@ -31,23 +31,29 @@ LAYOUTS = [
 ]
 
 
-def outcome(ranks, name, train, parallel, pool):
-    model = {**SHAPES[name], "layers": 4}
+def outcome(ranks, name, train, parallel, pool, stages):
+    """Of a model with two layers for each stage."""
+    model, train = {**SHAPES[name], "layers": 2 * stages}, {**FEW, **train}
     return pool.run(ranks, run, model, train, parallel, False, False, name == "packed")
 
 
 @pytest.fixture(scope="module")
 def expected(pool):
-    """What one process computes of each model."""
-    return {name: outcome(1, name, {"microbatch": 8}, {}, pool)[0] for name in SHAPES}
+    """What one process computes of each model, by its name and the stages that its layers fill."""
+    return {
+        (name, stages): outcome(1, name, {"microbatch": 4}, {}, pool, stages)[0]
+        for name in SHAPES
+        for stages in (1, 2)
+    }
 
 
 @pytest.mark.parametrize(("ranks", "parallel", "recompute"), LAYOUTS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
-    train = {"microbatch": 1 if "pipeline" in parallel else 2, "recompute": recompute}
-    found = outcome(ranks, name, train, parallel, pool)
-    assert_same(found, expected[name])
+    train = {"microbatch": 1 if {"pipeline", "data"} & {*parallel} else 2, "recompute": recompute}
+    stages = parallel.get("pipeline", 1)
+    found = outcome(ranks, name, train, parallel, pool, stages)
+    assert_same(found, expected[name, stages])
 
 
 def test_what_is_ahead_ends_with_the_document_and_the_sample():

@@ -5,7 +5,7 @@ gradient, like that of the latents' norms, is summed over them.
 
 import pytest
 from test_tensor import one_block
-from training import assert_same, run
+from training import FEW, assert_same, run
 
 LATENT = {"kv_rank": 10, "head_dim": 6, "rotary_dim": 4}
 YARN = {"kind": "yarn", "factor": 40, "original_length": 64, "high_frequency": 32}
@@ -30,23 +30,30 @@ LAYOUTS = [
 ]
 
 
-def outcome(ranks, name, train, parallel, pool):
+def outcome(ranks, name, train, parallel, pool, stages):
+    """Of a model with two layers for each stage."""
     packed = name.startswith("packed")
-    model = {**SHAPES[name], "layers": 4}
-    return pool.run(ranks, run, model, train, parallel, False, False, packed)
+    model = {**SHAPES[name], "layers": 2 * stages}
+    return pool.run(ranks, run, model, {**FEW, **train}, parallel, False, False, packed)
 
 
 @pytest.fixture(scope="module")
 def expected(pool):
-    """What one process computes of each model."""
-    return {name: outcome(1, name, {"microbatch": 8}, {}, pool)[0] for name in SHAPES}
+    """What one process computes of each model, by its name and the stages that its layers fill."""
+    return {
+        (name, stages): outcome(1, name, {"microbatch": 4}, {}, pool, stages)[0]
+        for name in SHAPES
+        for stages in (1, 2)
+    }
 
 
 @pytest.mark.parametrize(("ranks", "parallel", "recompute"), LAYOUTS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
-    train = {"microbatch": 1 if "pipeline" in parallel else 4, "recompute": recompute}
-    assert_same(outcome(ranks, name, train, parallel, pool), expected[name])
+    train = {"microbatch": 1 if "pipeline" in parallel else 2, "recompute": recompute}
+    stages = parallel.get("pipeline", 1)
+    found = outcome(ranks, name, train, parallel, pool, stages)
+    assert_same(found, expected[name, stages])
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])

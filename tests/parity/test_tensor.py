@@ -8,7 +8,7 @@ import pytest
 import torch
 from kept import kept_by_block
 from torch.distributed import _symmetric_memory
-from training import MODELS, STEPS, assert_same, assert_same_bits, run
+from training import FEW, MODELS, STEPS, assert_same, assert_same_bits, run
 
 from megaframe.comm import ALONE, symmetric
 from megaframe.config import RunConfig
@@ -46,12 +46,28 @@ CHUNKED = [
 """Each rank has 5 rows: no number of parts divides them."""
 
 
+def shaped(name, parallel):
+    """A model with two layers for each stage."""
+    return {**SHAPES[name], "layers": 2 * parallel.get("pipeline", 1)}
+
+
+def trained(name, microbatch, **train):
+    return {**FEW, "microbatch": microbatch, **train, **TRAIN.get(name, {})}
+
+
 @pytest.fixture(scope="module")
 def expected(pool):
+    """What one process computes of each model, by its name and the stages that its layers fill."""
     return {
-        name: pool.run(1, run, {**model, "layers": 4}, {"microbatch": 8, **TRAIN.get(name, {})})[0]
-        for name, model in SHAPES.items()
+        (name, stages): pool.run(1, run, shaped(name, {"pipeline": stages}), trained(name, 4))[0]
+        for name in SHAPES
+        for stages in (1, 2)
     }
+
+
+def same(pool, expected, name, ranks, parallel, train):
+    found = pool.run(ranks, run, shaped(name, parallel), train, parallel)
+    assert_same(found, expected[name, parallel.get("pipeline", 1)])
 
 
 @pytest.mark.parametrize(
@@ -59,17 +75,15 @@ def expected(pool):
     [(name, *LAYOUTS[i]) for i in range(8) for name in list(SHAPES)[i % 2 :: 2]],
 )
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
-    model = {**SHAPES[name], "layers": 4}
-    size = 1 if parallel == {"tensor": 4} else 2  # 10 rows, which 4 ranks do not divide
-    train = {"microbatch": size, "recompute": recompute, **TRAIN.get(name, {})}
-    assert_same(pool.run(ranks, run, model, train, parallel), expected[name])
+    # 10 rows, which 4 ranks do not divide; more microbatches than a pipeline has stages.
+    size = 1 if parallel == {"tensor": 4} or "pipeline" in parallel else 2
+    same(pool, expected, name, ranks, parallel, trained(name, size, recompute=recompute))
 
 
 @pytest.mark.parametrize(("name", "ranks", "parallel", "train"), CHUNKED)
 def test_parts_of_rows_do_not_change_the_answer(name, ranks, parallel, train, pool, expected):
-    model = {**SHAPES[name], "layers": 4}
-    train = {"microbatch": 1, **train, **TRAIN.get(name, {})}
-    assert_same(pool.run(ranks, run, model, train, parallel), expected[name])
+    train = trained(name, **{"microbatch": 1, **train})
+    same(pool, expected, name, ranks, parallel, train)
 
 
 def run_fused(model, train, parallel):
@@ -96,11 +110,11 @@ def run_fused(model, train, parallel):
 
 def test_fused_operators_mean_by_their_operands_what_is_handed_to_them(pool, expected):
     parallel = {"tensor": 2, "symmetric_memory": "auto"}
-    model, train = {**SHAPES["smooth"], "layers": 4}, {"microbatch": 1, **TRAIN["smooth"]}
-    results, calls = zip(*pool.run(2, run_fused, model, train, parallel), strict=True)
-    assert_same(results, expected["smooth"])
-    # Two of each a block, in every step's pass over eight microbatches and the evaluation's.
-    assert calls == ([2 * 4 * (STEPS + 1) * 8] * 2,) * 2
+    given = shaped("smooth", parallel), trained("smooth", 2), parallel
+    results, calls = zip(*pool.run(2, run_fused, *given), strict=True)
+    assert_same(results, expected["smooth", 1])
+    # Two of each a block, in every step's pass over two microbatches and the evaluation's.
+    assert calls == ([2 * 2 * (STEPS + 1) * 2] * 2,) * 2
 
 
 def test_nothing_is_fused_without_gpus(pool):
@@ -155,8 +169,9 @@ def test_activations_and_bytes_are_the_closed_forms(model, recompute, tensor, ch
 
 
 def test_overlap_changes_no_bit(pool, expected):
-    model, train = {**MODELS["llama"], "layers": 4}, {"microbatch": 1, "recompute": "selective"}
-    arguments = (model, train, {"tensor": 2, "data": 2, "tensor_chunks": 3})
+    parallel = {"tensor": 2, "data": 2, "tensor_chunks": 3}
+    train = trained("llama", 1, recompute="selective")
+    arguments = shaped("llama", parallel), train, parallel
     serial, overlapped = (pool.run(4, run, *arguments, serial) for serial in (True, False))
     assert_same_bits(serial, overlapped)
-    assert_same(overlapped, expected["llama"])
+    assert_same(overlapped, expected["llama", 1])

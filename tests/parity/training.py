@@ -14,6 +14,8 @@ from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.pipeline import Pipeline
 
 GLOBAL_BATCH, STEPS = 8, 2
+FEW = {"global_batch": 4}
+"""For layouts whose ranks exchange much in every microbatch; two data ranks still have two each."""
 MODELS = {
     "gpt2": {"position": "learned", "bias": True, "tie_embeddings": True, "dropout": 0.1},
     "llama": {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2, "qk_norm": True},
@@ -94,13 +96,14 @@ def run(
 def global_batch(config, step):
     """Random tokens; the masks are uneven: some samples have hardly any loss."""
     generator = torch.Generator().manual_seed(step)
-    shape = (GLOBAL_BATCH, config.train.seq)
+    samples = config.train.global_batch
+    shape = (samples, config.train.seq)
     tokens = torch.randint(0, config.model.vocab, shape, generator=generator)
     labels = torch.randint(0, config.model.vocab, shape, generator=generator)
-    labels[
-        torch.rand(shape, generator=generator) < torch.linspace(0, 0.95, GLOBAL_BATCH)[:, None]
-    ] = IGNORE
-    return Microbatch(tokens, labels, torch.arange(GLOBAL_BATCH) + step * GLOBAL_BATCH)
+    labels[torch.rand(shape, generator=generator) < torch.linspace(0, 0.95, samples)[:, None]] = (
+        IGNORE
+    )
+    return Microbatch(tokens, labels, torch.arange(samples) + step * samples)
 
 
 def with_documents(batch, step):
@@ -116,7 +119,7 @@ def with_documents(batch, step):
 def share(batch, microbatch, rank, ranks, ragged):
     """The microbatches of one data rank."""
     found = []
-    for i in range(rank * microbatch, GLOBAL_BATCH, ranks * microbatch):
+    for i in range(rank * microbatch, len(batch.tokens_BS), ranks * microbatch):
         length = batch.tokens_BS.shape[1] - (i % 4 if ragged else 0)
         rows = slice(i, i + microbatch)
         positions, documents = (
