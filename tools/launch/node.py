@@ -31,7 +31,7 @@ USUAL = {
     "PET_NPROC_PER_NODE": "auto",
     "PET_RDZV_BACKEND": "c10d",
     "PET_RDZV_ID": "megaframe",
-    "PET_MAX_RESTARTS": "100",
+    "PET_MAX_RESTARTS": "20",
     # Slurm sends SIGUSR1 ahead of its time limit.
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     # Two steps and a save, for a run that is asked to leave.

@@ -3,10 +3,11 @@
 python tools/launch/ray_train.py --ranks 16 --gpus -- --config RUN.yaml checkpoint.resume=latest
 
 Ray places and watches one worker for each rank, and starts all of them again when one is lost. A
-worker starts `pretrain_gpt.py` as a process of its own, as `torchrun` would: signals, hangs and exit
-statuses are then what they are everywhere (docs/faults.md), and what a rank breaks is not Ray's.
-Ray numbers the workers node by node, so the tensor axis lies inside nodes. All nodes need the same
-files at the same place, and `run.dir` on storage that they share. Needs the extra `ray`.
+worker starts `pretrain_gpt.py` as a process of its own, as `torchrun` would: signals, hangs and
+exit statuses are then what they are everywhere (docs/faults.md), and a rank that breaks takes no
+worker with it. Ray numbers the workers node by node, so the tensor axis lies inside nodes. All
+nodes need the same files at the same place, and `run.dir` on storage that they share. Needs the
+extra `ray`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def main() -> None:
                 "set checkpoint.resume=latest"
             )
         ranks = ranks_of(arguments.ranks)
+        if ranks[0] < ranks[1] and not config.faults.elastic:
+            raise UserError(f"--ranks {arguments.ranks} needs faults.elastic=true")
         connect(arguments.address)
         what = "GPU" if arguments.gpus else "CPU"
         if not arguments.wait:
@@ -94,7 +97,7 @@ def check_room(ranks: tuple[int, int], of_a_rank: dict[str, float]) -> None:
         if there.get(what, 0.0) < ranks[0] * count:
             raise UserError(
                 f"{ranks[0]} ranks need {ranks[0] * count:g} {what} and the cluster has "
-                f"{there.get(what, 0.0):g}; ask for fewer, add nodes, or give --wait where nodes come"
+                f"{there.get(what, 0.0):g}; ask for fewer, add nodes, or give --wait"
             )
 
 
