@@ -75,9 +75,9 @@ def worker_of(run, rank):
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if {str(ray_train.ENTRY).encode(), f"run.dir={run}".encode()} <= {*words}:
-            if f"RANK={rank}".encode() in variables:
-                return parent
+        ours = {ray_train.ENTRY.encode(), f"run.dir={run}".encode()} <= {*words}
+        if ours and f"RANK={rank}".encode() in variables:
+            return parent
     raise LookupError(f"no process of rank {rank}")
 
 
@@ -149,7 +149,7 @@ def test_a_mistake_that_only_the_ranks_find_is_not_tried_again(cluster, start, o
         ("optim.lr=[]", "is not KEY="),
         ("optim.lr=log:0:1", "above 0 for log"),
         ("optim.lr=uniform:2:1", "LOW < HIGH"),
-        ("optim.lr=uniform:a:b", "both numbers"),
+        ("optim.lr=uniform:a:b", "are numbers"),
     ],
 )
 def test_what_is_no_space_is_refused(text, said):

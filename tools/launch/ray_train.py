@@ -27,6 +27,8 @@ from megaframe.errors import EXIT_USER_ERROR, UserError, reported
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENTRY = str(ROOT / "pretrain_gpt.py")
+ENDED = "ray-status"
+"""File of the run folder with the status of the first rank, for the program that started it."""
 ASKED_TO_LEAVE = (138, 143)
 """Statuses of a run that was asked to leave and has saved."""
 
@@ -111,9 +113,11 @@ def train(
 
     least, most = ranks
     storage = Path(config.run.dir).absolute()
+    ended = storage / ENDED
+    ended.unlink(missing_ok=True)
     trainer = TorchTrainer(
         train_rank,
-        train_loop_config={"words": list(words), "folder": str(Path.cwd())},
+        train_loop_config={"words": list(words), "folder": str(Path.cwd()), "ended": str(ended)},
         # gloo: Ray's own process group only carries a number, and ends before the run begins.
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ray.train.ScalingConfig(
@@ -128,19 +132,19 @@ def train(
         ),
     )
     try:
-        result = trainer.fit()
+        trainer.fit()
     except ray.train.TrainingFailedError as error:
         said = [line for line in str(error).splitlines() if "ended with status" in line]
         raise UserError(
             f"the run failed {failures + 1} times (--failures {failures}): "
             f"{said[0].strip() if said else str(error).splitlines()[0]}"
         ) from None
-    return int((result.metrics or {}).get("status", 0))
+    return int(ended.read_text())
 
 
 def train_rank(given: dict[str, Any]) -> None:
-    """One worker: runs its rank to the end. What is no use to try again is reported, and other
-    failures are raised, upon which Ray starts all workers again."""
+    """One worker: runs its rank to the end. A failure is raised, upon which Ray starts all workers
+    again; a status that says that this is of no use is written down."""
     import ray.train
     import torch
     import torch.distributed as dist
@@ -154,7 +158,8 @@ def train_rank(given: dict[str, Any]) -> None:
     status = subprocess.run(command, env=environment, cwd=given["folder"], check=False).returncode
     if status not in (0, EXIT_USER_ERROR, *ASKED_TO_LEAVE):
         raise RuntimeError(f"rank {rank} ended with status {status}")
-    ray.train.report({"status": status})
+    if rank == 0:
+        Path(given["ended"]).write_text(str(status))
 
 
 def dying_with_this() -> list[str]:
