@@ -20,6 +20,7 @@ GUIDES = (
     "prediction",
     "dashboard",
     "faults",
+    "clusters",
     "gpu",
 )
 """In this order, of docs/."""
