@@ -32,6 +32,7 @@ GUIDES = (
     "prediction",
     "dashboard",
     "faults",
+    "clusters",
     "gpu",
 )
 """In this order, of docs/."""

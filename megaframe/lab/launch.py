@@ -1,0 +1,158 @@
+"""Running one command on all hosts of a lab, as a launcher on a real cluster would.
+
+Every host writes into a file of its own, and what the first one writes is also shown as it comes:
+files rather than pipes, so that a host that says much never waits for its reader.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from megaframe.errors import UserError
+from megaframe.lab.hosts import Host
+
+PORT = 29400
+"""Where the first host waits for the others. Each lab has ports of its own."""
+PATIENCE = 60.0
+"""Seconds that hosts have to end by themselves after another has failed."""
+_PAUSE = 0.05
+
+
+@dataclass(frozen=True)
+class Drop:
+    """The link of a host is lost so many seconds after the start, and comes back after `length`
+    seconds, None for never."""
+
+    host: int
+    after: float
+    length: float | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended. statuses: of each host, negative for a signal; those that were given up
+    have -9. moved: bytes that each host has sent and received over its link meanwhile."""
+
+    statuses: tuple[int, ...]
+    seconds: float
+    moved: tuple[tuple[int, int], ...]
+
+    @property
+    def status(self) -> int:
+        """The first one that is not 0."""
+        return next((status for status in self.statuses if status), 0)
+
+
+def run_on(
+    hosts: Sequence[Host],
+    command: Sequence[str],
+    *,
+    ranks: int,
+    folder: Path,
+    drops: Sequence[Drop] = (),
+    shown: TextIO = sys.stdout,
+) -> Outcome:
+    """Run a command on every host and return when all have ended.
+
+    ranks: on each host, as it is told to `torchrun`. folder: for the files host-0.txt ... in which
+    each host writes.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror}") from None
+    before = [host.bytes_moved() for host in hosts]
+    started = time.monotonic()
+    processes = []
+    for place, host in enumerate(hosts):
+        environment = {**os.environ, **variables(place, hosts, ranks)}
+        with open(folder / f"host-{place}.txt", "wb") as file:
+            line = (*host.command, *command)
+            # A session of its own: ctrl-C is for this process, which ends them.
+            processes.append(
+                subprocess.Popen(
+                    line,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,
+                )
+            )
+    try:
+        with open(folder / "host-0.txt", encoding="utf-8", errors="replace") as first:
+            _wait(hosts, processes, started, drops, first, shown)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    seconds = time.monotonic() - started
+    after = [host.bytes_moved() for host in hosts]
+    moved = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(before, after, strict=True)]
+    return Outcome(tuple(process.returncode for process in processes), seconds, tuple(moved))
+
+
+def _wait(
+    hosts: Sequence[Host],
+    processes: Sequence[subprocess.Popen[bytes]],
+    started: float,
+    drops: Sequence[Drop],
+    first: TextIO,
+    shown: TextIO,
+) -> None:
+    """Return when all have ended, or those that had to have not; links are lost meanwhile."""
+    due = sorted(
+        [(drop.after, drop.host, False) for drop in drops]
+        + [(drop.after + drop.length, drop.host, True) for drop in drops if drop.length is not None]
+    )
+    deadline = float("inf")
+    running = True
+    while running and time.monotonic() < deadline:
+        statuses = [process.poll() for process in processes]
+        running = None in statuses
+        if any(statuses):
+            deadline = min(deadline, time.monotonic() + PATIENCE)
+        while due and time.monotonic() - started >= due[0][0]:
+            moment, place, up = due.pop(0)
+            hosts[place].connect(up)
+            said = "is back" if up else "is lost"
+            print(f"netlab: the link of host {place} {said} at {moment:g} s", file=shown)
+        shown.write(first.read())
+        shown.flush()
+        if running:
+            time.sleep(_PAUSE)
+
+
+def variables(place: int, hosts: Sequence[Host], ranks: int) -> Mapping[str, str]:
+    """What programs of a host find in their environment: `torchrun` takes those that begin with
+    PET_ for its options, others read where they are and whom to ask.
+
+    place: the host's number. ranks: on each host.
+    """
+    here, first = hosts[place], hosts[0]
+    asked = {
+        "PET_NNODES": len(hosts),
+        "PET_NPROC_PER_NODE": ranks,
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_RDZV_ENDPOINT": f"{first.address}:{PORT}",
+        "PET_RDZV_ID": "netlab",
+        # Its guess from host names fails, as all hosts have the machine's.
+        "PET_RDZV_CONF": f"is_host={int(place == 0)}",
+        "PET_LOCAL_ADDR": here.address,
+        "NNODES": len(hosts),
+        "NODE_RANK": place,
+        "NPROC_PER_NODE": ranks,
+        "MASTER_ADDR": first.address,
+        "MASTER_PORT": PORT,
+    }
+    # Unless whoever starts the lab has set them. torch would warn of names that no host has.
+    usual = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    usual |= {name: os.environ[name] for name in usual if name in os.environ}
+    return {name: str(value) for name, value in asked.items()} | usual

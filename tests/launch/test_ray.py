@@ -1,0 +1,186 @@
+"""Runs and sweeps on a real Ray cluster of two nodes on this machine: a rank that is killed comes
+back and loses nothing, and a sweep stops what is behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+
+from ray.cluster_utils import Cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = ROOT / "tools/launch"
+sys.path.insert(0, str(LAUNCH))
+
+import ray_train  # noqa: E402
+import ray_tune  # noqa: E402
+
+from megaframe.dashboard.metrics import Metrics  # noqa: E402
+from megaframe.errors import UserError  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Address of a cluster of two nodes with a CPU each."""
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    made.add_node(num_cpus=1)
+    made.wait_for_nodes()
+    yield made.address
+    made.shutdown()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(tool, *words) -> process; what it says goes to tmp_path/said: a pipe that nobody reads
+    while a test waits for something else would stop it."""
+    started = []
+
+    def make(tool, *words):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+        command = [sys.executable, str(LAUNCH / tool), *words]
+        with open(tmp_path / "said", "w") as said:
+            started.append(subprocess.Popen(command, env=environment, stdout=said, stderr=said))
+        return started[-1]
+
+    yield make
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def ended(process, tmp_path):
+    """Status and words of a process."""
+    return process.wait(100), (tmp_path / "said").read_text()
+
+
+def losses(run):
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in found] == list(range(1, len(found) + 1))
+    return [line["loss"] for line in found]
+
+
+def worker_of(run, rank):
+    """Ray's process that has started a rank of a run."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            variables = (path / "environ").read_bytes().split(b"\0")
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        ours = {ray_train.ENTRY.encode(), f"run.dir={run}".encode()} <= {*words}
+        if ours and f"RANK={rank}".encode() in variables:
+            return parent
+    raise LookupError(f"no process of rank {rank}")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ranks", "2"], "set checkpoint.resume=latest"),
+        (["--ranks", "few", "--failures", "0"], "--ranks few is neither a number nor two"),
+        (["--ranks", "1:2", "--failures", "0"], "--ranks 1:2 needs faults.elastic=true"),
+        (["--failures", "0", "--address", "127.0.0.1:1"], "there is no Ray cluster at 127.0.0.1:1"),
+    ],
+)
+def test_what_cannot_run_is_refused(words, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ray_train.py", *words])
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "1")
+    if "--address" in words:
+        import ray
+
+        def refuse(**_):
+            raise ConnectionError("refused")
+
+        monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(SystemExit) as ended:
+        ray_train.main()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_more_ranks_than_the_cluster_has_places_are_refused(cluster, start, overrides, tmp_path):
+    asked = ("--address", cluster, "--ranks", "3", "--failures", "0")
+    status, said = ended(start("ray_train.py", *asked, "--", *overrides()), tmp_path)
+    assert status == 2
+    assert "3 ranks need 3 CPU and the cluster has 2" in said
+
+
+def test_a_worker_that_is_killed_is_replaced_and_the_run_goes_on(
+    cluster, start, overrides, tmp_path
+):
+    keys = {"train__steps": 150, "checkpoint__every": 10}
+    alone = [sys.executable, ray_train.ENTRY, *overrides(run__dir=tmp_path / "alone", **keys)]
+    subprocess.run(alone, check=True, capture_output=True)
+    words = overrides(**keys, checkpoint__resume="latest", parallel__tensor=2)
+    asked = ("--address", cluster, "--ranks", "2", "--failures", "2")
+    process = start("ray_train.py", *asked, "--", *words)
+    metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and metrics.read_text().count("\n") >= 25:
+            break
+        time.sleep(0.02)
+    os.kill(worker_of(tmp_path / "run", 1), signal.SIGKILL)
+    status, said = ended(process, tmp_path)
+    assert status == 0, said
+    assert (tmp_path / "run/faults/ledger.jsonl").read_text().count('"start"') == 2, said
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-10)
+
+
+def test_a_mistake_that_only_the_ranks_find_is_not_tried_again(cluster, start, overrides, tmp_path):
+    words = overrides(data__sources="[{path: /nowhere}]", checkpoint__resume="latest")
+    asked = ("--address", cluster, "--ranks", "2", "--failures", "9")
+    status, said = ended(start("ray_train.py", *asked, "--", *words), tmp_path)
+    assert status == 2, said
+    assert "/nowhere" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("optim.lr", "is not KEY="),
+        ("optim.lr=[]", "is not KEY="),
+        ("optim.lr=log:0:1", "above 0 for log"),
+        ("optim.lr=uniform:2:1", "LOW < HIGH"),
+        ("optim.lr=uniform:a:b", "are numbers"),
+    ],
+)
+def test_what_is_no_space_is_refused(text, said):
+    with pytest.raises(UserError, match=said):
+        ray_tune.space_of([text])
+
+
+def test_a_space_is_checked_against_the_config_before_a_trial():
+    space = ray_tune.space_of(["optim.lr=[1e-3, 1e-2]", "optim.beta2=uniform:0.9:1.5"])
+    with pytest.raises(UserError, match="beta2"):
+        ray_tune.check_space(space, [])
+    with pytest.raises(UserError, match="no_key"):
+        ray_tune.check_space(ray_tune.space_of(["optim.no_key=[1]"]), [])
+
+
+def test_a_loss_is_told_as_the_mean_of_a_few_steps(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": n, "loss": float(n)}) + "\n" for n in range(1, 31)))
+    metrics = Metrics(path)
+    metrics.read()
+    told = dict(ray_tune.values_after(metrics, "loss", 20))
+    assert sorted(told) == list(range(21, 31))
+    assert told[30] == pytest.approx(25.5)
+
+
+def test_a_sweep_finds_the_better_rate_and_stops_the_others(cluster, start, overrides, tmp_path):
+    words = overrides(run__dir=tmp_path / "sweep", train__steps=400, train__global_batch=16)
+    asked = ("--address", cluster, "--sweep", "optim.lr=[1e-2, 1e-6, 2e-6, 3e-6]", "--grace", "50")
+    status, said = ended(start("ray_tune.py", *asked, "--", *words), tmp_path)
+    assert status == 0, said
+    found = json.loads((tmp_path / "sweep/sweep.json").read_text())
+    assert len(found) == 4 and all(one["error"] is None for one in found)
+    assert "best: optim.lr=1e-2" in said
+    assert min(one["step"] for one in found) < 400 == max(one["step"] for one in found)

@@ -1,0 +1,147 @@
+"""One node's part of a run: looks at the node, checks the config, and starts its ranks.
+
+PET_NNODES=2 PET_NPROC_PER_NODE=8 PET_RDZV_ENDPOINT=node1:29400 \\
+    python tools/launch/node.py --config RUN.yaml [section.key=value ...]
+
+Every engine in this folder runs this on each of its nodes. It is `torchrun` with c10d rendezvous
+and what a run wants of it, told by the PET_ variables of its options, and with one thing more: it
+ends with the status of the rank that failed first, which `torchrun` makes 1 of, so that an engine
+can tell what may work when it is tried again (docs/faults.md). `torchrun` gives a node consecutive
+ranks, and the tensor axis is the fastest: so it lies inside nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megaframe.config import load
+from megaframe.errors import UserError, reported
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ENTRY = str(ROOT / "pretrain_gpt.py")
+EXIT_SICK = 4
+"""This node cannot run; another one may."""
+USUAL = {
+    "PET_NNODES": "1",
+    "PET_NPROC_PER_NODE": "auto",
+    "PET_RDZV_BACKEND": "c10d",
+    "PET_RDZV_ID": "megaframe",
+    "PET_MAX_RESTARTS": "20",
+    # Slurm sends SIGUSR1 ahead of its time limit.
+    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+    # Two steps and a save, for a run that is asked to leave.
+    "PET_SHUTDOWN_TIMEOUT": "300",
+}
+"""What `torchrun` is told unless the environment says otherwise."""
+_PORT = 29400
+
+
+def main() -> None:
+    """The command."""
+    given = parse_arguments()
+    words = [*(["--config", given.config] if given.config else []), *given.overrides]
+    os.environ.update(settings(os.environ))
+    with reported():
+        config = load(given.config, given.overrides)
+        if config.checkpoint.resume is None and os.environ["PET_MAX_RESTARTS"] != "0":
+            raise UserError(
+                f"ranks that are started again (PET_MAX_RESTARTS={os.environ['PET_MAX_RESTARTS']}) "
+                "would begin anew; set checkpoint.resume=latest"
+            )
+        world = largest_world(os.environ["PET_NNODES"], os.environ["PET_NPROC_PER_NODE"])
+    # torchrun would start a run with a mistake in its config again and again.
+    if status := dry_run(words, world):
+        sys.exit(status)
+    if given.doctor and not fit(Path(config.run.dir)):
+        sys.exit(EXIT_SICK)
+    sys.exit(launch([ENTRY, *words]))
+
+
+def settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables to set, of those that `torchrun` reads."""
+    found = {name: value for name, value in USUAL.items() if not environment.get(name)}
+    if not environment.get("PET_RDZV_ENDPOINT"):
+        # Some engines tell the first node's address in the way of the static rendezvous.
+        first = environment.get("PET_MASTER_ADDR") or environment.get("MASTER_ADDR") or "localhost"
+        port = environment.get("PET_MASTER_PORT") or environment.get("MASTER_PORT") or _PORT
+        found["PET_RDZV_ENDPOINT"] = f"{first}:{port}"
+    return found
+
+
+def largest_world(nodes: str, ranks: str) -> int:
+    """Ranks of all nodes, where as many come as may. Raises `UserError` for what are no numbers."""
+    from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
+
+    try:
+        most = parse_min_max_nnodes(nodes)[1]
+    except (ValueError, RuntimeError):
+        raise UserError(f"PET_NNODES={nodes} is neither a number nor two, such as 2:4") from None
+    try:
+        return most * determine_local_world_size(ranks)
+    except ValueError:
+        raise UserError(
+            f"PET_NPROC_PER_NODE={ranks} is neither a number nor auto, gpu or cpu; gpu needs one"
+        ) from None
+
+
+def dry_run(words: Sequence[str], world: int) -> int:
+    """Status of a run that stops before it begins: 2 for a mistake, which is then printed."""
+    environment = {**os.environ, "WORLD_SIZE": str(world), "RANK": "0"}
+    command = [sys.executable, ENTRY, "--dry-run", *words]
+    return subprocess.run(command, env=environment, stdout=subprocess.DEVNULL).returncode
+
+
+def fit(folder: Path) -> bool:
+    """Whether nothing keeps this node from running; else all that was looked at is printed."""
+    command = [sys.executable, str(ROOT / "tools/doctor.py"), "--folder", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stdout + done.stderr, end="", flush=True)
+        name = os.uname().nodename
+        print(f"error: node {name} is not fit to run (tools/doctor.py)", file=sys.stderr)
+    return done.returncode == 0
+
+
+def launch(command: Sequence[str]) -> int:
+    """Start the ranks of this node, again where they fail, and return the status of the run."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    try:
+        run(parse_args(list(command)))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return said(rank, failure.exitcode)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def said(rank: int, status: int) -> int:
+    """The status as a shell tells it, which adds 128 to the number of a signal. It is printed."""
+    told = status if status >= 0 else 128 - status
+    print(f"rank {rank} failed first, with status {told}", file=sys.stderr, flush=True)
+    return told
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", metavar="FILE", help="as of pretrain_gpt.py")
+    parser.add_argument(
+        "--no-doctor", dest="doctor", action="store_false", help="the node has been looked at"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

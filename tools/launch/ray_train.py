@@ -1,0 +1,192 @@
+"""A run on a Ray cluster, with Ray Train.
+
+python tools/launch/ray_train.py --ranks 16 --gpus -- --config RUN.yaml checkpoint.resume=latest
+
+Ray places and watches one worker for each rank, and starts all of them again when one is lost. A
+worker starts `pretrain_gpt.py` as a process of its own, as `torchrun` would: signals, hangs and
+exit statuses are then what they are everywhere (docs/faults.md), and a rank that breaks takes no
+worker with it. Ray numbers the workers node by node, so the tensor axis lies inside nodes. All
+nodes need the same files at the same place, and `run.dir` on storage that they share. Needs the
+extra `ray`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megaframe.config import RunConfig, load
+from megaframe.errors import EXIT_USER_ERROR, UserError, reported
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ENTRY = str(ROOT / "pretrain_gpt.py")
+ENDED = "ray-status"
+"""File of the run folder with the status of the first rank, for the program that started it."""
+ASKED_TO_LEAVE = (138, 143)
+"""Statuses of a run that was asked to leave and has saved."""
+
+
+def main() -> None:
+    """The command; ends with the status of the run."""
+    arguments = parse_arguments()
+    with reported():
+        config, words = run_of(arguments.run)
+        if arguments.failures and config.checkpoint.resume is None:
+            raise UserError(
+                f"a run that is started again (--failures {arguments.failures}) would begin anew; "
+                "set checkpoint.resume=latest"
+            )
+        ranks = ranks_of(arguments.ranks)
+        if ranks[0] < ranks[1] and not config.faults.elastic:
+            raise UserError(f"--ranks {arguments.ranks} needs faults.elastic=true")
+        connect(arguments.address)
+        what = "GPU" if arguments.gpus else "CPU"
+        if not arguments.wait:
+            check_room(ranks, {what: 1.0})
+        status = train(config, words, ranks, what, arguments.failures)
+    sys.exit(status)
+
+
+def run_of(words: Sequence[str]) -> tuple[RunConfig, list[str]]:
+    """The config of a command line of `pretrain_gpt.py`, and that line. Raises `UserError`."""
+    parser = argparse.ArgumentParser(prog="pretrain_gpt.py", add_help=False)
+    parser.add_argument("--config")
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_args([word for word in words if word != "--"])
+    named = ["--config", str(Path(given.config).absolute())] if given.config else []
+    return load(given.config, given.overrides), [*named, *given.overrides]
+
+
+def ranks_of(text: str) -> tuple[int, int]:
+    """The fewest and the most ranks, from N or MIN:MAX. Raises `UserError`."""
+    try:
+        least, most = (int(part) for part in (text.split(":") * 2)[:2])
+    except ValueError:
+        least = most = 0
+    if not 1 <= least <= most:
+        raise UserError(f"--ranks {text} is neither a number nor two, such as 8:16")
+    return least, most
+
+
+def connect(address: str) -> None:
+    """Join the cluster. Raises `UserError` where there is none, or no Ray."""
+    try:
+        import ray
+    except ImportError:
+        raise UserError("Ray needs the extra 'ray': pip install 'megaframe[ray]'") from None
+    try:
+        ray.init(address=address, ignore_reinit_error=True, log_to_driver=True)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"there is no Ray cluster at {address}: {str(error).splitlines()[0]}; start one with "
+            "'ray start --head', or let one be made here with --address local"
+        ) from None
+
+
+def check_room(ranks: tuple[int, int], of_a_rank: dict[str, float]) -> None:
+    """Raise `UserError` where the cluster is too small: Ray would wait without an end."""
+    import ray
+
+    there = ray.cluster_resources()
+    for what, count in of_a_rank.items():
+        if there.get(what, 0.0) < ranks[0] * count:
+            raise UserError(
+                f"{ranks[0]} ranks need {ranks[0] * count:g} {what} and the cluster has "
+                f"{there.get(what, 0.0):g}; ask for fewer, add nodes, or give --wait"
+            )
+
+
+def train(
+    config: RunConfig, words: Sequence[str], ranks: tuple[int, int], what: str, failures: int
+) -> int:
+    """Run the ranks to the end and return the status. Raises `UserError` when they failed too
+    often."""
+    import ray.train
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    least, most = ranks
+    storage = Path(config.run.dir).absolute()
+    ended = storage / ENDED
+    ended.unlink(missing_ok=True)
+    trainer = TorchTrainer(
+        train_rank,
+        train_loop_config={"words": list(words), "folder": str(Path.cwd()), "ended": str(ended)},
+        # gloo: Ray's own process group only carries a number, and ends before the run begins.
+        torch_config=TorchConfig(backend="gloo"),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=most if least == most else (least, most),
+            use_gpu=what == "GPU",
+            placement_strategy="PACK",
+        ),
+        run_config=ray.train.RunConfig(
+            name="ray",
+            storage_path=str(storage),
+            failure_config=ray.train.FailureConfig(max_failures=failures),
+        ),
+    )
+    try:
+        trainer.fit()
+    except ray.train.TrainingFailedError as error:
+        said = [line for line in str(error).splitlines() if "ended with status" in line]
+        raise UserError(
+            f"the run failed {failures + 1} times (--failures {failures}): "
+            f"{said[0].strip() if said else str(error).splitlines()[0]}"
+        ) from None
+    return int(ended.read_text())
+
+
+def train_rank(given: dict[str, Any]) -> None:
+    """One worker: runs its rank to the end. A failure is raised, upon which Ray starts all workers
+    again; a status that says that this is of no use is written down."""
+    import ray.train
+    import torch
+    import torch.distributed as dist
+
+    rank = ray.train.get_context().get_world_rank()
+    port = torch.tensor(free_port() if rank == 0 else 0)
+    dist.broadcast(port, 0)
+    dist.destroy_process_group()
+    environment = {**os.environ, "MASTER_PORT": str(int(port))}
+    command = [*dying_with_this(), sys.executable, ENTRY, *given["words"]]
+    status = subprocess.run(command, env=environment, cwd=given["folder"], check=False).returncode
+    if status not in (0, EXIT_USER_ERROR, *ASKED_TO_LEAVE):
+        raise RuntimeError(f"rank {rank} ended with status {status}")
+    if rank == 0:
+        Path(given["ended"]).write_text(str(status))
+
+
+def dying_with_this() -> list[str]:
+    """What in front of a command line makes the process end with this one, where the system can."""
+    return ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+
+
+def free_port() -> int:
+    """A port that nobody has."""
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return int(found.getsockname()[1])
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", default="1", metavar="N|MIN:MAX", help="MIN:MAX is elastic")
+    parser.add_argument("--gpus", action="store_true", help="a GPU for each rank, else a CPU")
+    parser.add_argument("--failures", type=int, default=100, help="starts after the first one")
+    parser.add_argument("--address", default="auto", help="of the cluster; local makes one here")
+    parser.add_argument("--wait", action="store_true", help="for nodes that are not there yet")
+    parser.add_argument("run", nargs="*", metavar="-- ...", help="as of pretrain_gpt.py")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Run a command on several hosts that are all on this machine, joined by links of a given rate.
+
+python tools/netlab.py --hosts 2 --ranks 2 --link 200mbit -- pretrain_gpt.py --config RUN.yaml
+
+Hosts are network namespaces (`megaframe/lab`), so placement, overlap, compression, lost links and
+slow hosts can be measured where there is no cluster. A command whose first word is a Python file
+is started through `torchrun` on each host; any other as it is, with what `torchrun` needs in its
+environment. Linux, with the rights of root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from megaframe.config import load
+from megaframe.dashboard.metrics import Metrics
+from megaframe.errors import UserError, reported
+from megaframe.lab import Drop, Link, Outcome, hosts, run_on
+from megaframe.lab.hosts import check, check_rate
+
+ENTRY = "pretrain_gpt.py"
+SUMMARY = "summary.json"
+_SLOW = re.compile(r"([0-9]+)=(.+)")
+_DROP = re.compile(r"([0-9]+)@([0-9.]+)(?::([0-9.]+))?")
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+def main() -> None:
+    """The command; ends with the status of the first host that failed."""
+    arguments = parse_arguments()
+    with reported():
+        links = links_of(arguments)
+        drops = [drop_of(text, len(links)) for text in arguments.drop]
+        check(links)
+        run = run_folder(arguments.command)
+        command = started_by(arguments.command, arguments.max_restarts)
+        for number in _SIGNALS:
+            signal.signal(number, _leave)  # so that hosts are removed
+        began = time.time()
+        with hosts(links) as made:
+            outcome = run_on(
+                made, command, ranks=arguments.ranks, folder=arguments.folder, drops=drops
+            )
+        steps = steps_of(run, began) if run is not None else {}
+        summary = {"links": [asdict(link) for link in links], **asdict(outcome), **steps}
+        (arguments.folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+        print(report(links, outcome, steps))
+        print(f"output of every host and {SUMMARY}: {arguments.folder}")
+    # A signal has a negative number, which would come out as another one.
+    sys.exit(outcome.status if outcome.status >= 0 else 128 - outcome.status)
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def links_of(arguments: argparse.Namespace) -> list[Link]:
+    """The link of each host. Raises `UserError` for hosts that are not there and rates that are
+    none."""
+    if arguments.hosts < 1 or arguments.ranks < 1:
+        asked = f"--hosts {arguments.hosts} --ranks {arguments.ranks}"
+        raise UserError(f"{asked}: both are 1 or more")
+    check_rate(arguments.link)
+    links = [Link(arguments.link, arguments.latency)] * arguments.hosts
+    for text in arguments.slow:
+        found = _SLOW.fullmatch(text)
+        if not found:
+            raise UserError(f"--slow {text} is not HOST=RATE, such as 1=50mbit")
+        check_rate(found[2])
+        links[_host(f"--slow {text}", found[1], len(links))] = Link(found[2], arguments.latency)
+    return links
+
+
+def drop_of(text: str, count: int) -> Drop:
+    """A link that is lost, from HOST@SECONDS[:SECONDS]. Raises `UserError`."""
+    found = _DROP.fullmatch(text)
+    try:
+        if found is None:
+            raise ValueError
+        after, length = float(found[2]), float(found[3]) if found[3] else None
+    except ValueError:
+        raise UserError(
+            f"--drop {text} is not HOST@SECONDS or HOST@SECONDS:SECONDS, such as 1@10:5"
+        ) from None
+    return Drop(_host(f"--drop {text}", found[1], count), after, length)
+
+
+def _host(what: str, number: str, count: int) -> int:
+    if int(number) >= count:
+        raise UserError(f"{what}: with --hosts {count} they are numbered 0 to {count - 1}")
+    return int(number)
+
+
+def run_folder(command: Sequence[str]) -> Path | None:
+    """Where the run that the command starts writes its metrics; None of another command. Raises
+    `UserError` for a mistake in its config, before any host is made."""
+    if Path(command[0]).name != ENTRY:
+        return None
+    parser = argparse.ArgumentParser(prog=ENTRY)
+    parser.add_argument("--config")
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_args(command[1:])
+    return Path(load(given.config, given.overrides).run.dir)
+
+
+def started_by(command: Sequence[str], restarts: int) -> list[str]:
+    """The command line of a host. Raises `UserError` where there is no such Python file."""
+    if not command[0].endswith(".py"):
+        return list(command)
+    if not Path(command[0]).is_file():
+        raise UserError(f"there is no file {command[0]} in {Path.cwd()}")
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--max-restarts={restarts}"]
+    return [*launcher, *command]
+
+
+def steps_of(run: Path, since: float) -> dict[str, Any]:
+    """What the metrics say of the steps since a moment: medians of the length of a step and of its
+    parts in seconds, and of the bytes that a rank handed over by axis. The first step warms up."""
+    metrics = Metrics(run / "metrics.jsonl")
+    metrics.read()
+    recent = np.flatnonzero(metrics.column("at") >= since)
+    recent = recent[1:] if len(recent) > 1 else recent
+    if not len(recent):
+        return {}
+
+    def median(name: str) -> float:
+        return float(np.median(metrics.column(name)[recent]))
+
+    def taken(prefix: str) -> dict[str, float]:
+        names = [name for name in metrics.names() if name.startswith(prefix)]
+        return {name.removeprefix(prefix): median(name) for name in names}
+
+    return {
+        "steps": len(recent),
+        "step_seconds": median("seconds"),
+        "tokens_per_second": median("tokens_per_second"),
+        "time": taken("time/"),
+        "bytes": taken("bytes/"),
+    }
+
+
+def report(links: Sequence[Link], outcome: Outcome, steps: Mapping[str, Any]) -> str:
+    """What is printed at the end."""
+    lines = [f"{'':<8}{'link':>10}{'sent MB':>12}{'received MB':>13}{'status':>8}"]
+    for number, (link, moved) in enumerate(zip(links, outcome.moved, strict=True)):
+        sent, received = (count / 1e6 for count in moved)
+        lines.append(
+            f"{f'host {number}':<8}{link.rate:>10}{sent:>12.3f}{received:>13.3f}"
+            f"{outcome.statuses[number]:>8}"
+        )
+    lines.append(f"{outcome.seconds:.1f} s in all")
+    if not steps:
+        return "\n".join(lines)
+    lines.append(
+        f"step {steps['step_seconds'] * 1e3:.1f} ms, {steps['tokens_per_second']:.0f} tokens/s "
+        f"(medians of {steps['steps']} steps), of which:"
+    )
+    for part, seconds in sorted(steps["time"].items(), key=lambda item: -item[1]):
+        share = seconds / steps["step_seconds"]
+        if share >= 0.0005:
+            lines.append(f"  {part:<36}{seconds * 1e3:>10.1f} ms{share:>8.1%}")
+    for axes, size in steps["bytes"].items():
+        lines.append(f"  {f'bytes of a rank over {axes}':<36}{size / 1e6:>10.3f} MB")
+    return "\n".join(lines)
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=1, help="on each host")
+    parser.add_argument("--link", default="1gbit", metavar="RATE", help="of each host: 200mbit")
+    parser.add_argument("--latency", metavar="TIME", help="where the kernel has netem")
+    parser.add_argument(
+        "--slow", action="append", default=[], metavar="HOST=RATE", help="another link for a host"
+    )
+    parser.add_argument(
+        "--drop",
+        action="append",
+        default=[],
+        metavar="HOST@SECONDS[:SECONDS]",
+        help="lose the link of a host after so many seconds, for so many",
+    )
+    parser.add_argument("--max-restarts", type=int, default=0, help="of torchrun, on each host")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/netlab"), help="for the output of the hosts"
+    )
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --")
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    main()
