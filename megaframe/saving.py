@@ -26,6 +26,8 @@ from megaframe.mesh import Mesh, ranks_on_this_node
 
 _LONG = 1.0
 """Seconds that a step waits for the save before, from which on it is said."""
+_GRACE = 10.0
+"""Seconds that a save may still take when the ranks begin again."""
 _ID = "run-id"
 """File in the run folder: to which run copies in memory belong."""
 
@@ -147,6 +149,13 @@ class Saving:
             self._report(self._memory.wait, note)
             if self._writer is not None or not leaving:
                 self._memory.close()
+
+    def let_go(self) -> None:
+        """The ranks have lost each other, and begin again: return when what this rank is saving is
+        there or has failed, or when it waits for too long for a rank that has not begun that."""
+        for writer in (self._writer, self._memory):
+            if writer is not None:
+                writer.let_go(_GRACE)
 
     def _report(self, ask: Callable[[], object], note: Callable[[str], None]) -> None:
         try:

@@ -122,6 +122,12 @@ class Trainer:
         if not self._at_end():
             raise SystemExit(exit_status(self.guard.told))
 
+    def let_go(self) -> None:
+        """The ranks have lost each other, and the next trainer of this process continues the run:
+        leave it what this one has open."""
+        self.saving.let_go()
+        self.meter.let_go()
+
     def _finished(self) -> bool:
         """Whether nothing is left to do, not even again."""
         over = self.guard.told or self._at_end()
@@ -133,6 +139,7 @@ class Trainer:
     def _one_step(self) -> None:
         """A step with what follows it: evaluation, what is known by now of steps, a checkpoint."""
         guard, config = self.guard, self.config
+        self.mesh.place.step = self.step + 1
         guard.begin(f"step {self.step + 1}")
         self._train_step()
         if self._due(config.train.eval_every):

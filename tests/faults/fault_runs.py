@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 import pretrain_gpt  # noqa: E402
-from megaframe.comm import all_reduce, send  # noqa: E402
+from megaframe.comm import all_reduce, receive, send  # noqa: E402
 from megaframe.microbatch import IGNORE  # noqa: E402
 from megaframe.trainer import Trainer  # noqa: E402
 
@@ -101,6 +101,24 @@ def one_send_too_many(trainer, step):
     if trainer.step == step:
         link = trainer.mesh.link(0, 1)
         send(torch.zeros(7), link).wait()
+
+
+def break_connections(trainer, step):
+    if once(trainer, step):
+        trainer.mesh.connections.cut()
+
+
+def lose_a_message(trainer, step):
+    """On rank 1; what it waits for never comes, and nothing says so. Limits of both are short."""
+    if trainer.step in (step, step + 1) and not ONCE["done"]:
+        trainer.mesh.watch_steps(1.0, trainer.folder / "faults")
+        if trainer.mesh.rank == 1 and once(trainer, step):
+            receive(torch.zeros(3), trainer.mesh.world, source=0).wait()
+
+
+def end_with_an_error(trainer, step):
+    if trainer.step == step:
+        raise ValueError("a mistake of its own")
 
 
 def told(trainer, step, number=signal.SIGTERM):
