@@ -97,7 +97,7 @@ class Mesh:
         self._watch: Watch | None = None
         self._rank_of: tuple[int, ...] = ()
         self._links: dict[tuple[int, int], Group] = {}
-        self.connections = Connections()
+        self.connections = Connections(int(os.environ.get("MASTER_PORT", "0")))
         self.meeting = meeting
         """The store in which the ranks of all starts meet."""
         with self._gathering():

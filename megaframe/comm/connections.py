@@ -3,7 +3,8 @@
 Gloo waits for what does not come until its timeout, and cannot be told to give up: `abort` of its
 groups does nothing (torch 2.13). Sockets that are shut down beneath it end all waits at once, here
 and on the other side, as errors like those of a connection that broke. Which sockets are gloo's is
-not told either: they are those that are there after a group is made, and were not before.
+not told either: they are those that are there after a group is made, and were not before, but for
+those of the store, whose server may be in this process and takes connections at any time.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ _OPEN = Path("/proc/self/fd")
 
 
 class Connections:
-    """Those of one mesh."""
+    """Those of one mesh. store_port: that on which the store listens."""
 
-    def __init__(self) -> None:
+    def __init__(self, store_port: int) -> None:
+        self._store_port = store_port
         self._known: set[tuple[int, str]] = set()
 
     @contextmanager
@@ -37,9 +39,15 @@ class Connections:
                 # A number that has been closed may be something else by now; and gloo ends the
                 # process when it can no longer listen.
                 same = os.readlink(_OPEN / str(one.fileno())) == name
-                if same and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if same and not listens and self._is_between_ranks(one):
                     one.shutdown(socket.SHUT_RDWR)
         return bool(self._known)
+
+    def _is_between_ranks(self, one: socket.socket) -> bool:
+        if one.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        return self._store_port not in (one.getsockname()[1], one.getpeername()[1])
 
 
 def _sockets() -> set[tuple[int, str]]:
