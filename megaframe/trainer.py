@@ -20,7 +20,7 @@ from megaframe.config import RunConfig, dump
 from megaframe.data.loader import Loader
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.engine import Outcome
-from megaframe.errors import UserError
+from megaframe.errors import Unreadable, UserError
 from megaframe.faults.guard import Guard
 from megaframe.faults.leaving import exit_status, heeding_signals
 from megaframe.faults.ledger import Ledger
@@ -88,7 +88,7 @@ class Trainer:
             self.meter.note(
                 "what compression had not sent yet is dropped: it belongs to another layout"
             )
-        for line in (*self._new_state, *self.saving.notes):
+        for line in (*self._new_state, *self.saving.take_notes()):
             self.meter.note(line)
         if config.optim.offload and mesh.device.type == "cpu":
             self.meter.note("optim.offload=true does nothing on a CPU: all memory is the host's")
@@ -295,13 +295,31 @@ class Trainer:
         if path is None:
             return None
         state = self._restore(open_checkpoint(path))
+        for line in self.saving.take_notes():
+            self.meter.note(line)
         self.saving.rewind()
         self._loss_before = None
         return self.step, state
 
     def _restore(self, source: Checkpoint) -> RunState:
-        """Continue from a checkpoint, also in the middle of a run."""
+        """Continue from a checkpoint, also in the middle of a run; from the newest one before it
+        that all ranks can read, where they cannot read this."""
         self.optimizer.settle()
+        wrong = ""
+        try:
+            state = self._load(source)
+        except Unreadable as error:
+            wrong = str(error)
+        wrong = self.saving.agree(wrong)
+        if wrong:
+            return self._restore(self.saving.before(source, wrong))
+        self.optimizer.load_state(state.optimizer)
+        self.loader.load(state.data)
+        self._loss_before = state.loss
+        return state
+
+    def _load(self, source: Checkpoint) -> RunState:
+        """Fill this rank's tensors from a checkpoint. Returns what else is in it."""
         with source as checkpoint:
             state = read_state(checkpoint)
             check_same_model(state.config, self.config, checkpoint.path)
@@ -311,9 +329,6 @@ class Trainer:
             self._new_state = list(new_state(slices, checkpoint.tensors))
             self._dropped = not unsent and any(n.startswith(UNSENT) for n in checkpoint.tensors)
             self.step = checkpoint.step
-        self.optimizer.load_state(state.optimizer)
-        self.loader.load(state.data)
-        self._loss_before = state.loss
         return state
 
     def _start_warm(self) -> None:

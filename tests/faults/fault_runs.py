@@ -26,6 +26,7 @@ def main(overrides, fault=None, rank=None, *arguments):
     """Run the entry; fault(trainer, *arguments) runs before every step of the trainer, on one rank
     or on all. Returns the exit status, or the text of what was raised."""
     train_step = Trainer._train_step
+    ONCE.clear()
     ONCE["done"] = False
 
     def faulty(trainer):
@@ -103,17 +104,17 @@ def one_send_too_many(trainer, step):
         send(torch.zeros(7), link).wait()
 
 
-def break_connections(trainer, step):
-    if once(trainer, step):
-        trainer.mesh.connections.cut()
-
-
-def lose_a_message(trainer, step):
-    """On rank 1; what it waits for never comes, and nothing says so. Limits of both are short."""
-    if trainer.step in (step, step + 1) and not ONCE["done"]:
-        trainer.mesh.watch_steps(1.0, trainer.folder / "faults")
-        if trainer.mesh.rank == 1 and once(trainer, step):
-            receive(torch.zeros(3), trainer.mesh.world, source=0).wait()
+def break_and_hang(trainer, broken, hung):
+    """At one step rank 2 breaks its connections; at a later one rank 1 waits for what never comes,
+    of which nothing tells but the limit of a step, which is short then."""
+    mesh = trainer.mesh
+    if mesh.rank == 2 and once(trainer, broken):
+        mesh.connections.cut()
+    if trainer.step == hung and "hung" not in ONCE:
+        ONCE["hung"] = True
+        mesh.watch_steps(1.0, trainer.folder / "faults")
+        if mesh.rank == 1:
+            receive(torch.zeros(3), mesh.world, source=0).wait()
 
 
 def end_with_an_error(trainer, step):
