@@ -1,5 +1,5 @@
-"""Checkpoints that are damaged in each of their files: named, and the run continues from one that is
-whole, on the same curve."""
+"""Checkpoints that are damaged in each of their files: named, and the run continues from one that
+is whole, on the same curve."""
 
 import os
 
