@@ -146,18 +146,19 @@ def fewer(drill: Drill, draw: random.Random) -> Round:
 
 
 def slow(drill: Drill, draw: random.Random) -> Round:
-    """a rank gets a fifth of the processor for a while"""
+    """a rank stands still for two thirds of the time"""
     process = drill.launch(faults__straggler_factor=2)
     drill.reached(1, process)
     rank = draw.randrange(drill.ranks)
     pid = workers(process.pid)[rank]
-    while process.poll() is None and drill.steps[-1] < STEPS - 10:
+    words = f"rank {rank} is slow"
+    while process.poll() is None and drill.steps[-1] < LATEST and not drill.noted(words):
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(0.04)
+        time.sleep(0.02)
         os.kill(pid, signal.SIGCONT)
         time.sleep(0.01)
     finish(process)
-    return Round(f"rank {rank} slowed down", drill.noted(f"rank {rank} is slow"))
+    return Round(f"rank {rank} slowed down", drill.noted(words))
 
 
 def full(drill: Drill, draw: random.Random) -> Round:
@@ -190,7 +191,7 @@ def read_only(drill: Drill, draw: random.Random) -> Round:
 def _without_disk(
     drill: Drill, draw: random.Random, take: Callable[[], None], give: Callable[[], None]
 ) -> Round:
-    with small_disk(drill.run / "checkpoints", "16m"):
+    with small_disk(drill.run / "checkpoints", "64m"):
         process = drill.launch()
         step = drill.reached(draw.randrange(1, LATEST), process)
         take()
