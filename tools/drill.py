@@ -305,7 +305,9 @@ def main() -> None:
             verdict = "" if good and done.said else "FAILED "
             print(f"{fault:<9} {verdict}{done.what}; {text}", flush=True)
             print(f"{'':<9} said: {done.said[:200] or 'nothing'}", flush=True)
-    print(json.dumps(costs := measured(lost, importing)))
+    costs = measured(lost, importing)
+    costs["whole"] = {"stall": round(whole.stall, 4)}
+    print(json.dumps(costs))
     if arguments.write is not None:
         arguments.write.write_text(json.dumps(costs, indent=1) + "\n", encoding="utf-8")
     sys.exit(bool(bad))

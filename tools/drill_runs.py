@@ -23,6 +23,8 @@ from megaframe.data.indexed import TokenFileWriter
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, EVERY, LIMIT = 60, 5, 240.0
 """Steps of a run, steps between its saves, and seconds after which a round has failed."""
+COPY_EVERY = 2
+"""Steps between copies in memory."""
 KEYS = {
     "model.layers": 4,
     "model.hidden": 64,
@@ -35,7 +37,7 @@ KEYS = {
     "train.precision": "fp64",
     "checkpoint.every": EVERY,
     "checkpoint.keep": 4,
-    "checkpoint.memory_every": 2,
+    "checkpoint.memory_every": COPY_EVERY,
     "checkpoint.resume": "latest",
     "data.split": "[1, 0, 0]",
     "meter.peak_tflops": 1,
@@ -130,6 +132,12 @@ class Drill:
         usual = median(line["seconds"] for line in self.lines())
         resumed = [line["seconds"] for line in self.lines() if line.get("resumed_after")]
         return {**lost, "again": sum(seconds - usual for seconds in resumed)}
+
+    @property
+    def stall(self) -> float:
+        """Seconds that steps waited for each save, copies in memory and checkpoints alike."""
+        saves = sum(not step % COPY_EVERY or not step % EVERY for step in range(1, STEPS + 1))
+        return self.lost["save"] / saves
 
     @property
     def newest(self) -> Path:

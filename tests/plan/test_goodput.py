@@ -15,6 +15,7 @@ from megaframe.plan.goodput import (
     daly_interval,
     effective,
     gains,
+    room,
     simulate,
     table,
     young_interval,
@@ -72,3 +73,11 @@ def test_more_ranks_fail_more_often_and_save_more_often():
     shares = [effective(LLAMA3, n, Costs(), best_interval(LLAMA3, n, Costs())) for n in (1, 10**5)]
     assert shares[0] > shares[1]
     assert best_interval(LLAMA3, 1024, Costs()) > best_interval(LLAMA3, 16384, Costs())
+
+
+@pytest.mark.parametrize(("ranks", "share"), [(16384, 0.98), (100_000, 0.93)])
+def test_the_room_for_a_restart_is_what_reaches_the_share(ranks, share):
+    costs = Costs(swap=0, restart=room(LLAMA3, ranks, Costs(swap=0), share))
+    reached = effective(LLAMA3, ranks, costs, best_interval(LLAMA3, ranks, costs))
+    assert costs.restart > 10 and reached == pytest.approx(share, abs=1e-4)
+    assert room(LLAMA3, ranks, Costs(), 0.9999) == pytest.approx(0, abs=1e-6)
