@@ -213,6 +213,7 @@ class Ours(Contender):
         super().__init__(folder, mesh)
         given = {"rank": self.rank, "world": RANKS, "store": mesh.store}
         self.writer, self.number = Writer(self.folder, **given, keep=1), 0
+        self.trusting = Writer(self.folder, **given, keep=1, read_back=False)
 
     def turns(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         self.clear()
@@ -245,12 +246,9 @@ class Ours(Contender):
 
     def save_unread(self) -> None:
         """The same, but nobody looks whether the disk has what was written."""
-        from megaframe.checkpoint.direct import DirectFile
-
-        compare = DirectFile._compare
-        setattr(DirectFile, "_compare", lambda *given: None)  # noqa: B010
-        self.save()
-        setattr(DirectFile, "_compare", compare)  # noqa: B010
+        self.number += 1
+        self.trusting.save(self.number, self.slices(), {})
+        self.trusting.wait()
 
     def load(self) -> None:
         self._load(self.slices())

@@ -9,7 +9,9 @@ compute and communication; a stage is compared with FSDP2 at the same one, stage
 
 Sending costs processor time, which on a machine without a free core is taken from computing. With
 `--blocks wait` the blocks of ours have their weights and wait for as long as they would compute, so
-that what is left is what the order of transfers exposes.
+that what is left is what the order of transfers exposes. Nothing can hide the gradients of the
+first block: of more `--layers` they are less. The larger the `--batch`, the less is the processor
+time of sending beside that of computing.
 """
 
 from __future__ import annotations
@@ -44,8 +46,6 @@ if TYPE_CHECKING:
 
 RANKS = 2
 SHAPE = replace(WORKLOAD, vocab=2048)
-SHAPES = {"compute": SHAPE, "wait": replace(SHAPE, layers=12)}
-"""By what blocks do. Nothing can hide the first block's gradients: of more blocks they are less."""
 STAGES = (1, 2, 3)
 WAITS = Emulate(forward=0.05, backward=0.05, weight=0.05)
 """Seconds of a block, about those that one takes to compute."""
@@ -60,6 +60,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rates", nargs="+", default=["2200mbit", "3300mbit"])
     parser.add_argument("--blocks", choices=("compute", "wait"), default="compute")
+    parser.add_argument("--layers", type=int, default=SHAPE.layers)
+    parser.add_argument("--batch", type=int, default=SHAPE.batch, help="samples of both ranks")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", type=Path, help="write all measurements as JSON to this file")
@@ -79,7 +81,7 @@ def main() -> None:
             "commit": commit(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "machine": machine(),
-            "config": {**asdict(SHAPES[given.blocks]), "ranks": RANKS, "precision": "fp32"}
+            "config": {**asdict(shape_of(given)), "ranks": RANKS, "precision": "fp32"}
             | {"threads of a rank": 1, "steps": given.steps, "rounds": given.rounds}
             | {"blocks": given.blocks, **(WAITS.model_dump() if given.blocks == "wait" else {})},
             "summary": {rate: summary(measured) for rate, measured in results.items()},
@@ -90,10 +92,15 @@ def main() -> None:
         print(f"wrote {given.write}")
 
 
+def shape_of(given: argparse.Namespace) -> Workload:
+    """What is trained."""
+    return replace(SHAPE, layers=given.layers, batch=given.batch)
+
+
 def in_world(both: Sequence[Host], given: argparse.Namespace) -> Measured:
     """What the ranks measure, one on each host: in each round, the slower one's time."""
-    counts = (f"--steps={given.steps}", f"--rounds={given.rounds}")
-    command = (__file__, f"--blocks={given.blocks}", *counts)
+    options = ("blocks", "layers", "batch", "steps", "rounds")
+    command = (__file__, *(f"--{name}={getattr(given, name)}" for name in options))
     one, other = (json.loads(answer) for answer in start_ranks(both, command))
     return {name: [*map(max, one[name], other[name])] for name in one}
 
@@ -111,12 +118,12 @@ def measure(given: argparse.Namespace) -> Measured:
     mesh = Mesh(Layout(data=RANKS), device="cpu", timeout=LIMIT)
     turns: list[Callable[[], dict[str, float]]] = []
     for stage in STAGES:
-        ours = Ours(mesh, stage, SHAPES[given.blocks])
+        ours = Ours(mesh, stage, shape_of(given))
         if given.blocks == "wait":
             ours.let_blocks_wait()
         turns += [ours.step, ours.compute, ours.communicate]
     for way in ("fsdp2", "fsdp3") if given.blocks == "compute" else ():
-        turns.append(timed(f"FSDP2 {way[-1]}", step_of(SHAPES["compute"], way, "fp32", RANKS)))
+        turns.append(timed(f"FSDP2 {way[-1]}", step_of(shape_of(given), way, "fp32", RANKS)))
     seconds: Measured = {}
     for number in range(1 + given.rounds):
         for turn in turns:

@@ -61,9 +61,9 @@ class Pass(NamedTuple):
 
 
 def in_world(task: Callable[..., Any], config: RunConfig, *given: Any) -> list[Any]:
-    """task(mesh, pipeline, config, *given) on every rank of a fresh pipeline, by rank. Ends the
-    program when a rank fails."""
-    ranks = config.parallel.pipeline
+    """task(mesh, pipeline, config, *given) on every rank of a fresh world of pipelines, by rank.
+    Ends the program when a rank fails."""
+    ranks = world_of(config)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "megaframe.pipeline", "megaframe.meter"])
     with closing(socket.socket()) as found:
@@ -87,6 +87,11 @@ def in_world(task: Callable[..., Any], config: RunConfig, *given: Any) -> list[A
     return results
 
 
+def world_of(config: RunConfig) -> int:
+    """Ranks of its pipelines."""
+    return config.parallel.pipeline * (config.parallel.data or 1)
+
+
 def _play(
     end: Connection, rank: int, port: int, task: Callable[..., Any], config: RunConfig, *given: Any
 ) -> None:
@@ -101,7 +106,7 @@ def _play(
 
     torch.set_num_threads(1)
     ctypes.CDLL(None).prctl(TIMER_SLACK, 1)
-    world = config.parallel.pipeline
+    world = world_of(config)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
@@ -137,7 +142,7 @@ def run_steps(mesh: Mesh, pipeline: Pipeline, config: RunConfig, steps: int) -> 
     tokens = torch.zeros((1, config.train.seq), dtype=torch.int64)
     microbatches = [
         Microbatch(tokens, tokens, torch.tensor([number]))
-        for number in range(config.train.global_batch)
+        for number in range(config.train.global_batch // mesh.layout.data)
     ]
     pipeline.train(microbatches, 0, 1.0)
     for block in blocks:

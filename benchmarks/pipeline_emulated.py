@@ -82,8 +82,11 @@ class Line:
     memory_neutral: bool
 
 
-def config_of(name: str, ranks: int, chunks: int, microbatches: int, seconds: float) -> RunConfig:
-    """A tiny model with a block per stage, whose F, B and W take `seconds` each."""
+def config_of(
+    name: str, ranks: int, chunks: int, microbatches: int, seconds: float, data: int = 1
+) -> RunConfig:
+    """A tiny model with a block per stage, whose F, B and W take `seconds` each. microbatches: of
+    each of the `data` pipelines."""
     times = dict.fromkeys(("forward", "backward", "weight"), seconds)
     return RunConfig.model_validate(
         {
@@ -97,11 +100,13 @@ def config_of(name: str, ranks: int, chunks: int, microbatches: int, seconds: fl
             },
             "parallel": {
                 "pipeline": ranks,
+                "data": data,
+                "zero": min(1, data - 1),
                 "chunks": chunks,
                 "schedule": name,
                 "layers_per_stage": (1,) * (ranks * chunks),
             },
-            "train": {"seq": 4, "global_batch": microbatches, "precision": "fp32"},
+            "train": {"seq": 4, "global_batch": microbatches * data, "precision": "fp32"},
         }
     )
 

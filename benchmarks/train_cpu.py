@@ -39,6 +39,7 @@ def contenders(given: argparse.Namespace, precision: str) -> list[Contender]:
     if not given.without_ours:
         chosen.append(contender("megaframe", "ours.py", sys.executable, ours=True))
     chosen.append(contender("plain PyTorch", "plain.py", sys.executable))
+    chosen.append(contender("plain, compiled", "plain.py", sys.executable, "--compile"))
     if given.nanogpt:
         checkout = str(given.nanogpt.resolve())
         chosen.append(contender("nanoGPT", "nanogpt.py", sys.executable, "--nanogpt", checkout))
@@ -49,6 +50,9 @@ def contenders(given: argparse.Namespace, precision: str) -> list[Contender]:
         chosen.append(contender("megatron-core", "megatron_core.py", python))
     else:
         print("megatron-core is left out: --megatron-python PATH gives an interpreter that has it")
+    if given.huggingface_python:
+        python = given.huggingface_python.absolute()
+        chosen.append(contender("Hugging Face", "huggingface_trainer.py", python))
     return chosen
 
 
@@ -59,6 +63,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each run")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT")
     parser.add_argument("--megatron-python", type=Path, help="an interpreter with megatron-core")
+    parser.add_argument("--huggingface-python", type=Path, help="one with transformers, accelerate")
     parser.add_argument("--without-ours", action="store_true", help="run the peers only")
     return parser.parse_args()
 

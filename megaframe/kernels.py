@@ -19,23 +19,25 @@ if TYPE_CHECKING:
     from megaframe_kernels.selection import Choice
 
 FAMILIES: Mapping[str, tuple[str, ...]] = {
-    "norm": ("norm",),
-    "activation": ("activation",),
-    "rotary": ("rotary",),
+    "elementwise": ("norm", "activation", "rotary"),
     "attention": ("attention", "attention_backward"),
     "loss": ("loss",),
-    "adamw": ("adamw",),
-    "square_sum": ("square_sum",),
-    "router": ("router",),
-    "permute": ("expert_order", "permute", "unpermute"),
-    "grouped_product": ("grouped_product", "grouped_gradient"),
-    "quantise": ("quantise",),
-    "scaled_product": ("scaled_product",),
+    "optimizer": ("adamw", "square_sum"),
+    "experts": (
+        "router",
+        "expert_order",
+        "permute",
+        "unpermute",
+        "grouped_product",
+        "grouped_gradient",
+    ),
+    "fp8": ("quantise", "scaled_product"),
 }
-"""The kernels of the library that each key of `kernels` is about, the one it is named after among
-them. Those that lack a named implementation are chosen as without a name."""
+"""The kernels of the library that each key of `kernels` is about. Those that lack a named
+implementation are chosen as without a name."""
+_FAMILY = {name: family for family, names in FAMILIES.items() for name in names}
 AUTO, PLAIN_CODE = "auto", "reference"
-_FUSED_BY_A_COMPILER = ("norm", "activation", "rotary")
+_FUSED_BY_A_COMPILER = "elementwise"
 
 
 class Kernels:
@@ -75,7 +77,7 @@ class Kernels:
         try:
             run = choice.find(*arguments, **options)
         except KernelError as error:
-            raise UserError(f"{error}; use another, or {AUTO}") from None
+            raise UserError(f"kernels.{_FAMILY[name]}: {error}; use another, or {AUTO}") from None
         return None if run is choice.kernel.reference else run
 
     def piece(
@@ -111,7 +113,7 @@ def make_kernels(
     if device.type != "cuda":
         wanted = list(named)
     elif compiler is not None:
-        wanted = [key for key in wanted if key in named or key not in _FUSED_BY_A_COMPILER]
+        wanted = [key for key in wanted if key in named or key != _FUSED_BY_A_COMPILER]
     needing = {f"kernels.{key}={name}": f"kernels.{key}={AUTO}" for key, name in named.items()}
     if config.train.fp8 != "none":
         needing[f"train.fp8={config.train.fp8}"] = "train.fp8=none"
@@ -128,14 +130,16 @@ def make_kernels(
         raise UserError(
             f"{what} needs the library of kernels, which needs Triton: {error}; use {instead}"
         ) from None
-    used = {kernel: KERNELS[kernel] for key in wanted for kernel in FAMILIES[key]}
-    overrides = {
-        kernel: name
-        for key, name in named.items()
-        for kernel in FAMILIES[key]
-        if name in KERNELS[kernel].implementations
-    }
-    try:
-        return Kernels(select(used, overrides), compiler)
-    except KernelError as error:
-        raise UserError(f"{error}; use another, or {AUTO}") from None
+    choices: dict[str, Choice] = {}
+    for key in wanted:
+        used = {kernel: KERNELS[kernel] for kernel in FAMILIES[key]}
+        overrides = {
+            kernel: named[key]
+            for kernel in used
+            if key in named and named[key] in KERNELS[kernel].implementations
+        }
+        try:
+            choices |= select(used, overrides)
+        except KernelError as error:
+            raise UserError(f"kernels.{key}: {error}; use another, or {AUTO}") from None
+    return Kernels(choices, compiler)

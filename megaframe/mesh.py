@@ -22,7 +22,7 @@ from megaframe.comm.order import Order
 from megaframe.comm.place import Place
 from megaframe.comm.start import fresh_store
 from megaframe.comm.watch import Watch
-from megaframe.device import device_of, keep_freed_memory
+from megaframe.device import device_of, finish_before_others, keep_freed_memory
 from megaframe.errors import LostRanks
 from megaframe.layout import Layout
 
@@ -88,6 +88,7 @@ class Mesh:
         self._alone = alone is not None
         if self.device.type == "cpu":
             keep_freed_memory()
+            finish_before_others()
         self.coordinate = layout.place(self.rank)
         self._timeout, self._serial = timeout, serial
         self.store: dist.Store = dist.HashStore()

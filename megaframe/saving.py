@@ -123,6 +123,7 @@ class Saving:
                 store=mesh.store,
                 keep=config.checkpoint.keep,
                 keep_every=config.checkpoint.keep_every,
+                read_back=config.checkpoint.read_back,
                 timeout=config.parallel.timeout,
             )
         if self._group is not None and self._ram is not None:

@@ -21,16 +21,29 @@ class Pool:
     """
 
     def __init__(self, workers):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "megaframe.trainer"])
-        self._ends = []
-        for _ in range(workers):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            self._ends.append((mine, process))
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "megaframe.trainer"])
+        self._workers = workers
+        self._begin()
+
+    def _begin(self):
+        self._ends = [self._start() for _ in range(self._workers)]
+
+    def _start(self):
+        mine, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        return mine, process
 
     def run(self, world, function, *args):
+        try:
+            return self._run(world, function, *args)
+        except BaseException:
+            self.close()  # what is left of a world that failed would be in the way of the next
+            self._begin()
+            raise
+
+    def _run(self, world, function, *args):
         port = _free_port()
         for rank, (end, _) in enumerate(self._ends[:world]):
             end.send((rank, world, port, function, args))

@@ -72,16 +72,19 @@ def optimizer_of(model: nn.Module, shape: Workload) -> torch.optim.Optimizer:
 
 
 def main() -> None:
-    arguments = parser(__doc__).parse_args()
+    command = parser(__doc__)
+    command.add_argument("--compile", action="store_true", help="by torch.compile")
+    arguments = command.parse_args()
     shape = WORKLOAD
     torch.manual_seed(shape.seed)
     model = GPT(shape)
     optimizer = optimizer_of(model, shape)
+    loss_of = torch.compile(model) if arguments.compile else model
 
     def step() -> float:
         ids = torch.randint(shape.vocab, (shape.batch, shape.seq + 1))
         with torch.autocast("cpu", torch.bfloat16, enabled=arguments.precision == "bf16"):
-            loss = model(ids[:, :-1], ids[:, 1:])
+            loss = loss_of(ids[:, :-1], ids[:, 1:])
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), shape.clip)
         optimizer.step()

@@ -48,7 +48,7 @@ class Choice:
             if reason is None:
                 return implementation.run
             if self.named:
-                asked = f"kernels.{self.kernel.name}={implementation.name}"
+                asked = f"{self.kernel.name}={implementation.name}"
                 raise KernelError(f"{asked} cannot run here: {reason}")
         return self.kernel.reference
 
@@ -71,7 +71,7 @@ def select(
     """
     overrides = overrides or {}
     for name in overrides:
-        _check(f"kernels.{name}", name, tuple(kernels))
+        _check(name, name, tuple(kernels))
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     measured = table.get(chip or chip_name(), {})
     return {
@@ -96,13 +96,13 @@ def _choose(kernel: Kernel, order: Sequence[str]) -> Choice:
 
 
 def _override(kernel: Kernel, name: str) -> Choice:
-    _check(f"kernels.{kernel.name}={name}", name, kernel.names())
+    _check(f"{kernel.name}={name}", name, kernel.names())
     if name == REFERENCE:
         return Choice(kernel, (), {}, named=True)
     implementation = kernel.implementations[name]
     reason = implementation.missing()
     if reason is not None:
-        raise KernelError(f"kernels.{kernel.name}={name} cannot run here: {reason}")
+        raise KernelError(f"{kernel.name}={name} cannot run here: {reason}")
     return Choice(kernel, (implementation,), {}, named=True)
 
 

@@ -2,14 +2,14 @@
 
 Only the copy is between a save and training, and it too runs beside it: the tensors of a run stay
 as they are until the optimizer's next update, a forward and a backward pass later, so it is that
-update which asks whether the copy is done. Host memory for it is used again and again: new pages
-would cost more than the copy.
+update which asks whether the copy is done. The work begins with what is copied first. Host memory
+for it is used again and again: new pages would cost more than the copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from threading import Event, Thread
+from threading import Condition, Event, Thread
 
 import torch
 from torch import Tensor
@@ -17,7 +17,43 @@ from torch import Tensor
 from megaframe.checkpoint.container import Piece, by_alignment, plan
 from megaframe.checkpoint.slices import Slice
 
-Work = Callable[[list[Piece], memoryview], None]
+
+class Copy:
+    """`size` bytes that are being copied, from the first to the last."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._data = memoryview(b"")
+        self._there = 0
+        self._failure: Exception | None = None
+        self._news = Condition()
+
+    def take(self, piece: Piece) -> memoryview:
+        """The bytes of a piece, as soon as they are there. Raises what kept them from coming."""
+        with self._news:
+            self._news.wait_for(lambda: self._there >= piece.stop or self._failure is not None)
+            if self._there < piece.stop and self._failure is not None:
+                raise self._failure
+            return self._data[piece.start : piece.stop]
+
+    def begin(self, data: memoryview) -> None:
+        """It is made there."""
+        self._data = data
+
+    def reach(self, stop: int) -> None:
+        """All before `stop` is there."""
+        with self._news:
+            self._there = stop
+            self._news.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """No more will come."""
+        with self._news:
+            self._failure = error
+            self._news.notify_all()
+
+
+Work = Callable[[list[Piece], Copy], None]
 """Is given where the pieces of the slices lie in the bytes of the copy, and these."""
 
 
@@ -48,8 +84,11 @@ class Background:
         for device in devices:  # one at most: that of the rank
             self._stream = self._stream or torch.cuda.Stream(device)
             written = torch.cuda.current_stream(device).record_event()
-        run = (held, planned, written, work)
+        copy = Copy(planned[-1].stop if planned else 0)
+        copier = Thread(target=self._fill, args=(held, written, copy), name="copy", daemon=True)
+        run = (planned, copy, copier, work)
         self._thread = Thread(target=self._run, args=run, name="checkpoint", daemon=True)
+        copier.start()
         self._thread.start()
 
     def copied(self) -> None:
@@ -81,29 +120,27 @@ class Background:
             raise failure
         return True
 
-    def _run(
-        self,
-        held: list[Slice],
-        planned: list[Piece],
-        written: torch.cuda.Event | None,
-        work: Work,
-    ) -> None:
+    def _run(self, planned: list[Piece], copy: Copy, copier: Thread, work: Work) -> None:
         try:
-            try:
-                size = planned[-1].stop if planned else 0
-                self._reserve(size)
-                if written is None:
-                    self._copy(held)
-                else:
-                    self._copy_from_device(held, written)
-            finally:
-                self._copied.set()
-            if self._arrival is not None:
-                self._arrival.synchronize()
-            held.clear()
-            work(planned, self._buffer.numpy().data[:size])
+            work(planned, copy)
         except Exception as error:  # raised again, by `poll`, in the caller's thread
             self._failure = error
+        finally:
+            copier.join()  # the next copy is made in the same memory
+
+    def _fill(self, held: list[Slice], written: torch.cuda.Event | None, copy: Copy) -> None:
+        try:
+            self._reserve(copy.size)
+            copy.begin(self._buffer.numpy().data[: copy.size])
+            if written is None:
+                self._copy(held, copy)
+            else:
+                self._copy_from_device(held, written, copy)
+        except Exception as error:  # raised again, by `take`, in the thread that works
+            copy.fail(error)
+        finally:
+            held.clear()
+            self._copied.set()
 
     def _reserve(self, size: int) -> None:
         if self._buffer.numel() >= size:
@@ -115,23 +152,34 @@ class Background:
             with torch.cuda.device(self._stream.device):  # or a thread pins by way of the first GPU
                 self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
-    def _copy(self, held: Sequence[Slice]) -> None:
-        """Copy the slices to host memory, back to back."""
+    def _copy(self, held: Sequence[Slice], copy: Copy) -> None:
         start = 0
         for part in held:
-            stop = start + part.tensor.nbytes
-            _as_bytes_of(part.tensor, self._buffer[start:stop]).copy_(
-                part.tensor.detach(), non_blocking=True
-            )
-            start = stop
+            start = self._start_copy(part.tensor, start)
+            copy.reach(start)
 
-    def _copy_from_device(self, held: Sequence[Slice], written: torch.cuda.Event) -> None:
+    def _copy_from_device(
+        self, held: Sequence[Slice], written: torch.cuda.Event, copy: Copy
+    ) -> None:
         """The same in a stream of its own, beside what the device computes after `written`."""
         assert self._stream is not None
         self._stream.wait_event(written)
+        start, marks = 0, []
         with torch.cuda.stream(self._stream):
-            self._copy(held)
+            for part in held:
+                start = self._start_copy(part.tensor, start)
+                marks.append((self._stream.record_event(), start))
             self._arrival = self._stream.record_event()
+        self._copied.set()
+        for arrival, there in marks:
+            arrival.synchronize()
+            copy.reach(there)
+
+    def _start_copy(self, tensor: Tensor, start: int) -> int:
+        """Copy to host memory, behind what ends at `start`; where this ends."""
+        stop = start + tensor.nbytes
+        _as_bytes_of(tensor, self._buffer[start:stop]).copy_(tensor.detach(), non_blocking=True)
+        return stop
 
 
 def _as_bytes_of(tensor: Tensor, data: Tensor) -> Tensor:

@@ -104,8 +104,10 @@ class Local(Store[Path]):
     def begin(self, draft: Path) -> None:
         draft.mkdir(parents=True)
 
-    def create(self, file: Path, size: int, start: int) -> AbstractContextManager[Sink]:
-        return DirectFile(file, size, start)
+    def create(
+        self, file: Path, size: int, start: int, *, read_back: bool
+    ) -> AbstractContextManager[Sink]:
+        return DirectFile(file, size, start, read_back=read_back)
 
     def publish(
         self, draft: Path, step: int, attempt: str, manifest: bytes, kept: Collection[str]

@@ -20,7 +20,7 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor
 
-from megaframe.checkpoint.background import Background
+from megaframe.checkpoint.background import Background, Copy
 from megaframe.checkpoint.container import CHUNK_BYTES, Piece, write
 from megaframe.checkpoint.gather import gather_json
 from megaframe.checkpoint.ram import CopyRecord, Ram, record_bytes
@@ -82,7 +82,7 @@ class MemoryWriter(Background):
         self._ram.close()
 
     def _keep(
-        self, step: int, state: dict[str, JsonValue], planned: list[Piece], data: memoryview
+        self, step: int, state: dict[str, JsonValue], planned: list[Piece], data: Copy
     ) -> None:
         if self._whole is not None:
             self._ram.remove(below=self._whole)
@@ -104,7 +104,7 @@ class MemoryWriter(Background):
         step: int,
         state: dict[str, JsonValue],
         planned: list[Piece],
-        data: memoryview,
+        data: Copy,
         failures: list[str],
     ) -> _Leaving:
         """Write this rank's file and its record. Returns what is to be sent to the peer, nothing
@@ -112,7 +112,7 @@ class MemoryWriter(Background):
         path, rank = self._ram.path(step, self._group.index), self._group.index
         try:
             self._ram.prepare(step, rank)
-            file = write(path, planned, lambda p: data[p.start : p.stop])
+            file = write(path, planned, data.take)
             record = record_bytes(
                 CopyRecord(
                     run=self._run_id,
@@ -125,7 +125,7 @@ class MemoryWriter(Background):
             )
             self._ram.commit(step, rank, record)
         except (OSError, UserError) as error:
-            failures.append(_what(error, path, len(data)))
+            failures.append(_what(error, path, data.size))
             return _Leaving()
         return _Leaving(path, file.bytes, record)
 

@@ -154,7 +154,9 @@ class FsspecStore(Store[Remote]):
     def begin(self, draft: Remote) -> None:
         """Object stores have no folders; where there are some, the file makes its own."""
 
-    def create(self, file: Remote, size: int, start: int) -> AbstractContextManager[Sink]:
+    def create(
+        self, file: Remote, size: int, start: int, *, read_back: bool
+    ) -> AbstractContextManager[Sink]:
         return nullcontext(RemoteSink(file, start))
 
     def publish(

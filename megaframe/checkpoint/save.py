@@ -1,6 +1,6 @@
 """Saves checkpoints in the background, so that training waits only for a copy in memory.
 
-No rank decides alone: every rank writes and reads back its own file, and rank 0 gives the folder
+No rank decides alone: every rank writes, and reads back, its own file, and rank 0 gives the folder
 its final name after every rank has reported the file that rank 0 finds there. A save that fails,
 anywhere, leaves no trace but an error on every rank; the checkpoints before it stay.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pydantic import JsonValue
 from torch.distributed import Store
 
-from megaframe.checkpoint.background import Background
+from megaframe.checkpoint.background import Background, Copy
 from megaframe.checkpoint.container import (
     Piece,
     Reader,
@@ -36,7 +36,7 @@ from megaframe.errors import UserError
 class _Job:
     step: int
     planned: list[Piece]
-    data: memoryview
+    data: Copy
     state: dict[str, JsonValue]
 
 
@@ -49,6 +49,7 @@ class Writer(Background):
 
     keep:       how many of the newest checkpoints stay (at least 1).
     keep_every: those of steps that are multiples of it stay for good; 0: none.
+    read_back:  compare what the disk gives with what was written, before a checkpoint counts.
     timeout:    seconds to wait for another rank before a save is given up.
     Whatever goes wrong in the background is raised by the next `save`, `wait` or `poll`: UserError
     for what a user can mend. The writer can be used again after that.
@@ -64,6 +65,7 @@ class Writer(Background):
         store: Store,
         keep: int,
         keep_every: int = 0,
+        read_back: bool = True,
         timeout: float = 600.0,
     ) -> None:
         super().__init__()
@@ -73,7 +75,7 @@ class Writer(Background):
         self._world = world
         # A connection of its own, since others may wait in the given one (not in torch's stubs).
         self._store: Store = store.clone()  # type: ignore[attr-defined]
-        self._keep, self._keep_every = keep, keep_every
+        self._keep, self._keep_every, self._read_back = keep, keep_every, read_back
         self._timeout = timeout
         if rank == 0:
             with _explained(f"cannot use {home} for checkpoints", home):
@@ -108,7 +110,7 @@ class Writer(Background):
         draft = self._storage.draft(self._home, job.step, attempt)
         failure = "rank 0 was stopped"
         try:
-            meeting.tell(attempt, "need", {"bytes": len(job.data)})
+            meeting.tell(attempt, "need", {"bytes": job.data.size})
             needed = sum(int(message["bytes"]) for message in meeting.hear(attempt, "need"))
             with _explained(f"cannot write the checkpoint of step {job.step}", draft, needed):
                 _require_space(self._home, job.step, needed)
@@ -135,7 +137,7 @@ class Writer(Background):
                 old_failure = meeting.ending(attempt)
                 if old_failure is None:
                     taken, written = attempt, False
-                    meeting.tell(taken, "need", {"bytes": len(job.data)})
+                    meeting.tell(taken, "need", {"bytes": job.data.size})
             if taken is None:
                 continue
             failure = meeting.ending(taken)
@@ -171,8 +173,8 @@ class Writer(Background):
     ) -> tuple[str, SavedFile]:
         draft = self._storage.draft(self._home, job.step, attempt)
         path = draft / self._storage.file_name(self._rank, part, attempt)
-        with _explained("cannot write", path, len(job.data), discard=path):
-            saved = write(path, pieces, lambda piece: job.data[piece.start : piece.stop])
+        with _explained("cannot write", path, job.data.size, discard=path):
+            saved = write(path, pieces, job.data.take, read_back=self._read_back)
         return path.name, saved
 
 

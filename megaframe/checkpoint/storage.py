@@ -133,8 +133,11 @@ class Store(ABC, Generic[P]):
     def begin(self, draft: P) -> None: ...
 
     @abstractmethod
-    def create(self, file: P, size: int, start: int) -> AbstractContextManager[Sink]:
-        """A new file of `size` bytes, to be written. start: bytes left out at the start."""
+    def create(
+        self, file: P, size: int, start: int, *, read_back: bool
+    ) -> AbstractContextManager[Sink]:
+        """A new file of `size` bytes, to be written. start: bytes left out at the start. read_back:
+        compare them on the way, where that can be done."""
 
     @abstractmethod
     def publish(

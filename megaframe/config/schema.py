@@ -155,35 +155,25 @@ class Train(Section):
 
 
 class Kernels(Section):
-    norm: Literal["auto", "triton", "torch", "liger", "reference"] = "auto"
-    """LayerNorm and RMSNorm. Here as in all keys of this section: `auto` is the fastest known on
-    this GPU that takes what it is given, on a CPU plain torch code; `reference` that code
-    everywhere; any other name runs or is an error."""
-    activation: Literal["auto", "triton", "torch", "liger", "reference"] = "auto"
-    """Activation of the MLP."""
-    rotary: Literal["auto", "triton", "torch", "reference"] = "auto"
-    """Rotation of queries and keys."""
+    elementwise: Literal["auto", "triton", "torch", "liger", "reference"] = "auto"
+    """LayerNorm and RMSNorm, activations of the MLP, rotation of queries and keys. Here as in all
+    keys of this section: `auto` is the fastest known on this GPU that takes what it is given, on a
+    CPU plain torch code; `reference` that code everywhere; any other name runs or is an error."""
     attention: Literal[
         "auto", "triton", "torch", "torch-flash", "cudnn", "flash-attn", "reference"
     ] = "auto"
     """Attention. With a ring of context ranks the one that gives log-sum-exps: triton."""
     loss: Literal["auto", "triton", "reference"] = "auto"
     """Cross-entropy of a chunk of logits, which become their gradient where they lie."""
-    adamw: Literal["auto", "triton", "torch", "apex", "reference"] = "auto"
-    """AdamW over a flat span."""
-    square_sum: Literal["auto", "triton", "torch", "reference"] = "auto"
-    """Sums of squares for the gradient norm: of buckets, where plain code has each parameter's."""
-    router: Literal["auto", "triton", "reference"] = "auto"
-    """Scores, choices and weights of experts, where there are no groups of them."""
-    permute: Literal["auto", "triton", "cuda", "reference"] = "auto"
-    """Order of tokens by expert, their way there and back, where one rank has all experts and none
-    is limited. Nothing then waits for the host."""
-    grouped_product: Literal["auto", "triton", "torch", "reference"] = "auto"
-    """Products of all experts at once."""
-    quantise: Literal["auto", "triton", "reference"] = "auto"
-    """Rounding to 8 bits for `train.fp8`."""
-    scaled_product: Literal["auto", "torch", "reference"] = "auto"
-    """Products of 8-bit matrices for `train.fp8`."""
+    optimizer: Literal["auto", "triton", "torch", "apex", "reference"] = "auto"
+    """AdamW over a flat span, and sums of squares for the gradient norm: of buckets, where plain
+    code has each parameter's."""
+    experts: Literal["auto", "triton", "torch", "cuda", "reference"] = "auto"
+    """The router, where there are no groups of experts; the order of tokens by expert and their way
+    there and back, where one rank has all experts and none is limited, so that nothing waits for
+    the host; products of all experts at once."""
+    fp8: Literal["auto", "triton", "torch", "reference"] = "auto"
+    """Rounding to 8 bits and products of such matrices, for `train.fp8`."""
 
 
 class ParameterGroup(Section):
@@ -287,6 +277,10 @@ class Checkpoint(Section):
     """Newest checkpoints that are kept."""
     keep_every: NonNegative = 0
     """Keep the checkpoints of steps that are multiples of this for good; 0: of none."""
+    read_back: bool = True
+    """Compare what the disk or the store gives back with what was written, before a checkpoint
+    counts. Without it a save takes about two thirds of the time, and a fault of the disk is found
+    when the checkpoint is loaded."""
     folder: str | None = None
     """Where checkpoints lie: a path, or the URL of a store such as s3://bucket/run, of this run
     alone. Default: `checkpoints` in the run's folder."""

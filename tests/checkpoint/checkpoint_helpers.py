@@ -24,7 +24,7 @@ def part(name, tensor, box):
     return Slice(name, full[1], box[0], tensor[region(full, box)].clone())
 
 
-def save(folder: Path, ranks, *, step=1, state=None, keep=9, keep_every=0, store=None):
+def save(folder: Path, ranks, *, step=1, state=None, keep=9, store=None, **given):
     """Save as `len(ranks)` ranks of one process; `ranks[r]` is the list of slices of rank r."""
     store = store or HashStore()
     writers = [
@@ -34,8 +34,8 @@ def save(folder: Path, ranks, *, step=1, state=None, keep=9, keep_every=0, store
             world=len(ranks),
             store=store,
             keep=keep,
-            keep_every=keep_every,
             timeout=20,
+            **given,
         )
         for rank in range(len(ranks))
     ]

@@ -1,5 +1,7 @@
 """The writer: pruning, replacing, ranks that fail or do not come, old keys in the store."""
 
+import mmap
+import os
 import resource
 import shutil
 import threading
@@ -11,6 +13,7 @@ from checkpoint_helpers import load_all, save, whole
 from torch.distributed import HashStore
 
 from megaframe.checkpoint import Slice, Writer, find, open_checkpoint
+from megaframe.checkpoint.background import Background
 from megaframe.errors import UserError
 
 
@@ -214,3 +217,62 @@ class TestFailures:
             assert store.get("other") == b"x"
         with pytest.raises(UserError, match="ranks 1 of 2"):
             writer.wait()
+
+
+class TestBackground:
+    def test_work_begins_with_what_is_copied_first(self):
+        """The second tensor is copied when the work has taken the first."""
+        tensors = [torch.full((1 << 20,), value) for value in (1.0, 2.0, 3.0)]
+        background, taken = Background(), []
+        first, held = threading.Event(), background._start_copy
+
+        def copy(tensor, start):
+            assert start == 0 or first.wait(20)
+            return held(tensor, start)
+
+        def work(planned, data):
+            for piece in planned:
+                taken.append(bytes(data.take(piece)))
+                first.set()
+
+        background._start_copy = copy
+        background.start([whole(f"t{i}", t) for i, t in enumerate(tensors)], work)
+        background.wait()
+        assert b"".join(taken) == b"".join(t.numpy().tobytes() for t in tensors)
+
+    def test_a_copy_that_fails_is_raised_where_it_is_taken_and_frees_who_waits_for_it(self):
+        background = Background()
+
+        def copy(tensor, start):
+            raise MemoryError("no room")
+
+        background._start_copy = copy
+        background.start([whole("a", torch.ones(4))], lambda planned, data: data.take(planned[0]))
+        background.copied()
+        with pytest.raises(MemoryError, match="no room"):
+            background.wait()
+
+
+class TestReadingBack:
+    """A disk that keeps something else than was written."""
+
+    @pytest.fixture
+    def lying(self, monkeypatch):
+        kept = os.pwrite
+
+        def write(descriptor, data, start):
+            if start == 0:  # the header
+                return kept(descriptor, data, start)
+            return kept(descriptor, mmap.mmap(-1, len(data)), start)  # zeros, aligned
+
+        monkeypatch.setattr(os, "pwrite", write)
+
+    def test_it_is_named_and_the_last_checkpoint_stays(self, tmp_path, lying):
+        with pytest.raises(UserError, match=r"is not what was written to it|is damaged"):
+            save(tmp_path, [[whole("a", torch.ones(5000))]])
+        assert names(tmp_path) == []
+
+    def test_without_reading_back_the_load_finds_it(self, tmp_path, lying):
+        path = save(tmp_path, [[whole("a", torch.ones(5000))]], read_back=False)
+        with pytest.raises(UserError, match="tensor a"):
+            load_all(path)

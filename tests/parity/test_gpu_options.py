@@ -146,10 +146,10 @@ def run_watched(*given):
 
     step = Engine.run
 
-    def watched(self, *arguments):
+    def watched(self, *arguments, **options):
         self.optimizer._hear()
         with nobody_waits():
-            return step(self, *arguments)
+            return step(self, *arguments, **options)
 
     os.environ["TRITON_INTERPRET"] = "1"
     with pytest.MonkeyPatch.context() as patch:
@@ -164,7 +164,7 @@ def run_watched(*given):
         (MODELS["gpt2"], {}, {}, {}),
         (MODELS["llama"], {"recompute": "selective"}, {"tensor": 2, "zero": 2}, {}),
         (MODELS["llama"], {"recompute": "full", "offload": True}, {"context": 2}, {}),
-        (EXPERTS, {}, {}, {"permute": "triton", "grouped_product": "triton"}),
+        (EXPERTS, {}, {}, {"experts": "triton"}),
     ],
 )
 def test_nothing_in_a_step_makes_the_host_wait(model, train, parallel, kernels, pool):

@@ -24,11 +24,7 @@ SHAPES = {
 }
 TRAIN = {"microbatch": 2, "precision": "fp32", "label_smoothing": 0.1, "z_loss": 0.01}
 OPTIM = {"eps": 0.01}  # else AdamW makes of a gradient that is nothing but rounding a whole step
-FORCED = {
-    key: "triton"
-    for key in FAMILIES
-    if key not in ("quantise", "scaled_product")  # which train.fp8 is for
-}
+FORCED = dict.fromkeys((key for key in FAMILIES if key != "fp8"), "triton")
 ALWAYS = {"norm", "activation", "attention", "loss", "adamw", "square_sum"}
 EXPERTS = {"router", "grouped_product", "grouped_gradient"}
 LOCAL = {"expert_order", "permute", "unpermute"}
@@ -126,9 +122,13 @@ def test_the_keys_are_those_of_the_library():
 @pytest.mark.parametrize(
     ("kernels", "train", "message"),
     [
-        ({"norm": "triton"}, {"precision": "fp64"}, "kernels.norm=triton cannot run here: .*64"),
-        ({"attention": "cudnn"}, {}, "kernels.attention=cudnn cannot run here: torch sees no GPU"),
-        ({"adamw": "apex"}, {}, "kernels.adamw=apex cannot run here"),
+        (
+            {"elementwise": "triton"},
+            {"precision": "fp64"},
+            "kernels.elementwise: norm=triton cannot run here: .*64",
+        ),
+        ({"attention": "cudnn"}, {}, "kernels.attention: attention=cudnn cannot run here"),
+        ({"optimizer": "apex"}, {}, "kernels.optimizer: adamw=apex cannot run here"),
     ],
 )
 def test_a_named_implementation_runs_or_is_an_error(kernels, train, message):

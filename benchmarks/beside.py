@@ -1,0 +1,231 @@
+"""Every comparison with peers on CPUs by one command, and what they came to as one page.
+
+    python benchmarks/beside.py --megatron-python .venv-megatron/bin/python --rounds 2
+
+Each comparison is a script of its own, whose contenders run by turns; its measurements, with their
+commit, versions and config, are a file in `results/`. The page and its picture are made of those
+files and of nothing else (`--page` makes them again).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import ROOT
+
+RESULTS = ROOT / "benchmarks/results"
+PAGE, PICTURE = ROOT / "docs/peers.md", ROOT / "docs/images/peers.svg"
+OURS = "megaframe"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A script with the options that choose its cases. peers: the interpreters and checkouts that
+    it takes, by the names of their options. guide: what says more of it."""
+
+    title: str
+    script: str
+    result: str
+    guide: str
+    peers: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+    def command(self, given: argparse.Namespace) -> list[str]:
+        """As it is called, with the peers that are at hand."""
+        found = {peer: getattr(given, peer) for peer in self.peers}
+        places = [f"--{peer.replace('_', '-')}={path}" for peer, path in found.items() if path]
+        counts = [f"--rounds={given.rounds}", f"--steps={given.steps}"]
+        script = str(ROOT / "benchmarks" / self.script)
+        return [sys.executable, script, *self.options, *places, *counts, "--write", str(self.file)]
+
+    @property
+    def file(self) -> Path:
+        """Where its measurements are."""
+        return RESULTS / self.result
+
+
+MEGATRON, DEEPSPEED = "megatron_python", "deepspeed_python"
+NANOGPT, HUGGINGFACE = "nanogpt", "huggingface_python"
+COMPARISONS = (
+    Comparison(
+        "One process, two threads",
+        "train_cpu.py",
+        "train_cpu.json",
+        "../README.md",
+        (NANOGPT, MEGATRON, HUGGINGFACE),
+    ),
+    *(
+        Comparison(
+            f"Data over {ranks} ranks (the number behind a name is the ZeRO stage)",
+            "data_cpu.py",
+            f"data_cpu_{ranks}_ranks.json",
+            "data.md",
+            (MEGATRON, DEEPSPEED),
+            ("--cases", f"{ranks}xfp32", f"{ranks}xbf16"),
+        )
+        for ranks in (2, 4)
+    ),
+    *(
+        Comparison(
+            f"Matrices over {ranks} ranks, with sequence parallelism where a name does not deny it",
+            "tensor_cpu.py",
+            f"tensor_cpu_{ranks}_ranks.json",
+            "tensor.md",
+            (MEGATRON,),
+            ("--cases", f"{ranks}xfp32", f"{ranks}xbf16"),
+        )
+        for ranks in (2, 4)
+    ),
+    *(
+        Comparison(
+            f"Layers over {stages} ranks, by size of the vocabulary",
+            "pipeline_cpu.py",
+            f"pipeline_cpu_{stages}_stages.json",
+            "pipeline.md",
+            (MEGATRON,),
+            ("--cases", f"{stages}x50304", f"{stages}x2048"),
+        )
+        for stages in (2, 4)
+    ),
+    Comparison(
+        "Attention over 2 and 4 ranks, by length of the sample",
+        "context_cpu.py",
+        "context_cpu.json",
+        "tensor.md",
+    ),
+    Comparison(
+        "A layer of experts",
+        "experts_cpu.py",
+        "experts_cpu.json",
+        "experts.md",
+        (HUGGINGFACE,),
+    ),
+)
+
+
+def tables(comparison: Comparison) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Cases of a comparison, each with its contenders in their order."""
+    for case, part in json.loads(comparison.file.read_text(encoding="utf-8"))["results"].items():
+        yield case, part["summary"]
+
+
+def best_of(rows: Sequence[dict[str, Any]], *, ours: bool) -> dict[str, Any]:
+    """The fastest of ours, or of the others."""
+    chosen = [row for row in rows if row["name"].startswith(OURS) == ours]
+    return max(chosen, key=lambda row: float(row["speed"]["median"]))
+
+
+def page() -> str:
+    """The document."""
+    found = [one for one in COMPARISONS if one.file.exists()]
+    parts = [
+        "# Beside the peers",
+        "The same model and data on the same machine, contenders by turns in one run, medians with "
+        "the range of the rounds, peak memory of the largest rank. Made by "
+        "`python benchmarks/beside.py` of the measurements in `benchmarks/results/`; what each "
+        "script compares, and how, is in [benchmarks/README.md](../benchmarks/README.md). "
+        "torchtitan is not among them: its trainer (0.3.0) runs on accelerators only; FSDP2 and "
+        "torch.compile, of which it is made, are.",
+        "![our fastest beside the fastest peer](images/peers.svg)",
+    ]
+    for comparison in found:
+        document = json.loads(comparison.file.read_text(encoding="utf-8"))
+        cores = document["machine"]["cores"]
+        parts.append(
+            f"## {comparison.title}\n\nCommit {document['commit'][:8]}, {document['date'][:10]}, "
+            f"rounds: {document['config']['rounds']}, threads of a process: {document['threads']}, "
+            f"cores: {cores}, {versions(document)}. [More]({comparison.guide})"
+        )
+        parts.extend(table(case, rows) for case, rows in tables(comparison))
+    return "\n\n".join(parts) + "\n"
+
+
+def versions(document: dict[str, Any]) -> str:
+    """Of all that took part."""
+    found: dict[str, str] = {}
+    for part in document["results"].values():
+        for runs in part["rounds"].values():
+            for run in runs:
+                found |= run["versions"]
+    return ", ".join(f"{name} {version[:12]}" for name, version in sorted(found.items()))
+
+
+def table(case: str, rows: Sequence[dict[str, Any]]) -> str:
+    """One case; beside each peer how many times as fast the one of ours is that stands above it."""
+    beside = float(best_of(rows, ours=True)["speed"]["median"])
+    lines = [
+        f"| {case} | tokens/s | range | peak GB | times as fast is ours |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        speed, mine = row["speed"], row["name"].startswith(OURS)
+        name = f"**{row['name']}**" if mine else row["name"]
+        beside = speed["median"] if mine else beside
+        times = "" if mine else f"{beside / speed['median']:.2f}"
+        lines.append(
+            f"| {name} | {speed['median']:,.0f} | {speed['low']:,.0f}-{speed['high']:,.0f} | "
+            f"{row['peak_rss_bytes'] / 1e9:.2f} | {times} |"
+        )
+    return "\n".join(lines)
+
+
+def draw(out: Path) -> None:
+    """Our fastest over the fastest peer, a bar for each case."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = OURS  # the same picture of the same numbers
+    bars = []
+    for comparison in COMPARISONS:
+        if comparison.file.exists():
+            for case, rows in tables(comparison):
+                ours, peer = (best_of(rows, ours=mine) for mine in (True, False))
+                ratio = ours["speed"]["median"] / peer["speed"]["median"]
+                what = comparison.title.partition(" (")[0].partition(",")[0]
+                bars.append((f"{what}: {case} (peer: {peer['name']})", ratio))
+    figure, axis = pyplot.subplots(figsize=(8, 0.27 * len(bars) + 0.6))
+    names, ratios = zip(*bars, strict=True)
+    colors = ["#0b6e4f" if ratio >= 1 else "#b3541e" for ratio in ratios]
+    drawn = axis.barh(names, ratios, color=colors)
+    axis.bar_label(drawn, fmt="%.2f", padding=2, fontsize=7)
+    axis.axvline(1, color="#666", linewidth=0.8)
+    axis.invert_yaxis()
+    axis.set_title("tokens per second, times the fastest peer", fontsize=9)
+    axis.tick_params(labelsize=7)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(out, metadata={"Date": None}, bbox_inches="tight")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each contender")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each run")
+    scripts = sorted({one.script for one in COMPARISONS})
+    parser.add_argument("--only", nargs="+", choices=scripts, default=scripts)
+    parser.add_argument("--page", action="store_true", help="measure nothing, make the page again")
+    parser.add_argument("--megatron-python", type=Path, help="an interpreter with megatron-core")
+    parser.add_argument("--deepspeed-python", type=Path, help="an interpreter with DeepSpeed")
+    parser.add_argument("--huggingface-python", type=Path, help="one with transformers, accelerate")
+    parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT")
+    given = parser.parse_args()
+    for comparison in () if given.page else COMPARISONS:
+        if comparison.script in given.only:
+            print(f"\n{comparison.title}", flush=True)
+            subprocess.run(comparison.command(given), cwd=ROOT, check=True)
+    PAGE.write_text(page(), encoding="utf-8")
+    draw(PICTURE)
+    print(f"wrote {PAGE} and {PICTURE}")
+
+
+if __name__ == "__main__":
+    main()

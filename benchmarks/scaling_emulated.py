@@ -1,0 +1,107 @@
+"""Weak and strong scaling from 8 to 64 ranks by the real engine, whose blocks only wait.
+
+Every rank is a process over gloo (`emulated_ranks.py`): 1 to 8 pipelines of 8 stages. Weak: each
+pipeline has as many microbatches in any world. Strong: all have as many together, so pipelines with
+few of them stand still for longer, which the planner says beforehand. What is lost beside that is
+what the engine, the schedule and the collectives of more ranks take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from emulated_ranks import in_world, run_steps, transfer_seconds
+from harness import commit, machine
+from pipeline_emulated import config_of
+
+from megaframe.layout import Layout
+from megaframe.plan.cluster import Cluster, load_cluster
+from megaframe.plan.constants import constants_of
+from megaframe.plan.step import predict
+
+STAGES = 8
+KINDS = ("weak", "strong")
+DATA = (1, 2, 4, 8)
+WEAK, STRONG = 16, 64
+"""Microbatches of a pipeline; of all together."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One world. measured, predicted: seconds of a step. efficiency: microbatches a second and rank
+    beside those of the smallest world, measured and predicted."""
+
+    kind: str
+    ranks: int
+    microbatches: int
+    measured: float
+    predicted: float
+    efficiency: float
+    predicted_efficiency: float
+
+
+def seconds_of(
+    data: int, microbatches: int, given: argparse.Namespace, cluster: Cluster
+) -> tuple[float, float]:
+    """Of a step, measured (the median) and predicted."""
+    config = config_of("1f1b", STAGES, 1, microbatches, given.milliseconds / 1e3, data)
+    constants = constants_of("cpu")
+    quiet = replace(constants, software=replace(constants.software, step_kernels=0.0))
+    expected = predict(config, Layout(pipeline=STAGES, data=data), cluster, quiet)
+    seen = in_world(run_steps, config, given.steps)
+    starts = zip(*(rank.starts for rank in seen), strict=True)
+    ends = zip(*(rank.ends for rank in seen), strict=True)
+    times = [max(end) - min(start) for start, end in zip(starts, ends, strict=True)]
+    return statistics.median(times), expected.step_seconds
+
+
+def measure(kind: str, given: argparse.Namespace, cluster: Cluster) -> list[Line]:
+    """One kind of scaling, from the smallest world to the largest."""
+    lines: list[Line] = []
+    first = (0.0, 0.0)
+    for data in given.data:
+        own = WEAK if kind == "weak" else STRONG // data
+        step, expected = seconds_of(data, own, given, cluster)
+        first = first if lines else (own / step, own / expected)
+        ranks = STAGES * data
+        rates = (own / step / first[0], own / expected / first[1])
+        lines.append(Line(kind, ranks, own, step, expected, *rates))
+        print(
+            f"{kind:<8}{ranks:>4} ranks{own:>4} microbatches: {step:7.3f} s, predicted "
+            f"{expected:7.3f}; efficiency {rates[0]:.3f}, predicted {rates[1]:.3f}",
+            flush=True,
+        )
+    return lines
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--data", nargs="+", type=int, default=DATA, help="pipelines of a world")
+    parser.add_argument("--milliseconds", type=float, default=200.0, help="of an F, a B and a W")
+    parser.add_argument("--steps", type=int, default=1, help="timed steps, after one that is not")
+    parser.add_argument("--write", type=Path)
+    given = parser.parse_args()
+    comm = in_world(transfer_seconds, config_of("1f1b", 2, 1, 4, 0.01))[1]
+    cluster = load_cluster("cpu")
+    tier = replace(cluster.tiers[0], latency=comm)
+    cluster = replace(cluster, tiers=(tier,), jitter=0.0)
+    lines = [line for kind in given.kinds for line in measure(kind, given, cluster)]
+    if given.write:
+        result = {
+            "commit": commit(),
+            "machine": machine(),
+            "config": {"stages": STAGES, "milliseconds": given.milliseconds, "steps": given.steps},
+            "transfer_seconds": comm,
+            "lines": [asdict(line) for line in lines],
+        }
+        given.write.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

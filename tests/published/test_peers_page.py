@@ -1,0 +1,30 @@
+"""The page of peers is what its measurements say, and says where ours is not the fastest."""
+
+from pathlib import Path
+
+import beside
+
+
+def test_the_page_is_made_of_the_results_that_are_there():
+    assert all(one.file.exists() for one in beside.COMPARISONS)
+    assert beside.PAGE.read_text(encoding="utf-8") == beside.page()
+
+
+def test_a_peer_is_compared_with_the_one_of_ours_above_it():
+    def row(name, speed):
+        spread = {"median": speed, "low": speed, "high": speed}
+        return {"name": name, "speed": spread, "peak_rss_bytes": 1e9}
+
+    rows = [row("megaframe 1", 300.0), row("one", 200.0), row("megaframe 2", 90.0), row("two", 100)]
+    lines = beside.table("2xfp32", rows).splitlines()
+    assert [line.split("|")[-2].strip() for line in lines[2:]] == ["", "1.50", "", "0.90"]
+    assert beside.best_of(rows, ours=False)["name"] == "one"
+
+
+def test_each_comparison_is_called_with_the_peers_that_it_takes():
+    """And its guide is there."""
+    for one in beside.COMPARISONS:
+        script = (beside.ROOT / "benchmarks" / one.script).read_text(encoding="utf-8")
+        for peer in one.peers:
+            assert f"--{peer.replace('_', '-')}" in script, (one.script, peer)
+        assert (Path(beside.PAGE).parent / one.guide).exists()
