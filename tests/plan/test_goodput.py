@@ -41,7 +41,9 @@ def test_the_simulation_agrees_with_the_formula(ranks, interval, stall, mix):
     costs = Costs(stall=stall)
     expected = effective(mix, ranks, costs, interval)
     simulated = simulate(mix, ranks, costs, interval, failures=20000)
-    assert simulated.effective == pytest.approx(expected, abs=0.006)
+    # What is lost to each failure varies about as much as it is; the formula is of first order too.
+    error = 0.001 + 4 * (1 - expected) / 20000**0.5
+    assert simulated.effective == pytest.approx(expected, abs=error)
     assert sum(simulated.lost.values()) + simulated.effective == pytest.approx(1)
 
 
