@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from megaframe import __version__
 from megaframe.config import explain, listing, load
 from megaframe.errors import reported
 from megaframe.layout import Layout
@@ -56,7 +57,9 @@ def parse_arguments() -> argparse.Namespace:
         epilog=listing(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", metavar="FILE", help="a YAML file, such as configs/demo.yaml")
+    parser.add_argument(
+        "--config", metavar="FILE", help="a YAML file, or the name of one of ours: demo"
+    )
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -65,6 +68,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--explain", metavar="KEY", help="document section.key or section, and exit"
     )
+    parser.add_argument("--version", action="version", version=f"megaframe {__version__}")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser.parse_args()
 

@@ -5,6 +5,7 @@ a GPU first needs them.
 """
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -12,6 +13,12 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
+
+
+def version() -> str:
+    """What `megaframe/__init__.py` says, which is not imported for it."""
+    text = (HERE / "megaframe" / "__init__.py").read_text(encoding="utf-8")
+    return re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)[0]
 
 
 class BuildWithKernels(build_py):
@@ -28,7 +35,7 @@ class BuildWithKernels(build_py):
         build(whole / "megaframe_kernels" / prebuilt().name, CHIPS)
 
 
-wandb = ["wandb>=0.22,<0.32"]
+wandb = ["wandb>=0.22,<0.32", "wandb-workspaces>=0.4,<0.5"]
 tensorboard = ["tensorboard>=2.18,<2.22"]
 data = ["tiktoken>=0.9,<0.15", "pyarrow>=18,<27", "zstandard>=0.23,<0.26"]
 hf = ["tokenizers>=0.21,<0.24"]
@@ -36,6 +43,7 @@ cloud = ["fsspec>=2025.1,<2027", "s3fs>=2025.1,<2027"]
 bench = ["matplotlib>=3.9,<3.12"]
 plan = ["plotly>=6,<8"]
 dashboard = ["plotly>=6,<8"]
+evaluate = ["lm_eval>=0.4.13,<0.5"]
 ray = ["ray[train,tune]>=2.40,<2.61"]
 test = [
     "pytest>=8,<10",
@@ -43,6 +51,8 @@ test = [
     "hypothesis>=6.100,<7",
     # Drives the browser that the machine has: chromium, of Debian's package for example.
     "playwright>=1.50,<2",
+    # Builds the wheel that is tried.
+    "setuptools>=70.1",
     "import-linter>=2.1,<3",
     "transformers>=5.0,<5.24",
     "ruff>=0.12,<0.18",
@@ -56,7 +66,7 @@ test = [
 
 setup(
     name="megaframe",
-    version="0.1.0",
+    version=version(),
     description="Pretrains GPT-style transformers; layout never changes the answer.",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -65,15 +75,25 @@ setup(
         *find_packages(include=["megaframe", "megaframe.*"]),
         "megaframe_kernels",
         "megaframe_kernels.cuda",
+        "megaframe_tools",
+        "megaframe_configs",
+        "megaframe_configs.clusters",
     ],
+    py_modules=["pretrain_gpt"],
+    entry_points={"console_scripts": ["megaframe=pretrain_gpt:main"]},
     package_dir={
         "megaframe_kernels": "kernels/megaframe_kernels",
         "megaframe_kernels.cuda": "kernels/cuda",
+        "megaframe_tools": "tools",
+        "megaframe_configs": "configs",
+        "megaframe_configs.clusters": "configs/clusters",
     },
     package_data={
         "megaframe": ["py.typed", "dashboard/page.*"],
         "megaframe_kernels": ["choices.json"],
         "megaframe_kernels.cuda": ["*.cu", "*.cuh"],
+        "megaframe_configs": ["*.yaml"],
+        "megaframe_configs.clusters": ["*.yaml"],
     },
     cmdclass={"build_py": BuildWithKernels},
     install_requires=[
@@ -96,6 +116,7 @@ setup(
         "hf": hf,
         "cloud": cloud,
         "ray": ray,
+        "evaluate": evaluate,
         "bench": bench,
         "plan": plan,
         "dashboard": dashboard,

@@ -43,7 +43,7 @@ def main() -> None:
         written = time.perf_counter() - start
         path = Path(name) / PAGE_FILE
         write_whole(path, text)
-        read, opened, drawn = [], [], []
+        read, opened = [], []
         with sync_playwright() as player:
             browser = player.chromium.launch(executable_path=given.browser, args=["--no-sandbox"])
             for _ in range(given.times):
@@ -52,8 +52,6 @@ def main() -> None:
                 tab.goto(path.as_uri(), wait_until="commit")
                 tab.wait_for_selector("html[data-first]", state="attached")
                 opened.append(time.perf_counter() - start)
-                tab.wait_for_selector("html[data-drawn]", state="attached")
-                drawn.append(time.perf_counter() - start)
                 read.append(tab.evaluate(_PAINTED) / 1000)
                 tab.close()
             browser.close()
@@ -65,7 +63,6 @@ def main() -> None:
         "first_paint_seconds": statistics.median(read),
         "first_screen_seconds": statistics.median(opened),
         "first_screen_slowest": max(opened),
-        "all_drawn_seconds": statistics.median(drawn),
     }
     print(json.dumps(found, indent=1))
     if given.write:

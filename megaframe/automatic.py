@@ -14,15 +14,13 @@ from megaframe.config import RunConfig, load
 from megaframe.config.numbers import axis_sizes
 from megaframe.errors import UserError
 from megaframe.plan.advice import decision
-from megaframe.plan.cluster import DEFAULT, Cluster, load_cluster
+from megaframe.plan.cluster import DEFAULT, Cluster, likely_cluster, load_cluster
 from megaframe.plan.constants import constants_of
 from megaframe.plan.search import search
 from megaframe.plan.valid import FREE
 
 _SIMULATED = 8
 """Layouts that are simulated: a run that starts does not wait for more."""
-_BY_NAME = {"A100": "a100-ib", "H100": "h100-ib", "H200": "h200-ib", "B200": "b200-ib"}
-"""Clusters by a part of the name of a GPU."""
 
 
 def with_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
@@ -56,8 +54,7 @@ def cluster_of(config: RunConfig) -> Cluster:
     if device == "cpu" or (device == "auto" and not here):
         return load_cluster("cpu")
     name = torch.cuda.get_device_name() if here else ""
-    known = [cluster for part, cluster in _BY_NAME.items() if part in name]
-    return load_cluster(known[0] if known else DEFAULT)
+    return load_cluster(likely_cluster(name) or DEFAULT)
 
 
 def _taken(config: RunConfig, of: RunConfig) -> RunConfig:

@@ -22,7 +22,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "elementwise": ("norm", "activation", "rotary"),
     "attention": ("attention", "attention_backward"),
     "loss": ("loss",),
-    "optimizer": ("adamw", "square_sum"),
+    "update": ("adamw", "square_sum"),
     "experts": (
         "router",
         "expert_order",

@@ -13,6 +13,7 @@ import torch
 
 from megaframe.checkpoint import Place, Slice, locate, open_checkpoint
 from megaframe.config import RunConfig
+from megaframe.data.tokenizer import Tokenizer, load_tokenizer
 from megaframe.errors import UserError
 from megaframe.microbatch import Microbatch
 from megaframe.run_state import AVERAGE, read_state
@@ -20,9 +21,11 @@ from megaframe.spec import Box
 from megaframe.stage import Stage, whole_model
 
 
-def load_model(given: Place, *, ema: bool = False) -> tuple[RunConfig, Stage]:
+def load_model(
+    given: Place, *, ema: bool = False, precision: str | None = None, device: str = "cpu"
+) -> tuple[RunConfig, Stage]:
     """Config and model of a checkpoint, or of the latest one in a folder of them. ema: with the
-    average of its weights.
+    average of its weights. precision: of the products, by default `train.precision` of the run.
 
     Raises `UserError` when there is none.
     """
@@ -30,7 +33,10 @@ def load_model(given: Place, *, ema: bool = False) -> tuple[RunConfig, Stage]:
     if path is None:
         raise UserError(f"--checkpoint {given}: there is no checkpoint in this folder")
     with open_checkpoint(path) as checkpoint:
-        config = RunConfig.model_validate(read_state(checkpoint).config)
+        saved_config = read_state(checkpoint).config
+        if precision is not None:
+            saved_config["train"] |= {"precision": precision, "fp8": "none"}
+        config = RunConfig.model_validate(saved_config)
         stage = whole_model(config)
         saved = checkpoint.tensors
         if ema and not any(name.startswith(AVERAGE) for name in saved):
@@ -40,18 +46,33 @@ def load_model(given: Place, *, ema: bool = False) -> tuple[RunConfig, Stage]:
         prefix = AVERAGE if ema else ""
         slices = [
             replace(part, name=prefix + part.name) if prefix + part.name in saved else part
-            for part in _allocate(stage)  # what is frozen has no average, and needs none
+            for part in _allocate(stage, device)  # what is frozen has no average, and needs none
         ]
         checkpoint.load(slices)
     return config, stage
 
 
-def _allocate(stage: Stage) -> list[Slice]:
+def tokenizer_of(config: RunConfig, name: str | None = None) -> Tokenizer:
+    """The tokenizer called `name`, by default that of the run. Raises `UserError` when there is
+    none, and for one with ids that the model has no rows for."""
+    name = name or config.data.tokenizer
+    if name is None:
+        raise UserError("the run had no data.tokenizer; name one with --tokenizer KIND:PATH")
+    tokenizer, vocab = load_tokenizer(name), config.model.vocab or 0
+    if tokenizer.vocab_size > vocab:
+        raise UserError(
+            f"{name} has {tokenizer.vocab_size} ids and the model {vocab}; use the tokenizer that "
+            "it was trained with"
+        )
+    return tokenizer
+
+
+def _allocate(stage: Stage, device: str) -> list[Slice]:
     """Give every parameter storage for its whole value; the slices fill it."""
     slices = []
     for parameter in stage.parameters():
         spec = parameter.spec
-        value = torch.empty(spec.shape, dtype=stage.precision.compute)
+        value = torch.empty(spec.shape, dtype=stage.precision.compute, device=device)
         box = Box((0,) * len(spec.shape), spec.shape)
         parameter.bind(box, None)
         parameter.value = value
@@ -78,11 +99,11 @@ def sample(
     """
     head = stage.head
     assert head is not None, "the whole model has a head"
-    ids = list(start)
+    ids, device = list(start), stage.parameters()[0].value.device
     for _ in range(tokens):
-        window = torch.tensor([ids[-context:]])
-        microbatch = Microbatch(window, window, torch.zeros(1, dtype=torch.int64))
-        logits = head.logits(stage.hidden(microbatch)[-1])
+        window = torch.tensor([ids[-context:]], device=device)
+        microbatch = Microbatch(window, window, window.new_zeros(1))
+        logits = head.logits(stage.hidden(microbatch)[-1]).cpu()
         if temperature == 0:
             choice = int(logits.argmax())
         else:

@@ -20,8 +20,9 @@ from megaframe.spec import Box, ParamSpec
 
 _EXPERTS, _DENSE = ".moe.experts.", ".mlp."
 """In the names of what experts have, and of what it is made of."""
-_FREE = {"moe", "dropout", "init_std", "mtp_depth"}
-"""Keys of the model that may differ from those of the checkpoint's."""
+_FREE = {"moe", "dropout", "init_std", "mtp_depth", "rotary_base", "rotary_scaling", "window"}
+"""Keys of the model that may differ from those of the checkpoint's: experts can be made, and on the
+others no weight depends, so that a model can go on with longer samples."""
 _FREE_MOE = {"balance", "balance_rate", "balance_loss", "z_loss", "jitter", "capacity"}
 """The same of its experts."""
 

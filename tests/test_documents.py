@@ -1,17 +1,29 @@
 """Every command of the README and of the guides is run, in order, in a copy of what git tracks."""
 
+import ast
+import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from tracked import ROOT, copy_tracked
 
-ROOT = Path(__file__).resolve().parent.parent
+from megaframe.config import RunConfig, load
+from megaframe.config.describe import keys
+from megaframe.errors import UserError
+
 NOT_HERE = {"make test": "is what runs this test"}
 GUIDES = (
+    "start",
+    "layout",
+    "long",
+    "resuming",
+    "evaluation",
+    "schedule",
+    "kernel",
+    "model",
     "pipeline",
     "tensor",
     "experts",
@@ -23,7 +35,9 @@ GUIDES = (
     "gpu",
 )
 """In this order, of docs/."""
-SHORTER = {"make demo": 'make demo OVERRIDES="train.steps=5 train.eval_every=5"'}
+SMALLER = "train.seq=64 train.eval_samples=8"
+"""What is added to every run on the demo's data: half of its work, and less to evaluate on."""
+SHORTER = {"make demo": f'make demo OVERRIDES="train.steps=5 train.eval_every=5 {SMALLER}"'}
 
 
 def commands(text):
@@ -34,20 +48,15 @@ def commands(text):
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
     """A copy of what git tracks, beside this environment."""
-    folder = tmp_path_factory.mktemp("clone")
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
+    folder = copy_tracked(tmp_path_factory.mktemp("clone"))
     (folder / ".venv").symlink_to(sys.prefix)
     return folder
+
+
+def shorter(command):
+    """The same command with less to compute."""
+    trains = "pretrain_gpt.py --config configs/demo" in command and "--dry-run" not in command
+    return SHORTER.get(command, f"{command} {SMALLER}" if trains else command)
 
 
 def run_all(found, clone):
@@ -57,7 +66,7 @@ def run_all(found, clone):
         if command in NOT_HERE:
             continue
         result = subprocess.run(
-            ["bash", "-c", SHORTER.get(command, command)],
+            ["bash", "-c", shorter(command)],
             cwd=clone,
             env=environment,
             capture_output=True,
@@ -78,10 +87,120 @@ def test_the_commands_of_the_readme_and_then_of_the_guides_work(clone):
     assert drawn.read_text() == shown.read_text(), "the picture in the guide is another"
 
 
+def documents():
+    yield from (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md")))
+    yield from (ROOT / "benchmarks/README.md", ROOT / "kernels/README.md")
+
+
+def prose(document):
+    """What stands outside of blocks of code."""
+    return re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+
+
+def headings(document):
+    """Anchors of a document, as GitHub makes them."""
+    for title in re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE):
+        yield re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
 def test_links_of_the_documents_lead_somewhere():
-    for document in (ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "benchmarks/README.md"):
-        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
-            assert (document.parent / target).exists(), f"{document.name}: {target}"
+    for document in documents():
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(#[^)]+)?\)", prose(document)):
+            there = document.parent / target if target else document
+            assert there.exists(), f"{document.name}: {target}"
+            if anchor and there.suffix == ".md":
+                assert anchor[1:] in headings(there), f"{document.name}: {target}{anchor}"
+
+
+def test_the_index_names_every_guide_and_every_command_is_run():
+    index = (ROOT / "docs/README.md").read_text()
+    for document in ROOT.glob("docs/*.md"):
+        name = document.stem
+        assert name == "README" or f"({name}.md)" in index, f"docs/README.md lacks {name}.md"
+        assert name in GUIDES or not commands(document.read_text()), f"{name}.md is not run"
+
+
+def test_the_table_of_options_is_what_the_schema_says():
+    spec = importlib.util.spec_from_file_location("options_tool", ROOT / "tools/options.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert (ROOT / "docs/options.md").read_text() == tool.table(), (
+        "run: python tools/options.py > docs/options.md"
+    )
+    assert all(f"`{name}`" in tool.table() for name, key in keys().items() if not key.section)
+
+
+FILES = ("run.log", "model.py", "plan.html", "data.py", "train.py")
+"""Names of files that look like keys."""
+PAST = ("log", "CHANGELOG", "prediction")
+"""Documents that tell of their own time."""
+
+
+def named_keys(document):
+    """What stands between backticks and begins like a key; on the page for those who come from
+    elsewhere only in the last column of tables, as the first has the keys of others."""
+    text = document.read_text()
+    if document.stem == "coming":
+        rows = [line.strip("| ").rpartition(" | ")[2] for line in text.splitlines()]
+        text = "\n".join(rows)
+    for quoted in re.findall(r"`([a-z_]+\.[a-z0-9_.]+(?:=[^`]*)?)`", text):
+        for name in re.split(r" (?=[a-z_]+\.[a-z_.]+=)", quoted):
+            if name.partition(".")[0] in RunConfig.model_fields and name not in FILES:
+                yield name
+
+
+BESIDE = {
+    "model.moe": ["model.moe.experts=8"],
+    "model.latent": [
+        f"model.latent.{key}=8" for key in ("kv_rank", "head_dim", "rotary_dim", "value_dim")
+    ],
+    "parallel.compress": ["parallel.data_replicate=2"],
+}
+"""Keys that others need beside them."""
+
+
+def mistake(name):
+    """What is wrong with a key, or with the value that it is given."""
+    key, equals, value = name.partition("=")
+    if key not in keys():
+        return "no such key"
+    beside = [more for part, some in BESIDE.items() if key.startswith(part) for more in some]
+    try:
+        if equals and not value.isupper():  # capitals stand for something
+            load(None, [*beside, name])
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_keys_that_documents_name_exist_and_take_what_is_given():
+    told = [(d, name) for d in documents() if d.stem not in PAST for name in named_keys(d)]
+    wrong = [f"{d.name}: {name}: {said}" for d, name in told if (said := mistake(name))]
+    assert not wrong and len(told) > 300
+
+
+def defined(path):
+    """Names of functions, classes, methods (with their class) and values of a module."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            functions = (n for n in node.body if isinstance(n, ast.FunctionDef))
+            yield from (f"{node.name}.{function.name}" for function in functions)
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def test_what_guides_say_is_in_a_file_is_there():
+    """Behind a link to a module: functions with (), classes and values in capitals."""
+    found = 0
+    for document in ROOT.glob("docs/*.md"):
+        for path, after in re.findall(r"\]\(([^)]+\.py)\)((?:(?!\]\().)*)", document.read_text()):
+            names = set(defined(document.parent / path))
+            for name in re.findall(r"`([\w.]+\(\)|[A-Z]\w+)`", after):
+                assert name.removesuffix("()") in names, f"{document.name}: {path} has no {name}"
+                found += 1
+    assert found > 60
 
 
 def test_ci_runs_the_test_command_of_the_readme():

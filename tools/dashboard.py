@@ -2,6 +2,7 @@
 
 python tools/dashboard.py runs/demo
 python tools/dashboard.py runs/demo runs/other --serve
+python tools/dashboard.py runs/demo --wandb ENTITY
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from pathlib import Path
 
 from megaframe.dashboard.page import PAGE_FILE, page, write_whole
 from megaframe.dashboard.panels import page_data, read_prediction
-from megaframe.dashboard.run import Run
+from megaframe.dashboard.run import Run, value_of
 from megaframe.dashboard.serve import LOOPBACK, Server
-from megaframe.errors import reported
+from megaframe.dashboard.workspace import save
+from megaframe.errors import UserError, reported
+from megaframe.plan.beside import beside_or_why
 
 
 def main() -> None:
@@ -21,7 +24,10 @@ def main() -> None:
     arguments = parse_arguments()
     with reported():
         runs = [Run(folder) for folder in arguments.runs]
-        prediction = read_prediction(arguments.prediction)
+        if arguments.wandb:
+            print(save(arguments.wandb, project(runs[0])))
+            return
+        prediction = predicted(runs, arguments)
         if arguments.serve:
             serve(runs, arguments, prediction)
             return
@@ -31,6 +37,24 @@ def main() -> None:
             for note in run.notes:
                 print(f"{run.name}: {note}")
         print(f"wrote {path}")
+
+
+def predicted(runs: list[Run], arguments: argparse.Namespace) -> dict | None:
+    """What was given, or what the planner says of a run that is shown alone."""
+    if arguments.prediction or len(runs) > 1:
+        return read_prediction(arguments.prediction)
+    found, why = beside_or_why(runs[0].folder, runs[0].environment, arguments.cluster)
+    if found is None:
+        print(why)
+    return found.record() if found else None
+
+
+def project(run: Run) -> str:
+    """Of Weights & Biases, in which the run is."""
+    name = value_of(run.config, "meter.wandb")
+    if not name:
+        raise UserError(f"{run.folder} has no meter.wandb in its config: it is in no project")
+    return str(name)
 
 
 def serve(runs: list[Run], arguments: argparse.Namespace, prediction: dict | None) -> None:
@@ -51,6 +75,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs")
     parser.add_argument("--output", type=Path, metavar="FILE", help=f"default: RUN/{PAGE_FILE}")
     parser.add_argument("--prediction", type=Path, metavar="FILE", help="JSON of a predicted step")
+    parser.add_argument(
+        "--cluster", help="of configs/clusters, for the planner's prediction of a run shown alone; "
+        "by default that of its config or device"
+    )  # fmt: skip
+    parser.add_argument(
+        "--wandb", metavar="ENTITY", help="save the panels as a workspace of the run's project "
+        "there instead"
+    )  # fmt: skip
     parser.add_argument("--serve", action="store_true", help="show them live instead")
     parser.add_argument(
         "--host", default=LOOPBACK, help="where --serve listens; by default only this machine can "

@@ -11,10 +11,8 @@ import sys
 import torch
 
 from megaframe.checkpoint import place
-from megaframe.config import RunConfig
-from megaframe.data.tokenizer import Tokenizer, load_tokenizer
-from megaframe.errors import UserError, reported
-from megaframe.sampling import load_model, sample
+from megaframe.errors import reported
+from megaframe.sampling import load_model, sample, tokenizer_of
 
 
 def main() -> None:
@@ -22,7 +20,7 @@ def main() -> None:
     arguments = _arguments()
     with reported():
         config, stage = load_model(place(arguments.checkpoint), ema=arguments.ema)
-        tokenizer = _tokenizer(config, arguments.tokenizer)
+        tokenizer = tokenizer_of(config, arguments.tokenizer)
         generator = torch.Generator().manual_seed(arguments.seed)
         ids = tokenizer.encode(arguments.prompt)
         start = [int(token) for token in ids] or [tokenizer.eod]
@@ -44,13 +42,6 @@ def main() -> None:
                 sys.stdout.flush()
                 shown = text
         print()
-
-
-def _tokenizer(config: RunConfig, override: str | None) -> Tokenizer:
-    name = override or config.data.tokenizer
-    if name is None:
-        raise UserError("the run had no data.tokenizer; name one with --tokenizer KIND:PATH")
-    return load_tokenizer(name)
 
 
 def _arguments() -> argparse.Namespace:

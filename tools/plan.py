@@ -245,7 +245,9 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", metavar="FILE", help="a YAML file, such as configs/demo.yaml")
+    parser.add_argument(
+        "--config", metavar="FILE", help="a YAML file, or the name of one of ours: demo"
+    )
     parser.add_argument(
         "--cluster",
         metavar="NAME",

@@ -13,6 +13,7 @@ from megaframe.dashboard.panels import read_prediction
 from megaframe.dashboard.report import REPORT_FILES, html, report
 from megaframe.dashboard.run import Run
 from megaframe.errors import reported
+from megaframe.plan.beside import beside_or_why
 
 
 def main() -> None:
@@ -22,10 +23,14 @@ def main() -> None:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--prediction", type=Path, metavar="FILE", help="JSON of a predicted step")
+    parser.add_argument("--cluster", help="for the planner; default: that of its config or device")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="default: RUN")
     arguments = parser.parse_args()
     with reported():
-        text = report(Run(arguments.run), read_prediction(arguments.prediction))
+        run = Run(arguments.run)
+        found, why = beside_or_why(run.folder, run.environment, arguments.cluster)
+        prediction = read_prediction(arguments.prediction) or (found and found.record())
+        text = report(run, prediction, [*found.tries()] if found else [why])
         folder = arguments.output or arguments.run
         for name, content in zip(REPORT_FILES, (text, html(text)), strict=True):
             write_whole(folder / name, content)

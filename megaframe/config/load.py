@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from megaframe.config.describe import allowed_inside, keys, nearest, shown
 from megaframe.config.read import MAX_MISTAKES, Given, Mistake, Reader, Table, merged
 from megaframe.config.schema import RunConfig
+from megaframe.config.shipped import config_path
 from megaframe.errors import UserError
 
 MAX_SHOWN = 60
@@ -23,11 +24,12 @@ MAX_SHOWN = 60
 def load(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
     """The config of a YAML file (defaults without one) under `section.key=value` overrides.
 
-    A file may name others with `extends`, relative to itself: their keys come first. Raises
-    `UserError` with every mistake, each with its file and line.
+    The name of one of ours, such as llama3-8b, is as good as a path. A file may name others with
+    `extends`, relative to itself: their keys come first. Raises `UserError` with every mistake,
+    each with its file and line.
     """
     reader = Reader()
-    table = reader.file(path) if path is not None else {}
+    table = reader.file(config_path(path)) if path is not None else {}
     table = merged(table, reader.overrides(overrides))
     config, mistakes = _validated(table)
     mistakes += reader.mistakes

@@ -165,7 +165,7 @@ class Kernels(Section):
     """Attention. With a ring of context ranks the one that gives log-sum-exps: triton."""
     loss: Literal["auto", "triton", "reference"] = "auto"
     """Cross-entropy of a chunk of logits, which become their gradient where they lie."""
-    optimizer: Literal["auto", "triton", "torch", "apex", "reference"] = "auto"
+    update: Literal["auto", "triton", "torch", "apex", "reference"] = "auto"
     """AdamW over a flat span, and sums of squares for the gradient norm: of buckets, where plain
     code has each parameter's."""
     experts: Literal["auto", "triton", "torch", "cuda", "reference"] = "auto"

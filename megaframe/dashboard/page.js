@@ -65,13 +65,14 @@ function lines(panel) {
     });
     events.push(...run.events);
   }
-  if (!traces.length) return null;
   return [[...traces, ...marks(events)], layout(panel, {
-    xaxis: { title: { text: AXES[state.x], standoff: 4 } }, yaxis: { type: panel.log ? "log" : "linear" },
-    // Of marks: from the bottom of the panel to its top, whatever its lines are.
-    yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
+    xaxis: along(), yaxis: { type: panel.log ? "log" : "linear" }, yaxis2: MARKED,
   })];
 }
+
+// Of marks: from the bottom of a panel to its top, whatever else it shows.
+const MARKED = { overlaying: "y", range: [0, 1], visible: false, fixedrange: true };
+const along = () => ({ title: { text: AXES[state.x], standoff: 4 } });
 
 // One trace for all events of a kind: hundreds of shapes would take longer than the lines.
 const EVENTS = { restart: "#a475f9", skip: "#d1242f", checkpoint: "#8a94a3" };
@@ -85,58 +86,58 @@ const marks = (events) => [...new Set(events.map((one) => one.kind))].map((kind)
 });
 
 function waterfall(panel) {
-  const traces = [];
-  const add = (name, losses, colour) => {
-    const causes = losses.filter(([cause, , share]) => cause !== "mfu" && Math.abs(share) >= 5e-5);
-    causes.sort((one, other) => other[2] - one[2]);
-    const known = losses.some(([cause]) => cause === "mfu");
-    const rest = 1 - causes.reduce((sum, one) => sum + one[2], 0);
-    const x = ["all time at peak", ...causes.map((one) => one[1]), known ? "MFU" : "nothing left"];
-    const y = [1, ...causes.map((one) => -one[2]), rest].map((v) => 100 * v);
-    traces.push({
-      type: "waterfall", name: esc(name), x: x.map(esc), y,
-      measure: ["absolute", ...causes.map(() => "relative"), "total"],
-      text: y.map((v) => Math.abs(v).toFixed(Math.abs(v) < 10 ? 1 : 0)), textposition: "outside",
+  const falls = having(panel).map(({ run, number }) => [run.name, run.waterfall, several() ? COLOURS[number % COLOURS.length] : null]);
+  if (state.data.prediction.length) falls.push([...state.data.prediction, "#8a94a3"]);
+  // All fall in one order, that of the largest share that any of them has.
+  const most = new Map();
+  for (const [, losses] of falls) for (const [cause, label, share] of losses)
+    if (cause !== "mfu" && Math.abs(share) >= 5e-5) most.set(label, Math.max(share, most.get(label) ?? share));
+  const causes = [...most.keys()].sort((one, other) => most.get(other) - most.get(one));
+  const known = falls.some(([, losses]) => losses.some(([cause]) => cause === "mfu"));
+  const traces = falls.map(([name, losses, colour]) => {
+    const lost = new Map(losses.map(([, label, share]) => [label, share]));
+    const parts = causes.map((label) => lost.get(label) ?? 0), rest = 1 - parts.reduce((sum, one) => sum + one, 0);
+    const y = [1, ...parts.map((one) => -one), rest].map((v) => 100 * v);
+    return {
+      type: "waterfall", name: esc(name), x: ["all time at peak", ...causes, known ? "MFU" : "nothing left"].map(esc), y,
+      measure: ["absolute", ...parts.map(() => "relative"), "total"],
+      text: y.map((v) => v ? Math.abs(v).toFixed(Math.abs(v) < 9.95 ? 1 : 0) : ""), textposition: "outside",
       connector: { line: { color: css("--line") } }, cliponaxis: false,
       decreasing: { marker: { color: colour || "#e36209" } }, increasing: { marker: { color: "#2da44e" } },
       totals: { marker: { color: colour || "#2f81f7" } },
-    });
-  };
-  for (const { run, number } of shown()) if (run.waterfall.length)
-    add(run.name, run.waterfall, several() ? COLOURS[number % COLOURS.length] : null);
-  if (!traces.length) return null;
-  if (state.data.prediction) add("predicted", state.data.prediction, "#8a94a3");
+    };
+  });
   return [traces, layout(panel, {
     showlegend: traces.length > 1, waterfallgroupgap: 0.05, margin: { l: 56, r: 12, t: 22, b: 36 },
     yaxis: { title: { text: panel.unit }, range: [0, 112] }, xaxis: { tickangle: 30, automargin: true },
   })];
 }
 
+// Runs that have numbers for a panel.
+const having = (panel) => shown().filter(({ run }) => panel.kind === "lines" ? keysOf(panel, run).length
+  : panel.kind === "waterfall" ? run.waterfall.length : run[panel.kind][panel.id]);
+
 function chosen(panel) {
-  const runs = shown().filter(({ run }) => run[panel.kind === "heat" ? "heat" : "bars"][panel.id]);
+  const runs = having(panel);
   return runs.find(({ number }) => number === state.chosen[panel.id]) || runs[0];
 }
 
 function heat(panel) {
-  const pick = chosen(panel);
-  if (!pick) return null;
-  const grid = pick.run.heat[panel.id], apart = panel.id === "stragglers";
+  const { run } = chosen(panel), grid = run.heat[panel.id], apart = panel.id === "stragglers";
   const top = Math.max(1, ...grid.z.flat().filter((v) => v !== null));
+  const across = grid.x ? along() : { title: { text: `${grid.across} (at step ${grid.at})` } };
   return [[{
-    type: "heatmap", z: grid.z, x: grid.columns, y: grid.rows.map((row) => grid.what + " " + row),
+    type: "heatmap", z: grid.z, x: grid.x ? grid.x[state.x] : grid.columns, y: grid.rows.map((row) => grid.what + " " + row),
     colorscale: apart ? [[0, "#2f81f7"], [0.5, "#f4f4f4"], [1, "#d1242f"]] : "Viridis",
     ...(apart ? { zmin: -top, zmax: top } : { zmin: 0 }), colorbar: { thickness: 10, len: 0.9 },
-    hovertemplate: "%{y}, " + grid.across + " %{x}: %{z}<extra></extra>",
-  }], layout(panel, {
-    xaxis: { title: { text: grid.across + (grid.at ? ` (at step ${grid.at})` : "") }, type: grid.across === "expert" ? "linear" : "category", nticks: 8 },
-    yaxis: { autorange: "reversed", nticks: 10, automargin: true },
+    hovertemplate: "%{y}, " + across.title.text + " %{x}: %{z}<extra></extra>",
+  }, ...(grid.x ? marks(run.events) : [])], layout(panel, {
+    showlegend: true, xaxis: across, yaxis: { autorange: "reversed", nticks: 10, automargin: true }, yaxis2: MARKED,
   })];
 }
 
 function bars(panel) {
-  const pick = chosen(panel);
-  if (!pick) return null;
-  const group = pick.run.bars[panel.id];
+  const group = chosen(panel).run.bars[panel.id];
   const traces = Object.entries(group.kinds).map(([kind, y], place) => ({
     type: "bar", name: esc(kind), x: group.places.map(esc), y, marker: { color: COLOURS[place % COLOURS.length] },
   }));
@@ -163,30 +164,28 @@ function tableOf(traces) {
 }
 
 function draw(id) {
-  const entry = drawn.get(id), figure = KINDS[entry.panel.kind](entry.panel);
-  entry.none.hidden = figure !== null;
-  entry.plot.hidden = entry.details.hidden = figure === null;
-  choice(entry);
-  if (figure === null) return entry.section.setAttribute("data-state", "empty");
-  Plotly.react(entry.plot, figure[0], figure[1], { responsive: true, displaylogo: false, displayModeBar: false, scrollZoom: false });
-  entry.plot.setAttribute("aria-label", entry.panel.title + " (" + figure[0].length + " traces); arrows move, plus and minus zoom, 0 shows all");
-  const fill = () => { if (entry.details.open) entry.scroll.replaceChildren(tableOf(figure[0])); };
-  entry.details.ontoggle = fill;
+  const entry = drawn.get(id), { panel, plot, details } = entry;
+  entry.stale = false;
+  if (entry.section.hidden) return;
+  const [traces, how] = KINDS[panel.kind](panel);
+  Plotly.react(plot, traces, how, { responsive: true, displaylogo: false, displayModeBar: false, scrollZoom: false });
+  plot.setAttribute("aria-label", `${panel.title} (${traces.length} traces); arrows move, plus and minus zoom, 0 shows all`);
+  const fill = () => { if (details.open) entry.scroll.replaceChildren(tableOf(traces)); };
+  details.ontoggle = fill;
   fill();
-  entry.section.setAttribute("data-state", "drawn");
+  entry.section.dataset.state = "drawn";
 }
 
-function choice(entry) {
-  const { panel, select } = entry;
+// What is known of a panel before it is drawn: whether there is anything, and of which runs.
+function outline(entry) {
+  const { panel, select } = entry, runs = having(panel), empty = !runs.length;
+  entry.stale = true;
+  entry.section.hidden = empty;
+  if (empty) entry.section.dataset.state = "empty";
   if (!["heat", "bars"].includes(panel.kind)) return;
-  const runs = shown().filter(({ run }) => run[panel.kind === "heat" ? "heat" : "bars"][panel.id]);
   select.hidden = runs.length < 2;
-  const pick = chosen(panel);
-  select.replaceChildren(...runs.map(({ run, number }) => {
-    const option = make("option", run.name, { value: number });
-    option.selected = pick && pick.number === number;
-    return option;
-  }));
+  select.replaceChildren(...runs.map(({ run, number }) => make("option", run.name, { value: number })));
+  if (!empty) select.value = chosen(panel).number;
 }
 
 // Without a mouse: arrows move along x, plus and minus zoom, 0 shows all.
@@ -213,31 +212,34 @@ function section(panel) {
   select.onchange = () => { state.chosen[panel.id] = Number(select.value); draw(panel.id); };
   const plot = node.appendChild(make("div", undefined, { class: "plot", tabindex: "0", role: "img" }));
   plot.onkeydown = (event) => keys(event, plot);
-  const none = node.appendChild(make("p", "These runs have no such numbers.", { class: "none" }));
   if (panel.help) node.appendChild(make("p", panel.help, { class: "help" }));
   const details = node.appendChild(make("details"));
   details.append(make("summary", "Numbers"));
   const scroll = details.appendChild(make("div", undefined, { class: "scroll", tabindex: "0" }));
-  drawn.set(panel.id, { panel, section: node, plot, none, details, scroll, select });
+  drawn.set(panel.id, { panel, section: node, plot, details, scroll, select });
   return node;
 }
 
-function table(id, title, heads, rows) {
-  const node = make("section", undefined, { id, class: "wide", "data-state": "drawn" });
+function table([id, title]) {
+  const wide = id !== "summary" || several();
+  const node = make("section", undefined, { id, "data-state": "drawn", ...(wide ? { class: "wide" } : {}) });
   const details = node.appendChild(make("details"));
-  const head = details.appendChild(make("summary"));
-  head.appendChild(make("h2", title));
+  details.appendChild(make("summary")).appendChild(make("h2", title));
+  details.appendChild(make("div", undefined, { class: "scroll", tabindex: "0" }));
+  details.open = id === "summary" || id === "differences";
+  return node;
+}
+
+function fillTable([id, , heads, rows]) {
   const body = make("tbody"), grid = make("table");
   const first = grid.appendChild(make("thead")).appendChild(make("tr"));
   heads.forEach((text) => first.appendChild(make("th", text, { scope: "col" })));
   rows.forEach((row) => {
     const line = body.appendChild(make("tr"));
-    row.forEach((cell, place) => line.appendChild(make(place ? "td" : "th", cell)));
+    row.forEach((cell, place) => line.appendChild(make(place ? "td" : "th", cell, place ? {} : { scope: "row" })));
   });
   grid.appendChild(body);
-  details.appendChild(make("div", undefined, { class: "scroll", tabindex: "0" })).appendChild(grid);
-  details.open = id === "summary" || id === "differences";
-  return node;
+  document.querySelector(`#${id} .scroll`).replaceChildren(grid);
 }
 
 // Rows of all runs by their first cell.
@@ -247,20 +249,25 @@ function joined(field) {
   return keys.map((key) => [key, ...tables.map((one) => one.get(key) ?? "")]);
 }
 
+// Id, title, heads and rows of each.
+function tables() {
+  const { runs, differences } = state.data, names = runs.map((run) => run.name);
+  const events = runs.flatMap((run) => run.events.map((one) => [run.name, String(one.step), one.kind, one.text]));
+  return [
+    ["summary", "Summary", ["", ...names], joined("summary")],
+    ...(several() ? [["differences", "Differences of the configs", ["key", ...names], differences]] : []),
+    ["events", "Events", ["run", "step", "kind", "what"], events],
+    ["config", "Config", ["key", ...names], joined("config")],
+    ["environment", "Environment", ["", ...names], joined("environment")],
+  ];
+}
+
 function frame() {
   const { runs, panels } = state.data, names = runs.map((run) => run.name);
   document.title = names.join(", ") + " - megaframe";
   document.querySelector("h1").textContent = names.join(", ");
-  const main = document.querySelector("main");
-  main.replaceChildren(
-    table("summary", "Summary", ["", ...names], joined("summary")),
-    ...panels.map(section),
-    ...(several() ? [table("differences", "Differences of the configs", ["key", ...names], state.data.differences)] : []),
-    table("events", "Events", ["run", "step", "kind", "what"], runs.flatMap((run) =>
-      run.events.map((event) => [run.name, String(event.step), event.kind, event.text]))),
-    table("config", "Config", ["key", ...names], joined("config")),
-    table("environment", "Environment", ["", ...names], joined("environment")),
-  );
+  const [summary, ...rest] = tables();
+  document.querySelector("main").replaceChildren(table(summary), ...panels.map(section), ...rest.map(table));
   const picker = document.querySelector("#runs");
   picker.hidden = !several();
   picker.replaceChildren(make("legend", "runs"), ...runs.map((run, number) => {
@@ -272,7 +279,6 @@ function frame() {
     node.style.color = COLOURS[number % COLOURS.length];
     return node;
   }));
-  notes();
 }
 
 function notes() {
@@ -281,37 +287,33 @@ function notes() {
     run.notes.map((note) => make("li", several() ? run.name + ": " + note : note))));
 }
 
-// What is in view is drawn first, and the rest when the page has nothing else to do.
-let drawing = 0;
+// What is in view is drawn at once, what is a screen away soon, and the rest when it is come to.
+const near = new IntersectionObserver((found) => found.forEach(({ target, isIntersecting }) => {
+  if (isIntersecting) setTimeout(() => { if (drawn.get(target.id).stale) draw(target.id); });
+}), { rootMargin: "100%" });
+
 function drawAll() {
   if (!window.Plotly) return; // What can be read without it is there before it is loaded.
   readTheme();
-  const turn = ++drawing, near = (id) => drawn.get(id).section.getBoundingClientRect().top < innerHeight;
-  const left = [...drawn.keys()], now = left.filter(near);
-  for (const id of now) draw(id);
-  performance.mark("in view");
-  document.documentElement.setAttribute("data-first", "drawn");
-  const rest = left.filter((id) => !now.includes(id));
-  const next = () => {
-    if (turn !== drawing) return;
-    const id = rest.shift();
-    if (id === undefined) return document.documentElement.setAttribute("data-drawn", String(turn));
-    draw(id);
-    setTimeout(next);
-  };
-  setTimeout(next);
+  near.disconnect();
+  drawn.forEach(outline);
+  const none = [...drawn.values()].filter(({ section }) => section.hidden).map(({ panel }) => panel.title);
+  document.querySelector("footer").textContent = none.length ? "These runs have no numbers of: " + none.join(", ") + "." : "";
+  const seen = [...drawn.values()].filter(({ section }) => {
+    const { top, bottom } = section.getBoundingClientRect();
+    return bottom > 0 && top < innerHeight;
+  });
+  seen.forEach(({ panel }) => draw(panel.id)); // Not between the questions: each would lay the page out.
+  document.documentElement.dataset.first = "drawn";
+  drawn.forEach(({ section }) => near.observe(section));
 }
 
 function refresh(data) {
-  const same = state.data && JSON.stringify(data.runs.map((r) => [r.name, r.config.length])) ===
-    JSON.stringify(state.data.runs.map((r) => [r.name, r.config.length]));
+  const first = !state.data;
   state.data = data;
-  if (!same) frame();
-  else {
-    for (const [id, title, heads, rows] of [["summary", "Summary", ["", ...data.runs.map((r) => r.name)], joined("summary")]])
-      document.getElementById(id).replaceWith(table(id, title, heads, rows));
-    notes();
-  }
+  if (first) frame();
+  tables().forEach(fillTable);
+  notes();
   drawAll();
 }
 
@@ -342,6 +344,7 @@ function start() {
     drawAll();
   };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  addEventListener("beforeprint", () => drawn.forEach(({ stale }, id) => stale && draw(id)));
   refresh(JSON.parse(document.getElementById("data").textContent));
   const token = document.documentElement.dataset.token;
   if (token) follow(token);

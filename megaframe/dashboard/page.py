@@ -49,6 +49,7 @@ _PAGE = """<!doctype html>
 <ul class="notes" aria-label="notes"></ul>
 </header>
 <main></main>
+<footer></footer>
 <script type="application/json" id="data">{data}</script>
 <script>{script}</script>
 <script>{plotly}</script>
@@ -98,4 +99,9 @@ def _plotly() -> str:
         raise UserError(
             "the dashboard needs the extra 'dashboard': pip install 'megaframe[dashboard]'"
         ) from None
-    return get_plotlyjs().replace("</script", "<\\/script")
+    text = get_plotlyjs().replace("</script", "<\\/script")
+    head, begin, body = text.partition("this, () => {")
+    body, end, tail = body.rpartition("}));")
+    # In parentheses a browser compiles the library's one function at once; else it first reads all
+    # of it only to find its end, a fifth of the time that it takes to load.
+    return f"{head}this, (() => {{{body}}})));{tail}" if begin and end else text

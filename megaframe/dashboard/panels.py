@@ -85,7 +85,7 @@ def page_data(
         "runs": [run_data(run, name, points) for run, name in zip(runs, names, strict=True)],
         "panels": [asdict(panel) for panel in PANELS],
         "differences": differences([run.config for run in runs]) if len(runs) > 1 else [],
-        "prediction": _waterfall(predicted(prediction)) if prediction else None,
+        "prediction": [*_predicted(prediction)] if prediction else [],
     }
 
 
@@ -109,7 +109,7 @@ def run_data(run: Run, name: str, points: int) -> dict[str, Any]:
         "events": _events(run, axes),
         "waterfall": _waterfall(losses(run)),
         "bars": bars(run),
-        "heat": heat(run, points),
+        "heat": heat(run, axes, points),
         "config": [list(row) for row in flat(run.config)],
         "environment": [list(row) for row in flat(run.environment)],
     }
@@ -195,6 +195,12 @@ def read_prediction(path: Path | None) -> dict[str, Any] | None:
             f"--prediction={path} is no JSON object with step_seconds, mfu and breakdown"
         ) from None
     return found
+
+
+def _predicted(prediction: Mapping[str, Any]) -> tuple[str, list[list[Any]]]:
+    """What to call it, and its waterfall."""
+    of = f" for {prediction['cluster']}" if "cluster" in prediction else ""
+    return f"predicted{of}", _waterfall(predicted(prediction))
 
 
 def label(cause: str) -> str:

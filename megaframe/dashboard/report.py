@@ -13,7 +13,7 @@ from typing import Any
 from megaframe.dashboard.advice import advice
 from megaframe.dashboard.page import POLICY
 from megaframe.dashboard.panels import label, losses, predicted, summary
-from megaframe.dashboard.run import Run
+from megaframe.dashboard.run import Run, value_of
 
 REPORT_FILES = "report.md", "report.html"
 _CONFIG = (
@@ -31,19 +31,21 @@ td, li, h1 { overflow-wrap: anywhere }
 """
 
 
-def report(run: Run, prediction: Mapping[str, Any] | None = None) -> str:
-    """The report as Markdown. prediction: as `panels.predicted` takes it."""
-    return "\n".join(_lines(run, prediction)) + "\n"
+def report(
+    run: Run, prediction: Mapping[str, Any] | None = None, planner: Sequence[str] = ()
+) -> str:
+    """The report as Markdown. prediction: as `panels.predicted` takes it. planner: what it says."""
+    return "\n".join(_lines(run, prediction, planner)) + "\n"
 
 
-def _lines(run: Run, prediction: Mapping[str, Any] | None) -> Iterator[str]:
+def _lines(run: Run, prediction: Mapping[str, Any] | None, planner: Sequence[str]) -> Iterator[str]:
     yield f"# {_plain(run.name)}"
     if run.notes:
         yield ""
         yield from (f"- note: {_plain(note)}" for note in run.notes)
     yield from ("", "## What")
     environment = {key: run.environment.get(key) for key in ("layout", "device", "torch", "commit")}
-    found = {key: _value(run.config, key) for key in _CONFIG} | environment
+    found = {key: value_of(run.config, key) for key in _CONFIG} | environment
     rows = [[key, str(value)] for key, value in found.items() if value is not None]
     yield from _table(["", ""], rows)
     yield from ("", "## How fast")
@@ -72,6 +74,8 @@ def _lines(run: Run, prediction: Mapping[str, Any] | None) -> Iterator[str]:
     yield from ("", "## What to try next", "")
     sentences = [f"- **{label(cause)}**: {text}." for cause, text in advice(lost)]
     yield from sentences or ["- Nothing costs more than 2% of the peak."]
+    if planner:
+        yield f"- **the planner**: {_plain('; '.join(planner))}."
 
 
 def html(markdown: str) -> str:
@@ -139,9 +143,3 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
     yield "|" + "---|" * len(heads)
     for row in rows:
         yield "| " + " | ".join(_plain(cell) for cell in row) + " |"
-
-
-def _value(config: Mapping[str, Any], key: str) -> Any:
-    section, _, name = key.partition(".")
-    inner = config.get(section)
-    return inner.get(name) if isinstance(inner, Mapping) else None

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.dashboard.run import Run
+from megaframe.dashboard.run import Run, value_of
 from megaframe.dashboard.thin import Floats, block_maxima, buckets, short
 
 RANKS = 160
@@ -36,8 +36,8 @@ def bars(run: Run) -> dict[str, Any]:
         thinned = {k: np.maximum.reduceat(v, starts) for k, v in kinds.items()}
         found["memory_ranks"] = _group([f"rank {i}" for i in starts], thinned)
     if "sources" in rows:
-        given = run.config.get("data") if isinstance(run.config.get("data"), dict) else {}
-        sources = (given or {}).get("sources") or []
+        given = value_of(run.config, "data.sources")
+        sources = given if isinstance(given, list) else []
         counts = rows["sources"][1][-1]
         names = [
             str(sources[i].get("path", i)) if i < len(sources) and isinstance(sources[i], dict)
@@ -51,14 +51,21 @@ def _group(places: list[str], kinds: Mapping[str, Floats]) -> dict[str, Any]:
     return {"places": places, "kinds": {kind: short(row) for kind, row in kinds.items()}}
 
 
-def heat(run: Run, points: int) -> dict[str, Any]:
-    """By panel: rows of z with the names of rows and columns."""
+def heat(run: Run, axes: Mapping[str, Floats], points: int) -> dict[str, Any]:
+    """By panel: rows of z with the numbers of rows and columns; where columns are steps, with what
+    they are on each of the axes, which have a value for each line of the metrics."""
     rows, found, most = run.metrics.rows, {}, min(points, 200)
+
+    def along(table: Floats, what: str, steps: Sequence[int]) -> dict[str, Any]:
+        grid = _grid(table, what, steps, most)
+        places = np.searchsorted(axes["step"], grid.pop("columns"))
+        return {**grid, "x": {name: short(values[places], 9) for name, values in axes.items()}}
+
     if "ranks/work" in rows:
         steps, work = _table(rows["ranks/work"])
         middle = np.median(work, axis=1, keepdims=True)
         over = 100 * (work / np.where(middle > 0, middle, 1.0) - 1.0)
-        found["stragglers"] = _grid(over.T, "rank", steps, most)
+        found["stragglers"] = along(over.T, "rank", steps)
     layers = sorted((n for n in rows if n.startswith("experts/tokens/")), key=_last_number)
     if layers:
         steps = rows[layers[0]][0]
@@ -66,11 +73,11 @@ def heat(run: Run, points: int) -> dict[str, Any]:
         width = max(map(len, tokens))
         tokens = [np.pad(row, (0, width - len(row)), constant_values=np.nan) for row in tokens]
         table = np.stack([row / (np.nanmean(row) or 1.0) for row in tokens])
-        found["experts"] = _grid(table, "layer", list(range(width)), 512, "expert")
-        found["experts"]["at"] = steps[-1]
+        grid = _grid(table, "layer", range(width), 512)
+        found["experts"] = {**grid, "across": "expert", "at": steps[-1]}
     if "experts/max_load" in rows:
         steps, load = _table(rows["experts/max_load"])
-        found["expert_load"] = _grid(load.T, "layer", steps, most)
+        found["expert_load"] = along(load.T, "layer", steps)
     return found
 
 
@@ -87,9 +94,7 @@ def _table(kept: tuple[list[int], Sequence[Sequence[float]]]) -> tuple[list[int]
     return [steps[i] for i in good], np.asarray([rows[i] for i in good], dtype=float)
 
 
-def _grid(
-    table: Floats, what: str, columns: Sequence[int], most: int, across: str = "step"
-) -> dict[str, Any]:
+def _grid(table: Floats, what: str, columns: Sequence[int], most: int) -> dict[str, Any]:
     thinned = block_maxima(table, RANKS, most)
     height, width = buckets(len(table), RANKS), buckets(len(columns), most)
     return {
@@ -97,5 +102,4 @@ def _grid(
         "rows": height.tolist(),
         "columns": [columns[i] for i in width],
         "what": what,
-        "across": across,
     }

@@ -116,6 +116,13 @@ def flat(config: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterato
             yield f"{prefix}{key}", "" if value is None else str(value)[:500]
 
 
+def value_of(config: Mapping[str, Any], key: str) -> Any:
+    """What a key `section.name` has in a config that may be anything; None where there is none."""
+    section, _, name = key.partition(".")
+    inner = config.get(section)
+    return inner.get(name) if isinstance(inner, Mapping) else None
+
+
 def differences(configs: list[dict[str, Any]]) -> list[list[str]]:
     """Rows of a key and its value in each config, for the keys that differ."""
     tables = [dict(flat(config)) for config in configs]

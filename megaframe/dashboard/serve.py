@@ -41,7 +41,7 @@ class Server:
         self._lock = threading.Lock()
         self._kept: tuple[str, dict[str, Any]] | None = None
         try:
-            self._server = ThreadingHTTPServer((host, port), _handler(self._answer))
+            self._server = ThreadingHTTPServer((host, port), handler(self._answer))
         except OSError as error:
             raise UserError(
                 f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host"
@@ -96,9 +96,11 @@ class Server:
             return self._kept
 
 
-def _handler(
+def handler(
     answer: Callable[[str], tuple[HTTPStatus, str, bytes]],
 ) -> type[BaseHTTPRequestHandler]:
+    """What a server does with a request. answer: status, type and content for what is asked for."""
+
     class Handler(BaseHTTPRequestHandler):
         timeout = 30
 

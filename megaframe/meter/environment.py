@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from megaframe import __version__
 from megaframe.config import RunConfig
+from megaframe.dashboard.run import ENVIRONMENT_FILE
 from megaframe.mesh import Mesh, ranks_on_this_node
 from megaframe.meter.sinks import cannot_write
-
-ENVIRONMENT_FILE = "environment.json"
 
 
 def write_environment(config: RunConfig, mesh: Mesh) -> None:
@@ -41,6 +41,7 @@ def environment(mesh: Mesh) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads of a rank": torch.get_num_threads(),
         "python": platform.python_version(),
+        "megaframe": __version__,
         "torch": torch.__version__,
         "command": " ".join(sys.argv),
         "commit": _commit(),

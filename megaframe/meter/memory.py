@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -39,7 +40,7 @@ def out_of_memory(
     rank: int, held: Mapping[str, int], device: torch.device, folder: Path
 ) -> UserError:
     """What to say when a GPU had no more: what held it, and what to change about the largest. On a
-    GPU a list of all blocks is written into the run's folder as text."""
+    GPU the run's folder gets its allocator's figures as text, and all blocks as a snapshot."""
     rest = max(0, int(peak_memory(device)) - sum(held.values()))
     kinds = {**held, "activations": rest}
     order = sorted(kinds, key=lambda kind: -kinds[kind])
@@ -48,6 +49,8 @@ def out_of_memory(
     text = f"rank {rank} ran out of memory. At its peak it held {sizes}: {advice}"
     if device.type == "cuda":
         path = folder / f"memory-rank-{rank}.txt"
-        path.write_text(torch.cuda.memory_summary(device), encoding="utf-8")
-        text += f"; details in {path}"
+        with suppress(OSError):  # a full disk must not hide what is said here
+            path.write_text(torch.cuda.memory_summary(device), encoding="utf-8")
+            torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
+            text += f"; details in {path}, all blocks for pytorch.org/memory_viz beside it"
     return UserError(text)

@@ -20,6 +20,7 @@ from megaframe.meter.links import free_seconds
 from megaframe.meter.memory import memory_rows, peak_memory
 from megaframe.meter.peaks import device_peak
 from megaframe.meter.profile import Profiler
+from megaframe.meter.prometheus import PrometheusSink
 from megaframe.meter.records import How, Records, Reduction, Value
 from megaframe.meter.sinks import Sink, open_sinks
 from megaframe.meter.splits import SplitMeter
@@ -79,6 +80,9 @@ class Meter:
         self._peak = peak
         self.note(self._flops.described())
         self.note(peak.note)
+        for sink in self._sinks:
+            if isinstance(sink, PrometheusSink):
+                self.note(f"the latest line is at {sink.address}")
 
     def start_step(self) -> None:
         """Start the clock of the first step; a later step starts where the one before it ended,

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http import HTTPStatus
+from http.server import ThreadingHTTPServer
 
+from megaframe.dashboard.serve import LOOPBACK, handler
 from megaframe.errors import UserError
 from megaframe.meter.sinks import Line, flat
-
-_LOOPBACK = "127.0.0.1"
 
 
 class PrometheusSink:
@@ -22,25 +22,8 @@ class PrometheusSink:
 
     def __init__(self, port: int, run: str) -> None:
         self._text, self._run = b"", run
-        sink = self
-
-        class Handler(BaseHTTPRequestHandler):
-            timeout = 30
-
-            def do_GET(self) -> None:
-                found = self.path == "/metrics"
-                content = sink._text if found else b"/metrics is what there is\n"
-                self.send_response(200 if found else 404)
-                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, format: str, *arguments: object) -> None:
-                """The console is for the run."""
-
         try:
-            self._server = ThreadingHTTPServer((_LOOPBACK, port), Handler)
+            self._server = ThreadingHTTPServer((LOOPBACK, port), handler(self._answer))
         except OSError as error:
             raise UserError(
                 f"meter.port={port} cannot be listened on: {error.strerror}; choose another, or 0 "
@@ -48,7 +31,13 @@ class PrometheusSink:
             ) from None
         self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
+        self.address = f"http://{LOOPBACK}:{self.port}/metrics"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def _answer(self, path: str) -> tuple[HTTPStatus, str, bytes]:
+        if path == "/metrics":
+            return HTTPStatus.OK, "text/plain; version=0.0.4", self._text
+        return HTTPStatus.NOT_FOUND, "text/plain", b"/metrics is what there is\n"
 
     def write(self, line: Line) -> None:
         """Show this line from now on."""

@@ -23,13 +23,14 @@ from typing import Any, Protocol
 from megaframe.config import RunConfig
 from megaframe.dashboard.page import page
 from megaframe.dashboard.panels import page_data
-from megaframe.dashboard.run import Run
+from megaframe.dashboard.run import METRICS_FILE, Run
 from megaframe.errors import UserError
+from megaframe.plan.beside import beside_or_why
 
 Line = Mapping[str, Any]
 """The metrics of one step: numbers, None for what is not known, rows and dicts of these."""
 
-METRICS_FILE = "metrics.jsonl"
+_ROWS = ("ranks", "experts/tokens")
 _LONGEST_LINE = 1 << 24
 """A line with the rows of ten thousand ranks is a tenth of it."""
 
@@ -74,9 +75,9 @@ def open_sinks(config: RunConfig, start_step: int) -> list[Sink]:
 
 def flat(line: Line, prefix: str = "") -> Iterator[tuple[str, float]]:
     """The numbers of a line, with the names of nested ones joined by slashes; without the rows that
-    have a number for each rank, which are for the dashboard."""
+    have a number for each rank or expert, thousands of curves, which are for the dashboard."""
     for name, value in line.items():
-        if name == "ranks" and not prefix:
+        if prefix + name in _ROWS:
             continue
         if isinstance(value, list):
             value = {str(place): one for place, one in enumerate(value)}
@@ -225,7 +226,9 @@ class WandbSink:
     def close(self) -> None:
         with suppress(UserError):
             # Without its extra there is no page, and the metrics are there all the same.
-            text = page(page_data([Run(self._folder)]))
+            run = Run(self._folder)
+            found, _ = beside_or_why(run.folder, run.environment)
+            text = page(page_data([run], found.record() if found else None))
             self._run.log({"dashboard": self._html(text, inject=False)})
         self._run.finish()
 

@@ -18,12 +18,21 @@ from pydantic import Field, ValidationError
 
 from megaframe.config.numbers import either
 from megaframe.config.section import Positive, Section
+from megaframe.config.shipped import CONFIGS
 from megaframe.errors import UserError
 from megaframe.plan.chips import CHIPS, Chip, nearest_chips
 
 DEFAULT = "h100-ib"
 """Cluster of a plan that names none: H100 SXM nodes of 8, 400 Gb/s InfiniBand per GPU."""
-FOLDER = Path(__file__).resolve().parents[2] / "configs" / "clusters"
+_BY_NAME = {
+    "A100": "a100-ib",
+    "H100": "h100-ib",
+    "H200": "h200-ib",
+    "B200": "b200-ib",
+    "CPU": "cpu",
+}
+"""Clusters by a part of the name of a device."""
+FOLDER = CONFIGS / "clusters"
 _MAX_BYTES = 100_000
 
 TierKind = Literal["switch", "rail", "torus"]
@@ -132,6 +141,12 @@ class _ClusterFile(Section):
     bandwidth: _Above | None = None
     watts: _Above | None = None
     peaks: dict[str, _Above] | None = None
+
+
+def likely_cluster(device: str) -> str | None:
+    """Name of the cluster that a device of this name is likely to be of; None for one that is not
+    known."""
+    return next((cluster for part, cluster in _BY_NAME.items() if part in device), None)
 
 
 def load_cluster(name: str = DEFAULT) -> Cluster:

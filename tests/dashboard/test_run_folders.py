@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from megaframe.dashboard.panels import PANELS, losses, page_data, predicted
 from megaframe.dashboard.report import html, report
 from megaframe.dashboard.run import Run
 from megaframe.dashboard.thin import block_maxima, buckets, extremes, means
+from megaframe.dashboard.workspace import workspace
 from megaframe.errors import UserError
+from megaframe.meter.sinks import flat
 
 
 def test_a_whole_run_has_every_panel_and_no_note(tmp_path):
@@ -188,3 +191,21 @@ def test_the_report_names_the_largest_losses_and_escapes_names(tmp_path):
     assert "<b>x" not in page and "&lt;b&gt;x&lt;b&gt;|*y*" in page
     first = next(advice(losses(Run(folder))))
     assert first[0] == "kernels" and "train.microbatch" in first[1]
+
+
+def test_a_workspace_has_the_panels_of_metrics_that_a_run_writes():
+    pytest.importorskip("wandb_workspaces")
+    names = set(dict(flat(next(lines(1, every=1))))) | {"eval_bits_per_byte", "mtp_loss"}
+    spec = workspace("entity", "project")._to_model().spec.model_dump(by_alias=True)
+    sections = spec["section"]["panelBankConfig"]["sections"]
+    assert [section["name"] for section in sections] == ["Training", "Pages", "Configs"]
+    found = {}
+    for panel in sections[0]["panels"]:
+        shown = panel["config"]
+        pattern = shown.get("metricRegex")
+        match = {name for name in names if pattern and re.fullmatch(pattern, name)}
+        assert match or (set(shown["metrics"]) <= names and shown["metrics"]), shown
+        found[shown["chartTitle"]] = shown
+    without = {"stragglers", "memory_ranks", "experts"}
+    assert found.keys() == {panel.title for panel in PANELS if panel.id not in without}
+    assert found["Gradient norm"]["yLogScale"] and found["Where the peak went"]["metricRegex"]

@@ -12,6 +12,7 @@ from megaframe.config import load
 from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
+from megaframe.meter.memory import out_of_memory
 from megaframe.meter.prometheus import PrometheusSink, exposition
 from megaframe.pipeline import Pipeline
 from megaframe.trainer import Trainer
@@ -19,13 +20,13 @@ from megaframe.trainer import Trainer
 
 @pytest.mark.parametrize("how", ["lines", "quiet", "json"])
 def test_console_modes(how, tmp_path, capsys):
-    _, meter = make(tmp_path, console=how)
+    _, meter = make(tmp_path, console=how, port=0)
     for number in (1, 2):
         step(meter, number)
     meter.close()
     printed = capsys.readouterr().out
     log = (tmp_path / "run.log").read_text()
-    assert "1/9" in log and "Summary" in log
+    assert "1/9" in log and "Summary" in log and "line is at http://127.0.0.1:" in log
     if how == "json":
         found = [json.loads(line) for line in printed.splitlines()]
         assert [one["step"] for one in found if "step" in one] == [1, 2]
@@ -41,8 +42,7 @@ def test_the_latest_line_is_served_to_this_machine(tmp_path):
     sink = PrometheusSink(0, 'a"b')
     try:
         sink.write({"step": 3, "loss": 1.5, "mfu": None, "time": {"communication/data": 0.5}})
-        address = f"http://127.0.0.1:{sink.port}"
-        with urllib.request.urlopen(f"{address}/metrics") as answer:
+        with urllib.request.urlopen(sink.address) as answer:
             found = answer.read().decode().splitlines()
         assert found == [
             "# TYPE megaframe_step gauge",
@@ -53,7 +53,7 @@ def test_the_latest_line_is_served_to_this_machine(tmp_path):
             'megaframe_time{run="a\\"b",of="communication/data"} 0.5',
         ]
         with pytest.raises(urllib.error.HTTPError):
-            urllib.request.urlopen(address)
+            urllib.request.urlopen(sink.address.removesuffix("metrics"))
         with pytest.raises(UserError, match=rf"meter\.port={sink.port} cannot be listened on"):
             PrometheusSink(sink.port, "b")
     finally:
@@ -71,6 +71,16 @@ def test_a_profile_has_the_operators_of_its_step(tmp_path):
     assert path.name == "step-00000002-rank-00000.json"
     names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
     assert names.count("aten::mm") == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")
+def test_out_of_memory_leaves_a_snapshot_on_a_gpu(tmp_path):
+    kept = torch.ones(1 << 20, device="cuda")
+    told = str(out_of_memory(3, {"weights": kept.nbytes}, kept.device, tmp_path))
+    assert "weights 0.00 GiB" in told and "memory-rank-3.txt" in told
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "memory-rank-3.txt", "memory-rank-3.pickle"
+    }  # fmt: skip
 
 
 def test_out_of_memory_says_what_held_it_and_what_to_change(overrides, monkeypatch):

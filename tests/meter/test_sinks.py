@@ -35,8 +35,10 @@ def steps_of(path):
 
 
 def test_flat_names():
-    nested = {"step": 1, "a": {"b": 2.0, "c": {"d": 3.0}}, "none": None}
-    assert dict(flat(nested)) == {"step": 1, "a/b": 2.0, "a/c/d": 3.0}
+    nested = {"step": 1, "a": {"b": 2.0, "c": {"d": 3.0}}, "none": None, "e": [4.0, 5.0]}
+    rows = {"ranks": {"work": [1.0]}, "experts": {"tokens": {"0": [1.0]}, "dropped": 6.0}}
+    wanted = {"step": 1, "a/b": 2.0, "a/c/d": 3.0, "e/0": 4.0, "e/1": 5.0, "experts/dropped": 6.0}
+    assert dict(flat(nested | rows)) == wanted
 
 
 def test_lines_are_strict_json_and_on_disk_at_once(tmp_path):

@@ -1,0 +1,276 @@
+"""How well a model predicts given text: windows over passages of tokens, and what each one costs.
+
+Every prediction is counted once, in the window that first reaches it; with a stride below the
+context the next window begins earlier, so that what it counts is seen with more before it. All
+that a held-out text and a task's choices need is one number for each counted token, so both are
+scored by the same lines.
+
+Shape suffixes: W windows, S inputs of a window, V vocabulary, T counted tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megaframe.config.schema import Data
+from megaframe.data.documents import texts
+from megaframe.data.indexed import TokenFile
+from megaframe.data.pieces import Reading, pieces
+from megaframe.data.samples import documents, positions
+from megaframe.data.tokenizer import Tokenizer
+from megaframe.errors import UserError
+from megaframe.microbatch import IGNORE, Microbatch
+from megaframe.plan.memory import most_logits
+from megaframe.stage import Stage
+
+_ENCODED_AT_ONCE = 256
+_PIECE = 1 << 24
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Tokens that follow one another.
+
+    tokens:     ids, [N].
+    first:      place of the first token that counts, from 1: it is predicted from those before it.
+    beginnings: bool [N], where documents begin, or None where that means nothing.
+    """
+
+    tokens: NDArray[np.int64]
+    first: int = 1
+    beginnings: NDArray[np.bool_] | None = None
+
+
+@dataclass(frozen=True)
+class Score:
+    """What the counted tokens of a passage came to, or of several.
+
+    nats:   sum of -log(probability) of each.
+    tokens: how many they are.
+    bytes:  of text that they stand for; 0 where no tokenizer says.
+    greedy: whether each was the likeliest at its place.
+    """
+
+    nats: float = 0.0
+    tokens: int = 0
+    bytes: int = 0
+    greedy: bool = True
+
+    def __add__(self, other: Score) -> Score:
+        return Score(
+            self.nats + other.nats,
+            self.tokens + other.tokens,
+            self.bytes + other.bytes,
+            self.greedy and other.greedy,
+        )
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), as far as a number of 64 bits goes."""
+        return math.exp(min(self.loss, 700.0))
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits per byte of text; None where no token stands for any."""
+        return self.nats / math.log(2) / self.bytes if self.bytes else None
+
+
+@dataclass(frozen=True)
+class Window:
+    """Inputs [begin, end) of a passage. Input i predicts token i + 1; it counts from `first` on."""
+
+    begin: int
+    end: int
+    first: int
+
+
+def windows(passage: Passage, context: int, stride: int) -> Iterator[Window]:
+    """Windows of at most `context` inputs that together count every token from `passage.first` on
+    exactly once. All but the first count `stride` tokens at most, each with as much before it as a
+    window holds. 1 <= stride <= context."""
+    inputs, counted = len(passage.tokens) - 1, passage.first - 1
+    reach = max(context, counted + stride)
+    while counted < inputs:
+        end = min(inputs, reach)
+        yield Window(max(0, end - context), end, counted)
+        counted, reach = end, end + stride
+
+
+@torch.no_grad()
+def log_probabilities(stage: Stage, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+    """Of each position with a label, in order: the label's log-probability, fp32 [T], and whether
+    nothing is likelier, bool [T]. The plain loss of a token is the negative of the first, whatever
+    `train.label_smoothing` and `train.z_loss` add in training."""
+    head = stage.head
+    assert head is not None, "the whole model has a head"
+    x = stage.hidden(microbatch)
+    labels = microbatch.labels_BS.flatten()
+    places = (labels != IGNORE).nonzero().flatten()
+    rows = max(1, most_logits(host=x.device.type == "cpu") // head.weight.value.shape[0])
+    likelihoods, greedy = [], []
+    for piece in places.split(rows):
+        logits_TV, wanted = head.logits(x[piece]), labels[piece]
+        at_label = logits_TV.gather(1, wanted[:, None])[:, 0]
+        likelihoods.append(at_label - logits_TV.logsumexp(-1))
+        greedy.append(at_label >= logits_TV.amax(-1))
+    return torch.cat(likelihoods), torch.cat(greedy)
+
+
+def score(
+    stage: Stage,
+    passages: Sequence[Passage],
+    *,
+    context: int,
+    stride: int,
+    batch: int = 8,
+    data: Data | None = None,
+    token_bytes: NDArray[np.integer] | None = None,
+) -> list[Score]:
+    """The score of each passage.
+
+    stage: the whole model. context, stride: see `windows`. batch: windows at a time. data: what of
+    documents a run's samples heed (`reset_positions`, `reset_attention`, `mask_eod`); only where
+    passages have beginnings. token_bytes: see `Tokenizer.token_bytes`. Raises `UserError` for token
+    ids beyond the vocabulary, and for a context that the model has no positions for.
+    """
+    _check(stage, passages, context, stride)
+    device = stage.parameters()[0].value.device
+    sizes = _sizes(token_bytes, stage)
+    cut = [(n, w) for n, one in enumerate(passages) for w in windows(one, context, stride)]
+    # Windows of like lengths side by side, so that little of a batch is filling.
+    cut.sort(key=lambda pair: pair[1].begin - pair[1].end)
+    scores = [Score()] * len(passages)
+    for start in range(0, len(cut), batch):
+        together = cut[start : start + batch]
+        microbatch = _microbatch([(passages[n], w) for n, w in together], data, device)
+        labels = microbatch.labels_BS.cpu().numpy()
+        likelihoods, greedy = log_probabilities(stage, microbatch)
+        counts = (labels != IGNORE).sum(1).tolist()
+        parts = zip(likelihoods.cpu().split(counts), greedy.cpu().split(counts), strict=True)
+        for (number, _), row, (nats, best) in zip(together, labels, parts, strict=True):
+            size = int(sizes[row[row != IGNORE]].sum())
+            part = Score(-float(nats.double().sum()), len(nats), size, bool(best.all()))
+            scores[number] += part
+    return scores
+
+
+def _sizes(token_bytes: NDArray[np.integer] | None, stage: Stage) -> NDArray[np.int64]:
+    """Bytes of each id of the model, which may have more of them than the tokenizer."""
+    sizes = np.zeros(stage.config.model.vocab or 0, np.int64)
+    if token_bytes is not None:
+        sizes[: len(token_bytes)] = token_bytes
+    return sizes
+
+
+def _check(stage: Stage, passages: Sequence[Passage], context: int, stride: int) -> None:
+    model, train = stage.config.model, stage.config.train
+    if not 1 <= stride <= context:
+        raise UserError(f"stride {stride}: takes 1 to {context}, the tokens of a window")
+    rows = model.positions or train.seq
+    if model.position == "learned" and context > rows:
+        raise UserError(
+            f"a context of {context} tokens: the model has learned {rows} positions; use {rows} "
+            "or fewer"
+        )
+    for passage in passages:
+        wrong = (passage.tokens < 0) | (passage.tokens >= (model.vocab or 0))
+        if wrong.any():
+            place = int(wrong.argmax())
+            raise UserError(
+                f"token {place} is {passage.tokens[place]}, but the model has ids 0 to "
+                f"{(model.vocab or 0) - 1}; use the tokenizer that it was trained with"
+            )
+
+
+def _microbatch(
+    rows: Sequence[tuple[Passage, Window]], data: Data | None, device: torch.device
+) -> Microbatch:
+    """Windows one below the other, as inputs [W, S]. Filling stands behind a window's tokens, where
+    none of them sees it, and has no label."""
+    shape = len(rows), max(window.end - window.begin for _, window in rows)
+    tokens_WS, labels_WS = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
+    beginnings_WT = np.zeros((shape[0], shape[1] + 1), np.bool_)
+    for row, (passage, window) in enumerate(rows):
+        length, first = window.end - window.begin, window.first - window.begin
+        tokens_WS[row, :length] = passage.tokens[window.begin : window.end]
+        labels_WS[row, first:length] = passage.tokens[window.first + 1 : window.end + 1]
+        if passage.beginnings is not None:
+            beginnings_WT[row, : length + 1] = passage.beginnings[window.begin : window.end + 1]
+    heed = data or Data()
+    if heed.mask_eod:
+        labels_WS[beginnings_WT[:, 1:]] = IGNORE
+    numbers = documents(beginnings_WT[:, :-1]) if heed.reset_attention else None
+    places = positions(beginnings_WT[:, :-1]) if heed.reset_positions else None
+    tokens, labels, samples, restarted, apart = (
+        None if made is None else torch.from_numpy(made).to(device)
+        for made in (tokens_WS, labels_WS, np.arange(shape[0]), places, numbers)
+    )
+    assert tokens is not None and labels is not None and samples is not None
+    return Microbatch(tokens, labels, samples, restarted, apart)
+
+
+def read_passage(path: str, tokenizer: Tokenizer | None, reading: Reading) -> Passage:
+    """A file of text or of tokens as one passage, its documents end to end.
+
+    A text's documents end with `eod`, as those of a token file do, and one more stands before the
+    first, so that every token of the text counts. A token file, PREFIX.bin, is taken as it is: all
+    but its first token count. Raises `UserError` for files that cannot be read, that have nothing
+    to predict, and for a text without a tokenizer.
+    """
+    if path.endswith((".bin", ".idx")):
+        found = _token_file(path[:-4])
+    elif tokenizer is None:
+        raise UserError(f"{path} is text and the run had no data.tokenizer; name one")
+    else:
+        found = _text_file(path, tokenizer, reading)
+    if len(found.tokens) < 2:
+        raise UserError(f"{path} holds nothing to predict; it takes at least one token of text")
+    return found
+
+
+def _token_file(prefix: str) -> Passage:
+    file = TokenFile(prefix)
+    if file.dtype.kind not in "iu":
+        raise UserError(f"{prefix} holds {file.dtype}; token ids are whole numbers")
+    tokens = np.concatenate([file.sequence(number) for number in range(len(file))])
+    ends = np.concatenate(([0], np.cumsum(file.lengths, dtype=np.int64)))
+    starts = ends[np.asarray(file.documents[:-1], np.int64)]
+    return Passage(tokens.astype(np.int64), 1, _marks(len(tokens), starts[starts < len(tokens)]))
+
+
+def _text_file(path: str, tokenizer: Tokenizer, reading: Reading) -> Passage:
+    found = (text for piece in pieces(path, reading, _PIECE) for text in texts(piece, reading))
+    encoded = list(_encoded(found, tokenizer))
+    eod = np.array([tokenizer.eod], np.int64)
+    parts = [eod, *(part for one in encoded for part in (one, eod))]
+    lengths = [1, *(len(one) + 1 for one in encoded)]
+    tokens = np.concatenate(parts)
+    return Passage(tokens, 1, _marks(len(tokens), np.cumsum(lengths, dtype=np.int64)[:-1]))
+
+
+def _encoded(found: Iterable[str], tokenizer: Tokenizer) -> Iterator[NDArray[np.int64]]:
+    """Token ids of each text that has any."""
+    found = iter(found)
+    while some := list(islice(found, _ENCODED_AT_ONCE)):
+        for ids in tokenizer.encode_batch(some):
+            if len(ids):
+                yield ids.astype(np.int64)
+
+
+def _marks(length: int, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+    marks = np.zeros(length, np.bool_)
+    marks[places] = True
+    return marks

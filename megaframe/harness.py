@@ -1,0 +1,149 @@
+"""A model under EleutherAI's lm-evaluation-harness: its tasks, from local files, offline.
+
+Only this module imports `lm_eval`. The harness asks for three things, and each is what the rest of
+the package does already: scores of windows (`evaluation.py`) and sampling (`sampling.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+
+from megaframe.data.tokenizer import Tokenizer
+from megaframe.errors import UserError
+from megaframe.evaluation import Passage, Score, score
+from megaframe.sampling import sample
+from megaframe.stage import Stage
+
+_MOST_GENERATED = 256
+"""Tokens that are generated where a task names no number."""
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """names: of tasks or groups. folder: whose YAML files define tasks; else those that the harness
+    brings. shots: examples before each question, None as the task says. limit: questions of each
+    task, None all."""
+
+    names: Sequence[str]
+    folder: str | None = None
+    shots: int | None = None
+    limit: int | None = None
+
+
+class HarnessModel(TemplateLM):
+    """The whole model on one rank, as the harness sees it.
+
+    context: tokens of a window. batch: windows at a time. A text without anything before it is
+    predicted from an end of document, as documents are in training.
+    """
+
+    def __init__(self, stage: Stage, tokenizer: Tokenizer, *, context: int, batch: int) -> None:
+        super().__init__()
+        self._stage, self._tokenizer = stage, tokenizer
+        self._context, self._batch = context, batch
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id that ends a document."""
+        return self._tokenizer.eod
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What requests that the harness keeps belong to."""
+        return self._tokenizer.fingerprint
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Token ids of a text; special ones are never among them."""
+        return self._tokenizer.encode(string)
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
+    ) -> list[tuple[float, bool]]:
+        """Of each (texts, ids before, ids that count): their log-probability, and whether each is
+        the likeliest. What does not fit into a window is cut off at its beginning."""
+        passages = [Passage(np.array(before + ids), len(before)) for _, before, ids in requests]
+        scores = self._score(passages)
+        return [(-one.nats, one.greedy) for one in scores]
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-probability of each whole text."""
+        texts = [request.args[0] for request in requests]
+        encoded = [self._tokenizer.encode(text) for text in texts]
+        return [
+            -one.nats
+            for one in self._score(
+                [Passage(np.array([self.eot_token_id, *ids])) for ids in encoded]
+            )
+        ]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """What follows each text, up to the first of the task's ends or the end of document."""
+        return [self._generate(*request.args) for request in requests]
+
+    def _score(self, passages: list[Passage]) -> list[Score]:
+        context = self._context
+        return score(self._stage, passages, context=context, stride=context, batch=self._batch)
+
+    def _generate(self, prompt: str, wanted: Mapping[str, Any]) -> str:
+        ends = wanted.get("until") or []
+        ends = [ends] if isinstance(ends, str) else ends
+        start = self._tokenizer.encode(prompt) or [self.eot_token_id]
+        known, text = len(self._tokenizer.decode(start)), ""
+        chance = wanted.get("do_sample", True) and float(wanted.get("temperature") or 0.0)
+        for ids in sample(
+            self._stage,
+            start,
+            tokens=int(wanted.get("max_gen_toks", _MOST_GENERATED)),
+            context=self._context,
+            temperature=chance or 0.0,
+            top_k=int(wanted.get("top_k", 0)),
+            stop=self.eot_token_id,
+            generator=torch.Generator().manual_seed(0),
+        ):
+            text = self._tokenizer.decode(ids)[known:]
+            found = [text.index(end) for end in ends if end and end in text]
+            if found:
+                return text[: min(found)]
+        return text
+
+
+def evaluate_tasks(
+    stage: Stage, tokenizer: Tokenizer, tasks: Tasks, *, context: int, batch: int
+) -> dict[str, dict[str, Any]]:
+    """Metrics by task, as the harness names them. Raises `UserError` for tasks that it does not
+    know, and for those whose data is not on this machine."""
+    manager = TaskManager(include_path=tasks.folder, include_defaults=tasks.folder is None)
+    known = set(manager.all_tasks)
+    missing = [name for name in tasks.names if name not in known]
+    if missing:
+        there = ", ".join(sorted(known)[:20]) or "none"
+        raise UserError(f"--tasks {','.join(missing)}: no such task; there are: {there}")
+    model = HarnessModel(stage, tokenizer, context=context, batch=batch)
+    try:
+        found = simple_evaluate(
+            model,
+            tasks=list(tasks.names),
+            num_fewshot=tasks.shots,
+            limit=tasks.limit,
+            task_manager=manager,
+            log_samples=False,
+        )
+    except (OSError, ConnectionError, ValueError) as error:
+        raise UserError(f"--tasks {','.join(tasks.names)}: {error}") from error
+    return {} if found is None else found["results"]

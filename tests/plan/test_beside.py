@@ -1,0 +1,50 @@
+"""The planner's word on a run that has been."""
+
+import pytest
+
+from megaframe.config import dump, load
+from megaframe.errors import UserError
+from megaframe.plan.beside import beside, beside_or_why
+from megaframe.plan.cluster import cluster_names, likely_cluster
+from megaframe.plan.constants import constants_of
+from megaframe.plan.search import search
+
+SMALL = ["model.layers=4", "model.hidden=256", "model.heads=4", "model.vocab=512", "train.seq=128"]
+
+
+def folder(tmp_path, *overrides):
+    (tmp_path / "config.yaml").write_text(dump(load(None, [*SMALL, *overrides])))
+    return tmp_path
+
+
+def test_a_layout_that_waits_is_told_a_better_one(tmp_path):
+    keys = ("train.global_batch=16", "train.microbatch=4", "parallel.tensor=2")
+    path = folder(tmp_path, *keys) / "config.yaml"
+    found = beside(path, {"ranks": 4, "device": "CPU"})
+    record = found.record()
+    assert record["cluster"] == "cpu" and found.choice.layout.tensor == 2
+    assert record["step_seconds"] == pytest.approx(sum(record["breakdown"].values()), rel=1e-6)
+    sentence, *reasons = found.tries()
+    assert "instead of" in sentence and "tensor" not in sentence and reasons
+    cluster = found.cluster
+    better = search(found.choice.config, 4, cluster, constants_of(cluster.chip.family)).best
+    path.write_text(dump(better.config))
+    assert "knows none" in next(beside(path, {"ranks": 4, "device": "CPU"}).tries())
+
+
+def test_what_is_not_known_has_no_prediction(tmp_path):
+    path = folder(tmp_path) / "config.yaml"
+    with pytest.raises(UserError, match="no cluster of Abacus is known; name one by --cluster"):
+        beside(path, {"ranks": 1, "device": "Abacus"})
+    assert beside(path, {"ranks": 1, "device": "Abacus"}, "cpu").cluster.name == "cpu"
+    for environment in ({}, {"ranks": "many"}, {"ranks": 0}):
+        with pytest.raises(UserError, match=r"environment\.json does not tell how many ranks"):
+            beside(path, environment)
+    path.write_text("model: [")
+    assert beside_or_why(tmp_path, {"ranks": 1}, None)[1].startswith("no prediction: ")
+
+
+def test_devices_are_of_clusters_that_there_are():
+    names = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB", "CPU", "NVIDIA B200", "NVIDIA H200")
+    assert {likely_cluster(name) for name in names} < set(cluster_names())
+    assert likely_cluster("NVIDIA GeForce RTX 4090") is None

@@ -1,0 +1,91 @@
+"""lm-evaluation-harness over a checkpoint: its tasks from local files give what our scores give."""
+
+import json
+
+import numpy as np
+import pytest
+from test_evaluation import alone, run  # noqa: F401
+
+from megaframe.checkpoint import place
+from megaframe.data.tokenizer import load_tokenizer
+from megaframe.evaluation import Passage, score
+from megaframe.sampling import load_model
+
+pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'megaframe[evaluate]'")
+
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: {kind}
+doc_to_text: "{text}"
+doc_to_target: "{target}"
+{more}
+"""
+QUESTIONS = [
+    {"q": f"question {n}:", "options": [f"yes {n}", f"no, not {n * n}", "maybe"], "answer": n % 3}
+    for n in range(12)
+]
+TEXTS = ["one text", "and a longer one, which takes more than one window of the model", "é"]
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """A folder with three tasks: questions to choose an answer to, texts to score, and to end."""
+    folder = tmp_path_factory.mktemp("tasks")
+    for name, rows in (("questions", QUESTIONS), ("texts", [{"t": text} for text in TEXTS])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    choose = "doc_to_choice: options\nmetric_list: [{metric: acc}]"
+    rolling = "metric_list: [{metric: bits_per_byte}, {metric: byte_perplexity}]"
+    generate = (
+        'generation_kwargs: {until: ["e"], max_gen_toks: 5, do_sample: false}\n'
+        "metric_list: [{metric: exact_match}]"
+    )
+    for name, file, kind, text, target, more in (
+        ("choose", "questions", "multiple_choice", "{{q}}", "{{answer}}", choose),
+        ("roll", "texts", "loglikelihood_rolling", "", "{{t}}", rolling),
+        ("generate", "questions", "generate_until", "{{q}}", "yes", generate),
+    ):
+        file = folder / f"{file}.jsonl"
+        shown = TASK.format(name=name, file=file, kind=kind, text=text, target=target, more=more)
+        (folder / f"{name}.yaml").write_text(shown)
+    return folder
+
+
+def test_tasks_from_local_files_give_what_our_own_scores_give(alone, tasks, monkeypatch, capsys):  # noqa: F811
+    arguments = ("--checkpoint", alone, "--tasks", "choose,roll,generate", "--include", tasks)
+    run(monkeypatch, *arguments, "--json")
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["tasks"]
+    _, stage = load_model(place(str(alone)))
+    encode = load_tokenizer("bytes").encode
+
+    def nats(before, after):
+        passage = Passage(np.array([*before, *after]), len(before))
+        return score(stage, [passage], context=16, stride=16)[0].nats
+
+    right = 0
+    for row in QUESTIONS:
+        costs = [nats(encode(row["q"]), encode(f" {option}")) for option in row["options"]]
+        right += int(np.argmin(costs)) == row["answer"]
+    assert found["choose"]["acc,none"] == pytest.approx(right / len(QUESTIONS))
+    bits = sum(nats([256], encode(text)) for text in TEXTS) / np.log(2)
+    size = sum(len(text.encode()) for text in TEXTS)
+    assert found["roll"]["bits_per_byte,none"] == pytest.approx(bits / size, rel=1e-6)
+    assert found["generate"]["exact_match,none"] == 0
+
+
+def test_an_unknown_task_is_named_with_those_that_are_there(alone, tasks, monkeypatch, capsys):  # noqa: F811
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "--checkpoint", alone, "--tasks", "chose", "--include", tasks)
+    assert "no such task; there are: choose, generate, roll" in capsys.readouterr().err
+
+
+def test_a_text_is_generated_up_to_the_end_that_a_task_names(alone):  # noqa: F811
+    from megaframe.harness import HarnessModel
+
+    _, stage = load_model(place(str(alone)))
+    model = HarnessModel(stage, load_tokenizer("bytes"), context=16, batch=2)
+    whole = model._generate("some", {"max_gen_toks": 8})
+    assert 0 < len(whole) <= 8
+    assert model._generate("some", {"max_gen_toks": 8, "until": [whole[3:5]]}) == whole[:3]

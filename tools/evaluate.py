@@ -1,0 +1,168 @@
+"""Evaluate a checkpoint on held-out text, and on tasks of lm-evaluation-harness.
+
+python tools/evaluate.py --checkpoint runs/demo/checkpoints --text held-out.jsonl
+python tools/evaluate.py --checkpoint runs/demo/checkpoints --tasks mine --include my-tasks/
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from megaframe.checkpoint import place
+from megaframe.config import RunConfig
+from megaframe.data.pieces import FORMATS, Reading
+from megaframe.data.tokenizer import Tokenizer, import_library
+from megaframe.errors import UserError, reported
+from megaframe.evaluation import Score, read_passage, score
+from megaframe.sampling import load_model, tokenizer_of
+from megaframe.stage import Stage
+
+_EPILOG = """\
+A text is jsonl, parquet or plain (also .gz, .zst), or a token file, PREFIX.bin, of which all
+but the first token count. Bits per byte need a tokenizer, and compare models of different ones.
+
+Tasks come from the YAML files under --include, or from the harness; their data must be on this
+machine. A task's file can name Python code that is then run: take tasks from those whom you trust.
+"""
+
+
+def main() -> None:
+    """Load, score, print."""
+    arguments = _arguments()
+    with reported():
+        if not arguments.text and not arguments.tasks:
+            raise UserError("nothing to evaluate on; give --text FILE or --tasks NAME")
+        if arguments.tasks:
+            import_library("lm_eval", "evaluate")
+        config, stage = load_model(
+            place(arguments.checkpoint),
+            ema=arguments.ema,
+            precision=arguments.precision,
+            device=arguments.device,
+        )
+        context = arguments.context or config.train.seq
+        results: dict[str, Any] = {}
+        if arguments.text:
+            results["text"] = _on_texts(arguments, config, stage, context)
+        if arguments.tasks:
+            results["tasks"] = _on_tasks(arguments, config, stage, context)
+        if arguments.json:
+            print(json.dumps(results, default=str))
+
+
+def _on_texts(
+    arguments: argparse.Namespace, config: RunConfig, stage: Stage, context: int
+) -> dict[str, Any]:
+    """Score each file, and all of them."""
+    named = arguments.tokenizer or config.data.tokenizer
+    tokenizer: Tokenizer | None = tokenizer_of(config, named) if named else None
+    reading = Reading(arguments.key, arguments.format, arguments.split_blank_lines)
+    total, shown = Score(), {}
+    for path in arguments.text:
+        passage = read_passage(path, tokenizer, reading)
+        (found,) = score(
+            stage,
+            [passage],
+            context=context,
+            stride=context if arguments.stride is None else arguments.stride,
+            batch=arguments.batch,
+            data=config.data,
+            token_bytes=None if tokenizer is None else tokenizer.token_bytes(),
+        )
+        if not found.tokens:
+            raise UserError(f"{path}: data.mask_eod of the run leaves no token that counts")
+        total += found
+        shown[path] = _numbers(found)
+        if not arguments.json:
+            print(_line(path, found))
+    if len(arguments.text) > 1:
+        shown["all"] = _numbers(total)
+        if not arguments.json:
+            print(_line("all", total))
+    return shown
+
+
+def _on_tasks(
+    arguments: argparse.Namespace, config: RunConfig, stage: Stage, context: int
+) -> dict[str, Any]:
+    # The harness imports a package that has the name of this file.
+    here = Path(__file__).resolve().parent
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != here]
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"):
+        os.environ.setdefault(name, "1")  # read when they are imported
+    from megaframe.harness import Tasks, evaluate_tasks
+
+    names = arguments.tasks.split(",")
+    tasks = Tasks(names, arguments.include, arguments.shots, arguments.limit)
+    tokenizer = tokenizer_of(config, arguments.tokenizer)
+    results = evaluate_tasks(stage, tokenizer, tasks, context=context, batch=arguments.batch)
+    if not arguments.json:
+        for task, metrics in results.items():
+            for name, value in metrics.items():
+                if isinstance(value, float):
+                    print(f"{task}  {name.removesuffix(',none')}  {value:.4f}")
+    return results
+
+
+def _numbers(found: Score) -> dict[str, Any]:
+    return {
+        "tokens": found.tokens,
+        "loss": found.loss,
+        "perplexity": found.perplexity,
+        "bits_per_byte": found.bits_per_byte,
+    }
+
+
+def _line(name: str, found: Score) -> str:
+    line = f"{name}  tokens {found.tokens:,}  loss {found.loss:.4f}"
+    line += f"  perplexity {found.perplexity:.4g}"
+    bits = found.bits_per_byte
+    return line if bits is None else f"{line}  bits per byte {bits:.4f}"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Evaluate a checkpoint on held-out text and on tasks.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--checkpoint",
+        required=True,
+        help="a checkpoint, or a folder of them, of which the latest is taken; path or URL",
+    )
+    add("--text", nargs="+", metavar="FILE", help="held-out text, or token files")
+    add("--context", type=_positive, help="tokens of a window (default: train.seq of the run)")
+    add("--stride", type=_positive, help="tokens that a window counts beyond the one before it, "
+        "1 to the context, its default; fewer see more before them and cost more")  # fmt: skip
+    add("--precision", choices=("fp32", "bf16", "fp64"), help="of products (default: the run's)")
+    add("--batch", type=_positive, default=8, help="windows at a time (default: %(default)s)")
+    add("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu; cuda is not tried")
+    add("--ema", action="store_true", help="use the average of the weights (optim.ema)")
+    add("--tokenizer", help="KIND:PATH; default: the tokenizer of the run")
+    add("--key", default="text", help="jsonl key or Parquet column of the text (default: text)")
+    add("--format", choices=FORMATS, default="auto", help="of all texts (default: by suffix)")
+    add("--split-blank-lines", action="store_true", help="plain text: a document per paragraph")
+    add("--tasks", metavar="NAME,NAME", help="tasks of lm-evaluation-harness")
+    add("--include", metavar="FOLDER", help="YAML files of tasks, in place of the harness's own")
+    add("--shots", type=int, help="examples before each question (default: as the task says)")
+    add("--limit", type=_positive, help="questions of each task (default: all)")
+    add("--json", action="store_true", help="print one JSON object")
+    return parser.parse_args()
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is too few; use 1 or more")
+    return number
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Print all options of a run as Markdown: what docs/options.md holds.
+
+python tools/options.py > docs/options.md
+"""
+
+from __future__ import annotations
+
+from megaframe.config.describe import Key, keys
+
+_BEGIN = """\
+# Options
+
+Every key of a run with what it takes and its default, as `tools/options.py` writes it from the \
+schema; a test holds the two together. `pretrain_gpt.py --explain KEY` says the same of one key. \
+A default that is `derived` follows from other keys, as its text says.\
+"""
+
+
+def table() -> str:
+    """The whole page."""
+    parts = [_BEGIN]
+    for name, section in keys().items():
+        inner = [key for key in keys().values() if key.name.rpartition(".")[0] == name]
+        leaves = [key for key in inner if not key.section or key.nullable]
+        if section.section and leaves:
+            parts.append(_section(section, leaves))
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(section: Key, leaves: list[Key]) -> str:
+    lines = [f"## {section.name}", "", section.text, ""] if section.text else [section.name, ""]
+    lines += ["| key | takes | default | |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join(_cells(key))} |" for key in leaves]
+    return "\n".join(lines)
+
+
+def _cells(key: Key) -> list[str]:
+    takes = f"keys of {key.name}, or null" if key.section else key.allowed
+    cells = [f"`{key.name}`", takes, f"`{key.default}`", key.text]
+    return [cell.replace("|", "\\|") for cell in cells]
+
+
+def main() -> None:
+    """Print it."""
+    print(table(), end="")
+
+
+if __name__ == "__main__":
+    main()
