@@ -11,7 +11,7 @@ import os
 
 from megaframe import __version__
 from megaframe.config import explain, listing, load
-from megaframe.errors import LostRanks, reported
+from megaframe.errors import reported
 from megaframe.layout import Layout
 from megaframe.plan.check import check
 from megaframe.plan.elastic import fitted
@@ -26,11 +26,12 @@ def main() -> None:
         return
     # Ranks that are lost are named below; torch's warnings would add pages of C++ stack to it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from megaframe.attempts import train
     from megaframe.automatic import cluster_of, with_layout
     from megaframe.describe import describe
     from megaframe.faults.leaving import record_flights
-    from megaframe.mesh import Mesh, global_rank, world_size
-    from megaframe.trainer import Trainer, resolve
+    from megaframe.mesh import global_rank, world_size
+    from megaframe.trainer import resolve
 
     with reported(rank=global_rank()):
         world = world_size()
@@ -46,20 +47,7 @@ def main() -> None:
         if global_rank() >= world:
             return  # a layout that fits has no use for this rank
         record_flights(config)
-        parallel = config.parallel
-        mesh = Mesh(
-            layout,
-            device=config.run.device,
-            timeout=parallel.timeout,
-            serial=parallel.serial,
-            check_collectives=config.faults.check_collectives,
-        )
-        try:
-            Trainer(config, mesh, notes).run()
-        except LostRanks as lost:
-            mesh.leave(lost)
-        finally:
-            mesh.close()
+        train(config, layout, notes)
 
 
 def parse_arguments() -> argparse.Namespace:

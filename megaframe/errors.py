@@ -17,6 +17,10 @@ class UserError(Exception):
     """A mistake in a config, a file or a command line; its text is the whole message."""
 
 
+class Unreadable(UserError):
+    """A file that is damaged, or cannot be read; what was saved before may do instead."""
+
+
 class LostRanks(RuntimeError):
     """Communication failed or timed out; one of `ranks` may be dead or stuck."""
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from megaframe.comm import Group, Ring, Waits
 from megaframe.comm.alike import Alike
+from megaframe.comm.connections import Connections
 from megaframe.comm.order import Order
 from megaframe.comm.place import Place
 from megaframe.comm.start import fresh_store
@@ -65,8 +65,9 @@ class Mesh:
     """This rank's place in the layout, its process groups, its store and its device.
 
     alone: play this rank without any other, with groups in which all do the like (`comm/alike.py`)
-    and tensors without content. Raises `UserError` when `device` is not there, `LostRanks` when not
-    all ranks come.
+    and tensors without content. meeting: the store in which an earlier mesh of this process met the
+    other ranks, and in which it meets them again. Raises `UserError` when `device` is not there,
+    `LostRanks` when not all ranks come.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Mesh:
         check_collectives: bool = False,
         axis_sets: Sequence[tuple[str, ...]] = AXIS_SETS,
         alone: int | None = None,
+        meeting: dist.Store | None = None,
     ) -> None:
         self.layout = layout
         self.rank = global_rank() if alone is None else alone
@@ -96,6 +98,9 @@ class Mesh:
         self._watch: Watch | None = None
         self._rank_of: tuple[int, ...] = ()
         self._links: dict[tuple[int, int], Group] = {}
+        self.connections = Connections(int(os.environ.get("MASTER_PORT", "0")))
+        self.meeting = meeting
+        """The store in which the ranks of all starts meet."""
         with self._gathering():
             if layout.world > 1 and not self._alone:
                 self.store = self._rendezvous()
@@ -109,7 +114,11 @@ class Mesh:
         """The data ranks, over connections of their own on the host: for numbers that must not
         queue behind large transfers."""
         if layout.world > 1 and not self._alone:
-            self._watch = Watch(self.store, layout, self.rank, timeout, self.place)
+            self._watch = self._watching()
+
+    def _watching(self) -> Watch:
+        cut = self.connections.cut
+        return Watch(self.store, self.layout, self.rank, self._timeout, self.place, cut)
 
     def group(self, *axes: str) -> Group:
         """The group of ranks over `axes`."""
@@ -209,9 +218,7 @@ class Mesh:
         (ranks,) = self.layout.groups(*axes)
         handle = None
         if len(ranks) > 1:
-            with self._gathering():
-                limit = timedelta(seconds=self._timeout)
-                handle = dist.new_group(ranks, timeout=limit, backend="gloo")
+            handle = self._new_handle(ranks, "gloo")
         return Group(axes, ranks, self.rank, handle)
 
     @property
@@ -244,16 +251,23 @@ class Mesh:
         """From now on end the run when what `place` says to be under way takes more than so many
         seconds on any rank; stacks are written into `folder`. All ranks call it; 0 is no limit."""
         if limit and self._watch is None:
-            self._watch = Watch(self.store, self.layout, self.rank, self._timeout, self.place)
+            self._watch = self._watching()
         if self._watch is not None:
             self._watch.rank_of = self._rank_of
             self._watch.limit, self._watch.folder = limit, folder
 
-    def leave(self, lost: LostRanks) -> NoReturn:
-        """Say which rank is at fault and end this process; see `Watch.leave`."""
+    def may_begin_again(self, asked: Callable[[], bool]) -> None:
+        """Let the ranks begin again in their processes when nothing but a transfer has failed, as
+        far as `asked` then says so. NCCL's transfers nobody here ends: with them ranks leave."""
+        if self._watch is not None and self.device.type == "cpu":
+            self._watch.may_begin_again = asked
+
+    def leave(self, lost: LostRanks) -> str:
+        """Say which rank is at fault and end this process, or return where the ranks begin again;
+        see `Watch.leave`."""
         if self._watch is None:
             raise lost
-        self._watch.leave(lost)
+        return self._watch.leave(lost)
 
     def close(self) -> None:
         """End all process groups."""
@@ -266,11 +280,14 @@ class Mesh:
         limit = timedelta(seconds=self._timeout)
         # The launcher may have started more ranks than the layout uses (`faults.elastic`).
         known = self.rank, self.layout.world
-        store, rank, world = next(dist.rendezvous("env://", *known, timeout=limit))
-        store.set_timeout(limit)
-        store = fresh_store(store, rank, world, self._timeout)
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+        rank, world = known
+        if self.meeting is None:
+            self.meeting, rank, world = next(dist.rendezvous("env://", *known, timeout=limit))
+            self.meeting.set_timeout(limit)
+        store = fresh_store(self.meeting, rank, world, self._timeout)
+        kind = "nccl" if self.device.type == "cuda" else "gloo"
+        with self.connections.made():
+            dist.init_process_group(kind, store=store, rank=rank, world_size=world, timeout=limit)
         return dist.PrefixStore("megaframe", store)
 
     @contextmanager
@@ -318,7 +335,7 @@ class Mesh:
         """A process group; of a rank that is alone only those with it."""
         if self._alone:
             return Alike(ranks.index(self.rank), len(ranks)) if self.rank in ranks else None
-        with self._gathering():
+        with self._gathering(), self.connections.made():
             limit = timedelta(seconds=self._timeout)
             return dist.new_group(ranks, timeout=limit, backend=backend)
 

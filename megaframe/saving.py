@@ -6,26 +6,31 @@ tried. Only the last of a run has to succeed.
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from pydantic import JsonValue
 
-from megaframe.checkpoint import Checkpoint, Slice, Writer, find, open_checkpoint, place
+from megaframe.checkpoint import Checkpoint, Place, Slice, Writer, find, open_checkpoint, place
+from megaframe.checkpoint.folder import checkpoints, step_of
 from megaframe.checkpoint.gather import gather_json
 from megaframe.checkpoint.memory import MemoryWriter, Peers
 from megaframe.checkpoint.ram import Ram
 from megaframe.checkpoint.recall import Recalled, recall
-from megaframe.comm import Group
+from megaframe.comm import Group, all_reduce
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.mesh import Mesh, ranks_on_this_node
 
 _LONG = 1.0
 """Seconds that a step waits for the save before, from which on it is said."""
+_GRACE = 10.0
+"""Seconds that a save may still take when the ranks begin again."""
 _ID = "run-id"
 """File in the run folder: to which run copies in memory belong."""
 
@@ -42,8 +47,8 @@ class Saving:
         self._ram: Ram | None = None
         self._writer: Writer | None = None
         self._memory: MemoryWriter | None = None
-        self.notes: list[str] = []
-        """What is to be said once the run can say anything."""
+        self._notes: list[str] = []
+        self._agreements = 0
         if config.checkpoint.memory_every:
             self._group = mesh.beside()
             self._ram = Ram.of(Path(config.checkpoint.memory_dir), self._folder)
@@ -59,14 +64,52 @@ class Saving:
         if run is None:
             return saved
         step = None if saved is None else saved.step
-        recalled = recall(self._ram, run, self._group, step, self.notes.append)
+        recalled = recall(self._ram, run, self._group, step, self._notes.append)
         if recalled is None:
             return saved
         if saved is not None:
             saved.close()
         than = "none is saved" if step is None else f"the newest that is saved is of step {step}"
-        self.notes.append(f"continued from copies in memory of step {recalled.step}; {than}")
+        self._notes.append(f"continued from copies in memory of step {recalled.step}; {than}")
         return recalled
+
+    def take_notes(self) -> list[str]:
+        """What is to be said, once the run can say anything."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def agree(self, wrong: str) -> str:
+        """What the first rank that has something to say says, to all ranks; empty where none has.
+        All ranks call it."""
+        mesh = self._mesh
+        mine = mesh.rank if wrong else mesh.world.size
+        first = int(all_reduce(torch.tensor(mine, device=mesh.device), mesh.world, "min").wait())
+        if first == mesh.world.size:
+            return ""
+        return self._told(wrong if mesh.rank == first else None)
+
+    def before(self, source: Checkpoint, wrong: str) -> Checkpoint:
+        """The newest checkpoint before one that cannot be read, open. All ranks call it, and get
+        the same. wrong: what is wrong with that one. Raises `UserError` where the config asks for
+        that one by its name, or where none is left."""
+        asked = self._config.checkpoint.resume
+        if source.path.parent != self.home or (asked and source.path == place(asked)):
+            raise UserError(wrong)
+        text = json.dumps(_whole_before(self.home, source.step)) if self._mesh.rank == 0 else None
+        name, problems = json.loads(self._told(text))
+        wrong = "; ".join([wrong, *problems])
+        if not name:
+            raise UserError(f"{wrong}; no checkpoint before it is whole")
+        self._notes.append(f"{wrong}; continued from {name} instead")
+        return open_checkpoint(self.home / name)
+
+    def _told(self, text: str | None) -> str:
+        """What one rank tells all; None on the others. All ranks call it."""
+        self._agreements += 1
+        key, store = f"saving/{self._agreements}", self._mesh.store
+        if text is not None:
+            store.set(key, text)
+        return store.get(key).decode()
 
     def begin(self, source: Checkpoint | None) -> None:
         """Get ready to save. All ranks call it, when none needs anything any more that is saved but
@@ -149,6 +192,13 @@ class Saving:
             if self._writer is not None or not leaving:
                 self._memory.close()
 
+    def let_go(self) -> None:
+        """The ranks have lost each other, and begin again: return when what this rank is saving is
+        there or has failed, or when it waits for too long for a rank that has not begun that."""
+        for writer in (self._writer, self._memory):
+            if writer is not None:
+                writer.let_go(_GRACE)
+
     def _report(self, ask: Callable[[], object], note: Callable[[str], None]) -> None:
         try:
             ask()
@@ -167,3 +217,18 @@ class Saving:
                 path.write_text(found + "\n", encoding="ascii")
         told: str | None = gather_json(group, found)[0]
         return told
+
+
+def _whole_before(home: Place, step: int) -> tuple[str, list[str]]:
+    """The name of the newest checkpoint of a step before one whose manifest is whole and whose
+    files have the right sizes, empty where there is none; and what is wrong with those between."""
+    problems: list[str] = []
+    for path in checkpoints(home):
+        if step_of(path) < step:
+            try:
+                open_checkpoint(path).close()
+            except UserError as error:
+                problems.append(str(error))
+            else:
+                return path.name, problems
+    return "", problems

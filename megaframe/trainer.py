@@ -20,7 +20,7 @@ from megaframe.config import RunConfig, dump
 from megaframe.data.loader import Loader
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.engine import Outcome
-from megaframe.errors import UserError
+from megaframe.errors import Unreadable, UserError
 from megaframe.faults.guard import Guard
 from megaframe.faults.leaving import exit_status, heeding_signals
 from megaframe.faults.ledger import Ledger
@@ -88,7 +88,7 @@ class Trainer:
             self.meter.note(
                 "what compression had not sent yet is dropped: it belongs to another layout"
             )
-        for line in (*self._new_state, *self.saving.notes):
+        for line in (*self._new_state, *self.saving.take_notes()):
             self.meter.note(line)
         if config.optim.offload and mesh.device.type == "cpu":
             self.meter.note("optim.offload=true does nothing on a CPU: all memory is the host's")
@@ -122,6 +122,12 @@ class Trainer:
         if not self._at_end():
             raise SystemExit(exit_status(self.guard.told))
 
+    def let_go(self) -> None:
+        """The ranks have lost each other, and the next trainer of this process continues the run:
+        leave it what this one has open."""
+        self.saving.let_go()
+        self.meter.let_go()
+
     def _finished(self) -> bool:
         """Whether nothing is left to do, not even again."""
         over = self.guard.told or self._at_end()
@@ -133,6 +139,7 @@ class Trainer:
     def _one_step(self) -> None:
         """A step with what follows it: evaluation, what is known by now of steps, a checkpoint."""
         guard, config = self.guard, self.config
+        self.mesh.place.step = self.step + 1
         guard.begin(f"step {self.step + 1}")
         self._train_step()
         if self._due(config.train.eval_every):
@@ -288,13 +295,31 @@ class Trainer:
         if path is None:
             return None
         state = self._restore(open_checkpoint(path))
+        for line in self.saving.take_notes():
+            self.meter.note(line)
         self.saving.rewind()
         self._loss_before = None
         return self.step, state
 
     def _restore(self, source: Checkpoint) -> RunState:
-        """Continue from a checkpoint, also in the middle of a run."""
+        """Continue from a checkpoint, also in the middle of a run; from the newest one before it
+        that all ranks can read, where they cannot read this."""
         self.optimizer.settle()
+        wrong = ""
+        try:
+            state = self._load(source)
+        except Unreadable as error:
+            wrong = str(error)
+        wrong = self.saving.agree(wrong)
+        if wrong:
+            return self._restore(self.saving.before(source, wrong))
+        self.optimizer.load_state(state.optimizer)
+        self.loader.load(state.data)
+        self._loss_before = state.loss
+        return state
+
+    def _load(self, source: Checkpoint) -> RunState:
+        """Fill this rank's tensors from a checkpoint. Returns what else is in it."""
         with source as checkpoint:
             state = read_state(checkpoint)
             check_same_model(state.config, self.config, checkpoint.path)
@@ -304,9 +329,6 @@ class Trainer:
             self._new_state = list(new_state(slices, checkpoint.tensors))
             self._dropped = not unsent and any(n.startswith(UNSENT) for n in checkpoint.tensors)
             self.step = checkpoint.step
-        self.optimizer.load_state(state.optimizer)
-        self.loader.load(state.data)
-        self._loss_before = state.loss
         return state
 
     def _start_warm(self) -> None:

@@ -1,68 +1,279 @@
 """Breaks runs on purpose, and looks whether they notice, go on by themselves, and lose nothing.
 
-python tools/drill.py --ranks 4 --faults kill,stop,term,fewer --rounds 5 --folder runs/drill
+python tools/drill.py --ranks 4 --faults kill,stop,link --rounds 5 --folder runs/drill
 
-Each round starts a small run under torchrun, does one thing to one rank at a random moment (of a
-step, a save or a load), and waits for the end of the run. The losses must be those of a run that
-nobody disturbed: bitwise, or to 1e-10 where the layout changed.
+Each round starts a small run, does one thing to it at a random moment, and waits for the end of the
+run. What was done must be named, and the losses must be those of a run that nobody disturbed:
+bitwise, or to 1e-10 where the layout changed. What numbers, memory and code of a rank can do wrong
+needs to be done inside of its process: tests/faults does that.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
-import numpy as np
+from drill_hosts import hosts, small_disk
+from drill_runs import (
+    EVERY,
+    LIMIT,
+    STEPS,
+    Drill,
+    Process,
+    Skipped,
+    corpus,
+    end,
+    finish,
+    import_seconds,
+    wait_for,
+    workers,
+)
 
-from megaframe.data.indexed import TokenFileWriter
-
-ROOT = Path(__file__).resolve().parent.parent
-STEPS, EVERY, LIMIT = 60, 5, 300.0
-"""Steps of a run, steps between its saves, and seconds after which a round has failed."""
-SHAPE = {
-    "model.layers": 4,
-    "model.hidden": 64,
-    "model.heads": 4,
-    "model.vocab": 61,
-    "train.seq": 64,
-    "train.steps": STEPS,
-    "train.global_batch": 8,
-    "train.microbatch": 1,
-    "train.precision": "fp64",
-    "checkpoint.every": EVERY,
-    "checkpoint.keep": 4,
-    "checkpoint.resume": "latest",
-    "data.split": "[1, 0, 0]",
-    "meter.peak_tflops": 1,
-    "faults.step_timeout": 8,
-    "faults.elastic": "true",
-    "parallel.timeout": 60,
-    "parallel.pipeline": 2,
-}
+LATEST = STEPS - 20
+"""The last step after which something is done."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """What was done, and how it went. seconds: from there to the next line of a step."""
+    """What was done, and what was said of it. seconds: from there to the next step, None where the
+    run has gone on all the time."""
 
-    fault: str
-    rank: int
-    after: int
-    seconds: float
-    largest: float
+    what: str
     said: str
+    seconds: float | None = None
+
+
+def struck(drill: Drill, draw: random.Random, number: signal.Signals) -> Round:
+    """One rank gets a signal."""
+    process = drill.launch()
+    step = drill.reached(draw.randrange(1, LATEST), process)
+    time.sleep(draw.random() * 0.2)
+    rank = draw.randrange(drill.ranks)
+    os.kill(workers(process.pid)[rank], number)
+    struck_at = time.monotonic()
+    seconds = drill.goes_on(process) - struck_at
+    finish(process)
+    return Round(f"{number.name} to rank {rank} after step {step}", drill.verdict(), seconds)
+
+
+def kill(drill: Drill, draw: random.Random) -> Round:
+    """kill -9 of a rank at any moment of a step"""
+    return struck(drill, draw, signal.SIGKILL)
+
+
+def stop(drill: Drill, draw: random.Random) -> Round:
+    """a rank hangs, and heeds nothing"""
+    return struck(drill, draw, signal.SIGSTOP)
+
+
+def save(drill: Drill, draw: random.Random) -> Round:
+    """kill -9 of a rank in a save"""
+    process = drill.launch(checkpoint__memory_every=0)
+    drill.reached(draw.randrange(1, LATEST), process)
+    home = drill.run / "checkpoints"
+    wait_for(lambda: any(home.glob("*.tmp")), process, 5e-4)
+    time.sleep(draw.random() * 0.01)
+    rank = draw.randrange(drill.ranks)
+    os.kill(workers(process.pid)[rank], signal.SIGKILL)
+    struck_at = time.monotonic()
+    seconds = drill.goes_on(process) - struck_at
+    finish(process)
+    return Round(f"kill of rank {rank} in a save", drill.verdict(), seconds)
+
+
+def load(drill: Drill, draw: random.Random) -> Round:
+    """kill -9 of a rank, and of one while the run starts again and loads"""
+    process = drill.launch()
+    drill.reached(draw.randrange(1, LATEST), process)
+    first = workers(process.pid)
+    os.kill(first[draw.randrange(drill.ranks)], signal.SIGKILL)
+    struck_at = time.monotonic()
+    wait_for(lambda: _others(process, first) == drill.ranks, process)
+    time.sleep(draw.random() * 4.0)
+    rank = draw.randrange(drill.ranks)
+    os.kill(workers(process.pid)[rank], signal.SIGKILL)
+    seconds = drill.goes_on(process) - struck_at
+    finish(process)
+    return Round(f"kill of a rank, and of rank {rank} in the start after", drill.verdict(), seconds)
+
+
+def _others(process: Process, before: dict[int, int]) -> int:
+    return len(set(workers(process.pid).values()) - set(before.values()))
+
+
+def term(drill: Drill, draw: random.Random) -> Round:
+    """the launcher is asked to leave, as before a node is taken away, and started again"""
+    process = drill.launch()
+    step = drill.reached(draw.randrange(1, LATEST), process)
+    asked_at = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    process.wait(LIMIT)
+    saved = json.loads((drill.newest / "manifest.json").read_text())["step"]
+    process = drill.launch()
+    seconds = drill.goes_on(process) - asked_at
+    finish(process)
+    return Round(f"asked to leave after step {step}", f"saved step {saved} on the way out", seconds)
+
+
+def fewer(drill: Drill, draw: random.Random) -> Round:
+    """a rank is killed, one fewer comes back, and later all of them"""
+    process = drill.launch(restarts=0)
+    drill.reached(draw.randrange(1, STEPS // 2), process)
+    rank = draw.randrange(drill.ranks)
+    os.kill(workers(process.pid)[rank], signal.SIGKILL)
+    struck_at = time.monotonic()
+    process.wait(LIMIT)
+    process = drill.launch(drill.ranks - 1, restarts=0)
+    seconds = drill.goes_on(process) - struck_at
+    drill.reached(drill.steps[-1] + EVERY + 2, process)
+    process.send_signal(signal.SIGTERM)
+    process.wait(LIMIT)
+    finish(drill.launch())
+    what = f"kill of rank {rank}, then {drill.ranks - 1} ranks, then {drill.ranks}"
+    return Round(what, drill.verdict(), seconds)
+
+
+def slow(drill: Drill, draw: random.Random) -> Round:
+    """a rank stands still for two thirds of the time"""
+    process = drill.launch(faults__straggler_factor=2)
+    drill.reached(1, process)
+    rank = draw.randrange(drill.ranks)
+    pid = workers(process.pid)[rank]
+    words = f"rank {rank} is slow"
+    while process.poll() is None and drill.steps[-1] < LATEST and not drill.noted(words):
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.02)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.01)
+    finish(process)
+    return Round(f"rank {rank} slowed down", drill.noted(words))
+
+
+def full(drill: Drill, draw: random.Random) -> Round:
+    """the disk of the checkpoints is full for a while"""
+    filler = drill.run / "checkpoints/filler"
+
+    def fill() -> None:
+        with open(filler, "wb") as file:
+            try:
+                while True:
+                    file.write(bytes(1 << 16))
+                    file.flush()
+            except OSError:
+                pass
+
+    return _without_disk(drill, draw, fill, filler.unlink)
+
+
+def read_only(drill: Drill, draw: random.Random) -> Round:
+    """the folder of the checkpoints is read-only for a while"""
+
+    def remount(how: str) -> None:
+        command = ["mount", "-o", f"remount,{how}", str(drill.run / "checkpoints")]
+        while subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode:
+            time.sleep(0.01)  # a file is open for writing
+
+    return _without_disk(drill, draw, lambda: remount("ro"), lambda: remount("rw"))
+
+
+def _without_disk(
+    drill: Drill, draw: random.Random, take: Callable[[], None], give: Callable[[], None]
+) -> Round:
+    with small_disk(drill.run / "checkpoints", "64m"):
+        process = drill.launch()
+        step = drill.reached(draw.randrange(1, LATEST), process)
+        take()
+        wait_for(lambda: bool(drill.noted("warning: ")), process)
+        give()
+        finish(process)
+        return Round(f"no disk after step {step}", drill.noted("warning: "))
+
+
+def damage(drill: Drill, draw: random.Random) -> Round:
+    """all ranks are killed at once, and a file of the newest checkpoint is damaged"""
+    process = drill.launch(checkpoint__memory_every=0)
+    drill.reached(draw.randrange(3 * EVERY, LATEST), process)
+    end(process)
+    step, home = drill.newest, drill.run / "checkpoints"
+    shard = step / f"rank-{draw.randrange(drill.ranks):05d}.safetensors"
+    flips = [("flip", path) for path in (shard, step / "manifest.json", home / "latest")]
+    how, path = draw.choice([*flips, ("cut", shard), ("remove", shard)])
+    content = bytearray(path.read_bytes())
+    if how == "flip":
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.write_bytes(content)
+    elif how == "cut":
+        path.write_bytes(content[: draw.randrange(len(content))])
+    else:
+        path.unlink()
+    finish(drill.launch(checkpoint__memory_every=0))
+    name = path.name
+    said = drill.noted(name) or next(
+        (one for one in drill.text("console.txt").splitlines() if name in one), ""
+    )
+    return Round(f"{how} of {path.relative_to(home)}", said)
+
+
+def link(drill: Drill, draw: random.Random) -> Round:
+    """the link over which hosts exchange tensors is down, that to the store is not"""
+    with hosts() as both:
+        first, *_ = both.start(drill)
+        step = drill.reached(draw.randrange(1, LATEST), first)
+        both.set("data", "down")
+        struck_at = time.monotonic()
+        wait_for(lambda: (drill.run / "faults/ended.jsonl").exists(), first)
+        both.set("data", "up")
+        seconds = drill.goes_on(first) - struck_at
+        statuses = both.finish()
+    what = f"data link down after step {step}, statuses {statuses}"
+    return Round(what, drill.noted("begun again in the same processes"), seconds)
+
+
+def network(drill: Drill, draw: random.Random) -> Round:
+    """two hosts lose each other altogether, and are started again later"""
+    with hosts() as both:
+        changes = {"parallel__timeout": 10}
+        first, *_ = both.start(drill, **changes)
+        step = drill.reached(draw.randrange(1, LATEST), first)
+        both.set("data", "down")
+        both.set("control", "down")
+        struck_at = time.monotonic()
+        statuses = both.finish()
+        seconds = time.monotonic() - struck_at
+        both.set("data", "up")
+        both.set("control", "up")
+        both.start(drill, **changes)
+        both.finish()
+    what = f"no network after step {step}, all left within {seconds:.1f} s with {set(statuses)}"
+    return Round(what, drill.verdict())
+
+
+KINDS: dict[str, Callable[[Drill, random.Random], Round]] = {
+    "kill": kill,
+    "save": save,
+    "load": load,
+    "stop": stop,
+    "slow": slow,
+    "term": term,
+    "fewer": fewer,
+    "full": full,
+    "read-only": read_only,
+    "damage": damage,
+    "link": link,
+    "network": network,
+}
 
 
 def main() -> None:
@@ -74,219 +285,75 @@ def main() -> None:
     corpus(folder / "tokens")
     importing = import_seconds()
     print(f"import of torch: {importing:.1f} s", flush=True)
-    whole = folder / "whole"
-    finish(launch(folder, whole, arguments.ranks))
-    expected, bad = losses(whole), 0
+    whole = Drill(folder, folder / "whole", arguments.ranks)
+    finish(whole.launch())
+    expected, bad = whole.losses, 0
+    lost: dict[str, list[dict[str, float]]] = defaultdict(list)
     for number in range(arguments.rounds):
-        for fault in arguments.faults.split(","):
-            run = folder / f"{fault}-{number}"
-            done = FAULTS[fault](folder, run, arguments.ranks, draw)
-            found = losses(run)
-            largest = max(
-                (abs(a - b) / abs(b) for a, b in zip(found, expected, strict=False)), default=1.0
-            )
-            limit = 1e-10 if fault == "fewer" else 0.0
-            good = len(found) == len(expected) and largest <= limit
-            bad += not good
-            print(
-                f"{fault:<6} rank {done.rank} after {done.after:>2} steps: next step after "
-                f"{done.seconds:5.1f} s, {done.seconds - importing:5.1f} s beyond the import; "
-                f"losses differ by {largest:.1e} {'' if good else 'FAILED '}| {done.said}",
-                flush=True,
-            )
+        for fault in arguments.faults:
+            drill = Drill(folder, folder / f"{fault}-{number}", arguments.ranks)
+            try:
+                done = KINDS[fault](drill, draw)
+            except Skipped as why:
+                print(f"{fault:<9} skipped: {why}", flush=True)
+                continue
+            good, text = judged(drill, expected, 1e-10 if fault == "fewer" else 0.0)
+            bad += not (good and done.said)
+            lost[fault].append(drill.lost)
+            if done.seconds is not None:
+                text += f"; next step after {done.seconds:.1f} s"
+            verdict = "" if good and done.said else "FAILED "
+            print(f"{fault:<9} {verdict}{done.what}; {text}", flush=True)
+            print(f"{'':<9} said: {done.said[:200] or 'nothing'}", flush=True)
+    costs = measured(lost, importing)
+    costs["whole"] = {"stall": round(whole.stall, 4)}
+    print(json.dumps(costs))
+    if arguments.write is not None:
+        arguments.write.write_text(json.dumps(costs, indent=1) + "\n", encoding="utf-8")
     sys.exit(bool(bad))
 
 
-def struck(number: int) -> Callable[[Path, Path, int, random.Random], Round]:
-    """A round in which one rank gets a signal."""
-
-    def run_round(folder: Path, run: Path, ranks: int, draw: random.Random) -> Round:
-        process = launch(folder, run, ranks)
-        after, rank = draw.randrange(1, STEPS - 10), draw.randrange(ranks)
-        wait_for(lambda: len(steps(run)) >= after, process)
-        time.sleep(draw.random() * 0.2)
-        pid = workers(process.pid)[rank]
-        before = steps(run)[-1]
-        os.kill(pid, number)
-        struck_at = time.monotonic()
-        reached = wait_for_another_start(run, before, process)
-        finish(process)
-        name = signal.Signals(number).name
-        return Round(name, rank, before, reached - struck_at, 0.0, verdict(run))
-
-    return run_round
+def judged(drill: Drill, expected: Sequence[float], limit: float) -> tuple[bool, str]:
+    """Whether the losses are those of the undisturbed run, and what they differ by, in words."""
+    found = drill.losses
+    if len(found) != len(expected):
+        return False, f"{len(drill.steps)} steps instead of {len(expected)}"
+    largest = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+    return largest <= limit, f"losses differ by {largest:.1e}"
 
 
-def told(folder: Path, run: Path, ranks: int, draw: random.Random) -> Round:
-    """The launcher is asked to leave, as before a node is taken away; then the run is started
-    again."""
-    process = launch(folder, run, ranks)
-    after = draw.randrange(1, STEPS - 10)
-    wait_for(lambda: len(steps(run)) >= after, process)
-    before, struck_at = steps(run)[-1], time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    process.wait(LIMIT)
-    saved = json.loads((newest(run) / "manifest.json").read_text())["step"]
-    process = launch(folder, run, ranks)
-    reached = wait_for_another_start(run, saved, process)
-    finish(process)
-    said = f"saved step {saved} on the way out"
-    return Round("term", -1, before, reached - struck_at, 0.0, said)
-
-
-def fewer(folder: Path, run: Path, ranks: int, draw: random.Random) -> Round:
-    """A rank is killed, one fewer comes back, and later all of them."""
-    process = launch(folder, run, ranks, restarts=0)
-    after, rank = draw.randrange(1, STEPS // 2), draw.randrange(ranks)
-    wait_for(lambda: len(steps(run)) >= after, process)
-    before = steps(run)[-1]
-    os.kill(workers(process.pid)[rank], signal.SIGKILL)
-    struck_at = time.monotonic()
-    process.wait(LIMIT)
-    process = launch(folder, run, ranks - 1, restarts=0)
-    reached = wait_for_another_start(run, before, process)
-    wait_for(lambda: len(steps(run)) >= before + EVERY + 2, process)
-    process.send_signal(signal.SIGTERM)
-    process.wait(LIMIT)
-    finish(launch(folder, run, ranks))
-    return Round(
-        "fewer", rank, before, reached - struck_at, 0.0, f"{ranks - 1} ranks, then {ranks}"
-    )
-
-
-FAULTS = {
-    "kill": struck(signal.SIGKILL),
-    "stop": struck(signal.SIGSTOP),
-    "term": told,
-    "fewer": fewer,
-}
-
-
-def launch(folder: Path, run: Path, ranks: int, restarts: int = 3) -> subprocess.Popen[bytes]:
-    """A run under torchrun; what it says goes into the run's folder."""
-    keys = {**SHAPE, "run.dir": run, "data.sources": f"[{{path: {folder / 'tokens'}}}]"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--max-restarts", str(restarts), "--master-port", str(free_port())]
-    command += [str(ROOT / "pretrain_gpt.py"), *(f"{key}={value}" for key, value in keys.items())]
-    run.mkdir(parents=True, exist_ok=True)
-    with open(run / "console.txt", "ab") as console:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
-        return subprocess.Popen(command, stdout=console, stderr=console, env=environment)
-
-
-def finish(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the end; what does not end is ended."""
-    try:
-        process.wait(LIMIT)
-    except subprocess.TimeoutExpired:
-        process.kill()
-
-
-def wait_for(there: Callable[[], bool], process: subprocess.Popen[bytes]) -> float:
-    """Return when it is so, or the process or the time has ended; the moment."""
-    deadline = time.monotonic() + LIMIT
-    while process.poll() is None and time.monotonic() < deadline and not there():
-        time.sleep(0.02)
-    return time.monotonic()
-
-
-def wait_for_another_start(run: Path, before: int, process: subprocess.Popen[bytes]) -> float:
-    """Return when the run has gone back to a checkpoint and made a step from there."""
-    ledger = run / "faults/ledger.jsonl"
-    starts = ledger.read_text().count('"start"') if ledger.exists() else 0
-    wait_for(lambda: ledger.read_text().count('"start"') > starts, process)
-    started = json.loads(
-        [line for line in ledger.read_text().splitlines() if '"start"' in line][-1]
-    )
-    return wait_for(lambda: steps(run)[-1:] > [started["step"]], process)
-
-
-def workers(launcher: int) -> dict[int, int]:
-    """Process of each rank that a launcher has started."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            variables = (path / "environ").read_bytes().split(b"\0")
-        except (OSError, ValueError):
-            continue
-        ranks = [text[5:] for text in variables if text.startswith(b"RANK=")]
-        if parent == launcher and ranks:
-            found[int(ranks[0])] = int(path.name)
+def measured(
+    lost: dict[str, list[dict[str, float]]], importing: float
+) -> dict[str, dict[str, float]]:
+    """The median seconds that a fault of each kind cost, by cause."""
+    found: dict[str, dict[str, float]] = {"import": {"torch": round(importing, 2)}}
+    for fault, rounds in lost.items():
+        found[fault] = {cause: round(median(r[cause] for r in rounds), 3) for cause in rounds[0]}
     return found
-
-
-def steps(run: Path) -> list[int]:
-    """Of the lines that the run has written."""
-    return [line["step"] for line in lines(run)]
-
-
-def losses(run: Path) -> list[float]:
-    """In the order of the steps; empty where steps are missing or twice there."""
-    found = list(lines(run))
-    right = [line["step"] for line in found] == list(range(1, STEPS + 1))
-    return [line["loss"] or math.nan for line in found] if right else []
-
-
-def lines(run: Path) -> Iterator[dict[str, float]]:
-    """Whole lines of the metrics."""
-    path = run / "metrics.jsonl"
-    if path.exists():
-        for line in path.read_text().splitlines(keepends=True):
-            if line.endswith("\n"):
-                yield json.loads(line)
-
-
-def newest(run: Path) -> Path:
-    """The checkpoint that the pointer names."""
-    folder = run / "checkpoints"
-    return folder / (folder / "latest").read_text().strip()
-
-
-def verdict(run: Path) -> str:
-    """What the run, or its launcher, said about the fault."""
-    text = (run / "console.txt").read_text(errors="replace").splitlines()
-    said = [line for line in text if line.startswith("error: ")]
-    said += [line for line in text if "exitcode" in line and "failed" in line]
-    return said[0][:160] if said else "nothing"
-
-
-def import_seconds() -> float:
-    """Seconds that a process needs to import torch."""
-    start = time.monotonic()
-    subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    return time.monotonic() - start
-
-
-def corpus(prefix: Path) -> None:
-    """Documents that can be learned."""
-    draw = np.random.default_rng(0)
-    with TokenFileWriter(str(prefix), np.dtype(np.uint16)) as writer:
-        for _ in range(200):
-            start, step = draw.integers(0, 60, 2)
-            words = (start + step * np.arange(int(draw.integers(30, 200)))) % 60
-            writer.append(np.append(words, 60).astype(np.uint16))
-
-
-def free_port() -> int:
-    """A port that nobody has."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        epilog="faults:\n" + "\n".join(f"  {n:<10} {kind.__doc__}" for n, kind in KINDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--ranks", type=int, default=4, help="an even number")
     parser.add_argument("--rounds", type=int, default=1, help="times that each fault is tried")
-    parser.add_argument("--faults", default=",".join(FAULTS), help="which, in this order")
+    parser.add_argument("--faults", type=_kinds, default=list(KINDS), help="names, by commas")
     parser.add_argument("--folder", type=Path, default=Path("runs/drill"), help="is emptied first")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--write", type=Path, help="write what faults cost to this file")
     return parser.parse_args(words)
+
+
+def _kinds(text: str) -> list[str]:
+    names = text.split(",")
+    unknown = [name for name in names if name not in KINDS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {', '.join(KINDS)}")
+    return names
 
 
 if __name__ == "__main__":

@@ -2,15 +2,20 @@
 against costs as measured.
 
 python tools/goodput.py --mix llama3 --ranks 16384 --costs restart=15,load=10,stall=0.2
+python tools/goodput.py --ranks 16384 100000 --measured benchmarks/results/drill.json --target 0.93
+
+What a drill has measured (tools/drill.py --write) is told apart from what is assumed beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import fields, replace
+from pathlib import Path
 
 from megaframe.errors import UserError, reported
-from megaframe.plan.goodput import MIXES, PUBLISHED, Costs, table
+from megaframe.plan.goodput import MIXES, PUBLISHED, Costs, room, table
 
 SIZES = (1024, 4096, 16384, 32768, 65536, 100000)
 
@@ -19,11 +24,32 @@ def main() -> None:
     """Print the table."""
     arguments = parse_arguments()
     with reported():
-        costs = changed(PUBLISHED if arguments.published else Costs(), arguments.costs)
-        mix = MIXES[arguments.mix]
-        print(f"failures of {mix.name}: {len(mix.causes)} causes; seconds: {shown(costs)}")
-        for line in table(mix, costs, arguments.ranks or SIZES):
+        known = measured(arguments.measured) if arguments.measured is not None else {}
+        costs = replace(PUBLISHED if arguments.published else Costs(), **known)
+        costs = changed(costs, arguments.costs)
+        mix, sizes = MIXES[arguments.mix], arguments.ranks or SIZES
+        print(f"failures of {mix.name}: {len(mix.causes)} causes; seconds that each costs:")
+        said = {name for name, value in known.items() if getattr(costs, name) == value}
+        print(f"  measured: {shown(costs, said) or 'none'}")
+        print(f"  assumed:  {shown(costs, {field.name for field in fields(costs)} - said)}")
+        for line in table(mix, costs, sizes):
             print(line)
+        for ranks in sizes if arguments.target is not None else ():
+            seconds = room(mix, ranks, costs, arguments.target)
+            print(f"{arguments.target:.1%} at {ranks:,} ranks: restart may be {seconds:,.0f} s")
+
+
+def measured(path: Path) -> dict[str, float]:
+    """Costs from what a drill has written. There a crash is noticed within `restart`, which begins
+    with the last step. Raises `UserError` for a file that is none of a drill."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        kill = {cause: float(found["kill"][cause]) for cause in ("restart", "load", "again")}
+        return {"crash": 0.0, **kill, "stall": float(found["whole"]["stall"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"--measured {path}: {error!r}; give what `tools/drill.py --faults kill --write` wrote"
+        ) from None
 
 
 def changed(costs: Costs, text: str) -> Costs:
@@ -43,9 +69,10 @@ def changed(costs: Costs, text: str) -> Costs:
     return costs
 
 
-def shown(costs: Costs) -> str:
-    """All costs as they are given."""
-    return ", ".join(f"{field.name}={getattr(costs, field.name):g}" for field in fields(costs))
+def shown(costs: Costs, names: set[str] | None = None) -> str:
+    """Costs, of these names or all, as they are given."""
+    chosen = [field.name for field in fields(costs) if names is None or field.name in names]
+    return ", ".join(f"{name}={getattr(costs, name):g}" for name in chosen)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -58,6 +85,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--costs", default="", help=f"NAME=SECONDS,...: {shown(Costs())}")
     parser.add_argument(
         "--published", action="store_true", help="start from costs as they were when published"
+    )
+    parser.add_argument("--measured", type=Path, help="what tools/drill.py --write has written")
+    parser.add_argument(
+        "--target", type=float, help="also tell what a restart may take for this effective share"
     )
     return parser.parse_args()
 

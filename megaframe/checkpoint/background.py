@@ -105,6 +105,11 @@ class Background:
             self._thread.join()
         self.poll()
 
+    def let_go(self, seconds: float) -> None:
+        """Return when the work is done, has failed, or takes longer than that; for the last use."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
     def poll(self) -> bool:
         """Whether no work is in flight; raise what went wrong with the last one."""
         if self._thread is not None and self._thread.is_alive():

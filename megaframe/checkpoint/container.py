@@ -32,7 +32,7 @@ from megaframe.checkpoint.manifest import (
 )
 from megaframe.checkpoint.slices import Shape, Slice, pieces
 from megaframe.checkpoint.storage import Place, store_of
-from megaframe.errors import UserError
+from megaframe.errors import Unreadable
 
 PIECE_BYTES = 16 << 20
 """Slices are cut to this size: one piece is checked, and held in memory, at a time."""
@@ -192,7 +192,7 @@ class _Entry(BaseModel):
 class Reader:
     """A file of a checkpoint, open for reading. Its header is checked before it is parsed.
 
-    Raises UserError that names the file, and the tensor where there is one.
+    Raises Unreadable that names the file, and the tensor where there is one.
     """
 
     def __init__(self, path: Place, saved: SavedFile, *, fresh: bool = False) -> None:
@@ -200,7 +200,7 @@ class Reader:
         try:
             self._file = store_of(path).open(path, fresh=fresh)
         except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
+            raise Unreadable(f"cannot read {path}: {error.strerror}") from None
         try:
             self._header, self._data_start = self._read_header(saved)
         except BaseException:
@@ -222,7 +222,7 @@ class Reader:
     def _read_header(self, saved: SavedFile) -> tuple[Mapping[str, object], int]:
         size = self._file.size
         if size != saved.bytes:
-            raise UserError(f"{self.path} is damaged: {size} bytes instead of {saved.bytes}")
+            raise Unreadable(f"{self.path} is damaged: {size} bytes instead of {saved.bytes}")
         length = int.from_bytes(self._read(0, min(8, size)), "little")
         if length <= min(MAX_HEADER_BYTES, size - 8):
             header = self._read(0, 8 + length)
@@ -233,7 +233,7 @@ class Reader:
                     parsed = None
                 if isinstance(parsed, dict):
                     return parsed, 8 + length
-        raise UserError(f"{self.path} is damaged: its header is not the one that was saved")
+        raise Unreadable(f"{self.path} is damaged: its header is not the one that was saved")
 
     def _read(self, start: int, length: int) -> bytes:
         buffer = bytearray(length)
@@ -244,9 +244,9 @@ class Reader:
         try:
             got = self._file.read_into(start, into)
         except OSError as error:
-            raise UserError(f"cannot read {what} from {self.path}: {error.strerror}") from None
+            raise Unreadable(f"cannot read {what} from {self.path}: {error.strerror}") from None
         if got < len(into):
-            raise UserError(f"{self.path} is damaged: it ends within {what}")
+            raise Unreadable(f"{self.path} is damaged: it ends within {what}")
 
     def tensors(self) -> dict[str, SavedTensor]:
         """What the file says about itself: the part of the manifest of the rank that wrote it."""
@@ -255,7 +255,7 @@ class Reader:
             text = metadata["tensors"] if isinstance(metadata, dict) else None
             return Tensors.validate_json(text)  # type: ignore[arg-type]
         except (KeyError, ValidationError):
-            raise UserError(f"{self.path} is damaged: it does not say what it holds") from None
+            raise Unreadable(f"{self.path} is damaged: it does not say what it holds") from None
 
     def read(self, name: str, tensor: SavedTensor, piece: SavedSlice, buffer: Tensor) -> Tensor:
         """Read one slice into the bytes of `buffer`, check it, and return it as a view of them."""
@@ -268,7 +268,7 @@ class Reader:
             self._read_into(start + begin, chunk, f"tensor {name}")
             digest.update(chunk)
         if digest.hexdigest() != piece.checksum:
-            raise UserError(
+            raise Unreadable(
                 f"{self.path} is damaged: tensor {name} at {piece.offset} has checksum "
                 f"{digest.hexdigest()} instead of {piece.checksum}"
             )
@@ -280,7 +280,7 @@ class Reader:
             entry = _Entry.model_validate(found)
             start, stop = entry.data_offsets
         except (KeyError, ValueError):
-            raise UserError(
+            raise Unreadable(
                 f"{self.path} is damaged: it has no tensor {name} at {piece.offset}"
             ) from None
         if (
@@ -288,7 +288,7 @@ class Reader:
             or stop - start != size
             or not 0 <= start <= stop <= self._data_bytes
         ):
-            raise UserError(
+            raise Unreadable(
                 f"{self.path} is damaged: tensor {name} at {piece.offset} is {entry.dtype} "
                 f"{tuple(entry.shape)} in bytes {start} to {stop}, instead of {tensor.dtype} "
                 f"{piece.shape} of {size} bytes"

@@ -25,13 +25,15 @@ class Waiting(Protocol):
 @dataclass(frozen=True)
 class Sight:
     """What one rank was seen doing. doing: `step 17, action 4B2`. waiting: what it waits for, empty
-    where it waits for no rank; then `others` have a part in it. beat: passes begun so far."""
+    where it waits for no rank; then `others` have a part in it. beat: passes begun so far. steady:
+    as of `Place`, and not asked to leave."""
 
     rank: int
     doing: str
     waiting: str
     others: tuple[int, ...]
     beat: int
+    steady: bool = False
 
     def encode(self) -> str:
         """As one line."""
@@ -48,10 +50,13 @@ class Sight:
 
 
 class Place:
-    """This rank's. told: a signal that asked the process to leave, 0 for none."""
+    """This rank's. told: a signal that asked the process to leave, 0 for none. steady: it is in
+    the loop over steps, and neither at its end nor leaving it for an error of its own. step: the
+    one under way."""
 
     def __init__(self) -> None:
-        self.told = 0
+        self.told = self.step = 0
+        self.steady = False
         self._doing, self._since = "", 0.0
         self._action: object = None
         self._part = ""
@@ -110,10 +115,14 @@ class Place:
             doing += f", action {action}"
         elif part:
             doing += f", {part}"
-        if waiting is None:
-            return Sight(rank, doing, "", (), self._beat)
-        text, others = waiting.waits_for()
-        return Sight(rank, doing, f"waiting in {text}", others, self._beat)
+        text, others = ("", ()) if waiting is None else waiting.waits_for()
+        steady = self.steady and not self.told
+        return Sight(rank, doing, text and f"waiting in {text}", others, self._beat, steady)
+
+    @property
+    def waits(self) -> bool:
+        """Whether this rank waits for others."""
+        return self._waiting is not None
 
 
 def held_up_by(seen: Mapping[int, Sight], world: int) -> tuple[int, ...]:

@@ -6,6 +6,10 @@ lost nobody and does not answer. The answers come from a thread that each rank h
 which also ends ranks that would notice nothing before their timeout, and one that is stuck itself.
 The same threads end what takes too long: each then tells where its rank is, and at fault is who
 does not, or waits for no other rank (`place.held_up_by`).
+
+Where all ranks are alive, and have given up or wait for others, nothing but a transfer has failed:
+then the verdict is that they begin again in their processes, if they may. What still waits is ended
+by cutting its connections.
 """
 
 from __future__ import annotations
@@ -49,11 +53,12 @@ _LATE = "late"
 @dataclass(frozen=True)
 class Verdict:
     """Who is at fault and what to say about it; the same on every rank that the store reaches.
-    late: whether it is that something took too long."""
+    late: whether it is that something took too long. again: whether all go on, and begin again."""
 
     ranks: tuple[int, ...]
     text: str
     late: bool = False
+    again: bool = False
 
 
 def at_fault(lost: Mapping[int, Collection[int]], answered: Collection[int]) -> tuple[int, ...]:
@@ -72,16 +77,24 @@ class Watch:
     timeout: seconds that a rank may go on when the store is gone. place: where the rank is.
     rank_of: pipeline coordinate of each stage, by number; may be set, for what messages say.
     limit, folder: seconds that what `place` says to be under way may take, 0 for any, and where
-    verdicts and stacks are written; may be set.
+    verdicts and stacks are written; may be set. may_begin_again: asked before a verdict that all
+    begin again; may be set. cut: ends every wait of this rank for others.
     """
 
     def __init__(
-        self, store: Store, layout: Layout, rank: int, timeout: float, place: Place
+        self,
+        store: Store,
+        layout: Layout,
+        rank: int,
+        timeout: float,
+        place: Place,
+        cut: Callable[[], object],
     ) -> None:
         # A connection of its own, since others may wait in the given one (not in torch's stubs).
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._layout, self._rank, self._timeout = layout, rank, timeout
-        self._place = place
+        self._place, self._cut = place, cut
+        self.may_begin_again: Callable[[], bool] = lambda: False
         self.rank_of: tuple[int, ...] = ()
         self.limit = 0.0
         self.folder: Path | None = None
@@ -91,8 +104,9 @@ class Watch:
         self._thread = threading.Thread(target=self._look, name="megaframe-watch", daemon=True)
         self._thread.start()
 
-    def leave(self, lost: LostRanks) -> NoReturn:
-        """Say which rank is at fault and end this process with status `EXIT_LOST_RANKS`."""
+    def leave(self, lost: LostRanks) -> str:
+        """Say which rank is at fault and end this process with status `EXIT_LOST_RANKS`; or, where
+        all ranks begin again in their processes, return what happened."""
         self._leaving.acquire()  # for good: the other thread may be ending the process already
         if threading.current_thread() is threading.main_thread():
             # A launcher that has noticed too names the rank itself, and need not wait for this one.
@@ -100,7 +114,11 @@ class Watch:
         if self._place.told:  # by a launcher that has lost a rank, and names it itself
             _within(_PATIENCE, lambda: self._report(lost))
             os._exit(EXIT_LOST_RANKS)
-        self._end(self._judged(lost), lost)
+        verdict = self._judged(lost)
+        if not verdict.again:
+            self._end(verdict, lost)
+        self._cut()
+        return verdict.text
 
     def close(self) -> None:
         """End the thread, in time: a store that does not answer may keep it for longer."""
@@ -109,7 +127,7 @@ class Watch:
 
     def _look(self) -> None:
         """Answer when somebody is lost or late, and leave when it is known who is at fault."""
-        answered = False
+        answered = waits = False
         judged = 0.0
         try:
             while not self._stop.wait(_PAUSE if answered else _LOOK):
@@ -119,11 +137,16 @@ class Watch:
                         self._append("lost", json.dumps([self._rank, _LATE]) + "\n")
                         judged = time.monotonic() + _PATIENCE
                     if late or self._store.check(["lost"]):
-                        self._answer()
+                        waits = self._answer()
                         answered = True
+                elif self._place.waits and not waits:
+                    waits = self._answer()
                 verdict = self._verdict() if answered else None
                 if verdict is None and judged and time.monotonic() > judged:
                     verdict = self._first(self._lateness())
+                if verdict is not None and verdict.again:
+                    self._let_go(verdict)
+                    return
                 if verdict is not None and self._leaving.acquire(blocking=False):
                     self._end(verdict)
         except RuntimeError:
@@ -131,9 +154,29 @@ class Watch:
             if not self._stop.wait(self._timeout) and self._leaving.acquire(blocking=False):
                 self._end(self._alone())
 
-    def _answer(self) -> None:
-        """Tell where this rank is."""
-        self._append("answered", self._place.seen(self._rank).encode() + "\n")
+    def _answer(self) -> bool:
+        """Tell where this rank is. Returns whether it waits for others."""
+        sight = self._place.seen(self._rank)
+        self._append("answered", sight.encode() + "\n")
+        return bool(sight.waiting)
+
+    def _let_go(self, verdict: Verdict) -> None:
+        """End every wait, so that the work of this rank comes here by itself."""
+        if verdict.late:
+            self._dump_stacks(verdict)
+        self._cut()
+
+    def _all_here(self, seen: Mapping[int, Sight]) -> bool:
+        """Whether ranks may begin again, and each of them can: it has given up, or waits."""
+        given_up = self._reports().keys()
+        return (
+            len(seen) == self._layout.world > 1
+            and self.may_begin_again()
+            and all(
+                sight.steady and (rank in given_up or bool(sight.waiting))
+                for rank, sight in seen.items()
+            )
+        )
 
     def _lateness(self) -> Verdict:
         """Who holds up what takes too long."""
@@ -150,7 +193,7 @@ class Watch:
         if len(seen) == self._layout.world > 1 and all(sight.waiting for sight in seen.values()):
             text += " | every rank waits for another; faults.check_collectives=true compares what "
             text += "they start"
-        return Verdict(ranks, text, late=True)
+        return Verdict(ranks, text, late=True, again=self._all_here(seen))
 
     def _judged(self, lost: LostRanks) -> Verdict:
         """The verdict of all, or what can be said without a store that answers."""
@@ -182,11 +225,12 @@ class Watch:
                 verdict = self._verdict()
                 if verdict is not None:
                     return verdict
+                if self._all_here(self._answers()):
+                    text = f"{self._accusation((), False)}; {lost}"
+                    return self._first(Verdict((), text, again=True))
                 time.sleep(_PAUSE)
-            lines = map(json.loads, self._read("lost").splitlines())
-            reports = {rank: ranks for rank, ranks in lines if ranks != _LATE}
             answered = self._answers().keys()
-            ranks = at_fault(reports, answered)
+            ranks = at_fault(self._reports(), answered)
             if not answered >= set(ranks):
                 break
         text = self._accusation(ranks, bool(ranks) and answered >= set(ranks))
@@ -269,6 +313,11 @@ class Watch:
         # `get` alone would wait for a key that nobody has written yet.
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
+    def _reports(self) -> dict[int, Collection[int]]:
+        """Whom each rank lost that has given up."""
+        lines = map(json.loads, self._read("lost").splitlines())
+        return {rank: ranks for rank, ranks in lines if ranks != _LATE}
+
     def _answers(self) -> dict[int, Sight]:
         sights = map(Sight.decode, self._read("answered").splitlines())
         return {sight.rank: sight for sight in sights}
@@ -280,7 +329,7 @@ class Watch:
 
 def _decoded(text: str) -> Verdict:
     known = json.loads(text)
-    return Verdict(tuple(known["ranks"]), known["text"], known["late"])
+    return Verdict(tuple(known["ranks"]), known["text"], known["late"], known["again"])
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T | None:

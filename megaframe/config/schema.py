@@ -332,6 +332,11 @@ class Faults(Section):
     """Seconds that a step, an evaluation or the wait for a save may take; 0: any. What takes longer
     ends all ranks, with their stacks in the run folder and the rank, step and action that hold up
     the others named, so that the launcher starts the run again."""
+    restarts: NonNegative = 3
+    """Times that the ranks begin again in their processes, from the newest checkpoint or copies in
+    memory, when all of them are alive and only a transfer has failed or hangs; not where that was
+    at the same step the time before. 0: never; else with `checkpoint.resume=latest` alone, and on
+    CPUs alone. Where they do not they end, and the launcher starts them again."""
     check_collectives: bool = False
     """Compare what ranks start (kind, axes, shape, type, action) before it starts, so that a
     mismatch is named instead of a hang. For debugging: every collective asks the store."""

@@ -23,7 +23,7 @@ from megaframe.comm.place import named
 from megaframe.config import RunConfig
 from megaframe.data.loader import Step
 from megaframe.engine import Outcome
-from megaframe.errors import UserError
+from megaframe.errors import LostRanks, OutOfStep, UserError
 from megaframe.faults.history import History
 from megaframe.faults.ledger import FAULTS, Ledger
 from megaframe.faults.replicas import Finding, Replicas
@@ -87,6 +87,7 @@ class Guard:
         mesh.watch_steps(config.faults.step_timeout, Path(config.run.dir) / FAULTS)
 
     def __enter__(self) -> Guard:
+        self._mesh.place.steady = True
         return self
 
     def __exit__(
@@ -95,6 +96,9 @@ class Guard:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # Whoever ends for an error of its own does not begin again, and nobody waits for it.
+        lost = isinstance(error, LostRanks) and not isinstance(error, OutOfStep)
+        self._mesh.place.steady = lost
         self.begin("")
         if error is None:
             self._meter.note(self._ledger.summary())

@@ -165,6 +165,13 @@ class Meter:
         for sink in self._sinks:
             sink.close()
 
+    def let_go(self) -> None:
+        """Close what is open here, without the other ranks; another meter continues the run."""
+        self._profiler.close()
+        for sink in self._sinks:
+            if sink is not self._console:  # which would tell of the end of the run
+                sink.close()
+
     def _write(self, flight: tuple[int, Reduction] | None) -> list[Known]:
         if flight is None:
             return []

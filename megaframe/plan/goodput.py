@@ -236,6 +236,21 @@ def gains(mix: Mix, ranks: int, costs: Costs) -> list[tuple[str, float]]:
     return sorted(found, key=lambda gain: -gain[1])
 
 
+def room(mix: Mix, ranks: int, costs: Costs, share: float) -> float:
+    """Seconds that a restart may take for this effective share at the best interval, by bisection;
+    0 where it is out of reach with any."""
+
+    def reached(restart: float) -> bool:
+        now = replace(costs, restart=restart)
+        return effective(mix, ranks, now, best_interval(mix, ranks, now)) >= share
+
+    low, high = 0.0, 10 / mix.rate(ranks)
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if reached(middle) else (low, middle)
+    return low
+
+
 def table(mix: Mix, costs: Costs, sizes: Sequence[int], seed: int = 0) -> Iterator[str]:
     """Lines for people: for each number of ranks the time between failures, the best interval, the
     effective share by formula and by simulation, and what to improve first."""

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 import pretrain_gpt  # noqa: E402
-from megaframe.comm import all_reduce, send  # noqa: E402
+from megaframe.comm import all_reduce, receive, send  # noqa: E402
 from megaframe.microbatch import IGNORE  # noqa: E402
 from megaframe.trainer import Trainer  # noqa: E402
 
@@ -26,6 +26,7 @@ def main(overrides, fault=None, rank=None, *arguments):
     """Run the entry; fault(trainer, *arguments) runs before every step of the trainer, on one rank
     or on all. Returns the exit status, or the text of what was raised."""
     train_step = Trainer._train_step
+    ONCE.clear()
     ONCE["done"] = False
 
     def faulty(trainer):
@@ -101,6 +102,24 @@ def one_send_too_many(trainer, step):
     if trainer.step == step:
         link = trainer.mesh.link(0, 1)
         send(torch.zeros(7), link).wait()
+
+
+def break_and_hang(trainer, broken, hung):
+    """At one step rank 2 breaks its connections; at a later one rank 1 waits for what never comes,
+    of which nothing tells but the limit of a step, which is short then."""
+    mesh = trainer.mesh
+    if mesh.rank == 2 and once(trainer, broken):
+        mesh.connections.cut()
+    if trainer.step == hung and "hung" not in ONCE:
+        ONCE["hung"] = True
+        mesh.watch_steps(1.0, trainer.folder / "faults")
+        if mesh.rank == 1:
+            receive(torch.zeros(3), mesh.world, source=0).wait()
+
+
+def end_with_an_error(trainer, step):
+    if trainer.step == step:
+        raise ValueError("a mistake of its own")
 
 
 def told(trainer, step, number=signal.SIGTERM):

@@ -23,9 +23,10 @@ def context():
 
 @pytest.fixture
 def hang(context, overrides, tmp_path):
-    """hang(world, fault, rank, *arguments, **changes) -> what each rank wrote; all have ended."""
+    """hang(world, fault, rank, *arguments, **changes) -> what each rank wrote; all have ended.
+    ends: their statuses, else those of ranks that lost others."""
 
-    def make(world, *fault, **changes):
+    def make(world, *fault, ends=None, **changes):
         changes = {"faults__step_timeout": MARGIN, "parallel__timeout": 300, **changes}
         limit = LIMIT if changes["faults__step_timeout"] else 0
         keys, port = overrides(**changes), free_port()
@@ -37,9 +38,9 @@ def hang(context, overrides, tmp_path):
             started[-1].start()
         deadline = time.monotonic() + MARGIN
         try:
-            for process in started:
+            for process, status in zip(started, ends or [EXIT_LOST_RANKS] * world, strict=True):
                 process.join(max(0.0, deadline - time.monotonic()))
-                assert process.exitcode == EXIT_LOST_RANKS, (tmp_path / "0").read_text()
+                assert process.exitcode == status, (tmp_path / "0").read_text()
         finally:
             for process in started:
                 process.kill()
@@ -79,11 +80,21 @@ def test_a_single_process(hang):
     assert "rank 0 (pipeline 0, data 0: stage 0) at step 3, data" in text and "<lambda>" in text
 
 
-def test_collectives_in_another_order(hang):
-    for text in hang(2, fault_runs.another_order, 1, 3):
+def test_collectives_in_another_order(hang, tmp_path):
+    """They begin again, for it might have been the network; and not twice."""
+    keys = {"checkpoint__resume": "latest", "checkpoint__every": 2}
+    for text in hang(2, fault_runs.another_order, 1, 3, **keys):
         assert "rank 1 (pipeline 0, data 1: stage 0) at step 4, waiting in all_reduce over" in text
         assert "step 4, counting tokens, waiting in all_reduce over data with rank 1" in text
         assert "faults.check_collectives=true" in text
+    assert fault_runs.log(tmp_path / "run").count("begun again in the same processes") == 1
+
+
+def test_an_error_of_a_rank_is_not_taken_for_one_of_the_network(hang):
+    keys = {"checkpoint__resume": "latest", "checkpoint__every": 2}
+    other, own = hang(2, fault_runs.end_with_an_error, 1, 3, ends=(EXIT_LOST_RANKS, 1), **keys)
+    assert "ValueError: a mistake of its own" in own
+    assert other.startswith("error: rank 0: rank 1 (pipeline 0, data 1: stage 0) is gone"), other
 
 
 def test_another_shape_is_named_before_it_starts(hang):

@@ -1,0 +1,35 @@
+"""Transfers that fail or hang while all ranks are alive: they begin again in their processes."""
+
+import json
+
+from fault_runs import break_and_hang, log, losses, main
+
+KEYS = {
+    "parallel__pipeline": 2,
+    "train__microbatch": 1,
+    "checkpoint__every": 5,
+    "checkpoint__memory_every": 2,
+    "checkpoint__resume": "latest",
+}
+AGAIN = "begun again in the same processes"
+
+
+def test_all_begin_again_and_the_curve_is_that_of_an_undisturbed_run(pool, overrides, tmp_path):
+    for name, fault in (("whole", ()), ("run", (break_and_hang, None, 5, 8))):
+        memory = tmp_path / f"memory-{name}"
+        memory.mkdir()
+        keys = overrides(run__dir=tmp_path / name, checkpoint__memory_dir=memory, **KEYS)
+        assert pool.run(4, main, keys, *fault) == [0] * 4
+    text = log(tmp_path / "run")
+    assert text.count(AGAIN) == 3  # the second time both are told
+    broken = "no rank is gone, but ranks lost each other: look at the network between them"
+    assert f"{AGAIN} (1 of faults.restarts=3): {broken}; rank" in text
+    hung = "step 9 took more than faults.step_timeout=1 s: rank 1"
+    assert f"{AGAIN} (2 of faults.restarts=3): {hung}" in text
+    assert (
+        "continued from copies in memory of step 8; the newest that is saved is of step 5" in text
+    )
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    events = (tmp_path / "run/faults/ledger.jsonl").read_text().splitlines()
+    starts = [one["step"] for one in map(json.loads, events) if one["event"] == "start"]
+    assert starts[0] == 0 and starts[1] in (4, 5) and starts[2] == 8

@@ -1,0 +1,40 @@
+"""Checkpoints that are damaged in each of their files: named, and the run continues from one that
+is whole, on the same curve."""
+
+import os
+
+import pytest
+from fault_runs import log, losses, main
+
+KEYS = {"checkpoint__every": 2, "checkpoint__keep": 9, "checkpoint__resume": "latest"}
+
+
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.filterwarnings("ignore:resuming from")
+def test_a_run_continues_from_the_newest_that_all_ranks_can_read(pool, overrides, tmp_path):
+    keys, home = overrides(**KEYS), tmp_path / "run/checkpoints"
+    assert pool.run(2, main, keys) == [0, 0]
+    whole = losses(tmp_path / "run")
+    flip(home / "step-00000012/rank-00001.safetensors", -1)  # of what one rank alone reads
+    flip(home / "step-00000010/rank-00000.safetensors", 20)  # its header
+    os.truncate(home / "step-00000008/rank-00001.safetensors", 99)
+    (home / "step-00000006/rank-00000.safetensors").unlink()
+    flip(home / "step-00000004/manifest.json", 50)
+    flip(home / "latest", 3)
+    assert pool.run(2, main, keys) == [0, 0]
+    assert losses(tmp_path / "run") == whole
+    text = log(tmp_path / "run")
+    for what in (
+        "step-00000012/rank-00001.safetensors is damaged: tensor",
+        "step-00000010/rank-00000.safetensors is damaged: its header",
+        "step-00000008/rank-00001.safetensors is damaged: 99 bytes instead of",
+        "step-00000006/rank-00000.safetensors cannot be read: No such file",
+        "step-00000004/manifest.json is damaged",
+        "continued from step-00000002 instead",
+    ):
+        assert what in text, text

@@ -1,0 +1,112 @@
+"""Two hosts on one machine: network namespaces with two links between them that can be taken down:
+`data`, over which ranks exchange tensors, and `control`, over which they reach their store."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from drill_runs import LIMIT, ROOT, Drill, Process, Skipped, free_port
+
+LINKS = {"control": "10.213.77", "data": "10.213.78"}
+
+
+class Hosts:
+    """Ranks of a run are divided among them, the first half on the first. Each is a process that
+    nothing starts again."""
+
+    def __init__(self) -> None:
+        if os.geteuid() or shutil.which("ip") is None:
+            raise Skipped("two hosts need root, and iproute2")
+        tag = secrets.token_hex(3)
+        self._names = [f"drill-{tag}-{number}" for number in range(2)]
+        self._processes: list[Process] = []
+        try:
+            for name in self._names:
+                _ip("netns", "add", name)
+                _ip("-n", name, "link", "set", "lo", "up")
+            for link, network in LINKS.items():
+                near, far = self._names
+                _ip("link", "add", link, "netns", near, "type", "veth", "peer", link, "netns", far)
+                for number, name in enumerate(self._names, 1):
+                    _ip("-n", name, "addr", "add", f"{network}.{number}/24", "dev", link)
+                self.set(link, "up")
+        except subprocess.CalledProcessError as error:
+            self.close()
+            raise Skipped(f"no network namespaces here: {error.stderr.strip()}") from None
+
+    def set(self, link: str, to: str) -> None:
+        """Take a link `down`, on both ends, or `up`."""
+        for name in self._names:
+            _ip("-n", name, "link", "set", link, to)
+
+    def start(self, drill: Drill, **changes: object) -> list[Process]:
+        """All ranks of a run."""
+        ranks = drill.ranks
+        place = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks // 2}
+        place |= {"MASTER_ADDR": f"{LINKS['control']}.1", "MASTER_PORT": free_port()}
+        self._processes = []
+        for rank in range(ranks):
+            host, local = divmod(rank, ranks // 2)
+            memory = drill.folder / f"memory-{host}"  # /dev/shm would be that of both
+            memory.mkdir(exist_ok=True)
+            command = ["ip", "netns", "exec", self._names[host], sys.executable]
+            command += [str(ROOT / "pretrain_gpt.py"), *drill.keys(**changes)]
+            command += [f"checkpoint.memory_dir={memory}"]
+            mine = {"RANK": rank, "LOCAL_RANK": local, "GLOO_SOCKET_IFNAME": "data"}
+            self._processes.append(drill.start(command, place | mine))
+        return self._processes
+
+    def finish(self) -> list[int]:
+        """The statuses of all ranks; what does not end is ended."""
+        for process in self._processes:
+            try:
+                process.wait(LIMIT)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        return [process.returncode for process in self._processes]
+
+    def close(self) -> None:
+        """Remove them."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        for name in self._names:
+            with suppress(subprocess.CalledProcessError):
+                _ip("netns", "del", name)
+
+
+@contextmanager
+def hosts() -> Iterator[Hosts]:
+    """Two hosts, which are gone at the end. Raises `Skipped` where there can be none."""
+    made = Hosts()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@contextmanager
+def small_disk(path: Path, size: str) -> Iterator[None]:
+    """A file system of its own in `path`, and of this size. Raises `Skipped` where there can be
+    none."""
+    path.mkdir(parents=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise Skipped(f"no file system of its own here: {found.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)

@@ -1,0 +1,233 @@
+"""Runs for the drill: how they are started, what they have done, and what is left of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from megaframe.data.indexed import TokenFileWriter
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS, EVERY, LIMIT = 60, 5, 240.0
+"""Steps of a run, steps between its saves, and seconds after which a round has failed."""
+COPY_EVERY = 2
+"""Steps between copies in memory."""
+KEYS = {
+    "model.layers": 4,
+    "model.hidden": 64,
+    "model.heads": 4,
+    "model.vocab": 61,
+    "train.seq": 64,
+    "train.steps": STEPS,
+    "train.global_batch": 8,
+    "train.microbatch": 1,
+    "train.precision": "fp64",
+    "checkpoint.every": EVERY,
+    "checkpoint.keep": 4,
+    "checkpoint.memory_every": COPY_EVERY,
+    "checkpoint.resume": "latest",
+    "data.split": "[1, 0, 0]",
+    "meter.peak_tflops": 1,
+    "faults.step_timeout": 8,
+    "faults.elastic": "true",
+    "parallel.timeout": 60,
+    "parallel.pipeline": 2,
+}
+Process = subprocess.Popen[bytes]
+
+
+class Skipped(Exception):
+    """This machine cannot do this; the text is why."""
+
+
+@dataclass(frozen=True)
+class Drill:
+    """One run of a drill. folder: of all runs. run: that of this one, with this many ranks."""
+
+    folder: Path
+    run: Path
+    ranks: int
+
+    def keys(self, **changes: object) -> list[str]:
+        """The overrides of the run."""
+        keys = {**KEYS, "run.dir": self.run}
+        keys["data.sources"] = f"[{{path: {self.folder / 'tokens'}}}]"
+        keys |= {name.replace("__", "."): value for name, value in changes.items()}
+        return [f"{name}={value}" for name, value in keys.items()]
+
+    def launch(self, ranks: int | None = None, restarts: int = 3, **changes: object) -> Process:
+        """The run under torchrun."""
+        command = [sys.executable, "-m", "torch.distributed.run"]
+        command += ["--nproc-per-node", str(ranks or self.ranks), "--max-restarts", str(restarts)]
+        command += ["--master-port", str(free_port()), str(ROOT / "pretrain_gpt.py")]
+        return self.start([*command, *self.keys(**changes)], {})
+
+    def start(self, command: Sequence[str], variables: Mapping[str, object]) -> Process:
+        """A process of the run; what it says goes into the run's folder."""
+        self.run.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+        environment |= {name: str(value) for name, value in variables.items()}
+        with open(self.run / "console.txt", "ab") as console:
+            return subprocess.Popen(command, stdout=console, stderr=console, env=environment)
+
+    def reached(self, step: int, process: Process) -> int:
+        """Wait for a step; the last one then."""
+        wait_for(lambda: self.steps[-1:] >= [step], process)
+        return self.steps[-1]
+
+    def goes_on(self, process: Process) -> float:
+        """Wait until the run has continued from what it saved, and made a step; the moment."""
+        starts = len(self.starts)
+        wait_for(lambda: len(self.starts) > starts, process)
+        return wait_for(lambda: self.steps[-1:] > self.starts[-1:], process)
+
+    @property
+    def steps(self) -> list[int]:
+        """Of the lines that the run has written."""
+        return [line["step"] for line in self.lines()]
+
+    @property
+    def losses(self) -> list[float]:
+        """In the order of the steps; empty where steps are missing or twice there."""
+        found = list(self.lines())
+        right = [line["step"] for line in found] == list(range(1, STEPS + 1))
+        return [line["loss"] or math.nan for line in found] if right else []
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Whole lines of the metrics."""
+        return _whole_lines(self.run / "metrics.jsonl")
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Of the ledger."""
+        return _whole_lines(self.run / "faults/ledger.jsonl")
+
+    @property
+    def starts(self) -> list[int]:
+        """The steps after which the run has continued."""
+        return [event["step"] for event in self.events() if event["event"] == "start"]
+
+    @property
+    def lost(self) -> dict[str, float]:
+        """Seconds by cause, since the run began; `again`: what first steps took more than usual."""
+        lost = dict.fromkeys(("detection", "restart", "load", "repeat", "save"), 0.0)
+        first = True
+        for event in self.events():
+            first = first and event["event"] != "start"
+            if event["event"] == "lost" and not first:
+                lost[event["cause"]] += event["seconds"]
+        usual = median(line["seconds"] for line in self.lines())
+        resumed = [line["seconds"] for line in self.lines() if line.get("resumed_after")]
+        return {**lost, "again": sum(seconds - usual for seconds in resumed)}
+
+    @property
+    def stall(self) -> float:
+        """Seconds that steps waited for each save, copies in memory and checkpoints alike."""
+        saves = sum(not step % COPY_EVERY or not step % EVERY for step in range(1, STEPS + 1))
+        return self.lost["save"] / saves
+
+    @property
+    def newest(self) -> Path:
+        """The checkpoint that the pointer names."""
+        home = self.run / "checkpoints"
+        return home / (home / "latest").read_text().strip()
+
+    def text(self, name: str) -> str:
+        """Of a file of the run: run.log, console.txt."""
+        path = self.run / name
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def verdict(self) -> str:
+        """What the run, or its launcher, said about the fault."""
+        text = self.text("console.txt").splitlines()
+        said = [line for line in text if line.startswith("error: ")]
+        said += [line for line in text if "exitcode" in line and "failed" in line]
+        return said[0] if said else ""
+
+    def noted(self, words: str) -> str:
+        """The first line of the run log with these words."""
+        found = (line for line in self.text("run.log").splitlines() if words in line)
+        return next(found, "")
+
+
+def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
+    if path.exists():
+        for line in path.read_text().splitlines(keepends=True):
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def finish(process: Process) -> None:
+    """Wait for the end; what does not end is ended."""
+    try:
+        process.wait(LIMIT)
+    except subprocess.TimeoutExpired:
+        end(process)
+
+
+def end(process: Process) -> None:
+    """End a launcher and its ranks at once, as when the power fails."""
+    for pid in [process.pid, *workers(process.pid).values()]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, 9)
+    process.wait()
+
+
+def wait_for(there: Callable[[], bool], process: Process, pause: float = 0.02) -> float:
+    """Return when it is so, or the process or the time has ended; the moment."""
+    deadline = time.monotonic() + LIMIT
+    while process.poll() is None and time.monotonic() < deadline and not there():
+        time.sleep(pause)
+    return time.monotonic()
+
+
+def workers(launcher: int) -> dict[int, int]:
+    """Process of each rank that a launcher has started."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            variables = (path / "environ").read_bytes().split(b"\0")
+        except (OSError, ValueError):
+            continue
+        ranks = [text[5:] for text in variables if text.startswith(b"RANK=")]
+        if parent == launcher and ranks:
+            found[int(ranks[0])] = int(path.name)
+    return found
+
+
+def import_seconds() -> float:
+    """Seconds that a process needs to import torch."""
+    start = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    return time.monotonic() - start
+
+
+def corpus(prefix: Path) -> None:
+    """Documents that can be learned."""
+    draw = np.random.default_rng(0)
+    with TokenFileWriter(str(prefix), np.dtype(np.uint16)) as writer:
+        for _ in range(200):
+            start, step = draw.integers(0, 60, 2)
+            words = (start + step * np.arange(int(draw.integers(30, 200)))) % 60
+            writer.append(np.append(words, 60).astype(np.uint16))
+
+
+def free_port() -> int:
+    """A port that nobody has."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
