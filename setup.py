@@ -53,6 +53,8 @@ test = [
     "playwright>=1.50,<2",
     # Builds the wheel that is tried.
     "setuptools>=70.1",
+    # Kubernetes manifests are held to the models of its package.
+    "kubeflow-trainer-api>=2.3,<3",
     "import-linter>=2.1,<3",
     "transformers>=5.0,<5.24",
     "ruff>=0.12,<0.18",
@@ -76,6 +78,8 @@ setup(
         "megaframe_kernels",
         "megaframe_kernels.cuda",
         "megaframe_tools",
+        "megaframe_tools.launch",
+        "megaframe_tools.launch.kubernetes",
         "megaframe_configs",
         "megaframe_configs.clusters",
     ],
@@ -94,6 +98,8 @@ setup(
         "megaframe_kernels.cuda": ["*.cu", "*.cuh"],
         "megaframe_configs": ["*.yaml"],
         "megaframe_configs.clusters": ["*.yaml"],
+        "megaframe_tools.launch": ["*.sh", "*.yaml", "Containerfile"],
+        "megaframe_tools.launch.kubernetes": ["*.yaml"],
     },
     cmdclass={"build_py": BuildWithKernels},
     install_requires=[

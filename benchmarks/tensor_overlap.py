@@ -104,10 +104,12 @@ def measure(given: argparse.Namespace) -> Seconds:
     from megaframe.comm import barrier
     from megaframe.layout import Layout
     from megaframe.mesh import Mesh
+    from megaframe.nn.among import Among
     from megaframe.nn.context import Context
     from megaframe.nn.frame import Frame
     from megaframe.nn.moe.dispatch import Places
     from megaframe.nn.tally import Tally
+    from megaframe.nn.tiles import Sight
 
     torch.set_num_threads(1)
     torch.manual_seed(given.rank)
@@ -121,7 +123,7 @@ def measure(given: argparse.Namespace) -> Seconds:
             tensor=group,
             context=Context(),
             rotary=None,
-            mask=None,
+            among=Among(Sight(None, None), 1, given.rows, mesh.device),
             circle=None,
             dropout=None,
             selective=False,

@@ -17,13 +17,15 @@ from megaframe import __version__
 from megaframe.config import load
 from megaframe.errors import UserError
 
-PACKED = (".py", ".json", ".css", ".js", ".typed", ".cu", ".cuh", ".yaml")
+PACKED = (".py", ".json", ".css", ".js", ".typed", ".cu", ".cuh", ".yaml", ".sh")
 PLACES = {
     "megaframe/": "megaframe/",
     "kernels/megaframe_kernels/": "megaframe_kernels/",
     "kernels/cuda/": "megaframe_kernels/cuda/",
     "configs/clusters/": "megaframe_configs/clusters/",
     "tools/": "megaframe_tools/",
+    "tools/launch/": "megaframe_tools/launch/",
+    "tools/launch/kubernetes/": "megaframe_tools/launch/kubernetes/",
 }
 
 

@@ -38,9 +38,9 @@ def train(keys, seconds=0.0, after=None):
         if after is not None:
             after(trainer)
 
-    def slow(background, held):
+    def slow(background, *given):
         time.sleep(seconds)
-        copy(background, held)
+        copy(background, *given)
 
     trainer._train_step = train_step
     Background._copy = slow

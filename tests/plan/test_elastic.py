@@ -1,7 +1,4 @@
-"""A layout for as many ranks as there are, and a run that changes it on the way."""
-
-import sys
-from pathlib import Path
+"""A layout for as many ranks as there are."""
 
 import pytest
 from hypothesis import assume, given, settings
@@ -55,16 +52,3 @@ def test_what_no_number_of_ranks_mends_is_said():
     with pytest.raises(UserError, match=r"(?s)found no layout for 3 ranks.*data\.split"):
         fitted(config().model_copy(update={"data": config().data.model_copy(
             update={"split": (0.0, 1.0, 0.0)})}), 3)  # fmt: skip
-
-
-def test_a_run_loses_ranks_and_gets_them_back(pool, overrides, tmp_path):
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "faults"))
-    from fault_runs import losses, main
-
-    keys = {"model__layers": 4, "train__microbatch": 1, "optim__schedule": "constant"}
-    keys |= {"checkpoint__every": 4, "parallel__pipeline": 2, "faults__elastic": True}
-    assert pool.run(4, main, overrides(run__dir=tmp_path / "whole", **keys)) == [0] * 4
-    for ranks, steps in ((4, 4), (3, 8), (1, 10), (4, 12)):
-        more = {"train__steps": steps, "checkpoint__resume": "latest"}
-        assert pool.run(ranks, main, overrides(**keys, **more)) == [0] * ranks
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)

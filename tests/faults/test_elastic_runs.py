@@ -1,0 +1,14 @@
+"""A run that changes its layout on the way, as its ranks become fewer and more."""
+
+import pytest
+from fault_runs import losses, main
+
+
+def test_a_run_loses_ranks_and_gets_them_back(pool, overrides, tmp_path):
+    keys = {"model__layers": 4, "train__microbatch": 1, "optim__schedule": "constant"}
+    keys |= {"checkpoint__every": 4, "parallel__pipeline": 2, "faults__elastic": True}
+    assert pool.run(4, main, overrides(run__dir=tmp_path / "whole", **keys)) == [0] * 4
+    for ranks, steps in ((4, 4), (3, 8), (1, 10), (4, 12)):
+        more = {"train__steps": steps, "checkpoint__resume": "latest"}
+        assert pool.run(ranks, main, overrides(**keys, **more)) == [0] * ranks
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)
