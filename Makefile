@@ -2,8 +2,8 @@
 # `make demo OVERRIDES="train.steps=20"` changes keys of the demo.
 
 PYTHON ?= python3
-# Test files that run at a time. Most of their time ranks wait for each other.
-WORKERS ?= 2
+# Test files that run at a time: more than two cores have, as ranks wait for each other.
+WORKERS ?= 3
 BIN := .venv/bin
 DEMO := runs/demo-data
 TRAIN := $(BIN)/python pretrain_gpt.py --config configs/demo.yaml

@@ -83,6 +83,7 @@ def no_room(trainer):
     """Files cannot become as large as that of step 2; those after it can."""
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     if trainer.step == 2:
+        trainer.saving._writer._thread.join()  # the save of step 1
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     if trainer.step == 3:
         trainer.saving._writer._thread.join()

@@ -68,8 +68,15 @@ def wait_until(so):
 
 
 def start(folder, *words):
-    command = [sys.executable, str(TOOL), "--folder", str(folder / "lab"), *words]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    """The tool, as a shell starts it in the foreground, from wherever the tests run: what runs in
+    the background is not told of SIGINT."""
+    return subprocess.Popen(
+        [sys.executable, str(TOOL), "--folder", str(folder / "lab"), *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def train(overrides):

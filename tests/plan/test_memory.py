@@ -4,6 +4,7 @@ import pytest
 import torch
 from kept import kept_by_block
 
+from megaframe.comm import barrier
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh, world_size
@@ -100,6 +101,7 @@ def allocated(precision, zero, model, optim=None, expert=1):
     here, schedule = held(config, layout, plans), pipeline.schedule.ranks[0]
     plan = memory(config, here, layout.data, plans, schedule, layout.expert_shard, host=True)
     state = [t for b in optimizer.buckets if b.optimizer for t in b.optimizer.state.values()]
+    barrier(mesh.world)  # nobody takes the connections of the others away
     mesh.close()
     return plan, sum(tensor.nbytes for tensor in state), optimizer.buffers
 
