@@ -1,4 +1,5 @@
-"""How a contender runs on several ranks, each a process on this machine.
+"""How a contender runs on several ranks, each a process on this machine, or on one of the hosts of
+a lab on it that the environment tells of.
 
 It starts itself once per rank, as `torchrun` would but without importing torch, so that the peak
 memory of a rank is its own. Steps are timed as on one rank; all ranks finish a step together, since
@@ -23,6 +24,9 @@ from typing import Any
 
 from workload import emit, peak_rss_bytes
 
+PLACES = "RANK_PLACES"
+"""Variable with the hosts of the ranks, in equal parts: the address of the first one, and what
+stands in front of a command that is to run on each, as JSON."""
 WARMUP_STEPS = 1
 """Steps that are not timed: a step here is seconds long."""
 
@@ -33,13 +37,14 @@ def start_ranks(command: Sequence[str], ranks: int) -> list[str]:
     with closing(socket.socket()) as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    address, hosts = json.loads(os.environ.get(PLACES, '["127.0.0.1", [[]]]'))
+    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(ranks)]
         errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(ranks)]
         processes = [
             subprocess.Popen(
-                command,
+                (*hosts[rank * len(hosts) // ranks], *command),
                 env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=files[rank],
                 stderr=errors[rank],

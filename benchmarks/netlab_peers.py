@@ -1,0 +1,71 @@
+"""Data parallel training on two hosts with two ranks each, beside the peers, on shaped links.
+
+The hosts are a network lab on this machine (`megaframe/lab`; it needs the rights of root), the
+contenders those of `data_cpu.py`, by turns in processes of their own with one thread a rank. Ours
+runs by each ZeRO stage over all ranks, and with `parallel.data_replicate=2`, which divides within a
+host and lets each gradient cross the link once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from data_cpu import OURS, PEERS
+from data_cpu import contenders as contenders_of
+from harness import Contender, alternate, check_losses, common_arguments, summarise, table, write
+from peers.ranks import PLACES
+from peers.workload import WORKLOAD
+from shaped import hosts
+
+HOSTS, RANKS = 2, 4
+REPLICATED = (1, 3)
+"""Stages at which ours also divides within a host alone."""
+
+
+def contenders(given: argparse.Namespace) -> list[Contender]:
+    """Those of data parallelism, and ours with replicas."""
+    chosen = contenders_of(given, RANKS, given.precision)
+    for stage in REPLICATED:
+        settings = (*OURS, f"parallel.zero={stage}", "parallel.data_replicate=2")
+        size = ("--ranks", str(RANKS), "--precision", given.precision, "--steps", str(given.steps))
+        command = (sys.executable, str(PEERS / "data_ours.py"), *size, *settings)
+        chosen.append(Contender(f"megaframe {stage}, 2x2", command, ours=True))
+    return chosen
+
+
+def main() -> None:
+    parser = common_arguments(__doc__)
+    parser.set_defaults(threads=1, rounds=2)
+    parser.add_argument("--rates", nargs="+", default=["800mbit"], help="of each host's link")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each run")
+    parser.add_argument("--megatron-python", type=Path, help="an interpreter with megatron-core")
+    parser.add_argument("--deepspeed-python", type=Path, help="an interpreter with DeepSpeed")
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that hosts are removed
+    results = {}
+    for rate in given.rates:
+        print(f"\n{HOSTS} hosts of {RANKS // HOSTS} ranks, links of {rate}")
+        chosen = contenders(given)
+        with hosts(HOSTS, rate) as made:
+            os.environ[PLACES] = json.dumps([made[0].address, [host.command for host in made]])
+            outcomes = alternate(chosen, given.rounds, given.threads)
+            del os.environ[PLACES]
+        check_losses(outcomes, math.log(WORKLOAD.vocab))
+        lines = summarise(chosen, outcomes)
+        print(table(lines))
+        results[f"{HOSTS}x{RANKS // HOSTS}, {rate}"] = (lines, outcomes)
+    if given.write:
+        config = {**asdict(WORKLOAD), "steps": given.steps, "rounds": given.rounds}
+        write(given.write, config, given.threads, results)
+
+
+if __name__ == "__main__":
+    main()
