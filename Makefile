@@ -2,8 +2,8 @@
 # `make demo OVERRIDES="train.steps=20"` changes keys of the demo.
 
 PYTHON ?= python3
-# Test files that run at a time: more than two cores have, as ranks wait for each other.
-WORKERS ?= 3
+# Test files that run at a time: three take as long on two cores.
+WORKERS ?= 2
 BIN := .venv/bin
 DEMO := runs/demo-data
 TRAIN := $(BIN)/python pretrain_gpt.py --config configs/demo.yaml
