@@ -164,6 +164,7 @@ class Ours:
         settings = (
             f"model.vocab={shape.vocab}",
             f"model.layers={shape.layers}",
+            f"train.global_batch={shape.batch}",
             f"train.microbatch={shape.batch // RANKS}",
             f"parallel.zero={zero}",
             "train.recompute_blocks=0",

@@ -20,9 +20,12 @@ from pathlib import Path
 from data_cpu import OURS, PEERS
 from data_cpu import contenders as contenders_of
 from harness import Contender, alternate, check_losses, common_arguments, summarise, table, write
-from peers.ranks import PLACES
 from peers.workload import WORKLOAD
 from shaped import hosts
+
+sys.path.insert(0, str(PEERS))
+
+from ranks import PLACES  # noqa: E402
 
 HOSTS, RANKS = 2, 4
 REPLICATED = (1, 3)

@@ -21,7 +21,7 @@ Message = dict[str, Any]
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.005, 0.25
 """Seconds between two looks at the store; the pause doubles."""
-_PAUSE_PER_RANK = 0.01
+_PAUSE_PER_RANK = 0.002
 """Where ranks are few it stays shorter: they ask the store too little to hurt it."""
 
 
