@@ -25,7 +25,7 @@ from shaped import hosts
 
 sys.path.insert(0, str(PEERS))
 
-from ranks import PLACES  # noqa: E402
+from ranks import PLACES
 
 HOSTS, RANKS = 2, 4
 REPLICATED = (1, 3)
