@@ -279,7 +279,7 @@ class Checkpoint(Section):
     """Keep the checkpoints of steps that are multiples of this for good; 0: of none."""
     read_back: bool = True
     """Compare what the disk or the store gives back with what was written, before a checkpoint
-    counts. Without it a save takes about two thirds of the time, and a fault of the disk is found
+    counts. Without it a save takes about six tenths of the time, and a fault of the disk is found
     when the checkpoint is loaded."""
     folder: str | None = None
     """Where checkpoints lie: a path, or the URL of a store such as s3://bucket/run, of this run
