@@ -21,6 +21,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -166,13 +167,9 @@ def full(drill: Drill, draw: random.Random) -> Round:
     filler = drill.run / "checkpoints/filler"
 
     def fill() -> None:
-        with open(filler, "wb") as file:
-            try:
-                while True:
-                    file.write(bytes(1 << 16))
-                    file.flush()
-            except OSError:
-                pass
+        with open(filler, "wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(1 << 16))
 
     return _without_disk(drill, draw, fill, filler.unlink)
 
