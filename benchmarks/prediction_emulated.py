@@ -17,6 +17,7 @@ from emulated_ranks import in_world, run_steps, transfer_seconds
 from harness import commit, machine
 from pipeline_emulated import config_of
 
+from megaframe.config import RunConfig
 from megaframe.layout import Layout
 from megaframe.plan.cluster import Cluster, load_cluster
 from megaframe.plan.constants import constants_of
@@ -48,19 +49,33 @@ class Line:
         return self.predicted / self.measured - 1
 
 
-def measure(run: tuple[str, int, int, int, float], steps: int, cluster: Cluster) -> Line:
-    """One run, measured and predicted."""
-    name, ranks, chunks, microbatches, seconds = run
-    config = config_of(name, ranks, chunks, microbatches, seconds)
+def cluster_here() -> Cluster:
+    """Ranks on this machine, whose links are as late as a tensor takes from one to another."""
+    comm = in_world(transfer_seconds, config_of("1f1b", 2, 1, 4, 0.01))[1]
+    cluster = load_cluster("cpu")
+    return replace(cluster, tiers=(replace(cluster.tiers[0], latency=comm),), jitter=0.0)
+
+
+def seconds_of(
+    config: RunConfig, layout: Layout, steps: int, cluster: Cluster
+) -> tuple[float, float]:
+    """Of a step of blocks that wait, measured (the median) and predicted."""
     constants = constants_of("cpu")
     quiet = replace(constants, software=replace(constants.software, step_kernels=0.0))
-    expected = predict(config, Layout(pipeline=ranks), cluster, quiet)
+    expected = predict(config, layout, cluster, quiet)
     seen = in_world(run_steps, config, steps)
     starts = zip(*(rank.starts for rank in seen), strict=True)
     ends = zip(*(rank.ends for rank in seen), strict=True)
     times = [max(end) - min(start) for start, end in zip(starts, ends, strict=True)]
-    step = statistics.median(times)
-    return Line(name, ranks, chunks, microbatches, step, expected.step_seconds)
+    return statistics.median(times), expected.step_seconds
+
+
+def measure(run: tuple[str, int, int, int, float], steps: int, cluster: Cluster) -> Line:
+    """One run, measured and predicted."""
+    name, ranks, chunks, microbatches, seconds = run
+    config = config_of(name, ranks, chunks, microbatches, seconds)
+    step, expected = seconds_of(config, Layout(pipeline=ranks), steps, cluster)
+    return Line(name, ranks, chunks, microbatches, step, expected)
 
 
 def main() -> None:
@@ -70,10 +85,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1, help="timed steps, after one that is not")
     parser.add_argument("--write", type=Path)
     given = parser.parse_args()
-    comm = in_world(transfer_seconds, config_of("1f1b", 2, 1, 4, 0.01))[1]
-    cluster = load_cluster("cpu")
-    tier = replace(cluster.tiers[0], latency=comm)
-    cluster = replace(cluster, tiers=(tier,), jitter=0.0)
+    cluster = cluster_here()
     lines = []
     for run in RUNS:
         if run[1] in given.ranks:
@@ -89,7 +101,7 @@ def main() -> None:
         result = {
             "commit": commit(),
             "machine": machine(),
-            "transfer_seconds": comm,
+            "transfer_seconds": cluster.tiers[0].latency,
             "lines": [{**asdict(line), "deviation": line.deviation} for line in lines],
         }
         given.write.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

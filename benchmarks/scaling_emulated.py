@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from emulated_ranks import in_world, run_steps, transfer_seconds
 from harness import commit, machine
 from pipeline_emulated import config_of
+from prediction_emulated import cluster_here, seconds_of
 
 from megaframe.layout import Layout
-from megaframe.plan.cluster import Cluster, load_cluster
-from megaframe.plan.constants import constants_of
-from megaframe.plan.step import predict
+from megaframe.plan.cluster import Cluster
 
 STAGES = 8
 KINDS = ("weak", "strong")
@@ -44,28 +41,15 @@ class Line:
     predicted_efficiency: float
 
 
-def seconds_of(
-    data: int, microbatches: int, given: argparse.Namespace, cluster: Cluster
-) -> tuple[float, float]:
-    """Of a step, measured (the median) and predicted."""
-    config = config_of("1f1b", STAGES, 1, microbatches, given.milliseconds / 1e3, data)
-    constants = constants_of("cpu")
-    quiet = replace(constants, software=replace(constants.software, step_kernels=0.0))
-    expected = predict(config, Layout(pipeline=STAGES, data=data), cluster, quiet)
-    seen = in_world(run_steps, config, given.steps)
-    starts = zip(*(rank.starts for rank in seen), strict=True)
-    ends = zip(*(rank.ends for rank in seen), strict=True)
-    times = [max(end) - min(start) for start, end in zip(starts, ends, strict=True)]
-    return statistics.median(times), expected.step_seconds
-
-
 def measure(kind: str, given: argparse.Namespace, cluster: Cluster) -> list[Line]:
     """One kind of scaling, from the smallest world to the largest."""
     lines: list[Line] = []
     first = (0.0, 0.0)
     for data in given.data:
         own = WEAK if kind == "weak" else STRONG // data
-        step, expected = seconds_of(data, own, given, cluster)
+        config = config_of("1f1b", STAGES, 1, own, given.milliseconds / 1e3, data)
+        layout = Layout(pipeline=STAGES, data=data)
+        step, expected = seconds_of(config, layout, given.steps, cluster)
         first = first if lines else (own / step, own / expected)
         ranks = STAGES * data
         rates = (own / step / first[0], own / expected / first[1])
@@ -87,17 +71,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1, help="timed steps, after one that is not")
     parser.add_argument("--write", type=Path)
     given = parser.parse_args()
-    comm = in_world(transfer_seconds, config_of("1f1b", 2, 1, 4, 0.01))[1]
-    cluster = load_cluster("cpu")
-    tier = replace(cluster.tiers[0], latency=comm)
-    cluster = replace(cluster, tiers=(tier,), jitter=0.0)
+    cluster = cluster_here()
     lines = [line for kind in given.kinds for line in measure(kind, given, cluster)]
     if given.write:
         result = {
             "commit": commit(),
             "machine": machine(),
             "config": {"stages": STAGES, "milliseconds": given.milliseconds, "steps": given.steps},
-            "transfer_seconds": comm,
+            "transfer_seconds": cluster.tiers[0].latency,
             "lines": [asdict(line) for line in lines],
         }
         given.write.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
