@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 
 from megaframe.checkpoint.container import Piece, by_alignment, plan
+from megaframe.checkpoint.direct import ALIGNMENT
 from megaframe.checkpoint.slices import Slice
 
 
 class Copy:
-    """`size` bytes that are being copied, from the first to the last."""
+    """`size` bytes that are being copied, from the first to the last. They are aligned, and stay
+    until the work with them is done."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._data = memoryview(b"")
+        self._data: memoryview | None = None
         self._there = 0
         self._failure: Exception | None = None
         self._news = Condition()
@@ -34,11 +36,23 @@ class Copy:
             self._news.wait_for(lambda: self._there >= piece.stop or self._failure is not None)
             if self._there < piece.stop and self._failure is not None:
                 raise self._failure
+            assert self._data is not None
             return self._data[piece.start : piece.stop]
+
+    def held(self) -> memoryview:
+        """Where all of it will be. Raises what keeps it from coming."""
+        with self._news:
+            self._news.wait_for(lambda: self._data is not None or self._failure is not None)
+            if self._data is None:
+                assert self._failure is not None
+                raise self._failure
+            return self._data
 
     def begin(self, data: memoryview) -> None:
         """It is made there."""
-        self._data = data
+        with self._news:
+            self._data = data
+            self._news.notify_all()
 
     def reach(self, stop: int) -> None:
         """All before `stop` is there."""
@@ -146,11 +160,13 @@ class Background:
         if self._buffer.numel() >= size:
             return
         self._buffer = torch.empty(0, dtype=torch.uint8)  # never both
+        size += ALIGNMENT
         if self._stream is None:
-            self._buffer = torch.empty(size, dtype=torch.uint8)
+            buffer = torch.empty(size, dtype=torch.uint8)
         else:
             with torch.cuda.device(self._stream.device):  # or a thread pins by way of the first GPU
-                self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self._buffer = buffer[-buffer.data_ptr() % ALIGNMENT :]
 
     def _copy(self, held: Sequence[Slice], copy: Copy) -> None:
         start = 0

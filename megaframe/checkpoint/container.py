@@ -120,9 +120,10 @@ def write(
     bytes_of: Callable[[Piece], memoryview],
     *,
     read_back: bool = True,
+    held: memoryview | None = None,
 ) -> SavedFile:
     """Write the bytes of each piece, back to back, to a new file, and read it back from where it is
-    stored.
+    stored. held: as of `Store.create`.
 
     Raises OSError, and UserError where something else comes back.
     """
@@ -130,7 +131,8 @@ def write(
     checksums = ["0" * 16] * len(planned)
     reserved = len(_header(path.name, planned, checksums))
     size = reserved + sum(piece.bytes for piece in planned)
-    with store_of(path).create(path, size, start=reserved, read_back=read_back) as file:
+    new = store_of(path).create(path, size, start=reserved, read_back=read_back, held=held)
+    with new as file:
         for index, piece in enumerate(given):
             digest = xxhash.xxh3_64()
             data = bytes_of(piece)

@@ -36,17 +36,30 @@ class DirectFile:
     wrong in the background is raised by the next `put` or `finish`.
 
     start: bytes left out at the start, a multiple of the alignment. read_back: compare what comes
-    back from the disk, where the file system lets it.
+    back from the disk, where the file system lets it. held: all that will be put, aligned in memory
+    where it stays until the file is closed, so that it is written from there; None where what is
+    put may change, and is copied.
     """
 
-    def __init__(self, path: Path, size: int, start: int, *, read_back: bool = True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        size: int,
+        start: int,
+        *,
+        read_back: bool = True,
+        held: memoryview | None = None,
+    ) -> None:
         self._path, self._start, self._read_back = path, start, read_back
         self._file = open(path, "x+b", buffering=0)  # noqa: SIM115 (closed by __exit__)
         self._pool = ThreadPoolExecutor(_UNDER_WAY)
         self._writes: deque[tuple[Future[None], np.ndarray]] = deque()
+        self._held, self._sent = None if held is None else np.frombuffer(held, np.uint8), 0
         self._size = size
-        self._rows, self._filled = _aligned(size), 0
-        """The chunk that is being filled, and room for what will come back of it."""
+        width = min(_CHUNK_BYTES, -(-max(1, size) // ALIGNMENT) * ALIGNMENT)
+        self._room = _aligned((held is None) + read_back, width)
+        """Rows for the chunk that is being filled, unless it is held, and for what comes back."""
+        self._chunk, self._filled = self._next(), 0
         self._direct = False
 
     def __enter__(self) -> DirectFile:
@@ -71,9 +84,10 @@ class DirectFile:
         """Write the next bytes."""
         left = np.frombuffer(data, np.uint8)
         while len(left):
-            into = self._rows[0][self._filled :]
+            into = self._chunk[self._filled :]
             room = min(len(left), len(into))
-            into[:room] = left[:room]
+            if self._held is None:
+                into[:room] = left[:room]
             self._filled += room
             left = left[room:]
             if room == len(into):
@@ -82,7 +96,7 @@ class DirectFile:
     def finish(self, head: bytes) -> None:
         """Write what was left out at the start, and return when all is on the disk and compared."""
         last = self._filled % ALIGNMENT
-        tail = self._rows[0][self._filled - last : self._filled].copy()
+        tail = self._chunk[self._filled - last : self._filled].copy()
         self._send(self._filled - last)
         while self._writes:
             self._writes.popleft()[0].result()
@@ -104,20 +118,27 @@ class DirectFile:
         return self._direct and self._read_back
 
     def _send(self, size: int) -> None:
-        data, back = self._rows[:, :size]
-        sent = self._pool.submit(self._write_and_compare, data, self._start, back)
-        self._writes.append((sent, self._rows))
-        self._start, self._filled = self._start + size, 0
+        data, room = self._chunk[:size], self._room
+        sent = self._pool.submit(self._write_and_compare, data, self._start, room)
+        self._writes.append((sent, room))
+        self._start, self._sent, self._filled = self._start + size, self._sent + size, 0
         if len(self._writes) <= _UNDER_WAY:
-            self._rows = _aligned(self._size)
+            self._room = _aligned(*room.shape)
         else:
-            done, self._rows = self._writes.popleft()
+            done, self._room = self._writes.popleft()
             done.result()
+        self._chunk = self._next()
 
-    def _write_and_compare(self, data: np.ndarray, start: int, back: np.ndarray) -> None:
+    def _next(self) -> np.ndarray:
+        """The bytes of the next chunk, or where they are to be put."""
+        if self._held is None:
+            return self._room[0]
+        return self._held[self._sent : self._sent + _CHUNK_BYTES]
+
+    def _write_and_compare(self, data: np.ndarray, start: int, room: np.ndarray) -> None:
         self._write(data, start)
         if self.compared:
-            self._compare(data, start, back)
+            self._compare(data, start, room[-1][: len(data)])
 
     def _write(self, data: np.ndarray, start: int) -> None:
         while len(data):
@@ -154,13 +175,11 @@ def _same(one: np.ndarray, other: np.ndarray) -> bool:
     return _LIBC.memcmp(*places, ctypes.c_size_t(len(one))) == 0
 
 
-def _aligned(size: int) -> np.ndarray:
-    """Two rows of bytes that start at multiples of the alignment: each has room for a chunk, or for
-    as many as `size` needs."""
-    size = min(_CHUNK_BYTES, -(-max(1, size) // ALIGNMENT) * ALIGNMENT)
-    room = np.empty(2 * size + ALIGNMENT, np.uint8)
+def _aligned(rows: int, size: int) -> np.ndarray:
+    """Rows of bytes that start at multiples of the alignment; `size` is such a multiple."""
+    room = np.empty(rows * size + ALIGNMENT, np.uint8)
     start = -room.ctypes.data % ALIGNMENT
-    return room[start : start + 2 * size].reshape(2, size)
+    return room[start : start + rows * size].reshape(rows, size)
 
 
 def _reserve(descriptor: int, size: int) -> None:

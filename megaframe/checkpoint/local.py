@@ -105,9 +105,9 @@ class Local(Store[Path]):
         draft.mkdir(parents=True)
 
     def create(
-        self, file: Path, size: int, start: int, *, read_back: bool
+        self, file: Path, size: int, start: int, *, read_back: bool, held: memoryview | None
     ) -> AbstractContextManager[Sink]:
-        return DirectFile(file, size, start, read_back=read_back)
+        return DirectFile(file, size, start, read_back=read_back, held=held)
 
     def publish(
         self, draft: Path, step: int, attempt: str, manifest: bytes, kept: Collection[str]

@@ -112,7 +112,7 @@ class MemoryWriter(Background):
         path, rank = self._ram.path(step, self._group.index), self._group.index
         try:
             self._ram.prepare(step, rank)
-            file = write(path, planned, data.take)
+            file = write(path, planned, data.take, held=data.held())
             record = record_bytes(
                 CopyRecord(
                     run=self._run_id,

@@ -155,7 +155,7 @@ class FsspecStore(Store[Remote]):
         """Object stores have no folders; where there are some, the file makes its own."""
 
     def create(
-        self, file: Remote, size: int, start: int, *, read_back: bool
+        self, file: Remote, size: int, start: int, *, read_back: bool, held: memoryview | None
     ) -> AbstractContextManager[Sink]:
         return nullcontext(RemoteSink(file, start))
 

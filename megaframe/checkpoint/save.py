@@ -174,7 +174,8 @@ class Writer(Background):
         draft = self._storage.draft(self._home, job.step, attempt)
         path = draft / self._storage.file_name(self._rank, part, attempt)
         with _explained("cannot write", path, job.data.size, discard=path):
-            saved = write(path, pieces, job.data.take, read_back=self._read_back)
+            held = job.data.held() if len(pieces) == len(job.planned) else None
+            saved = write(path, pieces, job.data.take, read_back=self._read_back, held=held)
         return path.name, saved
 
 

@@ -134,10 +134,11 @@ class Store(ABC, Generic[P]):
 
     @abstractmethod
     def create(
-        self, file: P, size: int, start: int, *, read_back: bool
+        self, file: P, size: int, start: int, *, read_back: bool, held: memoryview | None
     ) -> AbstractContextManager[Sink]:
         """A new file of `size` bytes, to be written. start: bytes left out at the start. read_back:
-        compare them on the way, where that can be done."""
+        compare them on the way, where that can be done. held: all that will be put, in memory that
+        begins at a multiple of `ALIGNMENT` and stays as it is; None where it does not stay."""
 
     @abstractmethod
     def publish(
