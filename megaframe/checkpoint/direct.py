@@ -1,8 +1,8 @@
-"""Direct: a new file, written past the page cache where the file system lets it, and read back.
+"""Direct: a new file, written past the page cache where the file system lets it.
 
 A checkpoint is large, and nobody reads it soon: in the page cache it would push out what is of use,
-and its pages cost more to find than its bytes to write. And what is read back comes from the disk,
-so each chunk can be compared as soon as it is there, while others are still being written.
+and its pages cost more to find than its bytes to write. Several chunks are under way at a time,
+straight from where they lie if they stay there; else a copy of them is written.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from types import TracebackType
 
 import numpy as np
 
-from megaframe.errors import UserError
-
 ALIGNMENT = 4096
 """Of everything that bypasses the page cache: place in memory, place in the file and length."""
 _CHUNK_BYTES = 16 << 20
 _UNDER_WAY = 3
-"""Chunks that are written or read back at a time, while the next one is filled."""
+"""Chunks that are written at a time, while the next one is filled."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NOT_THERE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """What a file system says that cannot take room in advance, or has but one way to write."""
@@ -32,34 +30,22 @@ _NOT_THERE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 class DirectFile:
     """A file of `size` bytes that did not exist. Room for it is taken at once, so it will not run
-    out. Raises OSError, and UserError where what is read back is not what was written; what goes
-    wrong in the background is raised by the next `put` or `finish`.
+    out. Raises OSError; what goes wrong in the background is raised by the next `put` or `finish`.
 
-    start: bytes left out at the start, a multiple of the alignment. read_back: compare what comes
-    back from the disk, where the file system lets it. held: all that will be put, aligned in memory
-    where it stays until the file is closed, so that it is written from there; None where what is
-    put may change, and is copied.
+    start: bytes left out at the start, a multiple of the alignment. held: all that will be put,
+    aligned in memory where it stays until the file is closed, so that it is written from there;
+    None where what is put may change, and is copied.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        size: int,
-        start: int,
-        *,
-        read_back: bool = True,
-        held: memoryview | None = None,
-    ) -> None:
-        self._path, self._start, self._read_back = path, start, read_back
+    def __init__(self, path: Path, size: int, start: int, held: memoryview | None) -> None:
+        self._start = start
         self._file = open(path, "x+b", buffering=0)  # noqa: SIM115 (closed by __exit__)
         self._pool = ThreadPoolExecutor(_UNDER_WAY)
         self._writes: deque[tuple[Future[None], np.ndarray]] = deque()
         self._held, self._sent = None if held is None else np.frombuffer(held, np.uint8), 0
         self._size = size
-        width = min(_CHUNK_BYTES, -(-max(1, size) // ALIGNMENT) * ALIGNMENT)
-        self._room = _aligned((held is None) + read_back, width)
-        """Rows for the chunk that is being filled, unless it is held, and for what comes back."""
         self._chunk, self._filled = self._next(), 0
+        """What is to be written next, as soon as all of it is there."""
         self._direct = False
 
     def __enter__(self) -> DirectFile:
@@ -90,11 +76,11 @@ class DirectFile:
                 into[:room] = left[:room]
             self._filled += room
             left = left[room:]
-            if room == len(into):
+            if room == len(into) and self._filled % ALIGNMENT == 0:  # not the end of what is held
                 self._send(self._filled)
 
     def finish(self, head: bytes) -> None:
-        """Write what was left out at the start, and return when all is on the disk and compared."""
+        """Write what was left out at the start, and return when all is on the disk."""
         last = self._filled % ALIGNMENT
         tail = self._chunk[self._filled - last : self._filled].copy()
         self._send(self._filled - last)
@@ -102,61 +88,32 @@ class DirectFile:
             self._writes.popleft()[0].result()
         if self._direct:
             self._bypass(False)  # the end of a file is as long as it is
-        ends = (np.frombuffer(head, np.uint8), 0), (tail, self._start)
-        for data, start in ends:
-            self._write(data, start)
+        self._write(np.frombuffer(head, np.uint8), 0)
+        self._write(tail, self._start)
         os.fsync(self._file.fileno())
         if self._direct:
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if self.compared:
-            for data, start in ends:
-                self._compare(data, start, np.empty_like(data))
-
-    @property
-    def compared(self) -> bool:
-        """Whether all of it was read back from the disk; else nothing was."""
-        return self._direct and self._read_back
 
     def _send(self, size: int) -> None:
-        data, room = self._chunk[:size], self._room
-        sent = self._pool.submit(self._write_and_compare, data, self._start, room)
-        self._writes.append((sent, room))
+        sent = self._pool.submit(self._write, self._chunk[:size], self._start)
+        self._writes.append((sent, self._chunk))
         self._start, self._sent, self._filled = self._start + size, self._sent + size, 0
-        if len(self._writes) <= _UNDER_WAY:
-            self._room = _aligned(*room.shape)
-        else:
-            done, self._room = self._writes.popleft()
+        free = None
+        if len(self._writes) > _UNDER_WAY:
+            done, free = self._writes.popleft()
             done.result()
-        self._chunk = self._next()
+        self._chunk = self._next(free)
 
-    def _next(self) -> np.ndarray:
-        """The bytes of the next chunk, or where they are to be put."""
-        if self._held is None:
-            return self._room[0]
-        return self._held[self._sent : self._sent + _CHUNK_BYTES]
-
-    def _write_and_compare(self, data: np.ndarray, start: int, room: np.ndarray) -> None:
-        self._write(data, start)
-        if self.compared:
-            self._compare(data, start, room[-1][: len(data)])
+    def _next(self, free: np.ndarray | None = None) -> np.ndarray:
+        """The bytes of the next chunk, or where they are to be put: in what is free, if any is."""
+        if self._held is not None:
+            return self._held[self._sent : self._sent + _CHUNK_BYTES]
+        return _aligned(self._size) if free is None else free
 
     def _write(self, data: np.ndarray, start: int) -> None:
         while len(data):
             written = os.pwrite(self._file.fileno(), data.data, start)
             data, start = data[written:], start + written
-
-    def _compare(self, data: np.ndarray, start: int, back: np.ndarray) -> None:
-        read = 0
-        while read < len(data):
-            got = os.preadv(self._file.fileno(), [back[read:].data], start + read)
-            if not got:
-                break
-            read += got
-        if read < len(data) or not _same(data, back):
-            raise UserError(
-                f"{self._path} is not what was written to it: bytes {start} to "
-                f"{start + len(data)} come back from the disk as others"
-            )
 
     def _bypass(self, wanted: bool) -> bool:
         """Have reads and writes bypass the page cache, or not; whether they do."""
@@ -169,17 +126,12 @@ class DirectFile:
         return wanted and bool(flag)
 
 
-def _same(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether bytes are the same, found without a temporary array and beside other threads."""
-    places = (ctypes.c_void_p(array.ctypes.data) for array in (one, other))
-    return _LIBC.memcmp(*places, ctypes.c_size_t(len(one))) == 0
-
-
-def _aligned(rows: int, size: int) -> np.ndarray:
-    """Rows of bytes that start at multiples of the alignment; `size` is such a multiple."""
-    room = np.empty(rows * size + ALIGNMENT, np.uint8)
+def _aligned(size: int) -> np.ndarray:
+    """Bytes that start at a multiple of the alignment: as many as a chunk, or as `size` needs."""
+    size = min(_CHUNK_BYTES, -(-max(1, size) // ALIGNMENT) * ALIGNMENT)
+    room = np.empty(size + ALIGNMENT, np.uint8)
     start = -room.ctypes.data % ALIGNMENT
-    return room[start : start + rows * size].reshape(rows, size)
+    return room[start : start + size]
 
 
 def _reserve(descriptor: int, size: int) -> None:

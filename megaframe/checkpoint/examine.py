@@ -24,6 +24,7 @@ from megaframe.checkpoint.container import (
     buffer_for,
     divided,
     placed,
+    verify,
     write,
 )
 from megaframe.checkpoint.folder import checkpoints
@@ -186,6 +187,7 @@ def assemble(
             for part, planned in enumerate(divided(placed(group), store.file_bytes)):
                 name = store.file_name(number, part, attempt)
                 saved[name] = write(draft / name, planned, bytes_of)
+                verify(draft / name, saved[name])
         return commit(draft, folder, step, state, saved, attempt)
     except OSError as error:
         raise UserError(f"cannot write {error.filename or draft}: {error.strerror}") from None

@@ -43,6 +43,20 @@ def move_pointer(home: Place, name: str, attempt: str) -> None:
     store_of(home).replace(home / POINTER, f"{name}\n".encode("ascii"), attempt)
 
 
+def take_back(home: Place, bad: Place, before: str | None, attempt: str) -> None:
+    """Undo a commit: the pointer names again what it named before, or else the newest that is left,
+    and the checkpoint goes. before: what `read_pointer` found, the same name where it was replaced.
+    """
+    store = store_of(home)
+    left = [path.name for path in checkpoints(home) if path != bad]
+    wanted = [name for name in (before, f"{before}.replaced") if name in left] + left
+    if wanted:
+        move_pointer(home, wanted[0], attempt)
+    store.remove(bad, attempt)
+    if not wanted:
+        store.delete(home / POINTER)
+
+
 def prune(home: Place, written: Place, keep: int, every: int, attempt: str) -> None:
     """Delete all but the one just written, the `keep - 1` newest others and those of steps that are
     multiples of `every` (0: of none), unless in use."""

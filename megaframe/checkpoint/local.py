@@ -22,8 +22,8 @@ from megaframe.checkpoint.manifest import MANIFEST
 from megaframe.checkpoint.names import FINAL, POINTER, TEMPORARY, final_name, is_temporary
 from megaframe.checkpoint.storage import Sink, Source, Store
 
-CHUNK_BYTES = 8 << 20
-"""Bytes between two points where another thread can run."""
+CHUNK_BYTES = 512 << 10
+"""Bytes that are read at a time, and so are in the processor's cache when they are checked."""
 
 
 class LocalSource:
@@ -31,8 +31,10 @@ class LocalSource:
 
     chunk = CHUNK_BYTES
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    def __init__(self, file: BinaryIO, fresh: bool) -> None:
+        self._file, self._fresh = file, fresh
+        if fresh:
+            self._forget()
         self.size = os.fstat(file.fileno()).st_size
 
     def read_into(self, start: int, into: memoryview) -> int:
@@ -46,13 +48,20 @@ class LocalSource:
         return done
 
     def close(self) -> None:
+        if self._fresh:
+            self._forget()  # nobody reads it soon
         self._file.close()
+
+    def _forget(self) -> None:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # clean pages
 
 
 class Local(Store[Path]):
     """Folders of this machine."""
 
     file_bytes = None
+    keeps_replaced = True
 
     def at_once(self, home: Path) -> int:
         return 1
@@ -85,9 +94,7 @@ class Local(Store[Path]):
             # Without locks the file can still be read; a file that vanishes meanwhile is named.
             with suppress(OSError):
                 fcntl.flock(opened.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if fresh and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # Linux: clean pages
-        return LocalSource(opened)
+        return LocalSource(opened, fresh)
 
     def prepare(self, home: Path) -> None:
         home.mkdir(parents=True, exist_ok=True)
@@ -105,9 +112,9 @@ class Local(Store[Path]):
         draft.mkdir(parents=True)
 
     def create(
-        self, file: Path, size: int, start: int, *, read_back: bool, held: memoryview | None
+        self, file: Path, size: int, start: int, held: memoryview | None
     ) -> AbstractContextManager[Sink]:
-        return DirectFile(file, size, start, read_back=read_back, held=held)
+        return DirectFile(file, size, start, held)
 
     def publish(
         self, draft: Path, step: int, attempt: str, manifest: bytes, kept: Collection[str]

@@ -19,6 +19,8 @@ from megaframe.errors import UserError
 
 Message = dict[str, Any]
 
+NEED, WRITE, READ_BACK = "need", "write", "read back"
+"""What every rank tells, in this order: what it needs, and how it went."""
 _FIRST_PAUSE, _LAST_PAUSE = 0.005, 0.25
 """Seconds between two looks at the store; the pause doubles."""
 _PAUSE_PER_RANK = 0.002
@@ -69,17 +71,17 @@ class Meeting:
             f"({topic}) from ranks {_few(missing)} of {self._world}"
         )
 
-    def go(self, attempt: str) -> None:
-        """Leader: let the ranks write."""
-        self._store.set(self._key(attempt, "go"), "")
+    def go(self, attempt: str, stage: str) -> None:
+        """Leader: let the ranks do what they then tell."""
+        self._store.set(self._key(attempt, "go", stage), "")
 
-    def may_go(self, attempt: str) -> bool:
-        return self._find(self._key(attempt, "go")) is not None
+    def may_go(self, attempt: str, stage: str) -> bool:
+        return self._find(self._key(attempt, "go", stage)) is not None
 
     def end(self, attempt: str, failure: str) -> None:
         """Leader: say how the attempt ended; an empty text is success."""
         self._store.set(self._key(attempt, "end"), failure)
-        for topic in ("need", "done"):
+        for topic in (NEED, WRITE, READ_BACK):
             for rank in range(self._world):
                 self._store.delete_key(self._key(attempt, topic, rank))
 

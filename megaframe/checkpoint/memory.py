@@ -21,7 +21,7 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from megaframe.checkpoint.background import Background, Copy
-from megaframe.checkpoint.container import CHUNK_BYTES, Piece, write
+from megaframe.checkpoint.container import CHUNK_BYTES, Piece, verify, write
 from megaframe.checkpoint.gather import gather_json
 from megaframe.checkpoint.ram import CopyRecord, Ram, record_bytes
 from megaframe.checkpoint.slices import Slice
@@ -112,7 +112,8 @@ class MemoryWriter(Background):
         path, rank = self._ram.path(step, self._group.index), self._group.index
         try:
             self._ram.prepare(step, rank)
-            file = write(path, planned, data.take, held=data.held())
+            file = write(path, planned, data.take, data.held())
+            verify(path, file)
             record = record_bytes(
                 CopyRecord(
                     run=self._run_id,

@@ -69,8 +69,6 @@ class RemoteSource:
 class RemoteSink:
     """A file that is made in memory and sent when it is whole."""
 
-    compared = False
-
     def __init__(self, file: Remote, start: int) -> None:
         self._file = file
         self._data = io.BytesIO()
@@ -87,6 +85,8 @@ class RemoteSink:
 
 class FsspecStore(Store[Remote]):
     """Folders of all stores that fsspec knows."""
+
+    keeps_replaced = False
 
     @property
     def file_bytes(self) -> int:  # type: ignore[override]
@@ -155,7 +155,7 @@ class FsspecStore(Store[Remote]):
         """Object stores have no folders; where there are some, the file makes its own."""
 
     def create(
-        self, file: Remote, size: int, start: int, *, read_back: bool, held: memoryview | None
+        self, file: Remote, size: int, start: int, held: memoryview | None
     ) -> AbstractContextManager[Sink]:
         return nullcontext(RemoteSink(file, start))
 

@@ -1,8 +1,10 @@
 """Saves checkpoints in the background, so that training waits only for a copy in memory.
 
-No rank decides alone: every rank writes, and reads back, its own file, and rank 0 gives the folder
-its final name after every rank has reported the file that rank 0 finds there. A save that fails,
-anywhere, leaves no trace but an error on every rank; the checkpoints before it stay.
+No rank decides alone: every rank writes its own file, and rank 0 gives the folder its final name
+after every rank has reported the file that rank 0 finds there. Only then does every rank read its
+file back: the checkpoint counts meanwhile, since whoever loads it checks all that he reads, and the
+ones before it stay until that is done. A save that fails, anywhere, leaves no trace but an error on
+every rank.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic import JsonValue
 from torch.distributed import Store
@@ -22,11 +24,13 @@ from megaframe.checkpoint.container import (
     Piece,
     Reader,
     divided,
+    verify,
     write,
 )
-from megaframe.checkpoint.folder import move_pointer, prune
+from megaframe.checkpoint.folder import move_pointer, prune, read_pointer, take_back
 from megaframe.checkpoint.manifest import Manifest, SavedFile, SavedTensor, encode, merged
-from megaframe.checkpoint.meeting import Meeting, Message
+from megaframe.checkpoint.meeting import NEED, READ_BACK, WRITE, Meeting, Message
+from megaframe.checkpoint.names import final_name
 from megaframe.checkpoint.slices import Slice
 from megaframe.checkpoint.storage import Place, store_of
 from megaframe.errors import UserError
@@ -38,6 +42,8 @@ class _Job:
     planned: list[Piece]
     data: Copy
     state: dict[str, JsonValue]
+    files: dict[str, SavedFile] = field(default_factory=dict)
+    """Those that this rank has written."""
 
 
 _HEADERS_AT_ONCE = 16
@@ -49,7 +55,8 @@ class Writer(Background):
 
     keep:       how many of the newest checkpoints stay (at least 1).
     keep_every: those of steps that are multiples of it stay for good; 0: none.
-    read_back:  compare what the disk gives with what was written, before a checkpoint counts.
+    read_back:  check what the disk gives, before checkpoints that are older go (in a store that
+                cannot take back what it has, before this one counts).
     timeout:    seconds to wait for another rank before a save is given up.
     Whatever goes wrong in the background is raised by the next `save`, `wait` or `poll`: UserError
     for what a user can mend. The writer can be used again after that.
@@ -75,7 +82,10 @@ class Writer(Background):
         self._world = world
         # A connection of its own, since others may wait in the given one (not in torch's stubs).
         self._store: Store = store.clone()  # type: ignore[attr-defined]
-        self._keep, self._keep_every, self._read_back = keep, keep_every, read_back
+        self._keep, self._keep_every = keep, keep_every
+        later = self._storage.keeps_replaced
+        self._verifies = read_back and not later
+        self._stages = (WRITE, READ_BACK) if read_back and later else (WRITE,)
         self._timeout = timeout
         if rank == 0:
             with _explained(f"cannot use {home} for checkpoints", home):
@@ -110,15 +120,18 @@ class Writer(Background):
         draft = self._storage.draft(self._home, job.step, attempt)
         failure = "rank 0 was stopped"
         try:
-            meeting.tell(attempt, "need", {"bytes": job.data.size})
-            needed = sum(int(message["bytes"]) for message in meeting.hear(attempt, "need"))
+            meeting.tell(attempt, NEED, {"bytes": job.data.size})
+            needed = sum(int(message["bytes"]) for message in meeting.hear(attempt, NEED))
             with _explained(f"cannot write the checkpoint of step {job.step}", draft, needed):
                 _require_space(self._home, job.step, needed)
                 self._storage.begin(draft)
-                meeting.go(attempt)
-                self._contribute(meeting, attempt, job)
-                files = _reported(job.step, meeting.hear(attempt, "done"))
+                meeting.go(attempt, WRITE)
+                self._contribute(meeting, attempt, job, WRITE)
+                files = _reported(job.step, meeting.hear(attempt, WRITE))
+                before = read_pointer(self._home)
                 final = commit(draft, self._home, job.step, job.state, files, attempt)
+                if READ_BACK in self._stages:
+                    self._prove(meeting, attempt, job, final, before)
                 prune(self._home, final, self._keep, self._keep_every, attempt)
             failure = ""
         except Exception as error:
@@ -129,15 +142,31 @@ class Writer(Background):
                 self._storage.discard(draft, attempt)
             meeting.end(attempt, failure)
 
+    def _prove(
+        self, meeting: Meeting, attempt: str, job: _Job, final: Place, before: str | None
+    ) -> None:
+        """Have all files of a checkpoint read back; take back one that has another content. One of
+        which nobody knows stays, with those before it. before: what `latest` named."""
+        meeting.go(attempt, READ_BACK)
+        self._contribute(meeting, attempt, job, READ_BACK)
+        told = meeting.hear(attempt, READ_BACK)
+        try:
+            _reported(job.step, told)
+        except UserError:
+            take_back(self._home, final, before, attempt)
+            raise
+
     def _follow(self, meeting: Meeting, job: _Job) -> None:
-        taken, written, old_failure = None, False, None
-        for _ in meeting.looks(2 * self._timeout):  # the leader, who can name ranks, ends first
+        taken, old_failure = None, None
+        left = [*self._stages]
+        patience = (1 + len(left)) * self._timeout
+        for _ in meeting.looks(patience):  # the leader, who can name ranks, ends first
             attempt = meeting.attempt()
             if attempt is not None and attempt != taken:
                 old_failure = meeting.ending(attempt)
                 if old_failure is None:
-                    taken, written = attempt, False
-                    meeting.tell(taken, "need", {"bytes": job.data.size})
+                    taken, left = attempt, [*self._stages]
+                    meeting.tell(taken, NEED, {"bytes": job.data.size})
             if taken is None:
                 continue
             failure = meeting.ending(taken)
@@ -145,28 +174,36 @@ class Writer(Background):
                 raise UserError(failure)
             if failure is not None:
                 return
-            if not written and meeting.may_go(taken):
-                self._contribute(meeting, taken, job)
-                written = True
+            if left and meeting.may_go(taken, left[0]):
+                self._contribute(meeting, taken, job, left.pop(0))
         raise UserError(
             f"checkpoint of step {job.step} was given up by rank {self._rank} after "
-            f"{2 * self._timeout:g} s: rank 0 did not finish it"
+            f"{patience:g} s: rank 0 did not finish it"
             + (f" (it said: {old_failure})" if old_failure else "")
         )
 
-    def _contribute(self, meeting: Meeting, attempt: str, job: _Job) -> None:
-        """Write this rank's files, if it holds anything, and report them or what went wrong."""
+    def _contribute(self, meeting: Meeting, attempt: str, job: _Job, stage: str) -> None:
+        """Write this rank's files, if it holds anything, or read them back; report them, or what
+        went wrong."""
         message: Message = {}
         try:
-            with ThreadPoolExecutor(self._storage.at_once(self._home)) as pool:
-                groups = divided(job.planned, self._storage.file_bytes)
-                files = pool.map(lambda one: self._file(attempt, job, *one), enumerate(groups))
-                message = {"files": {name: saved.model_dump() for name, saved in files}}
+            if stage == WRITE:
+                self._write_files(attempt, job)
+            else:
+                for name, saved in job.files.items():
+                    verify(self._home / final_name(job.step) / name, saved)
+            message = {"files": {name: saved.model_dump() for name, saved in job.files.items()}}
         except UserError as error:
             message = {"error": str(error)}
         except Exception:
             message = {"error": traceback.format_exc()}
-        meeting.tell(attempt, "done", message)
+        meeting.tell(attempt, stage, message)
+
+    def _write_files(self, attempt: str, job: _Job) -> None:
+        job.files.clear()
+        with ThreadPoolExecutor(self._storage.at_once(self._home)) as pool:
+            groups = enumerate(divided(job.planned, self._storage.file_bytes))
+            job.files.update(pool.map(lambda one: self._file(attempt, job, *one), groups))
 
     def _file(
         self, attempt: str, job: _Job, part: int, pieces: Sequence[Piece]
@@ -175,7 +212,9 @@ class Writer(Background):
         path = draft / self._storage.file_name(self._rank, part, attempt)
         with _explained("cannot write", path, job.data.size, discard=path):
             held = job.data.held() if len(pieces) == len(job.planned) else None
-            saved = write(path, pieces, job.data.take, read_back=self._read_back, held=held)
+            saved = write(path, pieces, job.data.take, held)
+            if self._verifies:
+                verify(path, saved)
         return path.name, saved
 
 
@@ -187,7 +226,7 @@ def commit(
     files: Mapping[str, SavedFile],
     attempt: str,
 ) -> Place:
-    """Make the verified files of a draft the newest checkpoint of its home: manifest and final
+    """Make the files of a draft the newest checkpoint of its home: manifest and final
     name, and last the pointer. Returns where it is. Raises OSError."""
 
     def tensors(name: str) -> dict[str, SavedTensor]:

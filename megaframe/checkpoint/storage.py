@@ -78,10 +78,6 @@ class Source(Protocol):
 class Sink(Protocol):
     """A file being written. Raises OSError."""
 
-    @property
-    def compared(self) -> bool:
-        """Whether all of it was read back from where it is stored; else nothing was."""
-
     def put(self, data: memoryview) -> None:
         """Write the next bytes."""
 
@@ -95,6 +91,9 @@ class Store(ABC, Generic[P]):
 
     file_bytes: int | None
     """Most bytes of tensors in one file; None where a rank writes one file, whatever its size."""
+    keeps_replaced: bool
+    """Whether a checkpoint that `publish` replaces stays until it is removed, so that the new one
+    can still be taken back."""
 
     @abstractmethod
     def at_once(self, home: P) -> int:
@@ -134,11 +133,11 @@ class Store(ABC, Generic[P]):
 
     @abstractmethod
     def create(
-        self, file: P, size: int, start: int, *, read_back: bool, held: memoryview | None
+        self, file: P, size: int, start: int, held: memoryview | None
     ) -> AbstractContextManager[Sink]:
-        """A new file of `size` bytes, to be written. start: bytes left out at the start. read_back:
-        compare them on the way, where that can be done. held: all that will be put, in memory that
-        begins at a multiple of `ALIGNMENT` and stays as it is; None where it does not stay."""
+        """A new file of `size` bytes, to be written. start: bytes left out at the start. held: all
+        that will be put, in memory that is aligned as `direct` says and stays as it is until the
+        file is closed; None where it does not stay."""
 
     @abstractmethod
     def publish(
