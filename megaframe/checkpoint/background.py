@@ -8,14 +8,14 @@ for it is used again and again: new pages would cost more than the copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Condition, Event, Thread
 
 import torch
 from torch import Tensor
 
 from megaframe.checkpoint.container import Piece, by_alignment, plan
-from megaframe.checkpoint.direct import ALIGNMENT
+from megaframe.checkpoint.room import ALIGNMENT, aligned
 from megaframe.checkpoint.slices import Slice
 
 
@@ -90,7 +90,7 @@ class Background:
         change. Waits for the work before. Raises ValueError for what cannot be saved."""
         self.wait()
         held = by_alignment(slices)
-        planned = plan(held)
+        planned, parts = plan(held)
         self._copied.clear()
         self._arrival = None
         devices = {part.tensor.device for part in held if part.tensor.is_cuda}
@@ -99,7 +99,7 @@ class Background:
             self._stream = self._stream or torch.cuda.Stream(device)
             written = torch.cuda.current_stream(device).record_event()
         copy = Copy(planned[-1].stop if planned else 0)
-        copier = Thread(target=self._fill, args=(held, written, copy), name="copy", daemon=True)
+        copier = Thread(target=self._fill, args=(parts, written, copy), name="copy", daemon=True)
         run = (planned, copy, copier, work)
         self._thread = Thread(target=self._run, args=run, name="checkpoint", daemon=True)
         copier.start()
@@ -142,48 +142,47 @@ class Background:
         finally:
             copier.join()  # the next copy is made in the same memory
 
-    def _fill(self, held: list[Slice], written: torch.cuda.Event | None, copy: Copy) -> None:
+    def _fill(self, parts: list[Tensor], written: torch.cuda.Event | None, copy: Copy) -> None:
         try:
             self._reserve(copy.size)
             copy.begin(self._buffer.numpy().data[: copy.size])
             if written is None:
-                self._copy(held, copy)
+                self._copy(parts, copy)
             else:
-                self._copy_from_device(held, written, copy)
+                self._copy_from_device(parts, written, copy)
         except Exception as error:  # raised again, by `take`, in the thread that works
             copy.fail(error)
         finally:
-            held.clear()
+            parts.clear()
             self._copied.set()
 
     def _reserve(self, size: int) -> None:
         if self._buffer.numel() >= size:
             return
         self._buffer = torch.empty(0, dtype=torch.uint8)  # never both
-        size += ALIGNMENT
         if self._stream is None:
-            buffer = torch.empty(size, dtype=torch.uint8)
-        else:
-            with torch.cuda.device(self._stream.device):  # or a thread pins by way of the first GPU
-                buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            self._buffer = torch.from_numpy(aligned(size))
+            return
+        with torch.cuda.device(self._stream.device):  # or a thread pins by way of the first GPU
+            buffer = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
         self._buffer = buffer[-buffer.data_ptr() % ALIGNMENT :]
 
-    def _copy(self, held: Sequence[Slice], copy: Copy) -> None:
+    def _copy(self, tiles: Iterable[Tensor], copy: Copy) -> None:
         start = 0
-        for part in held:
-            start = self._start_copy(part.tensor, start)
+        for tile in tiles:
+            start = self._start_copy(tile, start)
             copy.reach(start)
 
     def _copy_from_device(
-        self, held: Sequence[Slice], written: torch.cuda.Event, copy: Copy
+        self, tiles: Iterable[Tensor], written: torch.cuda.Event, copy: Copy
     ) -> None:
         """The same in a stream of its own, beside what the device computes after `written`."""
         assert self._stream is not None
         self._stream.wait_event(written)
         start, marks = 0, []
         with torch.cuda.stream(self._stream):
-            for part in held:
-                start = self._start_copy(part.tensor, start)
+            for tile in tiles:
+                start = self._start_copy(tile, start)
                 marks.append((self._stream.record_event(), start))
             self._arrival = self._stream.record_event()
         self._copied.set()
@@ -194,7 +193,7 @@ class Background:
     def _start_copy(self, tensor: Tensor, start: int) -> int:
         """Copy to host memory, behind what ends at `start`; where this ends."""
         stop = start + tensor.nbytes
-        _as_bytes_of(tensor, self._buffer[start:stop]).copy_(tensor.detach(), non_blocking=True)
+        _as_bytes_of(tensor, self._buffer[start:stop]).copy_(tensor, non_blocking=True)
         return stop
 
 

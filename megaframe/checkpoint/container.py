@@ -8,8 +8,11 @@ which holds the checksums, is written last: until then the file is not readable 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from types import TracebackType
 
@@ -19,7 +22,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 from torch import Tensor
 
-from megaframe.checkpoint.direct import ALIGNMENT
 from megaframe.checkpoint.manifest import (
     DTYPE_NAMES,
     DTYPES,
@@ -30,12 +32,17 @@ from megaframe.checkpoint.manifest import (
     Tensors,
     checksum,
 )
-from megaframe.checkpoint.slices import Shape, Slice, pieces
+from megaframe.checkpoint.room import ALIGNMENT, aligned
+from megaframe.checkpoint.slices import Shape, Slice, region, tiles
 from megaframe.checkpoint.storage import Place, store_of
 from megaframe.errors import Unreadable
 
-PIECE_BYTES = 16 << 20
-"""Slices are cut to this size: one piece is checked, and held in memory, at a time."""
+PIECE_BYTES = 8 << 20
+"""Slices are cut to this size: few pieces are checked, and held in memory, at a time."""
+_LEAST_PIECE_BYTES, _PARTS = 1 << 20, 4
+"""Those that are smaller are still cut in so many parts, unless these were too small."""
+_ROOM_BYTES = 2 * PIECE_BYTES
+"""Memory for pieces that are read ahead; one piece, whatever its size, always has room."""
 CHUNK_BYTES = 8 << 20
 """Bytes between two points where another thread can run."""
 MAX_HEADER_BYTES = 100_000_000
@@ -85,17 +92,21 @@ def by_alignment(slices: Sequence[Slice]) -> list[Slice]:
     return sorted(held, key=lambda part: -part.tensor.element_size())
 
 
-def plan(slices: Sequence[Slice]) -> list[Piece]:
-    """Where the bytes of the slices go, cut into pieces; see `placed`."""
+def plan(slices: Sequence[Slice]) -> tuple[list[Piece], list[Tensor]]:
+    """The pieces into which slices are cut, and where their bytes go (see `placed`); and the part
+    of a slice's tensor that is each."""
     boxes: list[Unplaced] = []
+    parts: list[Tensor] = []
     declared: dict[str, tuple[Shape, DTypeName]] = {}
     for part in slices:
         size, dtype = part.tensor.element_size(), DTYPE_NAMES[part.tensor.dtype]
         if declared.setdefault(part.name, (part.shape, dtype)) != (part.shape, dtype):
             raise ValueError(f"{part.name} is both {declared[part.name]} and {(part.shape, dtype)}")
-        for offset, shape in pieces(part.box, PIECE_BYTES // size):
+        limit = min(PIECE_BYTES, max(_LEAST_PIECE_BYTES, part.tensor.nbytes // _PARTS))
+        for offset, shape in tiles(part.box, max(1, limit // size)):
             boxes.append(Unplaced(part.name, part.shape, offset, shape, dtype))
-    return placed(boxes)
+            parts.append(part.tensor.detach()[region(part.box, (offset, shape))])
+    return placed(boxes), parts
 
 
 def key(name: str, offset: Shape, shape: Shape) -> str:
@@ -182,6 +193,10 @@ class _Entry(BaseModel):
     data_offsets: list[int]
 
 
+Wanted = tuple[str, SavedTensor, SavedSlice]
+"""A slice of a tensor, by its name."""
+
+
 class Reader:
     """A file of a checkpoint, open for reading. Its header is checked before it is parsed.
 
@@ -250,11 +265,32 @@ class Reader:
         except (KeyError, ValidationError):
             raise Unreadable(f"{self.path} is damaged: it does not say what it holds") from None
 
-    def read(self, name: str, tensor: SavedTensor, piece: SavedSlice, buffer: Tensor) -> Tensor:
-        """Read one slice into the bytes of `buffer`, check it, and return it as a view of them."""
+    def read_all(
+        self, wanted: Iterable[Wanted], rooms: Sequence[Tensor]
+    ) -> Iterator[tuple[Wanted, Tensor]]:
+        """Slices in order, each as by `read` in one of the rooms and there until the next one; as
+        many as there is room for are read and checked meanwhile."""
+        left, ahead = iter(wanted), deque[tuple[Wanted, Tensor, Future[Tensor]]]()
+        with ThreadPoolExecutor(self._file.at_once) as pool:
+
+            def begin(room: Tensor) -> None:
+                for one in islice(left, 1):
+                    ahead.append((one, room, pool.submit(self.read, *one, room)))
+
+            for room in rooms:
+                begin(room)
+            while ahead:
+                one, room, reading = ahead.popleft()
+                yield one, reading.result()
+                begin(room)
+
+    def read(self, name: str, tensor: SavedTensor, piece: SavedSlice, room: Tensor) -> Tensor:
+        """Read one slice into the bytes of `room`, check it, and return it as a view of them."""
         size = tensor.bytes_of(piece.shape)
         start = self._data_start + self._position(name, tensor, piece, size)
-        into = buffer.numpy().data[:size]
+        # As far from a multiple of the alignment in memory as in the file.
+        first = 0 if start % DTYPES[tensor.dtype].itemsize else start % ALIGNMENT
+        into = room.numpy().data[first : first + size]
         digest = xxhash.xxh3_64()
         for begin in range(0, size, self._file.chunk):
             chunk = into[begin : begin + self._file.chunk]
@@ -265,7 +301,7 @@ class Reader:
                 f"{self.path} is damaged: tensor {name} at {piece.offset} has checksum "
                 f"{digest.hexdigest()} instead of {piece.checksum}"
             )
-        return buffer[:size].view(DTYPES[tensor.dtype]).view(piece.shape)
+        return room[first : first + size].view(DTYPES[tensor.dtype]).view(piece.shape)
 
     def _position(self, name: str, tensor: SavedTensor, piece: SavedSlice, size: int) -> int:
         try:
@@ -289,10 +325,14 @@ class Reader:
         return start
 
 
-def buffer_for(tensors: Mapping[str, SavedTensor]) -> Tensor:
-    """Bytes enough for the largest slice of any of the tensors."""
-    sizes = (tensor.bytes_of(piece.shape) for tensor in tensors.values() for piece in tensor.slices)
-    return torch.empty(max(sizes, default=0), dtype=torch.uint8)
+def rooms_for(wanted: Iterable[Wanted]) -> list[Tensor]:
+    """Memory for slices, of which each has room for any: one at least, and several as long as they
+    are small."""
+    sizes = [tensor.bytes_of(piece.shape) for _, tensor, piece in wanted]
+    count = min(len(sizes), max(1, _ROOM_BYTES // max([1, *sizes])))
+    size = ALIGNMENT * (1 + -(-max(sizes, default=0) // ALIGNMENT))
+    room = torch.from_numpy(aligned(count * size))
+    return list(room.view(count, size)) if count else []
 
 
 def verify(path: Place, saved: SavedFile) -> dict[str, SavedTensor]:
@@ -300,8 +340,7 @@ def verify(path: Place, saved: SavedFile) -> dict[str, SavedTensor]:
     # Not from memory, or that alone would be verified.
     with Reader(path, saved, fresh=True) as reader:
         tensors = reader.tensors()
-        buffer = buffer_for(tensors)
-        for name, tensor in tensors.items():
-            for piece in tensor.slices:
-                reader.read(name, tensor, piece, buffer)
+        slices = [(name, one, piece) for name, one in tensors.items() for piece in one.slices]
+        for _ in reader.read_all(slices, rooms_for(slices)):
+            pass
         return tensors

@@ -1,8 +1,8 @@
-"""Direct: a new file, written past the page cache where the file system lets it.
+"""Direct: files written and read past the page cache, where the file system lets it.
 
 A checkpoint is large, and nobody reads it soon: in the page cache it would push out what is of use,
-and its pages cost more to find than its bytes to write. Several chunks are under way at a time,
-straight from where they lie if they stay there; else a copy of them is written.
+and its pages cost more to find than its bytes to write or read. Only what is loaded goes through
+the cache, since ranks of one machine often want the same.
 """
 
 from __future__ import annotations
@@ -13,19 +13,79 @@ import fcntl
 import os
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 import numpy as np
 
-ALIGNMENT = 4096
-"""Of everything that bypasses the page cache: place in memory, place in the file and length."""
+from megaframe.checkpoint.room import ALIGNMENT, aligned
+
 _CHUNK_BYTES = 16 << 20
 _UNDER_WAY = 3
 """Chunks that are written at a time, while the next one is filled."""
+_FRESH_BYTES, _CACHED_BYTES = 2 << 20, 512 << 10
+"""Read at a time: enough for the disk, and little enough to be in the processor's cache when it is
+checked."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NOT_THERE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """What a file system says that cannot take room in advance, or has but one way to write."""
+
+
+class DirectSource:
+    """A regular file that is open for reading, by several threads. fresh: read what is stored, not
+    what memory has of it, and past the cache; else other ranks of this machine find there what one
+    of them has read."""
+
+    at_once = 2
+
+    def __init__(self, file: BinaryIO, fresh: bool) -> None:
+        self._file, self._fresh = file, fresh
+        self._direct: int | None = None
+        self.size = os.fstat(file.fileno()).st_size
+        self.chunk = _FRESH_BYTES if fresh else _CACHED_BYTES
+        if fresh:
+            self._forget()
+            with suppress(OSError, AttributeError):  # another description of the same file
+                self._direct = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_DIRECT)
+
+    def read_into(self, start: int, into: memoryview) -> int:
+        done, head = 0, -start % ALIGNMENT
+        for read, stop in (
+            (self._through_cache, head),
+            (self._past_cache, len(into)),
+            (self._through_cache, len(into)),
+        ):
+            rest = into[done:stop]
+            while len(rest) and (got := read(start + done, rest)):
+                done, rest = done + got, rest[got:]
+        return done
+
+    def _past_cache(self, start: int, into: memoryview) -> int:
+        """Read from the disk, but for an end that is not aligned."""
+        into = into[: len(into) // ALIGNMENT * ALIGNMENT]
+        if self._direct is None or not len(into) or start % ALIGNMENT:
+            return 0
+        if np.frombuffer(into, np.uint8).ctypes.data % ALIGNMENT:
+            return 0
+        with suppress(OSError):  # what it is, the way that always works will tell
+            return os.preadv(self._direct, [into], start)
+        return 0
+
+    def _through_cache(self, start: int, into: memoryview) -> int:
+        return os.preadv(self._file.fileno(), [into], start)
+
+    def close(self) -> None:
+        if self._fresh:
+            self._forget()  # nobody reads it soon
+        if self._direct is not None:
+            os.close(self._direct)
+        self._file.close()
+
+    def _forget(self) -> None:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # clean pages
 
 
 class DirectFile:
@@ -43,7 +103,7 @@ class DirectFile:
         self._pool = ThreadPoolExecutor(_UNDER_WAY)
         self._writes: deque[tuple[Future[None], np.ndarray]] = deque()
         self._held, self._sent = None if held is None else np.frombuffer(held, np.uint8), 0
-        self._size = size
+        self._size, self._width = size, min(_CHUNK_BYTES, -(-size // ALIGNMENT) * ALIGNMENT)
         self._chunk, self._filled = self._next(), 0
         """What is to be written next, as soon as all of it is there."""
         self._direct = False
@@ -108,7 +168,7 @@ class DirectFile:
         """The bytes of the next chunk, or where they are to be put: in what is free, if any is."""
         if self._held is not None:
             return self._held[self._sent : self._sent + _CHUNK_BYTES]
-        return _aligned(self._size) if free is None else free
+        return aligned(self._width) if free is None else free
 
     def _write(self, data: np.ndarray, start: int) -> None:
         while len(data):
@@ -124,14 +184,6 @@ class DirectFile:
         except OSError:
             return False
         return wanted and bool(flag)
-
-
-def _aligned(size: int) -> np.ndarray:
-    """Bytes that start at a multiple of the alignment: as many as a chunk, or as `size` needs."""
-    size = min(_CHUNK_BYTES, -(-max(1, size) // ALIGNMENT) * ALIGNMENT)
-    room = np.empty(size + ALIGNMENT, np.uint8)
-    start = -room.ctypes.data % ALIGNMENT
-    return room[start : start + size]
 
 
 def _reserve(descriptor: int, size: int) -> None:

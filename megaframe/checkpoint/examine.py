@@ -21,9 +21,10 @@ from megaframe.checkpoint.container import (
     Piece,
     Reader,
     Unplaced,
-    buffer_for,
+    Wanted,
     divided,
     placed,
+    rooms_for,
     verify,
     write,
 )
@@ -67,13 +68,15 @@ def _damage_of(path: Place, manifest: Manifest, file: str, held: _Held) -> list[
     names, found = list(held), []
     try:
         with Reader(path / file, manifest.files[file]) as reader:
-            buffer = buffer_for({name: manifest.tensors[name] for name in names})
-            for name, pieces in held.items():
-                for piece in pieces:
-                    try:
-                        reader.read(name, manifest.tensors[name], piece, buffer)
-                    except UserError as error:
-                        found.append(str(error))
+            slices: list[Wanted] = [
+                (name, manifest.tensors[name], one) for name in names for one in held[name]
+            ]
+            (room,) = rooms_for(slices)[:1]
+            for one in slices:
+                try:
+                    reader.read(*one, room)
+                except UserError as error:
+                    found.append(str(error))
     except UserError as error:
         more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
         found.append(f"{error}; it holds {', '.join(names[:_FEW])}{more}")

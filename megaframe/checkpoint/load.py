@@ -1,6 +1,6 @@
 """Finds, opens and loads checkpoints, at any layout.
 
-Saved slices are read one at a time, each whole and checked, and copied to wherever they meet a
+Saved slices are read a few at a time, each whole and checked, and copied to wherever they meet a
 wanted slice. A saved slice that only in part is wanted is read whole too: the writer cuts slices
 so small that this costs little, and so no byte is used whose checksum was not seen to match.
 """
@@ -10,13 +10,14 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from types import TracebackType
 from typing import IO
 
 import torch
 from pydantic import JsonValue
 
-from megaframe.checkpoint.container import Reader, buffer_for
+from megaframe.checkpoint.container import Reader, Wanted, rooms_for
 from megaframe.checkpoint.folder import checkpoints, read_pointer
 from megaframe.checkpoint.manifest import (
     DTYPE_NAMES,
@@ -71,9 +72,9 @@ class Checkpoint:
     def load(self, slices: Sequence[Slice]) -> None:
         """Fill the slices' tensors in place, converting to their dtypes.
 
-        Beside them, one saved slice is in memory. Raises UserError for tensors that are not saved
-        or have another shape (then nothing has been filled), and for damaged files (then some of
-        the tensors may have been).
+        Beside them, a few saved slices are in memory. Raises UserError for tensors that are not
+        saved or have another shape (then nothing has been filled), and for damaged files (then some
+        of the tensors may have been).
         """
         self._require(slices)
         wanted: defaultdict[str, list[Slice]] = defaultdict(list)
@@ -95,15 +96,15 @@ class Checkpoint:
     ) -> Iterator[tuple[str, SavedSlice, torch.Tensor]]:
         """These saved slices by tensor, file after file, each checked; what is read lasts until the
         next one. Raises UserError for damaged files."""
-        reads: defaultdict[str, list[tuple[str, SavedSlice]]] = defaultdict(list)
+        reads: defaultdict[str, list[Wanted]] = defaultdict(list)
         for name, pieces in wanted.items():
             for piece in pieces:
-                reads[piece.file].append((name, piece))
-        buffer = buffer_for({name: self.tensors[name] for name in wanted})
-        for file, found in reads.items():
+                reads[piece.file].append((name, self.tensors[name], piece))
+        rooms = rooms_for(chain.from_iterable(reads.values()))
+        for file, slices in reads.items():
             with Reader(self.path / file, self._manifest.files[file]) as reader:
-                for name, piece in found:
-                    yield name, piece, reader.read(name, self.tensors[name], piece, buffer)
+                for (name, _, piece), saved in reader.read_all(slices, rooms):
+                    yield name, piece, saved
 
     def _require(self, slices: Sequence[Slice]) -> None:
         wrong = {}

@@ -15,46 +15,11 @@ import stat
 from collections.abc import Collection
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import BinaryIO
 
-from megaframe.checkpoint.direct import DirectFile
+from megaframe.checkpoint.direct import DirectFile, DirectSource
 from megaframe.checkpoint.manifest import MANIFEST
 from megaframe.checkpoint.names import FINAL, POINTER, TEMPORARY, final_name, is_temporary
 from megaframe.checkpoint.storage import Sink, Source, Store
-
-CHUNK_BYTES = 512 << 10
-"""Bytes that are read at a time, and so are in the processor's cache when they are checked."""
-
-
-class LocalSource:
-    """A regular file that is open for reading."""
-
-    chunk = CHUNK_BYTES
-
-    def __init__(self, file: BinaryIO, fresh: bool) -> None:
-        self._file, self._fresh = file, fresh
-        if fresh:
-            self._forget()
-        self.size = os.fstat(file.fileno()).st_size
-
-    def read_into(self, start: int, into: memoryview) -> int:
-        self._file.seek(start)
-        done = 0
-        while done < len(into):
-            got = self._file.readinto(into[done:])  # type: ignore[attr-defined]
-            if not got:
-                break
-            done += got
-        return done
-
-    def close(self) -> None:
-        if self._fresh:
-            self._forget()  # nobody reads it soon
-        self._file.close()
-
-    def _forget(self) -> None:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # clean pages
 
 
 class Local(Store[Path]):
@@ -94,7 +59,7 @@ class Local(Store[Path]):
             # Without locks the file can still be read; a file that vanishes meanwhile is named.
             with suppress(OSError):
                 fcntl.flock(opened.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return LocalSource(opened, fresh)
+        return DirectSource(opened, fresh)
 
     def prepare(self, home: Path) -> None:
         home.mkdir(parents=True, exist_ok=True)

@@ -37,7 +37,7 @@ _READ_BYTES = 8 << 20
 class RemoteSource:
     """A file under a URL; what is read is asked for in parts, several at a time."""
 
-    chunk = FILE_BYTES
+    chunk, at_once = FILE_BYTES, 1
 
     def __init__(self, file: Remote, size: int) -> None:
         self.size = size

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from operator import add
 
 from torch import Tensor
 
@@ -94,6 +95,22 @@ def pieces(box: Box, limit: int) -> Iterator[Box]:
             start = (*prefix, row, *(0 for _ in shape[dim + 1 :]))
             size = (*(1 for _ in prefix), min(rows, shape[dim] - row), *shape[dim + 1 :])
             yield tuple(a + b for a, b in zip(offset, start, strict=True)), size
+
+
+def tiles(box: Box, limit: int) -> Iterator[Box]:
+    """Cut a box into boxes of at most `limit` elements, such that whoever wants other boxes reads
+    little that he does not want: along the first dims as far as needed, and along the last two, of
+    which the longer one is halved until a tile is small enough."""
+    offset, shape = box
+    tile = list(shape)
+    for dim in range(len(shape) - 2):
+        tile[dim] = min(shape[dim], max(1, limit // max(1, prod(shape[dim + 1 :]))))
+    while prod(tile) > limit:
+        longest = max(range(len(shape))[-2:], key=lambda dim: tile[dim])
+        tile[longest] = -(-tile[longest] // 2)
+    for start in product(*(range(0, whole, size) for whole, size in zip(shape, tile, strict=True))):
+        size = tuple(map(min, tile, (a - b for a, b in zip(shape, start, strict=True))))
+        yield tuple(map(add, offset, start)), size
 
 
 def tiling_problem(shape: Shape, boxes: Sequence[Box]) -> str | None:

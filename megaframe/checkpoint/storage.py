@@ -68,6 +68,8 @@ class Source(Protocol):
     size: int
     chunk: int
     """Bytes that are well read at a time."""
+    at_once: int
+    """Threads that best read at the same time."""
 
     def read_into(self, start: int, into: memoryview) -> int:
         """Fill `into` from byte `start` on. Returns how many bytes there were, fewer at the end."""
