@@ -38,13 +38,12 @@ class DirectSource:
     what memory has of it, and past the cache; else other ranks of this machine find there what one
     of them has read."""
 
-    at_once = 2
-
     def __init__(self, file: BinaryIO, fresh: bool) -> None:
         self._file, self._fresh = file, fresh
         self._direct: int | None = None
         self.size = os.fstat(file.fileno()).st_size
-        self.chunk = _FRESH_BYTES if fresh else _CACHED_BYTES
+        # The cache reads ahead of one thread, and not of two.
+        self.chunk, self.at_once = (_FRESH_BYTES, 2) if fresh else (_CACHED_BYTES, 1)
         if fresh:
             self._forget()
             with suppress(OSError, AttributeError):  # another description of the same file
