@@ -325,7 +325,8 @@ class Trainer:
             check_same_model(state.config, self.config, checkpoint.path)
             slices = self._slices(owned_only=False)
             unsent = [part for part in self._unsent() if part.name in checkpoint.tensors]
-            checkpoint.load([*without_missing(slices, checkpoint.tensors), *unsent])
+            alone = {(part.name, part.box) for part in self._slices(owned_only=True)}
+            checkpoint.load([*without_missing(slices, checkpoint.tensors), *unsent], alone)
             self._new_state = list(new_state(slices, checkpoint.tensors))
             self._dropped = not unsent and any(n.startswith(UNSENT) for n in checkpoint.tensors)
             self.step = checkpoint.step

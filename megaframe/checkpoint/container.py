@@ -198,15 +198,18 @@ Wanted = tuple[str, SavedTensor, SavedSlice]
 
 
 class Reader:
-    """A file of a checkpoint, open for reading. Its header is checked before it is parsed.
+    """A file of a checkpoint, open for reading. Its header is checked before it is parsed. fresh,
+    alone: as of `Store.open`.
 
     Raises Unreadable that names the file, and the tensor where there is one.
     """
 
-    def __init__(self, path: Place, saved: SavedFile, *, fresh: bool = False) -> None:
+    def __init__(
+        self, path: Place, saved: SavedFile, *, fresh: bool = False, alone: bool = False
+    ) -> None:
         self.path = path
         try:
-            self._file = store_of(path).open(path, fresh=fresh)
+            self._file = store_of(path).open(path, fresh=fresh, alone=alone)
         except OSError as error:
             raise Unreadable(f"cannot read {path}: {error.strerror}") from None
         try:

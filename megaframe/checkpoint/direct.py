@@ -1,8 +1,8 @@
 """Direct: files written and read past the page cache, where the file system lets it.
 
 A checkpoint is large, and nobody reads it soon: in the page cache it would push out what is of use,
-and its pages cost more to find than its bytes to write or read. Only what is loaded goes through
-the cache, since ranks of one machine often want the same.
+and its pages cost more to find than its bytes to write or read. Only what several
+ranks of a machine load goes through it, so that it is fetched once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +26,7 @@ from megaframe.checkpoint.room import ALIGNMENT, aligned
 _CHUNK_BYTES = 16 << 20
 _UNDER_WAY = 3
 """Chunks that are written at a time, while the next one is filled."""
-_FRESH_BYTES, _CACHED_BYTES = 2 << 20, 512 << 10
+_DIRECT_BYTES, _CACHED_BYTES = 2 << 20, 512 << 10
 """Read at a time: enough for the disk, and little enough to be in the processor's cache when it is
 checked."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -34,18 +35,19 @@ _NOT_THERE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class DirectSource:
-    """A regular file that is open for reading, by several threads. fresh: read what is stored, not
-    what memory has of it, and past the cache; else other ranks of this machine find there what one
-    of them has read."""
+    """A regular file that is open for reading, by several threads. fresh, alone: as of
+    `Store.open`; neither fills the cache, but what is there is taken from it when not fresh."""
 
-    def __init__(self, file: BinaryIO, fresh: bool) -> None:
+    def __init__(self, file: BinaryIO, *, fresh: bool, alone: bool) -> None:
         self._file, self._fresh = file, fresh
         self._direct: int | None = None
         self.size = os.fstat(file.fileno()).st_size
-        # The cache reads ahead of one thread, and not of two.
-        self.chunk, self.at_once = (_FRESH_BYTES, 2) if fresh else (_CACHED_BYTES, 1)
         if fresh:
             self._forget()
+        past = fresh or (alone and not _is_cached(file.fileno(), self.size))
+        # The cache reads ahead of one thread, and not of two.
+        self.chunk, self.at_once = (_DIRECT_BYTES, 2) if past else (_CACHED_BYTES, 1)
+        if past:
             with suppress(OSError, AttributeError):  # another description of the same file
                 self._direct = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_DIRECT)
 
@@ -183,6 +185,21 @@ class DirectFile:
         except OSError:
             return False
         return wanted and bool(flag)
+
+
+def _is_cached(descriptor: int, size: int) -> bool:
+    """Whether the page cache has most of a file, or that cannot be known."""
+    with (
+        suppress(OSError, ValueError, AttributeError),
+        mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) as memory,
+    ):
+        pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+        found = np.frombuffer(memory, np.uint8)
+        address, vector = (ctypes.c_void_p(array.ctypes.data) for array in (found, pages))
+        del found  # or the memory cannot be closed
+        if not _LIBC.mincore(address, ctypes.c_size_t(size), vector):
+            return 2 * int((pages & 1).sum()) > len(pages)
+    return True
 
 
 def _reserve(descriptor: int, size: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from types import TracebackType
 from typing import IO
@@ -29,7 +29,7 @@ from megaframe.checkpoint.manifest import (
     decode,
 )
 from megaframe.checkpoint.names import POINTER, final_name, is_temporary
-from megaframe.checkpoint.slices import Slice, intersection, region
+from megaframe.checkpoint.slices import Box, Slice, intersection, region
 from megaframe.checkpoint.storage import Place, Source, place, store_of
 from megaframe.errors import UserError
 
@@ -69,8 +69,9 @@ class Checkpoint:
     def close(self) -> None:
         self._file.close()
 
-    def load(self, slices: Sequence[Slice]) -> None:
-        """Fill the slices' tensors in place, converting to their dtypes.
+    def load(self, slices: Sequence[Slice], alone: Collection[tuple[str, Box]] = ()) -> None:
+        """Fill the slices' tensors in place, converting to their dtypes. alone: names and boxes of
+        slices that no other rank of this machine loads too.
 
         Beside them, a few saved slices are in memory. Raises UserError for tensors that are not
         saved or have another shape (then nothing has been filled), and for damaged files (then some
@@ -80,29 +81,35 @@ class Checkpoint:
         wanted: defaultdict[str, list[Slice]] = defaultdict(list)
         for part in slices:
             wanted[part.name].append(part)
-        met = {
-            name: [
-                piece
-                for piece in self.tensors[name].slices
-                if any(intersection(piece.box, part.box) for part in parts)
-            ]
-            for name, parts in wanted.items()
-        }
-        for name, piece, saved in self.read(met):
+        met: dict[str, list[SavedSlice]] = {}
+        shared: set[tuple[str, SavedSlice]] = set()
+        for name, parts in wanted.items():
+            met[name] = []
+            for piece in self.tensors[name].slices:
+                boxes = [part.box for part in parts if intersection(piece.box, part.box)]
+                if boxes:
+                    met[name].append(piece)
+                if any((name, box) not in alone for box in boxes):
+                    shared.add((name, piece))
+        for name, piece, saved in self.read(met, shared):
             _scatter(saved, piece, wanted[name])
 
     def read(
-        self, wanted: Mapping[str, Sequence[SavedSlice]]
+        self,
+        wanted: Mapping[str, Sequence[SavedSlice]],
+        shared: Collection[tuple[str, SavedSlice]] = (),
     ) -> Iterator[tuple[str, SavedSlice, torch.Tensor]]:
         """These saved slices by tensor, file after file, each checked; what is read lasts until the
-        next one. Raises UserError for damaged files."""
-        reads: defaultdict[str, list[Wanted]] = defaultdict(list)
+        next one. shared: those that other ranks of this machine may read too. Raises UserError for
+        damaged files."""
+        reads: defaultdict[tuple[str, bool], list[Wanted]] = defaultdict(list)
         for name, pieces in wanted.items():
             for piece in pieces:
-                reads[piece.file].append((name, self.tensors[name], piece))
+                alone = (name, piece) not in shared
+                reads[piece.file, alone].append((name, self.tensors[name], piece))
         rooms = rooms_for(chain.from_iterable(reads.values()))
-        for file, slices in reads.items():
-            with Reader(self.path / file, self._manifest.files[file]) as reader:
+        for (file, alone), slices in reads.items():
+            with Reader(self.path / file, self._manifest.files[file], alone=alone) as reader:
                 for (name, _, piece), saved in reader.read_all(slices, rooms):
                     yield name, piece, saved
 

@@ -51,7 +51,9 @@ class Local(Store[Path]):
         paths = home.iterdir() if home.is_dir() else ()
         return [path.name for path in paths if FINAL.fullmatch(path.name) and path.is_dir()]
 
-    def open(self, file: Path, *, hold: bool = False, fresh: bool = False) -> Source:
+    def open(
+        self, file: Path, *, hold: bool = False, fresh: bool = False, alone: bool = False
+    ) -> Source:
         if not stat.S_ISREG(file.stat().st_mode):  # opening a pipe might never return
             raise OSError(errno.EINVAL, "Not a regular file", str(file))
         opened = open(file, "rb", buffering=0)  # noqa: SIM115 (closed by the source)
@@ -59,7 +61,7 @@ class Local(Store[Path]):
             # Without locks the file can still be read; a file that vanishes meanwhile is named.
             with suppress(OSError):
                 fcntl.flock(opened.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return DirectSource(opened, fresh)
+        return DirectSource(opened, fresh=fresh, alone=alone)
 
     def prepare(self, home: Path) -> None:
         home.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,9 @@ class Recalled(Checkpoint):
         self._servers, self._group = servers, group
 
     def read(
-        self, wanted: Mapping[str, Sequence[SavedSlice]]
+        self,
+        wanted: Mapping[str, Sequence[SavedSlice]],
+        shared: Collection[tuple[str, SavedSlice]] = (),
     ) -> Iterator[tuple[str, SavedSlice, Tensor]]:
         """As of a checkpoint on a disk."""
         here: dict[str, list[SavedSlice]] = {}
@@ -50,7 +52,7 @@ class Recalled(Checkpoint):
         for name, pieces in wanted.items():
             here[name] = [one for one in pieces if self._servers[one.file] == me]
             elsewhere |= {(name, one) for one in pieces if self._servers[one.file] != me}
-        yield from super().read(here)
+        yield from super().read(here, shared)
         yield from self._exchange(elsewhere)
 
     def _exchange(

@@ -125,7 +125,9 @@ class FsspecStore(Store[Remote]):
         with ThreadPoolExecutor(self.at_once(home)) as pool:
             return list(pool.map(has_manifest, names))
 
-    def open(self, file: Remote, *, hold: bool = False, fresh: bool = False) -> Source:
+    def open(
+        self, file: Remote, *, hold: bool = False, fresh: bool = False, alone: bool = False
+    ) -> Source:
         return RemoteSource(file, _size(file))
 
     def prepare(self, home: Remote) -> None:

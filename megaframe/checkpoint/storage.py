@@ -118,9 +118,12 @@ class Store(ABC, Generic[P]):
         """Names of the checkpoints in a folder of them that were committed, in any order."""
 
     @abstractmethod
-    def open(self, file: P, *, hold: bool = False, fresh: bool = False) -> Source:
+    def open(
+        self, file: P, *, hold: bool = False, fresh: bool = False, alone: bool = False
+    ) -> Source:
         """Open a regular file. hold: the checkpoint that it is of is in use while it stays open.
-        fresh: read what is stored, not what memory has of it."""
+        fresh: read what is stored, not what memory has of it. alone: no other process of this
+        machine is going to read the same."""
 
     @abstractmethod
     def prepare(self, home: P) -> None:
