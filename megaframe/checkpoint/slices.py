@@ -99,11 +99,11 @@ def pieces(box: Box, limit: int) -> Iterator[Box]:
 
 def tiles(box: Box, limit: int) -> Iterator[Box]:
     """Cut a box into boxes of at most `limit` elements, such that whoever wants other boxes reads
-    little that he does not want: along the first dims as far as needed, and along the last two, of
-    which the longer one is halved until a tile is small enough."""
+    little that he does not want: along the first dims (of one, along that) as far as needed, and
+    along the last two, of which the longer one is halved until a tile is small enough."""
     offset, shape = box
     tile = list(shape)
-    for dim in range(len(shape) - 2):
+    for dim in range(len(shape) - 2 if len(shape) > 1 else len(shape)):
         tile[dim] = min(shape[dim], max(1, limit // max(1, prod(shape[dim + 1 :]))))
     while prod(tile) > limit:
         longest = max(range(len(shape))[-2:], key=lambda dim: tile[dim])

@@ -1,19 +1,22 @@
 """What is saved under one partition comes back under any other, in any dtype."""
 
 import math
+import os
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_helpers import load_all, part, partitions, save, shapes, whole
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from torch.distributed import HashStore
 
 from megaframe.checkpoint import Slice, Writer, container, find, open_checkpoint
+from megaframe.checkpoint.local import LOCAL
 from megaframe.checkpoint.manifest import DTYPES
+from megaframe.checkpoint.room import ALIGNMENT, aligned
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -87,6 +90,22 @@ def test_state_comes_back_bit_for_bit(state):
         with open_checkpoint(path) as checkpoint:
             assert checkpoint.step == 7
             assert same(dict(checkpoint.state), state)
+
+
+@settings(
+    deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.integers(0, 20_000), st.integers(0, 20_000), st.booleans(), st.booleans())
+def test_past_the_cache_or_not_the_same_is_read(tmp_path, start, size, fresh, alone):
+    """Wherever it begins and ends, also behind the end, in memory that is aligned like the file."""
+    path = tmp_path / "file"
+    if not path.exists():
+        path.write_bytes(os.urandom(15_000))
+    room = aligned(size + ALIGNMENT)[start % ALIGNMENT :][:size]
+    source = LOCAL.open(path, fresh=fresh, alone=alone)
+    got = source.read_into(start, room.data)
+    source.close()
+    assert room[:got].tobytes() == path.read_bytes()[start : start + size]
 
 
 def test_files_are_what_the_safetensors_library_reads(tmp_path):

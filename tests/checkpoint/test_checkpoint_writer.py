@@ -14,6 +14,7 @@ from torch.distributed import HashStore
 
 from megaframe.checkpoint import Slice, Writer, find, open_checkpoint
 from megaframe.checkpoint.background import Background
+from megaframe.checkpoint.folder import checkpoints, read_pointer, step_of
 from megaframe.errors import UserError
 
 
@@ -257,7 +258,9 @@ class TestReadingBack:
     """A disk that keeps something else than was written."""
 
     @pytest.fixture
-    def lying(self, monkeypatch):
+    def lying(self, monkeypatch, tmp_path):
+        for step in (1, 2):
+            save(tmp_path, [[whole("a", torch.full((5000,), float(step)))]], step=step)
         kept = os.pwrite
 
         def write(descriptor, data, start):
@@ -267,12 +270,24 @@ class TestReadingBack:
 
         monkeypatch.setattr(os, "pwrite", write)
 
-    def test_it_is_named_and_the_last_checkpoint_stays(self, tmp_path, lying):
-        with pytest.raises(UserError, match=r"is not what was written to it|is damaged"):
-            save(tmp_path, [[whole("a", torch.ones(5000))]])
-        assert names(tmp_path) == []
+    @pytest.mark.parametrize("step", [1, 3])
+    def test_it_is_named_and_all_checkpoints_before_stay(self, step, tmp_path, lying):
+        """`latest` has named the new one before it was read back; step 1 replaces one, and is not
+        the newest."""
+        ranks = [[whole("a", torch.full((5000,), 7.0))], [whole("b", torch.ones(3))]]
+        with pytest.raises(UserError, match=f"step {step} .*rank 0: .*rank-00000.* is damaged"):
+            save(tmp_path, ranks, step=step, keep=1)
+        assert read_pointer(tmp_path) == "step-00000002"
+        kept = {step_of(path): load_all(path)["a"] for path in checkpoints(tmp_path)}
+        assert {step: tensor.unique().tolist() for step, tensor in kept.items()} == {1: [1], 2: [2]}
+        assert not list(tmp_path.glob("*.tmp"))
+
+    def test_the_first_one_leaves_nothing(self, tmp_path, lying):
+        with pytest.raises(UserError, match="is damaged"):
+            save(tmp_path / "new", [[whole("a", torch.ones(5000))]])
+        assert names(tmp_path / "new") == []
 
     def test_without_reading_back_the_load_finds_it(self, tmp_path, lying):
-        path = save(tmp_path, [[whole("a", torch.ones(5000))]], read_back=False)
+        path = save(tmp_path, [[whole("a", torch.ones(5000))]], step=3, read_back=False)
         with pytest.raises(UserError, match="tensor a"):
             load_all(path)

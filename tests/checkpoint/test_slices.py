@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.checkpoint import Slice
-from megaframe.checkpoint.slices import intersection, pieces, region, tiling_problem
+from megaframe.checkpoint.slices import intersection, pieces, region, tiles, tiling_problem
 
 
 @st.composite
@@ -59,6 +59,22 @@ def test_pieces_are_consecutive_runs(data, shape, limit):
     runs = [values[region(box, piece)].flatten() for piece in cut]
     assert torch.equal(torch.cat(runs), values.flatten())
     assert all(len(run) <= limit for run in runs)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data(), shapes, st.integers(1, 60))
+def test_tiles_cover_a_box_once(data, shape, limit):
+    box = data.draw(boxes_of(shape))
+    cut = list(tiles(box, limit))
+    assert (painted(shape, cut) == painted(shape, [box])).all()
+    assert all(prod(size) <= limit for _, size in cut)
+
+
+def test_half_of_the_rows_or_columns_is_half_of_the_tiles():
+    cut = list(tiles(((8, 0), (8, 16)), 32))
+    assert [size for _, size in cut] == [(4, 8)] * 4
+    assert sum(intersection(one, ((0, 0), (16, 8))) is not None for one in cut) == 2
+    assert [size for _, size in tiles(((0, 0, 0), (6, 4, 4)), 8)] == [(1, 2, 4)] * 12
 
 
 def test_a_slice_lies_inside_its_tensor():
