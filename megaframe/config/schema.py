@@ -278,9 +278,9 @@ class Checkpoint(Section):
     keep_every: NonNegative = 0
     """Keep the checkpoints of steps that are multiples of this for good; 0: of none."""
     read_back: bool = True
-    """Compare what the disk or the store gives back with what was written, before a checkpoint
-    counts. Without it a save takes about six tenths of the time, and a fault of the disk is found
-    when the checkpoint is loaded."""
+    """Check what the disk or the store gives back of a checkpoint before older ones are deleted.
+    Without it the disk has half as much to do, and a fault of it is found when the checkpoint is
+    loaded."""
     folder: str | None = None
     """Where checkpoints lie: a path, or the URL of a store such as s3://bucket/run, of this run
     alone. Default: `checkpoints` in the run's folder."""
