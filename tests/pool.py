@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import socket
 import traceback
+from collections import defaultdict
 from contextlib import closing
 
 _TIMEOUT = 120.0
@@ -27,6 +28,8 @@ class Pool:
         self._begin()
 
     def _begin(self):
+        self._ports = defaultdict(_free_port)
+        """Of a world of each size: its ranks meet once, and stay in touch from world to world."""
         self._ends = [self._start() for _ in range(self._workers)]
 
     def _start(self):
@@ -44,9 +47,8 @@ class Pool:
             raise
 
     def _run(self, world, function, *args):
-        port = _free_port()
         for rank, (end, _) in enumerate(self._ends[:world]):
-            end.send((rank, world, port, function, args))
+            end.send((rank, world, self._ports[world], function, args))
         results = []
         for rank, (end, _) in enumerate(self._ends[:world]):
             if not end.poll(_TIMEOUT):
