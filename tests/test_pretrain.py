@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from program import Program
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -98,7 +99,7 @@ def test_a_killed_run_continues_on_the_same_curve(pool, overrides, tmp_path):
     pool.run(1, train, overrides(run__dir=tmp_path / "whole", **steps))
     keys = [*overrides(**steps), "checkpoint.resume=latest"]
     for at_least in (6, 17):
-        process = subprocess.Popen(command(keys), stdout=subprocess.DEVNULL)
+        process = Program(pretrain_gpt.main, words=keys)
         wait_for_lines(tmp_path / "run/metrics.jsonl", at_least, process)
         process.send_signal(signal.SIGKILL)
         process.wait()
