@@ -19,19 +19,16 @@ from torch import Tensor
 
 from megaframe.checkpoint.container import (
     Piece,
-    Reader,
     Unplaced,
-    Wanted,
     divided,
     placed,
-    rooms_for,
-    verify,
     write,
 )
 from megaframe.checkpoint.folder import checkpoints
 from megaframe.checkpoint.load import Checkpoint, read_manifest
 from megaframe.checkpoint.manifest import DTYPES, Manifest, SavedSlice
 from megaframe.checkpoint.names import final_name
+from megaframe.checkpoint.reader import Reader, Wanted, rooms_for, verify
 from megaframe.checkpoint.save import commit
 from megaframe.checkpoint.slices import Slice
 from megaframe.checkpoint.storage import Place, store_of

@@ -17,7 +17,6 @@ from typing import IO
 import torch
 from pydantic import JsonValue
 
-from megaframe.checkpoint.container import Reader, Wanted, rooms_for
 from megaframe.checkpoint.folder import checkpoints, read_pointer
 from megaframe.checkpoint.manifest import (
     DTYPE_NAMES,
@@ -29,6 +28,7 @@ from megaframe.checkpoint.manifest import (
     decode,
 )
 from megaframe.checkpoint.names import POINTER, final_name, is_temporary
+from megaframe.checkpoint.reader import Reader, Wanted, rooms_for
 from megaframe.checkpoint.slices import Box, Slice, intersection, region
 from megaframe.checkpoint.storage import Place, Source, place, store_of
 from megaframe.errors import UserError

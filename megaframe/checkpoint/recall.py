@@ -18,11 +18,11 @@ import xxhash
 from pydantic import JsonValue, ValidationError
 from torch import Tensor
 
-from megaframe.checkpoint.container import verify
 from megaframe.checkpoint.gather import gather_json, gather_rows
 from megaframe.checkpoint.load import Checkpoint
 from megaframe.checkpoint.manifest import DTYPES, Manifest, SavedSlice, Tensors, merged, problem
 from megaframe.checkpoint.ram import CopyRecord, Ram
+from megaframe.checkpoint.reader import verify
 from megaframe.comm import Group, receive, send
 from megaframe.errors import UserError
 
