@@ -49,6 +49,8 @@ SHAPE = replace(WORKLOAD, vocab=2048)
 STAGES = (1, 2, 3)
 WAITS = Emulate(forward=0.05, backward=0.05, weight=0.05)
 """Seconds of a block, about those that one takes to compute."""
+LATE = 0.6
+"""The MLP's share of them."""
 BESIDE = {1: "FSDP2 2", 2: "FSDP2 2", 3: "FSDP2 3"}
 """The peer of each stage."""
 
@@ -83,7 +85,8 @@ def main() -> None:
             "machine": machine(),
             "config": {**asdict(shape_of(given)), "ranks": RANKS, "precision": "fp32"}
             | {"threads of a rank": 1, "steps": given.steps, "rounds": given.rounds}
-            | {"blocks": given.blocks, **(WAITS.model_dump() if given.blocks == "wait" else {})},
+            | {"blocks": given.blocks}
+            | ({**WAITS.model_dump(), "late": LATE} if given.blocks == "wait" else {}),
             "summary": {rate: summary(measured) for rate, measured in results.items()},
             "seconds": results,
         }
@@ -188,11 +191,20 @@ class Ours:
 
     def let_blocks_wait(self) -> None:
         """From now on blocks have their weights and wait instead of computing."""
+        import torch
+
         from megaframe.model import Block, EmulatedBlock
+        from megaframe.nn.frame import Frame
+
+        seconds = WAITS.model_dump()
+        first, second = (
+            EmulatedBlock(Emulate(**{kind: share * seconds[kind] for kind in seconds}))
+            for share in (1 - LATE, LATE)
+        )
 
         class Waiting(Block):
-            times = WAITS
-            __call__ = EmulatedBlock.__call__
+            def __call__(self, x: torch.Tensor, frame: Frame) -> torch.Tensor:
+                return second(frame.seam.cross(first(x, frame), self.mlp), frame)
 
         for block in self.stage.blocks:
             block.__class__ = Waiting
@@ -218,6 +230,8 @@ class Ours:
         optimizer.reduce(units[-1])
         for unit, after in pairwise((*backward, None)):
             self._pass(unit, after)
+            if unit.late is not None:
+                optimizer.reduce(unit.late)
             optimizer.reduce(unit)
         optimizer.reduce(units[0])
         optimizer.reduce_vectors(0)
