@@ -189,7 +189,7 @@ def _rooms(held: Held, ranks: int, expert_ranks: int, stage: int) -> int:
         return 0
 
     def others(sizes: Sequence[int], among: int) -> list[int]:
-        return [size - size // among for size in sizes if size]
+        return [size - size // among for size in sizes]
 
     parts = (
         others(held.blocks, ranks),
