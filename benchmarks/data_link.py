@@ -10,8 +10,8 @@ compute and communication; a stage is compared with FSDP2 at the same one, stage
 Sending costs processor time, which on a machine without a free core is taken from computing. With
 `--blocks wait` the blocks of ours have their weights and wait for as long as they would compute, so
 that what is left is what the order of transfers exposes. Nothing can hide the gradients of the
-first block: of more `--layers` they are less. The larger the `--batch`, the less is the processor
-time of sending beside that of computing.
+first attention and of the tables: of more `--layers` they are less. The larger the `--batch`, the
+less is the processor time of sending beside that of computing.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--blocks", choices=("compute", "wait"), default="compute")
     parser.add_argument("--layers", type=int, default=SHAPE.layers)
     parser.add_argument("--batch", type=int, default=SHAPE.batch, help="samples of both ranks")
+    parser.add_argument("--beside", choices=("fsdp2", "nobody"), default="fsdp2")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", type=Path, help="write all measurements as JSON to this file")
@@ -102,7 +103,7 @@ def shape_of(given: argparse.Namespace) -> Workload:
 
 def in_world(both: Sequence[Host], given: argparse.Namespace) -> Measured:
     """What the ranks measure, one on each host: in each round, the slower one's time."""
-    options = ("blocks", "layers", "batch", "steps", "rounds")
+    options = ("blocks", "layers", "batch", "beside", "steps", "rounds")
     command = (__file__, *(f"--{name}={getattr(given, name)}" for name in options))
     one, other = (json.loads(answer) for answer in start_ranks(both, command))
     return {name: [*map(max, one[name], other[name])] for name in one}
@@ -125,7 +126,8 @@ def measure(given: argparse.Namespace) -> Measured:
         if given.blocks == "wait":
             ours.let_blocks_wait()
         turns += [ours.step, ours.compute, ours.communicate]
-    for way in ("fsdp2", "fsdp3") if given.blocks == "compute" else ():
+    peers = given.beside == "fsdp2" and given.blocks == "compute"
+    for way in ("fsdp2", "fsdp3") if peers else ():
         turns.append(timed(f"FSDP2 {way[-1]}", step_of(shape_of(given), way, "fp32", RANKS)))
     seconds: Measured = {}
     for number in range(1 + given.rounds):
