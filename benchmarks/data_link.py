@@ -10,8 +10,8 @@ compute and communication; a stage is compared with FSDP2 at the same one, stage
 Sending costs processor time, which on a machine without a free core is taken from computing. With
 `--blocks wait` the blocks of ours have their weights and wait for as long as they would compute, so
 that what is left is what the order of transfers exposes. Nothing can hide the gradients of the
-first block: of more `--layers` they are less. The larger the `--batch`, the less is the processor
-time of sending beside that of computing.
+first attention and of the tables: of more `--layers` they are less. The larger the `--batch`, the
+less is the processor time of sending beside that of computing.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ SHAPE = replace(WORKLOAD, vocab=2048)
 STAGES = (1, 2, 3)
 WAITS = Emulate(forward=0.05, backward=0.05, weight=0.05)
 """Seconds of a block, about those that one takes to compute."""
+LATE = 0.6
+"""The MLP's share of them."""
 BESIDE = {1: "FSDP2 2", 2: "FSDP2 2", 3: "FSDP2 3"}
 """The peer of each stage."""
 
@@ -62,6 +64,7 @@ def main() -> None:
     parser.add_argument("--blocks", choices=("compute", "wait"), default="compute")
     parser.add_argument("--layers", type=int, default=SHAPE.layers)
     parser.add_argument("--batch", type=int, default=SHAPE.batch, help="samples of both ranks")
+    parser.add_argument("--beside", choices=("fsdp2", "nobody"), default="fsdp2")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", type=Path, help="write all measurements as JSON to this file")
@@ -83,7 +86,8 @@ def main() -> None:
             "machine": machine(),
             "config": {**asdict(shape_of(given)), "ranks": RANKS, "precision": "fp32"}
             | {"threads of a rank": 1, "steps": given.steps, "rounds": given.rounds}
-            | {"blocks": given.blocks, **(WAITS.model_dump() if given.blocks == "wait" else {})},
+            | {"blocks": given.blocks}
+            | ({**WAITS.model_dump(), "late": LATE} if given.blocks == "wait" else {}),
             "summary": {rate: summary(measured) for rate, measured in results.items()},
             "seconds": results,
         }
@@ -99,7 +103,7 @@ def shape_of(given: argparse.Namespace) -> Workload:
 
 def in_world(both: Sequence[Host], given: argparse.Namespace) -> Measured:
     """What the ranks measure, one on each host: in each round, the slower one's time."""
-    options = ("blocks", "layers", "batch", "steps", "rounds")
+    options = ("blocks", "layers", "batch", "beside", "steps", "rounds")
     command = (__file__, *(f"--{name}={getattr(given, name)}" for name in options))
     one, other = (json.loads(answer) for answer in start_ranks(both, command))
     return {name: [*map(max, one[name], other[name])] for name in one}
@@ -122,7 +126,8 @@ def measure(given: argparse.Namespace) -> Measured:
         if given.blocks == "wait":
             ours.let_blocks_wait()
         turns += [ours.step, ours.compute, ours.communicate]
-    for way in ("fsdp2", "fsdp3") if given.blocks == "compute" else ():
+    peers = given.beside == "fsdp2" and given.blocks == "compute"
+    for way in ("fsdp2", "fsdp3") if peers else ():
         turns.append(timed(f"FSDP2 {way[-1]}", step_of(shape_of(given), way, "fp32", RANKS)))
     seconds: Measured = {}
     for number in range(1 + given.rounds):
@@ -188,11 +193,20 @@ class Ours:
 
     def let_blocks_wait(self) -> None:
         """From now on blocks have their weights and wait instead of computing."""
+        import torch
+
         from megaframe.model import Block, EmulatedBlock
+        from megaframe.nn.frame import Frame
+
+        seconds = WAITS.model_dump()
+        first, second = (
+            EmulatedBlock(Emulate(**{kind: share * seconds[kind] for kind in seconds}))
+            for share in (1 - LATE, LATE)
+        )
 
         class Waiting(Block):
-            times = WAITS
-            __call__ = EmulatedBlock.__call__
+            def __call__(self, x: torch.Tensor, frame: Frame) -> torch.Tensor:
+                return second(frame.seam.cross(first(x, frame), self.mlp), frame)
 
         for block in self.stage.blocks:
             block.__class__ = Waiting
@@ -218,6 +232,8 @@ class Ours:
         optimizer.reduce(units[-1])
         for unit, after in pairwise((*backward, None)):
             self._pass(unit, after)
+            if unit.late is not None:
+                optimizer.reduce(unit.late)
             optimizer.reduce(unit)
         optimizer.reduce(units[0])
         optimizer.reduce_vectors(0)

@@ -72,11 +72,17 @@ class Block(Module):
         else:
             self.mlp = MLP(f"{self.name}.mlp", model, output_std)
 
+    @property
+    def late(self) -> Module:
+        """The MLP, or what is in its place."""
+        return self.mlp
+
     def __call__(self, x: Tensor, frame: Frame) -> Tensor:
         """[rows, hidden] to the same shape."""
         branch = self.attention(x, self.attention_norm, frame)
         if frame.dropout is not None:
             branch = frame.dropout(branch, f"{self.name}.attention")
+        branch = frame.seam.cross(branch, self.mlp)
         if frame.kernels.fuses and not frame.selective:
             normed, x = self.mlp_norm.of_sum(x, branch, frame.kernels)
             branch = self.mlp(normed, as_it_is, frame)
@@ -203,6 +209,11 @@ class Predictor(Module):
             bias=False,
         )
         self.block = Block(model, model.layers + index)
+
+    @property
+    def late(self) -> Module:
+        """That of the block."""
+        return self.block.late
 
     def __call__(self, x: Tensor, ahead_BS: Tensor, frame: Frame) -> Tensor:
         """The stream [rows, hidden] of the depth before and the tokens ahead to the next stream."""

@@ -180,6 +180,12 @@ class Module:
                 seen.add(id(parameter))
                 yield parameter
 
+    @property
+    def late(self) -> Module | None:
+        """The part of a unit that its forward pass needs last and its backward pass is done with
+        first, so that it travels beside the computation of the rest; None where it has none."""
+        return None
+
 
 def _walk(thing: object) -> Iterator[Parameter]:
     if isinstance(thing, Parameter):

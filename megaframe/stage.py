@@ -31,6 +31,7 @@ from megaframe.nn.dropout import dropout_key
 from megaframe.nn.eight_bits import EightBits
 from megaframe.nn.frame import Frame, make_frame
 from megaframe.nn.moe.dispatch import Places
+from megaframe.nn.seam import Seam
 from megaframe.nn.tally import Tally
 from megaframe.nn.turns import HandOver
 from megaframe.parameter import PRECISIONS, Module, Parameter
@@ -40,11 +41,14 @@ from megaframe.spec import ParamSpec
 
 class Keeper(Protocol):
     """Who keeps the values of units. They are here between `take` and `leave`; `fetch` starts
-    bringing them, ahead of `take`."""
+    bringing them, ahead of `take`. Of a unit that is not taken `whole`, those of its late part are
+    here when `take_late` returns."""
 
     def fetch(self, unit: Module) -> None: ...
 
-    def take(self, unit: Module) -> None: ...
+    def take(self, unit: Module, *, whole: bool = True) -> None: ...
+
+    def take_late(self, late: Module) -> None: ...
 
     def leave(self, unit: Module) -> None: ...
 
@@ -54,7 +58,9 @@ class Here:
 
     def fetch(self, unit: Module) -> None: ...
 
-    def take(self, unit: Module) -> None: ...
+    def take(self, unit: Module, *, whole: bool = True) -> None: ...
+
+    def take_late(self, late: Module) -> None: ...
 
     def leave(self, unit: Module) -> None: ...
 
@@ -179,7 +185,7 @@ class Stage:
         flight = Flight(self._frame(microbatch, key, scale))
         flight.frame.turn.hand_over = hand_over
         self._flights[number] = flight
-        values = self._values(self.units, following)
+        values = self._values(self.units, following, whole=False)
         if self.embedding is not None:
             with values(self.embedding):
                 x = self.embedding(microbatch, flight.frame)
@@ -218,12 +224,13 @@ class Stage:
 
         gradient: of this stage's output, None on the last stage. Returns that of its input, on the
         first stage of what came of the embedding. `done` is told of the units that this call
-        completes; `following` and `hand_over` as in `forward`.
+        completes, each after its late part; `following` and `hand_over` as in `forward`.
         """
         flight = self._flights[number] if split else self._flights.pop(number)
         frame = flight.frame
         frame.later.hold = split
         frame.turn.hand_over = hand_over
+        frame.seam.done = None if split else done
 
         def finish(unit: Module) -> None:
             if split:
@@ -265,6 +272,8 @@ class Stage:
                 work()
             left.clear()
             if done is not None:
+                if unit.late is not None:
+                    done(unit.late)
                 done(unit)
 
     @torch.no_grad()
@@ -281,7 +290,7 @@ class Stage:
     def hidden(self, microbatch: Microbatch, x: Tensor | None = None) -> Tensor:
         """The residual stream [rows, hidden] after the last block, without dropout."""
         frame = self._frame(microbatch, None)
-        values = self._values(self.units)
+        values = self._values(self.units, whole=False)
         if self.embedding is not None:
             with values(self.embedding):
                 x = self.embedding(microbatch, frame)
@@ -297,14 +306,17 @@ class Stage:
             self._away = Shelf(x.device)
         return self._away
 
-    def _values(self, units: Sequence[Module], following: Module | None = None) -> Values:
-        """For a pass over `units`: a context in which the values of one are here, and those of the
-        next one on their way; `following` is that of the last."""
+    def _values(
+        self, units: Sequence[Module], following: Module | None = None, *, whole: bool = True
+    ) -> Values:
+        """For a pass over `units`: a context in which the values of one are here, without `whole`
+        those of its late part from the seam on, and those of the next one on their way; `following`
+        is that of the last."""
         coming = dict(zip(units, [*units[1:], following], strict=False))  # there may be none
 
         @contextmanager
         def here(unit: Module) -> Iterator[None]:
-            self.keeper.take(unit)
+            self.keeper.take(unit, whole=whole)
             if after := coming[unit]:
                 self.keeper.fetch(after)
             yield
@@ -335,6 +347,7 @@ class Stage:
             experts=self.experts,
             scale=scale,
             tally=self._tally,
+            seam=Seam(self.keeper.take_late),
             kernels=self.kernels,
             eight=self._eight,
         )

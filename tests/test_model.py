@@ -71,6 +71,10 @@ MODELS |= {
 TRAIN = {"label_smoothing": 0.1, "z_loss": 0.01}
 
 
+def matrices(module):
+    return [p for p in module.parameters() if p.spec.role == "matrix"]
+
+
 def gradients(build, microbatch, train):
     built = build
     valid = int((microbatch.labels_BS != IGNORE).sum())
@@ -80,8 +84,17 @@ def gradients(build, microbatch, train):
     if ahead is not None:
         loss += built.config.train.mtp_weight * ahead / valid
     done = []
-    built.stage.backward(0, done=done.append)
-    assert done == list(reversed(built.stage.units[:-1]))
+
+    def tell(part):
+        owner = next((unit for unit in built.stage.units if unit.late is part), None)
+        if owner is not None:  # it can leave while the rest of the unit is computed
+            assert not any(p.fresh for p in matrices(part))
+            assert all(p.fresh for p in matrices(owner) if p not in {*part.parameters()})
+        done.append(part)
+
+    built.stage.backward(0, done=tell)
+    parts = [part for unit in built.stage.units[:-1] for part in (unit, unit.late) if part]
+    assert done == parts[::-1]
     return loss
 
 

@@ -7,7 +7,7 @@ from megaframe.layout import Layout
 from megaframe.mesh import Mesh, world_size
 from megaframe.rehearsal import Ledger, counted_step, rehearse
 
-MODEL = {"layers": 4, "hidden": 64, "heads": 4, "vocab": 256}
+MODEL = {"layers": 4, "hidden": 64, "heads": 4, "vocab": 320}
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2}
 MOE = {"moe": {"experts": 8, "ffn": 32, "top_k": 2}}
 

@@ -24,6 +24,7 @@ from megaframe.nn.eight_bits import EightBits
 from megaframe.nn.moe.dispatch import Places
 from megaframe.nn.ring import Circle
 from megaframe.nn.rotary import Rotary
+from megaframe.nn.seam import Seam
 from megaframe.nn.tally import Tally
 from megaframe.nn.tiles import Sight
 from megaframe.nn.turns import Turn
@@ -69,7 +70,8 @@ class Frame:
     within the products of forward (`comm/symmetric.py`). labels_T: of all tokens. experts: where
     they lie. scale: that of the gradients of losses. tally: what is counted on the way. later:
     where the backward of this microbatch puts its weight gradients. turn: what layers call before
-    they wait for a transfer. kernels: what computes what has a fast form.
+    they wait for a transfer. seam: what blocks tell between their parts. kernels: what computes
+    what has a fast form.
     eight: how the blocks' linears multiply in 8 bits, None where they do not."""
 
     batch: int
@@ -89,6 +91,7 @@ class Frame:
     tally: Tally
     later: Later = field(default_factory=Later)
     turn: Turn = field(default_factory=Turn)
+    seam: Seam = field(default_factory=Seam)
     kernels: Kernels = NO_KERNELS
     eight: EightBits | None = None
 
@@ -165,6 +168,7 @@ def make_frame(
     experts: Places,
     scale: float,
     tally: Tally,
+    seam: Seam,
     kernels: Kernels = NO_KERNELS,
     eight: EightBits | None = None,
 ) -> Frame:
@@ -195,6 +199,7 @@ def make_frame(
         experts,
         scale,
         tally,
+        seam=seam,
         kernels=kernels,
         eight=eight,
     )

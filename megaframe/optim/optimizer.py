@@ -78,8 +78,8 @@ class Tied:
 class Optimizer:
     """Buckets for the units of this rank's stages, given by number.
 
-    The matrices of a unit are a bucket, as are each table (which two units or two ranks may share)
-    and the gains and biases of a stage.
+    The matrices of a unit's late part are a bucket, as are the rest of them, each table (which two
+    units or two ranks may share) and the gains and biases of a stage.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Optimizer:
         self._reader: Callable[[], None] | None = None
         self.buffers = Buffers(mesh.device)
         self._residents = Residents()
-        self._in_flight: deque[Bucket] = deque()
+        self._in_flight: deque[Sequence[Bucket]] = deque()
         self.buckets: list[Bucket] = []
         """All, in the order of the stages and their units, gains and biases of a stage first."""
         self._owned: dict[int, list[Bucket]] = {}
@@ -128,16 +128,24 @@ class Optimizer:
             self._vectors[number] = [b for b in made if b.optimizer is not None]
             bucket_of |= {p: bucket for bucket in made for p in bucket.parameters}
             for unit in units:
-                mine = [p for p in unit.parameters() if p.spec.role not in _VECTORS]
-                new = [p for p in mine if p not in bucket_of]
-                tables = [p for p in new if p.spec.role in TABLES]
-                rest = [p for p in new if p.spec.role not in TABLES]
-                made = [self._bucket([p]) for p in tables] + self._buckets_of(rest)
-                bucket_of |= {p: bucket for bucket in made for p in bucket.parameters}
-                self._owned[id(unit)] = [b for b in made if b.optimizer is not None]
+                self._lay_out_unit(unit, bucket_of)
             for unit in units:
                 self._used[id(unit)] = list({bucket_of[p]: None for p in unit.parameters()})
         self.buckets = list(dict.fromkeys(bucket_of.values()))
+
+    def _lay_out_unit(self, unit: Module, bucket_of: dict[Parameter, Bucket]) -> None:
+        """Buckets for what no unit before had, added to `bucket_of`."""
+        behind = set() if unit.late is None else {*unit.late.parameters()}
+        new = [p for p in unit.parameters() if p not in bucket_of]
+        rest = [p for p in new if p.spec.role not in TABLES]
+        early = [self._bucket([p]) for p in new if p.spec.role in TABLES]
+        early += self._buckets_of([p for p in rest if p not in behind])
+        late = self._buckets_of([p for p in rest if p in behind])
+        bucket_of |= {p: bucket for bucket in (*early, *late) for p in bucket.parameters}
+        self._owned[id(unit)] = [b for b in early if b.optimizer is not None]
+        if unit.late is not None:
+            self._owned[id(unit.late)] = [b for b in late if b.optimizer is not None]
+            self._used[id(unit.late)] = late
 
     def _buckets_of(self, parameters: Sequence[Parameter]) -> list[Bucket]:
         """One bucket for those that are alike."""
@@ -201,9 +209,15 @@ class Optimizer:
         """Start bringing the values of a unit to this rank, where they are not here."""
         self._residents.fetch(self._used[id(unit)])
 
-    def take(self, unit: Module) -> None:
-        """Return when they are here."""
-        self._residents.take(self._used[id(unit)])
+    def take(self, unit: Module, *, whole: bool = True) -> None:
+        """Return when they are here, or all but those that only the late part has."""
+        late = () if whole or unit.late is None else self._used[id(unit.late)]
+        self._residents.take(self._used[id(unit)], late)
+
+    def take_late(self, late: Module) -> None:
+        """Return when those of the late part of a unit are here, which has been taken."""
+        for bucket in self._used[id(late)]:
+            bucket.take()
 
     def leave(self, unit: Module) -> None:
         """They are not used until they are taken again."""
@@ -218,8 +232,8 @@ class Optimizer:
 
     def reduce(self, unit: Module, *, last: bool = True) -> None:
         """A microbatch has added all that it adds to the gradients of the matrices that `unit`
-        owns; the `last` one of the step starts their way over the ranks that have them. Where
-        gradients are divided, each one does."""
+        owns, a late part or the rest of one; the `last` one of the step starts their way over the
+        ranks that have them. Where gradients are divided, each one does."""
         if last or self._divided:
             self._start(self._owned[id(unit)], last)
 
@@ -228,17 +242,20 @@ class Optimizer:
         self._start(self._vectors[stage], last=True)
 
     def _start(self, buckets: Sequence[Bucket], last: bool) -> None:
+        if not buckets:
+            return
+        if self._in_parts and len(self._in_flight) > 1:
+            for bucket in self._in_flight[-2]:
+                bucket.advance()  # it has had the time in which two others were computed
         for bucket in buckets:
             bucket.reduce(last=last)
-            before = self._in_flight[-1] if self._in_flight else bucket
-            if self._in_parts and before is not bucket:
-                before.advance()  # it has had the time in which this one was computed
-            self._in_flight.append(bucket)
+        self._in_flight.append(buckets)
 
     def wait(self) -> None:
         """Return when every reduction is done."""
         while self._in_flight:
-            self._in_flight.popleft().wait()
+            for bucket in self._in_flight.popleft():
+                bucket.wait()
         if self._tied is not None and self._tied_bucket is not None:
             all_reduce(self._tied_bucket.sums, self._tied.ends).wait()
 

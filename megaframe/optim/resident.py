@@ -34,11 +34,12 @@ class Residents:
         for bucket in unit:
             bucket.fetch()
 
-    def take(self, unit: Sequence[Bucket]) -> None:
-        """Return when the unit's values are here."""
+    def take(self, unit: Sequence[Bucket], without: Sequence[Bucket] = ()) -> None:
+        """Return when the unit's values are here, or are on their way."""
         self.fetch(unit)
         for bucket in unit:
-            bucket.take()
+            if bucket not in without:
+                bucket.take()
 
     def leave(self, unit: Sequence[Bucket]) -> None:
         """The unit's values are not used until they are taken again."""

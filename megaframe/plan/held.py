@@ -7,7 +7,7 @@ the first rank of its tensor and expert axes, which has what does not divide eve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megaframe.config.model import Model
 from megaframe.config.schema import RunConfig
@@ -20,14 +20,13 @@ from megaframe.schedule import Schedule
 
 @dataclass
 class _Count:
-    """Elements of one block or of the end, by what divides them."""
+    """Elements of a part of a block, by what divides them."""
 
     vectors: int = 0
     split: int = 0
     whole: int = 0
     shared: int = 0
     experts: int = 0
-    tables: list[int] = field(default_factory=list)
 
 
 def held(config: RunConfig, layout: Layout, plans: Sequence[StagePlan]) -> Held:
@@ -36,7 +35,8 @@ def held(config: RunConfig, layout: Layout, plans: Sequence[StagePlan]) -> Held:
     if model.emulate is not None:
         counts = []
     else:
-        counts = [_block(model, layer, layout) for plan in plans for layer in plan.blocks]
+        layers = [layer for plan in plans for layer in plan.blocks]
+        counts = [part for layer in layers for part in _block(model, layer, layout)]
     predictors: list[_Count] = []
     tables: list[int] = []
     vectors = 0
@@ -47,27 +47,28 @@ def held(config: RunConfig, layout: Layout, plans: Sequence[StagePlan]) -> Held:
         if model.position == "learned":
             tables.append((model.positions or config.train.seq) * model.hidden)
     if last:
-        predictors = [_predictor(model, index, layout) for index in range(model.mtp_depth)]
+        depths = range(model.mtp_depth)
+        predictors = [part for index in depths for part in _predictor(model, index, layout)]
         vectors += (1 + model.mtp_depth) * _norm(model)
         if not first and (model.tie_embeddings or model.mtp_depth):
             tables.append(table)
         if not model.tie_embeddings:
             tables.append(table)
-    units = [*counts, *predictors]
+    parts = [*counts, *predictors]
     if layout.tensor == 1:  # then these travel together
-        for unit in units:
-            unit.split, unit.whole = unit.split + unit.whole, 0
+        for part in parts:
+            part.split, part.whole = part.split + part.whole, 0
     copies = _copies(model.kv_heads, layout.tensor) if model.latent is None else 1
     return Held(
-        vectors + sum(unit.vectors for unit in units),
-        tuple(unit.split for unit in units),
+        vectors + sum(part.vectors for part in parts),
+        tuple(part.split for part in parts),
         tuple(tables),
-        tuple(unit.experts for unit in units),
-        tuple(unit.whole for unit in units),
-        tuple(unit.shared for unit in units),
+        tuple(part.experts for part in parts),
+        tuple(part.whole for part in parts),
+        tuple(part.shared for part in parts),
         layout.tensor,
         copies,
-        first and last and model.position != "learned",
+        first and last,
     )
 
 
@@ -94,21 +95,22 @@ def rank_memory(
     )
 
 
-def _block(model: Model, layer: int, layout: Layout) -> _Count:
-    found = _Count(vectors=2 * _norm(model))
+def _block(model: Model, layer: int, layout: Layout) -> tuple[_Count, _Count]:
+    """Attention with both norms, and what comes after it."""
+    found, late = _Count(vectors=2 * _norm(model)), _Count()
     (_attention if model.latent is None else _latent)(model, layout.tensor, found)
     moe = model.moe
     if moe is None or not has_experts(moe, layer):
-        _mlp(model, model.ffn, layout.tensor, found)
-        return found
+        _mlp(model, model.ffn, layout.tensor, late)
+        return found, late
     width = moe.ffn or model.ffn
     up = 2 if model.activation == "swiglu" else 1
     here = dealt(moe.experts, layout.expert)
-    found.experts = here * (up + 1) * model.hidden * dealt(width, layout.expert_tensor)
-    found.whole += moe.experts * model.hidden
+    late.experts = here * (up + 1) * model.hidden * dealt(width, layout.expert_tensor)
+    late.whole += moe.experts * model.hidden
     if moe.shared:
-        _mlp(model, moe.shared * width, layout.tensor, found)
-    return found
+        _mlp(model, moe.shared * width, layout.tensor, late)
+    return found, late
 
 
 def _attention(model: Model, tensor: int, found: _Count) -> None:
@@ -142,11 +144,11 @@ def _mlp(model: Model, width: int, tensor: int, found: _Count) -> None:
     found.vectors += (up * inner + model.hidden) * model.bias
 
 
-def _predictor(model: Model, index: int, layout: Layout) -> _Count:
-    found = _block(model, model.layers + index, layout)
+def _predictor(model: Model, index: int, layout: Layout) -> tuple[_Count, _Count]:
+    found, late = _block(model, model.layers + index, layout)
     found.whole += join_matrix(model)
     found.vectors += 2 * _norm(model)
-    return found
+    return found, late
 
 
 def _norm(model: Model) -> int:

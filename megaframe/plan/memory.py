@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise, zip_longest
 
 from megaframe.config.model import Model
 from megaframe.config.schema import Optim, RunConfig
@@ -55,11 +54,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Held:
-    """Parameters of one rank, undivided by ZeRO. vectors: all gains and biases. blocks: the
-    matrices of each block that tensor ranks divide. tables: each embedding table, and the head.
-    experts: the matrices of experts in each block, 0 where there are none. whole: those of each
-    block that all `tensor` ranks have; shared: those that each `copies` neighbours of them have.
-    around: whether a microbatch begins and ends with tables of one size, or with one."""
+    """Parameters of one rank, undivided by ZeRO. vectors: all gains and biases. blocks: of each
+    part of a block, attention and what comes after it, the matrices that tensor ranks divide.
+    tables: each embedding table, and the head. experts: the matrices of experts in each part, 0
+    where there are none. whole: those that all `tensor` ranks have; shared: those that each
+    `copies` neighbours of them have. around: whether a microbatch begins and ends with tables of
+    one size, or with one."""
 
     vectors: int
     blocks: tuple[int, ...]
@@ -100,27 +100,21 @@ class Held:
     def lent_values(self) -> int:
         """The buffers that hold whole values where ZeRO divides them: those of two blocks that
         follow each other, and one for each size of table."""
-        of_blocks = (self.blocks, self.experts, self.whole, self.shared)
-        return sum(map(_of_neighbours, of_blocks)) + sum(set(self.tables))
+        of_parts = (self.blocks, self.experts, self.whole, self.shared)
+        return sum(map(_in_use, of_parts)) + sum(set(self.tables))
 
     def lent_gradients(self, microbatches: int) -> int:
-        """The same of gradients, where of the block before only what was ready last is still on its
-        way: experts, where it has them; and so is the last table of a microbatch while the next one
-        begins."""
-        of_blocks = list(zip_longest(self.blocks, self.experts, fillvalue=0))
-        last = [experts or dense for dense, experts in of_blocks]
-        sooner = {dense for dense, experts in of_blocks if experts}
-        once = sum(sooner) + sum(set(self.whole)) + sum(set(self.shared))
-        tables = sum(set(self.tables))
-        if self.around and microbatches > 1:
-            tables += self.tables[0]
-        return _of_neighbours(last) + once + tables
+        """The same of gradients, where those of the two parts before are still on their way; and so
+        are the tables at the end of a microbatch while the next one begins."""
+        around = self.tables[0] if self.around and microbatches > 1 else 0
+        return self.lent_values + around
 
 
-def _of_neighbours(sizes: Sequence[int]) -> int:
-    """Buffers of these sizes, one after the other, where the last two are in use at a time."""
-    twice = {a for a, b in pairwise(sizes) if a == b}
-    return sum(set(sizes)) + sum(twice)
+def _in_use(sizes: Sequence[int], last: int = 4) -> int:
+    """Buffers of these sizes, one after the other, of which so many last ones are in use at a time:
+    those of two blocks have four parts."""
+    windows = [sizes[i : i + last] for i in range(max(1, len(sizes) - last + 1))]
+    return sum(size * max(window.count(size) for window in windows) for size in set(sizes))
 
 
 def memory(
@@ -195,20 +189,17 @@ def _rooms(held: Held, ranks: int, expert_ranks: int, stage: int) -> int:
         return 0
 
     def others(sizes: Sequence[int], among: int) -> list[int]:
-        return [size - size // among for size in sizes if size]
+        return [size - size // among for size in sizes]
 
-    # Two are in use at a time: where a block is one bucket, those of two blocks.
-    of_blocks = others(held.blocks, ranks)
-    alone = not (any(held.experts) or any(held.whole) or any(held.shared))
-    rest = (
-        others((*held.tables, held.vectors), ranks),
+    parts = (
+        others(held.blocks, ranks),
         others(held.experts, expert_ranks),
         others(held.whole, ranks * held.tensor),
         others(held.shared, ranks * held.copies),
     )
-    return (_of_neighbours(of_blocks) if alone else sum(set(of_blocks))) + sum(
-        sum(set(sizes)) for sizes in rest
-    )
+    # One part is still on its way when the next one starts.
+    rest = others((*held.tables, held.vectors), ranks)
+    return sum(_in_use(sizes, 2) for sizes in parts) + sum(set(rest))
 
 
 _STATE = {"bf16": 2.0, "int8": 1.0 + 4 / 256}

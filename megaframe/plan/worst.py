@@ -161,7 +161,7 @@ def _end_bytes(config: RunConfig, chip: Chip, end: _End) -> Array:
     values = np.where(c.zero == 3, vectors + lent, total)
     if width == master:
         values = values - np.where(c.zero == 3, vectors / ranks, own)
-    around = of.table * (both & (c.microbatches > 1) & (model.position != "learned"))
+    around = of.table * (both & (c.microbatches > 1))
     gradients = np.where(c.zero >= 2, vectors + lent + around + own, total)
     static = (
         own * (master + state_width(config.optim, master)) + values * width + gradients * master

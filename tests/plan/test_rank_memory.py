@@ -13,7 +13,7 @@ from megaframe.schedule import lower
 
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 4}
 LATENT = {"kv_rank": 64, "head_dim": 32, "rotary_dim": 16, "value_dim": 32, "query_rank": 96}
-MOE = {**LLAMA, "moe": {"experts": 16, "ffn": 128}}
+MOE = {**LLAMA, "moe": {"experts": 16, "ffn": 160}}
 INTERLEAVED = {"pipeline": 4, "chunks": 2, "schedule": "interleaved"}
 CASES = {
     "one rank": (1, {}, {}, {}),
