@@ -75,7 +75,8 @@ def predicted(row: Row, known: Mapping[str, Constants] | None = None) -> Line:
     for config in row.configs:
         layout = Layout.from_parallel(config.parallel, row.world)
         found.append(Line(row, config, predict(config, layout, cluster, constants)))
-    return min(found, key=lambda line: line.prediction.step_seconds)
+    fitting = [line for line in found if line.prediction.fits]
+    return min(fitting or found, key=lambda line: line.prediction.step_seconds)
 
 
 def null_errors(rows: Sequence[Row]) -> list[float]:
