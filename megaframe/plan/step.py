@@ -35,9 +35,9 @@ from megaframe.plan.update import (
     block_owned,
     data_seconds,
     head,
+    passes_beside,
     stage_seconds,
     table_owned,
-    passes_beside,
     update_seconds,
     waiting_seconds,
 )
