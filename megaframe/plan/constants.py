@@ -121,7 +121,7 @@ class Constants:
 
 _H100 = Constants(0.778, 1104.0, 0.328, 1.000, 1.2e-05, 0.474)
 CONSTANTS: Mapping[str, Constants] = {
-    "a100": Constants(0.883, 399.0, 0.524, 0.805, 4.34e-05, 3),
+    "a100": Constants(0.884, 478.0, 0.520, 0.912, 4.27e-05, 3),
     "h100": _H100,
     "b200": _H100,
     "tpu": _H100,
