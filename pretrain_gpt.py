@@ -7,6 +7,7 @@ torchrun --nproc-per-node N pretrain_gpt.py --config configs/demo.yaml [section.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 
 from megaframe import __version__
@@ -26,6 +27,8 @@ def main() -> None:
         return
     # Ranks that are lost are named below; torch's warnings would add pages of C++ stack to it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # What is imported is never freed; looking through it again and again is a seventh of the start.
+    gc.disable()
     from megaframe.attempts import train
     from megaframe.automatic import cluster_of, with_layout
     from megaframe.describe import describe
@@ -33,6 +36,8 @@ def main() -> None:
     from megaframe.mesh import global_rank, world_size
     from megaframe.trainer import resolve
 
+    gc.freeze()
+    gc.enable()
     with reported(rank=global_rank()):
         world = world_size()
         config, notes = with_layout(resolve(load(arguments.config, arguments.overrides)), world)

@@ -11,8 +11,6 @@ import gc
 from collections.abc import Sequence
 from functools import partial
 
-import torch.distributed as dist
-
 from megaframe.comm.place import Place
 from megaframe.config import RunConfig
 from megaframe.errors import LostRanks
@@ -25,7 +23,6 @@ def train(config: RunConfig, layout: Layout, notes: Sequence[str] = ()) -> None:
     """This rank's part in a run, to its end. notes: what is to be said at its start. Raises what
     `Mesh` and `Trainer` raise, but for `LostRanks` of a run that has begun, which ends the process
     (`Mesh.leave`) or begins it again."""
-    meeting: dist.Store | None = None
     often, last = 0, -1
     while True:
         mesh = Mesh(
@@ -34,7 +31,6 @@ def train(config: RunConfig, layout: Layout, notes: Sequence[str] = ()) -> None:
             timeout=config.parallel.timeout,
             serial=config.parallel.serial,
             check_collectives=config.faults.check_collectives,
-            meeting=meeting,
         )
         trainer: Trainer | None = None
         try:
@@ -49,7 +45,7 @@ def train(config: RunConfig, layout: Layout, notes: Sequence[str] = ()) -> None:
             trainer.let_go()
         finally:
             mesh.close()
-        often, last, meeting = often + 1, mesh.place.step, mesh.meeting
+        often, last = often + 1, mesh.place.step
         of = f"{often} of faults.restarts={config.faults.restarts}"
         notes = (*notes, f"begun again in the same processes ({of}): {why}")
         del trainer, mesh

@@ -20,7 +20,7 @@ from megaframe.comm.alike import Alike
 from megaframe.comm.connections import Connections
 from megaframe.comm.order import Order
 from megaframe.comm.place import Place
-from megaframe.comm.start import fresh_store
+from megaframe.comm.start import fresh_store, launcher_store
 from megaframe.comm.watch import Watch
 from megaframe.device import device_of, finish_before_others, keep_freed_memory
 from megaframe.errors import LostRanks
@@ -65,9 +65,8 @@ class Mesh:
     """This rank's place in the layout, its process groups, its store and its device.
 
     alone: play this rank without any other, with groups in which all do the like (`comm/alike.py`)
-    and tensors without content. meeting: the store in which an earlier mesh of this process met the
-    other ranks, and in which it meets them again. Raises `UserError` when `device` is not there,
-    `LostRanks` when not all ranks come.
+    and tensors without content. Raises `UserError` when `device` is not there, `LostRanks` when not
+    all ranks come.
     """
 
     def __init__(
@@ -80,7 +79,6 @@ class Mesh:
         check_collectives: bool = False,
         axis_sets: Sequence[tuple[str, ...]] = AXIS_SETS,
         alone: int | None = None,
-        meeting: dist.Store | None = None,
     ) -> None:
         self.layout = layout
         self.rank = global_rank() if alone is None else alone
@@ -99,8 +97,6 @@ class Mesh:
         self._rank_of: tuple[int, ...] = ()
         self._links: dict[tuple[int, int], Group] = {}
         self.connections = Connections(int(os.environ.get("MASTER_PORT", "0")))
-        self.meeting = meeting
-        """The store in which the ranks of all starts meet."""
         with self._gathering():
             if layout.world > 1 and not self._alone:
                 self.store = self._rendezvous()
@@ -279,12 +275,8 @@ class Mesh:
     def _rendezvous(self) -> dist.Store:
         limit = timedelta(seconds=self._timeout)
         # The launcher may have started more ranks than the layout uses (`faults.elastic`).
-        known = self.rank, self.layout.world
-        rank, world = known
-        if self.meeting is None:
-            self.meeting, rank, world = next(dist.rendezvous("env://", *known, timeout=limit))
-            self.meeting.set_timeout(limit)
-        store = fresh_store(self.meeting, rank, world, self._timeout)
+        store, rank, world = launcher_store(self.rank, self.layout.world, self._timeout)
+        store = fresh_store(store, rank, world, self._timeout)
         kind = "nccl" if self.device.type == "cuda" else "gloo"
         with self.connections.made():
             dist.init_process_group(kind, store=store, rank=rank, world_size=world, timeout=limit)

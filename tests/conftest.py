@@ -12,6 +12,12 @@ import pytest
 # part of the order of sums. Torch reads it when it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# Torch asks for the name of each address that it connects to. When an answer is lost on its way, it
+# is asked for again after 5 seconds; this way it goes on without after one.
+os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+# As the entry has it, for processes that are forked after torch has been imported.
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+
 import torch
 
 if not torch.cuda.is_available():

@@ -7,11 +7,15 @@ milliseconds, not the seconds of an import.
 import gc
 import multiprocessing
 import os
+import pickle
 import socket
 import traceback
+from collections import defaultdict
 from contextlib import closing
 
 _TIMEOUT = 120.0
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "megaframe.trainer"])
 
 
 class Pool:
@@ -21,17 +25,17 @@ class Pool:
     """
 
     def __init__(self, workers):
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "megaframe.trainer"])
         self._workers = workers
         self._begin()
 
     def _begin(self):
+        self._ports = defaultdict(free_port)
+        """Of a world of each size: its ranks meet once, and stay in touch from world to world."""
         self._ends = [self._start() for _ in range(self._workers)]
 
     def _start(self):
-        mine, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        mine, theirs = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
         return mine, process
 
@@ -44,14 +48,13 @@ class Pool:
             raise
 
     def _run(self, world, function, *args):
-        port = _free_port()
         for rank, (end, _) in enumerate(self._ends[:world]):
-            end.send((rank, world, port, function, args))
+            end.send((rank, world, self._ports[world], function, args))
         results = []
         for rank, (end, _) in enumerate(self._ends[:world]):
             if not end.poll(_TIMEOUT):
                 raise TimeoutError(f"rank {rank} of {world} gave no answer in {_TIMEOUT} s")
-            results.append(end.recv())
+            results.append(pickle.loads(end.recv_bytes()))
         failures = [text for good, text in results if not good]
         if failures:
             raise AssertionError("\n".join(failures))
@@ -78,14 +81,17 @@ def _serve(end):
             MASTER_PORT=str(port),
         )
         try:
-            end.send((True, function(*args)))
+            # As bytes: torch would open a file in shared memory for each tensor.
+            answer = pickle.dumps((True, function(*args)))
         except BaseException:
-            end.send((False, f"rank {rank} of {world}:\n{traceback.format_exc()}"))
+            answer = pickle.dumps((False, f"rank {rank} of {world}:\n{traceback.format_exc()}"))
+        end.send_bytes(answer)
+        del answer
         gc.collect()  # what refers to itself holds connections, threads and buffers of a world
         gc.freeze()  # what is left was imported, and is never looked at again
 
 
-def _free_port():
+def free_port():
     with closing(socket.socket()) as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]

@@ -1,10 +1,12 @@
-"""Imports point downward, kernels stand alone, floor 0 has no torch, and the config stays small."""
+"""Style and types; imports point downward, kernels stand alone, floor 0 has no torch, and the
+config stays small."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from pydantic import BaseModel
 
 from megaframe.config import RunConfig
@@ -19,6 +21,15 @@ def test_imports_point_to_the_same_floor_or_a_lower_one():
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
     assert "3 kept, 0 broken" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "command", [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]], ids=" ".join
+)
+def test_style_and_types(command):
+    program = Path(sys.executable).with_name(command[0])
+    done = subprocess.run([program, *command[1:]], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_floor_0_runs_without_torch():

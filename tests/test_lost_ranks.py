@@ -1,8 +1,6 @@
 """Ranks that die, stop or never come: the others end in time, and name the one at fault."""
 
-import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,33 +8,35 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool import _free_port as free_port
+from program import Program, places
 
 from megaframe.comm.watch import at_fault
 from megaframe.errors import EXIT_LOST_RANKS
-
-ROOT = Path(__file__).resolve().parent.parent
-ENTRY = str(ROOT / "pretrain_gpt.py")
-STUCK = """
-import sys, time
-import pretrain_gpt
 from megaframe.trainer import Trainer
-train_step = Trainer._train_step
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import pretrain_gpt
+
+MARGIN = 12.0
+"""Seconds beyond the timeout in which everybody has ended."""
+
 
 def stuck_for_ever():
     time.sleep(1000)
 
-def train_or_stop(trainer):
-    train_step(trainer)
-    if trainer.step == 3:
-        stuck_for_ever()
 
-Trainer._train_step = train_or_stop
-pretrain_gpt.main()
-"""
-"""A rank that hangs in its own code while the process lives."""
-MARGIN = 12.0
-"""Seconds beyond the timeout in which everybody has ended."""
+def stuck():
+    """A rank that hangs in its own code while the process lives."""
+    train_step = Trainer._train_step
+
+    def train_or_stop(trainer):
+        train_step(trainer)
+        if trainer.step == 3:
+            stuck_for_ever()
+
+    Trainer._train_step = train_or_stop
+    pretrain_gpt.main()
 
 
 @pytest.fixture
@@ -46,33 +46,16 @@ def launch(overrides, tmp_path):
 
     def make(ranks, world, programs=None, **changes):
         keys = overrides(**{"model__layers": 4, "train__steps": 10**6, **changes})
-        port = str(free_port())
-        for rank in ranks:
-            environment = {
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "PYTHONPATH": str(ROOT),
-            }
-            program = (programs or {}).get(rank, [ENTRY])
-            with (tmp_path / str(rank)).open("w") as errors:
-                started.append(
-                    subprocess.Popen(
-                        [sys.executable, *program, *keys],
-                        env=environment,
-                        stdout=subprocess.DEVNULL,
-                        stderr=errors,
-                    )
-                )
+        for rank, place in enumerate(places(world)):
+            if rank in ranks:
+                program = (programs or {}).get(rank, pretrain_gpt.main)
+                errors = tmp_path / str(rank)
+                started.append(Program(program, words=keys, environment=place, errors=errors))
         return started
 
     yield make
     for process in started:
         process.kill()
-        process.wait()
 
 
 def wait_for_steps(folder, processes):
@@ -137,15 +120,15 @@ def test_a_rank_that_hangs_in_its_own_code_is_named_and_says_where(launch, tmp_p
     processes = launch(
         range(2),
         2,
-        {1: ["-c", STUCK]},
+        {1: stuck},
         parallel__pipeline=2,
         parallel__timeout=timeout,
     )
     end(processes, 60 + timeout + MARGIN)
-    other, stuck = told(tmp_path, processes)
+    other, own = told(tmp_path, processes)
     name = "rank 1 (pipeline 1, data 0: stage 1) is alive, but stuck or too slow"
     assert other.startswith(f"error: rank 0: {name}")
-    assert stuck.startswith(f"error: rank 1: {name}") and "in stuck_for_ever" in stuck
+    assert own.startswith(f"error: rank 1: {name}") and "in stuck_for_ever" in own
 
 
 def test_a_rank_that_never_comes_ends_the_others_with_a_message(launch, tmp_path):

@@ -4,12 +4,12 @@ import json
 import math
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from program import Program
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -37,10 +37,6 @@ def losses(folder):
     found = lines(folder)
     assert [line["step"] for line in found] == list(range(1, len(found) + 1))
     return [line["loss"] for line in found]
-
-
-def command(overrides):
-    return [sys.executable, str(ROOT / "pretrain_gpt.py"), *overrides]
 
 
 def test_a_run_learns_and_leaves_its_records(pool, overrides, tmp_path):
@@ -98,7 +94,7 @@ def test_a_killed_run_continues_on_the_same_curve(pool, overrides, tmp_path):
     pool.run(1, train, overrides(run__dir=tmp_path / "whole", **steps))
     keys = [*overrides(**steps), "checkpoint.resume=latest"]
     for at_least in (6, 17):
-        process = subprocess.Popen(command(keys), stdout=subprocess.DEVNULL)
+        process = Program(pretrain_gpt.main, words=keys)
         wait_for_lines(tmp_path / "run/metrics.jsonl", at_least, process)
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -146,17 +142,17 @@ def test_resume_under_other_layouts(pool, overrides, tmp_path):
         "model__tie_embeddings": True,
         "model__dropout": 0.1,
         "optim__schedule": "constant",
-        "checkpoint__every": 3,
+        "checkpoint__every": 2,
         "train__microbatch": 1,
-        "train__eval_every": 3,
+        "train__eval_every": 2,
         "train__eval_samples": 6,
     }
     pool.run(
-        1, train, overrides(run__dir=tmp_path / "whole", train__steps=3 * len(LAYOUTS), **every)
+        1, train, overrides(run__dir=tmp_path / "whole", train__steps=2 * len(LAYOUTS), **every)
     )
     for part, (ranks, parallel) in enumerate(LAYOUTS, 1):
         keys = {f"parallel__{key}": value for key, value in parallel.items()}
-        resumed = {"train__steps": 3 * part, "checkpoint__resume": "latest"}
+        resumed = {"train__steps": 2 * part, "checkpoint__resume": "latest"}
         pool.run(ranks, train, overrides(**every, **resumed, **keys))
     for line, other in zip(lines(tmp_path / "run"), lines(tmp_path / "whole"), strict=True):
         assert other.keys() - SOMETIMES == line.keys() - SOMETIMES
@@ -199,13 +195,6 @@ def test_every_precision_learns(precision, pool, overrides, tmp_path):
 def test_checkpoint_every_0_saves_none(pool, overrides, tmp_path):
     pool.run(1, train, overrides())
     assert not (tmp_path / "run/checkpoints").exists()
-
-
-def test_under_torchrun(overrides, tmp_path):
-    keys = overrides(train__steps=3)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    subprocess.run([*launch, *command(keys)[1:]], check=True)
-    assert len(losses(tmp_path / "run")) == 3
 
 
 class TestMistakes:

@@ -15,7 +15,7 @@ MOE = {"moe": {"experts": 8, "ffn": 32, "top_k": 2}}
 def made(model, train, parallel, optim=None):
     return RunConfig(
         model={**MODEL, **model},
-        train={"seq": 32, "global_batch": 8, "microbatch": 1, "precision": "bf16", **train},
+        train={"seq": 32, "global_batch": 4, "microbatch": 1, "precision": "bf16", **train},
         parallel={"node_size": 2, **parallel},
         optim=optim or {},
     )

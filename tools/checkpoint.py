@@ -22,12 +22,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megaframe import dcp
 from megaframe.checkpoint import Checkpoint, Place, locate, open_checkpoint, place
 from megaframe.checkpoint.examine import damage, differences, regroup
 from megaframe.config import load as load_config
 from megaframe.errors import UserError, reported
-from megaframe.huggingface.folder import export, load
 
 EXIT_DIFFERENT = 1
 """Something is damaged, or two checkpoints differ."""
@@ -135,6 +133,8 @@ def reshard(given: argparse.Namespace) -> int:
 
 def export_hf(given: argparse.Namespace) -> int:
     """Write the weights, and the tokenizer, as a folder that Hugging Face transformers loads."""
+    from megaframe.huggingface.folder import export
+
     with open_checkpoint(_checkpoint(given.path)) as checkpoint:
         export(checkpoint, Path(given.to), given.dtype)
     print(f"wrote {given.to}")
@@ -143,12 +143,16 @@ def export_hf(given: argparse.Namespace) -> int:
 
 def import_hf(given: argparse.Namespace) -> int:
     """Write the model in a folder of Hugging Face transformers as a checkpoint of step 0."""
+    from megaframe.huggingface.folder import load
+
     print(f"wrote {load(Path(given.path), place(given.to))}")
     return 0
 
 
 def export_dcp(given: argparse.Namespace) -> int:
     """Write all tensors, and the state of the run, as a folder of torch.distributed.checkpoint."""
+    from megaframe import dcp  # takes as long to import as torch
+
     with open_checkpoint(_checkpoint(given.path)) as checkpoint:
         dcp.export(checkpoint, Path(given.to))
     print(f"wrote {given.to}")
@@ -157,6 +161,8 @@ def export_dcp(given: argparse.Namespace) -> int:
 
 def import_dcp(given: argparse.Namespace) -> int:
     """Write a folder of torch.distributed.checkpoint as a checkpoint; tensors keep their names."""
+    from megaframe import dcp
+
     config = load_config(given.config) if given.config else None
     done = dcp.load(Path(given.path), place(given.to), config)
     print(f"wrote {done.path}")

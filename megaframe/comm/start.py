@@ -7,12 +7,33 @@ itself, so no number of its own is known to all ranks; they agree on a name inst
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
+from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, Store, rendezvous
 
-_PAUSE = 0.02
+_PAUSES = 0.001, 0.05
+"""Seconds between two looks into the store: the first ones, and the longest."""
+
+_stores: dict[tuple[str | None, ...], tuple[Store, int, int]] = {}
+"""Of this process, by where they are and who asks."""
+
+
+def launcher_store(rank: int, world: int, timeout: float) -> tuple[Store, int, int]:
+    """The store of whoever launched this process, as the environment names it, with the rank and
+    world of this process in it. One for the life of the process: a later mesh need not find it, and
+    who finds it before it is there waits for up to a second before looking again.
+
+    Raises `RuntimeError` when it is not there in time.
+    """
+    where = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), str(rank), str(world))
+    limit = timedelta(seconds=timeout)
+    if where not in _stores:
+        _stores[where] = next(rendezvous("env://", rank, world, timeout=limit))
+    _stores[where][0].set_timeout(limit)
+    return _stores[where]
 
 
 def fresh_store(store: Store, rank: int, world: int, timeout: float) -> Store:
@@ -29,7 +50,7 @@ def fresh_store(store: Store, rank: int, world: int, timeout: float) -> Store:
             answer = store.get(f"start/{mine}/{other}")  # waits for it
             store.set(f"start/{mine}/{other}/heard", answer.decode())
         return PrefixStore(f"start-{mine}", store)
-    deadline = time.monotonic() + timeout
+    deadline, pause = time.monotonic() + timeout, _PAUSES[0]
     while time.monotonic() < deadline:
         if store.check(["start"]):
             name = store.get("start").decode()
@@ -37,5 +58,6 @@ def fresh_store(store: Store, rank: int, world: int, timeout: float) -> Store:
             store.set(key, mine)
             if store.check([f"{key}/heard"]) and store.get(f"{key}/heard").decode() == mine:
                 return PrefixStore(f"start-{name}", store)
-        time.sleep(_PAUSE)
+        time.sleep(pause)
+        pause = min(2 * pause, _PAUSES[1])
     raise RuntimeError(f"rank 0 did not answer within {timeout:g} s")

@@ -1,10 +1,7 @@
 """Copies in the memory of nodes: a run that loses ranks, or a node, goes on from them."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,7 +11,7 @@ import torch
 from checkpoint_helpers import part
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool import _free_port as free_port
+from program import Program, places
 
 from megaframe.checkpoint.memory import MemoryWriter, Peers, peer_of
 from megaframe.checkpoint.ram import Ram
@@ -25,21 +22,10 @@ from megaframe.layout import Layout
 from megaframe.mesh import Mesh, global_rank, world_size
 from megaframe.trainer import Trainer
 
-ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = """
-import sys, time
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import pretrain_gpt
-from megaframe.trainer import Trainer
-train_step = Trainer._train_step
 
-def train_or_stop(trainer):
-    train_step(trainer)
-    if trainer.step == 9:
-        time.sleep(1000)
-
-Trainer._train_step = train_or_stop
-pretrain_gpt.main()
-"""
 KEYS = {
     "train__steps": 12,
     "train__microbatch": 1,
@@ -114,8 +100,7 @@ def test_killed_ranks_and_a_lost_node_go_on_from_memory(pool, overrides, memory,
         wait_for_copies(memory, 8, first)
     finally:
         for process in first:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
+            process.kill()
     shutil.rmtree(memory / "1")
     (memory / "1").mkdir()
     pool.run(4, train, overrides(**KEYS), memory)
@@ -127,21 +112,23 @@ def test_killed_ranks_and_a_lost_node_go_on_from_memory(pool, overrides, memory,
 
 def start(keys, memory):
     """Four ranks, each a process of its own, that stop after step 9."""
-    port, started = str(free_port()), []
-    for rank in range(4):
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "4",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "PYTHONPATH": str(ROOT),
-        }
-        node = f"checkpoint.memory_dir={memory}/{rank // 2}"
-        command = [sys.executable, "-c", PROGRAM, *keys, node]
-        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
-    return started
+    nodes = [f"checkpoint.memory_dir={memory}/{rank // 2}" for rank in range(4)]
+    return [
+        Program(train_or_stop, words=[*keys, node], environment=place)
+        for node, place in zip(nodes, places(4), strict=True)
+    ]
+
+
+def train_or_stop():
+    train_step = Trainer._train_step
+
+    def until_nine(trainer):
+        train_step(trainer)
+        if trainer.step == 9:
+            time.sleep(1000)
+
+    Trainer._train_step = until_nine
+    pretrain_gpt.main()
 
 
 def lose_a_node(memory):

@@ -111,7 +111,8 @@ def save_as_rank(folder, threads):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    torch.distributed.init_process_group("gloo")
+    rank, meeting = int(os.environ["RANK"]), f"file://{folder}-ranks"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     try:
         mesh = init_device_mesh("cpu", (2,))
         full = whole_tensors()

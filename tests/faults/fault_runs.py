@@ -49,17 +49,10 @@ def main(overrides, fault=None, rank=None, *arguments):
         Trainer._train_step = train_step
 
 
-def alone(rank, world, port, errors, limit, arguments):
-    """The same as a process of its own, which may be ended from anywhere inside."""
+def alone(limit, *arguments):
+    """The same as a process of its own, which may be ended from anywhere inside. limit: seconds of
+    steps after the first two."""
     LIMIT["seconds"] = limit
-    with open(errors, "w") as file:
-        os.dup2(file.fileno(), 2)
-    with open(os.devnull, "w") as file:
-        os.dup2(file.fileno(), 1)
-    torch.set_num_threads(1)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()})
     os._exit(main(*arguments) or 0)
 
 

@@ -1,12 +1,11 @@
 """Whatever hangs ends in time, with the rank, the step and the action that hold up the others."""
 
-import multiprocessing
 import re
 import time
 
 import fault_runs
 import pytest
-from pool import _free_port as free_port
+from program import Program, places
 
 from megaframe.errors import EXIT_LOST_RANKS
 
@@ -14,33 +13,24 @@ LIMIT = 2.0
 MARGIN = 60.0
 
 
-@pytest.fixture(scope="module")
-def context():
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["torch", "megaframe.trainer"])
-    return made
-
-
 @pytest.fixture
-def hang(context, overrides, tmp_path):
+def hang(overrides, tmp_path):
     """hang(world, fault, rank, *arguments, **changes) -> what each rank wrote; all have ended.
     ends: their statuses, else those of ranks that lost others."""
 
     def make(world, *fault, ends=None, **changes):
         changes = {"faults__step_timeout": MARGIN, "parallel__timeout": 300, **changes}
         limit = LIMIT if changes["faults__step_timeout"] else 0
-        keys, port = overrides(**changes), free_port()
-        started = []
-        for rank in range(world):
-            errors = tmp_path / str(rank)
-            arguments = (rank, world, port, str(errors), limit, (keys, *fault))
-            started.append(context.Process(target=fault_runs.alone, args=arguments))
-            started[-1].start()
+        arguments = (fault_runs.alone, limit, overrides(**changes), *fault)
+        started = [
+            Program(*arguments, environment=place, errors=tmp_path / str(rank))
+            for rank, place in enumerate(places(world))
+        ]
         deadline = time.monotonic() + MARGIN
         try:
             for process, status in zip(started, ends or [EXIT_LOST_RANKS] * world, strict=True):
-                process.join(max(0.0, deadline - time.monotonic()))
-                assert process.exitcode == status, (tmp_path / "0").read_text()
+                found = process.wait(max(0.0, deadline - time.monotonic()))
+                assert found == status, (tmp_path / "0").read_text()
         finally:
             for process in started:
                 process.kill()

@@ -46,7 +46,7 @@ def test_bf16_on_the_wire_costs_its_rounding(replicas, zero, pool, expected):
         assert found.losses == pytest.approx(expected.losses, rel=2e-3)
 
 
-RUN_STEPS, TAIL = 200, 20
+RUN_STEPS, TAIL = 140, 20
 
 
 def learn(parallel, feedback=True, optim=None, steps=RUN_STEPS):

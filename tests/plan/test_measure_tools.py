@@ -2,10 +2,10 @@
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -20,32 +20,28 @@ ROOT = Path(__file__).parents[2]
 FEW = ["--device", "cpu", "--times", "2", "--smallest", "65536", "--largest", "4194304"]
 
 
-def run(command, folder):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=110
-    )
+def measured(*given):
+    """What the tool prints on this rank."""
+    module, sys.argv = loaded("measure_links", *given)
+    with redirect_stdout(StringIO()) as printed:
+        module.run(module.arguments())
+    return printed.getvalue()
 
 
-def torchrun(ranks, *given):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*launcher, "--nproc-per-node", str(ranks), str(ROOT / "tools/measure_links.py"), *given]
-
-
-def test_measured_links_become_a_cluster(tmp_path):
-    done = run(torchrun(2, *FEW, "--write", "mine.yaml"), tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_measured_links_become_a_cluster(pool, tmp_path):
+    path = str(tmp_path / "mine.yaml")
+    told, nothing = pool.run(2, measured, *FEW, "--write", path)
     for operation in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
-        assert f"node        {operation}" in done.stdout
-    cluster = load_cluster(str(tmp_path / "mine.yaml"))
+        assert f"node        {operation}" in told
+    assert nothing == ""
+    cluster = load_cluster(path)
     assert [(tier.name, tier.size) for tier in cluster.tiers] == [("node", 2)]
     assert 1e7 < cluster.tiers[0].bandwidth < 1e12
 
 
-def test_links_of_each_axis_are_measured(tmp_path):
-    done = run(torchrun(4, *FEW, "--times", "1", "--tensor", "2"), tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "tensor      all_gather" in done.stdout and "data        all_gather" in done.stdout
+def test_links_of_each_axis_are_measured(pool):
+    told, *_ = pool.run(4, measured, *FEW, "--times", "1", "--tensor", "2")
+    assert "tensor      all_gather" in told and "data        all_gather" in told
 
 
 def loaded(name, *given):
