@@ -22,7 +22,7 @@ HELD = {
     "zero_bubble": (0.035, 0.07),
     "torchtitan": (0.06, 0.10),
     "llm_foundry": (0.05, 0.17),
-    "vtrain_single": (0.08, 0.32),
+    "vtrain_single": (0.08, 0.36),
     "vtrain_multi": (0.065, 0.42),
 }
 
