@@ -39,7 +39,8 @@ before three terms came: the host's first kernels behind a transfer that it wait
 exchange of chunks that end apart, and what transfers between stages delay. Fitting again moves \
 `memory` of a100 to 0.77; held-out errors then grow in six of its tables (MegaScale 4.4 to 5.4%, \
 Korthikanti 1.3 to 2.3%) and shrink in two (Zero Bubble 3.2 to 2.8%, vTrain on one node 7.5 to \
-6.9%), so they stayed: a choice that looked at the rows held out. Two ended at their bounds: contention of a100 and memory of h100. What a \
+6.9%), so they stayed: a choice that looked at the rows held out. \
+Two ended at their bounds: contention of a100 and memory of h100. What a \
 trainer does is declared in `benchmarks/published_tables.py`. What overlaps, attention, \
 microbatches and chunks are as papers and sources say; how often elementwise kernels pass over a \
 value, how many kernels are launched, and which machine vTrain's single node was are estimates. \
