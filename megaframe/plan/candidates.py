@@ -22,6 +22,8 @@ SCHEDULES = (
     "v-half",
     "dualpipe-v",
 )
+CIRCLING = ("interleaved", "breadth-first")
+"""Those that go round all ranks before they come to a rank's next stage."""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ class Software:
     scatter_pipeline: whether tensor ranks each send their part of what goes to the next stage.
     selective: what `train.recompute=selective` computes again: norms and activations, or attention.
     kernels: launched in the forward of a block; backward launches `backward_kernels` times as many.
+    pass_kernels: launched for a pass before the device computes, where the host waited for the
+    transfer before it (no `overlap_pipeline`), so that nothing was launched ahead.
     end_kernels: launched in forward for embedding and loss; backward launches as for a block.
     step_kernels: launched once a step, for the norm, the update and what is logged.
     collectives: algorithms that its library has.
@@ -70,6 +72,7 @@ class Software:
     selective: str = "norms"
     kernels: float = 40.0
     backward_kernels: float = 2.0
+    pass_kernels: float = 10.0
     end_kernels: float = 30.0
     step_kernels: float = 100.0
     collectives: tuple[str, ...] = NCCL

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megaframe.config.schema import RunConfig
-from megaframe.plan.candidates import SCHEDULES, Array, Candidates
+from megaframe.plan.candidates import CIRCLING, SCHEDULES, Array, Candidates
 from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
 from megaframe.plan.costs import block
@@ -27,9 +27,11 @@ from megaframe.plan.update import (
     block_owned,
     data_seconds,
     head,
+    passes_beside,
     stage_seconds,
     table_owned,
     update_seconds,
+    waiting_seconds,
 )
 from megaframe.plan.worst import memory_bytes
 
@@ -156,10 +158,11 @@ def _breakdown(machine: Machine, rank: Part, held: Owned, schedule: Array) -> di
     sizes, software = machine.sizes, machine.software
     many = sizes.microbatches
     found = {name: many * part.total for name, part in rank.named().items()}
-    transfer = stage_seconds(machine)
-    waiting = 0.0 if software.overlap_pipeline else 1.0
-    found["pipeline"] = waiting * 2 * sizes.chunks * many * transfer
-    found["data"] = data_seconds(machine, held, rank.compute)
+    transfer = np.maximum(stage_seconds(machine), waiting_seconds(machine))
+    found["pipeline"] = 2 * sizes.chunks * many * waiting_seconds(machine)
+    circling = np.isin(schedule, [SCHEDULES.index(name) for name in CIRCLING])
+    passes = passes_beside(sizes, circling)
+    found["data"] = data_seconds(machine, held, rank.compute, passes)
     filling = bubble(schedule, sizes, rank.whole)
     found["bubble"] = filling + 2 * (sizes.pipeline - 1) * transfer
     found["optimizer"] = update_seconds(machine, held)

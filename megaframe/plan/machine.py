@@ -109,6 +109,7 @@ class Machine:
             "expert": self.group(sizes.expert_tensor, sizes.expert),
             "expert_tensor": self.group(1, sizes.expert_tensor),
             "next_stage": self.group(sizes.tensor * sizes.context * sizes.data, 2),
+            "pipeline": self.group(sizes.tensor * sizes.context * sizes.data, sizes.pipeline),
         }
 
     def group(self, stride: Number, size: Number) -> list[Level]:
@@ -121,8 +122,12 @@ class Machine:
         return times * collective_seconds(operation, size / times, self.groups[axis], known)
 
     def delay(self, size: Number, axis: str) -> Number:
-        """Seconds by which compute is delayed by `size` bytes of an axis beside it: those that the
-        bytes take where links are fastest, because memory and processors carry them, not wires."""
+        """Seconds by which compute is delayed by a collective of `size` bytes beside it."""
         many = members(self.groups[axis])
-        busy = size * (many - 1) / many / (self.cluster.tiers[0].bandwidth * self.constants.link)
+        return self.hop_delay(size * (many - 1) / many)
+
+    def hop_delay(self, size: Number) -> Number:
+        """The same of `size` bytes that a rank sends and receives: what they take where links are
+        fastest, because memory and processors carry them, not wires."""
+        busy = size / (self.cluster.tiers[0].bandwidth * self.constants.link)
         return self.constants.contention * busy

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.layout import Layout
+from megaframe.plan.candidates import CIRCLING
 from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
 from megaframe.plan.costs import block
@@ -34,9 +35,11 @@ from megaframe.plan.update import (
     block_owned,
     data_seconds,
     head,
+    passes_beside,
     stage_seconds,
     table_owned,
     update_seconds,
+    waiting_seconds,
 )
 from megaframe.plan.worst import by_kind, worst_memory
 from megaframe.schedule import Schedule
@@ -88,8 +91,7 @@ def predict(
     blocks = _by_layer(machine, block)
     parts = [_stage(machine, plan, blocks) for plan in plans]
     schedule = step_schedule(config, int(machine.sizes.microbatches))
-    transfer = float(stage_seconds(machine))
-    timeline = simulate(schedule, _schedule_costs(machine, parts, transfer))
+    timeline = simulate(schedule, _schedule_costs(machine, parts))
     breakdown = _breakdown(machine, plans, parts, schedule, timeline)
     needed = worst_memory(config, layout, schedule, cluster.chip)
     return _told(config, layout, cluster, breakdown, by_kind(needed))
@@ -117,9 +119,9 @@ def _stage(machine: Machine, plan: StagePlan, blocks: Sequence[Part]) -> Part:
     return whole
 
 
-def _schedule_costs(machine: Machine, parts: Sequence[Part], transfer: float) -> Costs:
+def _schedule_costs(machine: Machine, parts: Sequence[Part]) -> Costs:
     """Costs of every stage; a transfer that does not run beside compute is part of its pass."""
-    waiting = 0.0 if machine.software.overlap_pipeline else transfer
+    waiting = float(waiting_seconds(machine))
     last = len(parts) - 1
     return Costs(
         forward=tuple(
@@ -130,7 +132,7 @@ def _schedule_costs(machine: Machine, parts: Sequence[Part], transfer: float) ->
             float(part.whole.backward) + waiting * (number > 0) for number, part in enumerate(parts)
         ),
         weight=tuple(float(part.whole.weight) for part in parts),
-        comm=transfer - waiting,
+        comm=float(stage_seconds(machine)) if machine.software.overlap_pipeline else 0.0,
     )
 
 
@@ -184,7 +186,9 @@ def _end_of_step(
         tables = plan.first + (plan.last and not (plan.first and tied))
         dense = dense + tables * table_owned(machine)
     held = Owned(dense, experts, max(1, sum(len(plan.blocks) for plan in plans)))
-    return float(data_seconds(machine, held, window)), float(update_seconds(machine, held))
+    passes = passes_beside(machine.sizes, machine.config.parallel.schedule in CIRCLING)
+    data = float(data_seconds(machine, held, window, passes))
+    return data, float(update_seconds(machine, held))
 
 
 def model_flops(config: RunConfig) -> tuple[float, float]:

@@ -17,6 +17,7 @@ from megaframe.plan.experts import has_experts
 from megaframe.plan.kernels import moving_seconds, three_products
 from megaframe.plan.machine import Machine, Part, Passes
 from megaframe.plan.memory import WIDTH
+from megaframe.plan.sizes import Sizes
 from megaframe.plan.stages import attention_matrices
 from megaframe.plan.traffic import hidden_by
 
@@ -85,8 +86,17 @@ def table_owned(machine: Machine) -> Number:
     return np.ceil((model.vocab or 0) / machine.sizes.tensor) * model.hidden
 
 
-def data_seconds(machine: Machine, held: Owned, window: Passes) -> Number:
-    """Exposed exchange of gradients and weights. window: compute of one microbatch on the rank."""
+def passes_beside(sizes: Sizes, circling: Number) -> Number:
+    """Microbatches that a rank computes while it exchanges a stage after the other, at the end of a
+    step and at its beginning. circling: whether all ranks' first stages come before any second one:
+    then the stages of a rank end as many microbatches apart as there are ranks, else together."""
+    between = np.minimum(sizes.pipeline, sizes.microbatches) - 1
+    return 1.0 + np.where(circling, between * (sizes.chunks - 1) / sizes.chunks, 0.0)
+
+
+def data_seconds(machine: Machine, held: Owned, window: Passes, passes: Number = 1.0) -> Number:
+    """Exposed exchange of gradients and weights. window: compute of one microbatch on the rank.
+    passes: of them, beside which what is exchanged once a step is."""
     sizes, software = machine.sizes, machine.software
     width = WIDTH[machine.config.train.precision]
     wire = software.gradient_bytes
@@ -112,9 +122,10 @@ def data_seconds(machine: Machine, held: Owned, window: Passes) -> Number:
         return hidden_by(moved, compute, software.data_tail, delay)
 
     first = sizes.zero == 0
-    once = beside(np.where(first, whole, scatter), backward, wire * np.where(first, 2.0, 1.0))
+    twice = np.where(first, 2.0, 1.0)
+    once = beside(np.where(first, whole, scatter), passes * backward, wire * twice)
+    once = once + np.where(first, 0.0, beside(gather, passes * forward, width))
     gathered = beside(gather, forward, width)
-    once = once + np.where(first, 0.0, gathered)
     third = sizes.zero == 3
     moved = scatter + np.where(third, gather, 0.0)
     often = beside(moved, backward, wire + np.where(third, width, 0.0))
@@ -131,16 +142,35 @@ def update_seconds(machine: Machine, held: Owned) -> Number:
     )
 
 
+def waiting_seconds(machine: Machine) -> Number:
+    """What a transfer to the next stage adds to the pass before it: where it runs beside compute,
+    by how much it delays that; else itself, and the host's first kernels behind it."""
+    software, alone = machine.software, machine.sizes.pipeline == 1
+    if software.overlap_pipeline:
+        return np.where(alone, 0.0, machine.hop_delay(_sent(machine)))
+    host = software.pass_kernels * machine.rate.launch
+    return np.where(alone, 0.0, stage_seconds(machine) + host)
+
+
 def stage_seconds(machine: Machine) -> Number:
     """From the end of a stage's pass until the next one has its result, whole again where its
-    tensor ranks each sent a part."""
-    model, sizes, software = machine.config.model, machine.sizes, machine.software
-    size = machine.rate.width * machine.tokens * model.hidden
-    if model.emulate is not None:
-        size = 0.0 * size
-    divided = software.scatter_pipeline or software.sequence_parallel
-    sent = size / sizes.tensor if divided else size
-    seconds = hop_seconds(sent, machine.groups["next_stage"])
-    if divided and not software.sequence_parallel:
+    tensor ranks each sent a part. A rank at the border of a node has one neighbour in the node and
+    one outside, and all others keep pace with it."""
+    sizes, software = machine.sizes, machine.software
+    sent, groups = _sent(machine), machine.groups
+    near, far = (hop_seconds(sent, groups[name]) for name in ("next_stage", "pipeline"))
+    seconds = (near + far) / 2
+    if software.scatter_pipeline and not software.sequence_parallel:
+        size = sent * sizes.tensor
         seconds = seconds + machine.seconds("all_gather", size, "tensor")
     return np.where(sizes.pipeline > 1, seconds, 0.0)
+
+
+def _sent(machine: Machine) -> Number:
+    """Bytes that a rank sends to the next stage."""
+    model, software = machine.config.model, machine.software
+    if model.emulate is not None:
+        return 0.0 * machine.tokens
+    size = machine.rate.width * machine.tokens * model.hidden
+    divided = software.scatter_pipeline or software.sequence_parallel
+    return size / machine.sizes.tensor if divided else size

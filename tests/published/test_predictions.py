@@ -14,15 +14,15 @@ from megaframe.plan.software import kept_of_baseline
 # Mean and largest error of a table that are held; those of the page are a little less. The page
 # says which of them are more than what was aimed at, and why.
 HELD = {
-    "sc21_1": (0.03, 0.07),
-    "sc21_2": (0.02, 0.04),
+    "sc21_1": (0.025, 0.06),
+    "sc21_2": (0.02, 0.03),
     "korthikanti": (0.03, 0.06),
-    "readme": (0.03, 0.065),
+    "readme": (0.03, 0.06),
     "megascale": (0.05, 0.10),
-    "zero_bubble": (0.06, 0.13),
+    "zero_bubble": (0.035, 0.07),
     "torchtitan": (0.06, 0.10),
     "llm_foundry": (0.05, 0.17),
-    "vtrain_single": (0.08, 0.32),
+    "vtrain_single": (0.08, 0.36),
     "vtrain_multi": (0.065, 0.42),
 }
 
@@ -39,7 +39,7 @@ def lines(name):
 def test_steps_are_predicted(name):
     found, (mean, most) = summary(lines(name)), HELD[name]
     assert found.mean <= mean and found.most <= most
-    assert found.removed >= (0.4 if name in ("readme", "zero_bubble") else 0.5)
+    assert found.removed >= (0.44 if name == "readme" else 0.5)
     # What was fitted is no better than the rest by much.
     assert found.held_out <= 1.7 * found.fitted + 0.01
 
@@ -58,8 +58,9 @@ def test_the_page_tells_the_constants():
     assert (PAGE.parent / re.search(r"\]\((images/.*?)\)", text)[1]).exists()
 
 
-def test_the_best_of_recomputing_all_or_attention_is_found():
-    assert max(losses(lines("korthikanti"))) == 0
+@pytest.mark.parametrize("name", ["korthikanti", "zero_bubble"])
+def test_the_best_of_the_alternatives_is_found(name):
+    assert max(losses(lines(name))) == 0
 
 
 @pytest.mark.parametrize(
