@@ -91,6 +91,12 @@ def predicted(row: Row, known: Mapping[str, Constants] | None = None) -> Line:
     return Line(row, config, prediction, tuple(config for _, config in near), seconds)
 
 
+@lru_cache
+def lines_of(name: str) -> tuple[Line, ...]:
+    """The rows of a table; none if it is read from a file that is not here."""
+    return tuple(predicted(row) for row in TABLES[name].rows())
+
+
 def null_errors(rows: Sequence[Row]) -> list[float]:
     """Errors of the best constant rate for each chip, in whichever count of operations makes them
     least (causal attention as half or whole, with what recompute adds or without): what any
@@ -233,7 +239,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tables", nargs="+", choices=list(TABLES), default=list(TABLES))
     parser.add_argument("--fit", metavar="FAMILY", choices=("a100", "h100"))
-    parser.add_argument("--write", action="store_true", help=f"make {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--write", action="store_true", help="make docs/prediction.md and its plot")
     given = parser.parse_args()
     if given.fit:
         found = fit(given.fit)
@@ -241,8 +247,7 @@ def main() -> None:
         return
     from published_page import draw, heading, row_of
 
-    made = {name: [predicted(row) for row in TABLES[name].rows()] for name in given.tables}
-    made = {name: lines for name, lines in made.items() if lines}
+    made = {name: lines for name in given.tables if (lines := lines_of(name))}
     print(heading())
     for name, lines in made.items():
         print(row_of(TABLES[name], summary(lines)))

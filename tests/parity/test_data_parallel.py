@@ -28,7 +28,7 @@ def test_counted_bytes_are_the_closed_form(pool):
         one.whole(name).numel() for name in one.weights if not name.startswith("optimizer")
     )
     found, calls = one.traffic
-    buckets = 2 + 1 + 1 + 1  # blocks, tokens, positions, and all gains and biases
+    buckets = 2 * 2 + 1 + 1 + 1  # parts of blocks, tokens, positions, all gains and biases
     wanted = STEPS * 2 * elements * GLOBAL_BATCH * 3 // 4
     padding = STEPS * buckets * 20 * 64
     assert wanted <= found <= wanted + padding

@@ -1,10 +1,11 @@
 """Published steps against what the planner predicts of them, and the page that tells of it."""
 
 import re
-from functools import lru_cache
+import sys
 
+import published
 import pytest
-from published import FITTED, PAGE, losses, predicted, summary
+from published import FITTED, PAGE, PLOT, losses, summary
 from published_page import section
 from published_tables import TABLES
 
@@ -27,9 +28,8 @@ HELD = {
 }
 
 
-@lru_cache
 def lines(name):
-    found = [predicted(row) for row in TABLES[name].rows()]
+    found = published.lines_of(name)
     if not found:
         pytest.skip(f"{name} is read from ../shared/anchors, which is not here")
     return found
@@ -47,6 +47,23 @@ def test_steps_are_predicted(name):
 @pytest.mark.parametrize("name", TABLES)
 def test_the_page_tells_every_row(name):
     assert section(TABLES[name], lines(name)) in PAGE.read_text(encoding="utf-8")
+
+
+def test_the_command_of_the_page_makes_it(monkeypatch, tmp_path, capsys):
+    for name in ("PAGE", "PLOT"):
+        monkeypatch.setattr(published, name, tmp_path / name)
+    monkeypatch.setattr(sys, "argv", ["published.py", "--write"])
+    published.main()
+    told = capsys.readouterr().out
+    (made, plotted), (shown, picture) = (
+        [path.read_text(encoding="utf-8") for path in paths]
+        for paths in ((tmp_path / "PAGE", tmp_path / "PLOT"), (PAGE, PLOT))
+    )
+    assert plotted.startswith("<svg")
+    for row in told.splitlines():
+        assert row in made and row in shown
+    if all(published.lines_of(name) for name in TABLES):
+        assert (made, plotted) == (shown, picture)
 
 
 def test_the_page_tells_the_constants():
