@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megaframe.backward import backward
 from megaframe.config import RunConfig
 from megaframe.microbatch import Microbatch
 from megaframe.model import Embedding, Head, Predictor, tokens_at_the_end
@@ -102,14 +103,14 @@ class End:
                 if output is None:
                     tokens, _ = kept.microbatch.ahead[index]
                     output = get_gradient_edge(predictor(kept.leaves[-1], tokens, kept.frame))
-                torch.autograd.backward(output, gradient)
+                backward(output, gradient)
             del output
             finish(predictor)
         return self._from_the_loss(kept)
 
     def _from_the_loss(self, kept: Kept) -> Tensor:
         """What flows back to the last leaf, from its loss and all that came of it."""
-        torch.autograd.backward(kept.normed.pop(), kept.d_normed.pop())
+        backward(kept.normed.pop(), kept.d_normed.pop())
         gradient = kept.leaves.pop().grad
         assert gradient is not None
         return gradient

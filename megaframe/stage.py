@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megaframe.backward import backward
 from megaframe.comm import ALONE, Group, symmetric
 from megaframe.comm.shelf import Shelf, Stored
 from megaframe.config import RunConfig
@@ -243,13 +244,14 @@ class Stage:
             assert flight.end is not None
             gradient = self.end.backward(flight.end, values, finish)
         for block in reversed(self.blocks):
+            assert gradient is not None
             leaf, output = _taken(flight.inputs.pop()), flight.outputs.pop()
             if flight.inputs and isinstance(before := flight.inputs[-1], Stored):
                 before.fetch()  # while this one is computed
             with values(block):
                 if output is None:
                     output = get_gradient_edge(block(leaf, frame))
-                torch.autograd.backward(output, gradient)
+                backward(output, gradient)
             del output
             gradient = leaf.grad
             finish(block)
@@ -258,7 +260,7 @@ class Stage:
         if self.embedding is None:
             return gradient
         assert flight.embedded is not None
-        torch.autograd.backward(flight.embedded, gradient)
+        backward(flight.embedded, gradient)
         flight.embedded = None
         finish(self.embedding)
         return gradient

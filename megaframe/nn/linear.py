@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaframe.backward import backward
 from megaframe.comm import Pending, all_gather, reduce_scatter, symmetric
 from megaframe.kernels import Kernels
 from megaframe.nn.frame import Frame
@@ -151,7 +152,7 @@ class _Linear(torch.autograd.Function):
         else:
             dx = _column_backward(linear, frame, dy, source.detach())
         if ctx.before is not None:
-            source.backward(dx)
+            backward(source, dx)
             dx = x.grad
         return dx, None, None, None
 

@@ -67,7 +67,7 @@ def test_a_search_writes_a_config_and_a_page_that_asks_no_network(tmp_path):
 
 
 def test_a_dry_run_counts_what_the_plan_says():
-    given = ["--gpus", 64, "--dry-run", "--rank", 37, "--json", "train.global_batch=64"]
+    given = ["--gpus", 64, "--dry-run", "--rank", 37, "--json", "train.global_batch=16"]
     sizes = ["parallel.tensor=4", "parallel.pipeline=4", "parallel.zero=1", "model.layers=8"]
     rows = json.loads(plan("--config", "configs/llama3-8b.yaml", *given, *sizes))
     close = [row for row in rows if row["planned"] and row["name"] != "temporaries"]
