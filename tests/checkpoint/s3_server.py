@@ -8,7 +8,6 @@ import threading
 import time
 from collections import Counter
 
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
 BUCKET = "bucket"
@@ -23,8 +22,10 @@ class Server:
     """
 
     def __init__(self):
+        from moto.moto_server import werkzeug_app as moto  # takes a second to import
+
         logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
-        self._application = DomainDispatcherApplication(create_backend_app)
+        self._application = moto.DomainDispatcherApplication(moto.create_backend_app)
         self.clear()
         self._server = None
         self._start(0)

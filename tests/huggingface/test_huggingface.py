@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-import transformers
 from test_pretrain import train
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -40,24 +39,43 @@ YARN = {
     **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1},
     **{"original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0},
 }
+
+
+def of(kind, **keys):
+    """A config of transformers, which take seconds to import."""
+
+    def config():
+        import transformers
+
+        return getattr(transformers, f"{kind}Config")(**keys)
+
+    return config
+
+
 MODELS = {
-    "gpt2": transformers.GPT2Config(
+    "gpt2": of(
+        "GPT2",
         **{"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 20, "vocab_size": 61},
         **{"initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 0},
     ),
-    "llama": transformers.LlamaConfig(**GROUPED),
-    "llama3": transformers.LlamaConfig(**GROUPED, rope_parameters=LLAMA3, tie_word_embeddings=True),
-    "mistral": transformers.MistralConfig(**GROUPED, sliding_window=5),
-    "qwen3": transformers.Qwen3Config(**GROUPED),
-    "qwen3_moe": transformers.Qwen3MoeConfig(
-        **GROUPED, **EXPERTS, num_experts=6, moe_intermediate_size=12, norm_topk_prob=True
+    "llama": of("Llama", **GROUPED),
+    "llama3": of("Llama", **GROUPED, rope_parameters=LLAMA3, tie_word_embeddings=True),
+    "mistral": of("Mistral", **GROUPED, sliding_window=5),
+    "qwen3": of("Qwen3", **GROUPED),
+    "qwen3_moe": of(
+        "Qwen3Moe",
+        **GROUPED,
+        **EXPERTS,
+        num_experts=6,
+        moe_intermediate_size=12,
+        norm_topk_prob=True,
     ),
-    "mixtral": transformers.MixtralConfig(**GROUPED, **EXPERTS, num_local_experts=4),
-    "deepseek_v2": transformers.DeepseekV2Config(
-        **DEEPSEEK, q_lora_rank=None, n_group=1, topk_group=1, topk_method="greedy"
+    "mixtral": of("Mixtral", **GROUPED, **EXPERTS, num_local_experts=4),
+    "deepseek_v2": of(
+        "DeepseekV2", **DEEPSEEK, q_lora_rank=None, n_group=1, topk_group=1, topk_method="greedy"
     ),
-    "deepseek_v3": transformers.DeepseekV3Config(
-        **DEEPSEEK, q_lora_rank=12, n_group=4, topk_group=2, rope_parameters=YARN
+    "deepseek_v3": of(
+        "DeepseekV3", **DEEPSEEK, q_lora_rank=12, n_group=4, topk_group=2, rope_parameters=YARN
     ),
 }
 TOKENS = torch.randint(0, 61, (2, 18), generator=torch.Generator().manual_seed(0))
@@ -66,7 +84,9 @@ TOKENS = torch.randint(0, 61, (2, 18), generator=torch.Generator().manual_seed(0
 def made(name, path):
     """A folder with such a model, its weights random, and its logits."""
     torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(MODELS[name]).eval()
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(MODELS[name]()).eval()
     with torch.no_grad():
         for key, value in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in key or "ln_" in key or key.endswith("bias"):
@@ -95,7 +115,9 @@ def test_logits_are_the_same_both_ways(name, tmp_path):
     torch.testing.assert_close(our_logits(checkpoint), wanted, rtol=1e-5, atol=1e-5)
     with open_checkpoint(checkpoint) as opened:
         folders.export(opened, tmp_path / "again", "fp32")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    from transformers import AutoModelForCausalLM
+
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert type(again).__name__ in ARCHITECTURES.values()
     assert torch.equal(logits(again.eval()), wanted)
 
@@ -109,7 +131,9 @@ def test_large_models_are_several_files(tmp_path, monkeypatch):
     with open_checkpoint(checkpoint) as opened:
         folders.export(opened, tmp_path / "again", "fp32")
     assert len(list((tmp_path / "again").glob("*.safetensors"))) > 3
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    from transformers import AutoModelForCausalLM
+
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert torch.equal(logits(again.eval()), wanted)
     once_more = folders.load(tmp_path / "again", tmp_path / "twice")
     torch.testing.assert_close(our_logits(once_more), wanted, rtol=1e-5, atol=1e-5)
@@ -185,8 +209,10 @@ def test_a_run_starts_with_imported_weights_and_its_export_has_the_tokenizer(
     pool.run(2, train, run)
     with open_checkpoint(tmp_path / "run/checkpoints/step-00000001") as opened:
         folders.export(opened, tmp_path / "again", "fp32")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-    first = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    first = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     torch.testing.assert_close(logits(again.eval()), logits(first.eval()), rtol=1e-4, atol=1e-4)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "again")
     assert tokenizer.convert_tokens_to_ids(["w7", "w42"]) == [7, 42]
