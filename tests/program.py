@@ -4,8 +4,12 @@ the pool, which has imported torch, so that one starts in a tenth of a second an
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 from pool import CONTEXT, free_port
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 class Program:
@@ -49,6 +53,26 @@ def places(world):
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
         }
+
+
+def stuck_after(step):
+    """The entry, on a rank that trains so many steps and then hangs in its own code."""
+    import pretrain_gpt
+    from megaframe.trainer import Trainer
+
+    train_step = Trainer._train_step
+
+    def train_or_stop(trainer):
+        train_step(trainer)
+        if trainer.step == step:
+            stuck_for_ever()
+
+    Trainer._train_step = train_or_stop
+    pretrain_gpt.main()
+
+
+def stuck_for_ever():
+    time.sleep(1000)
 
 
 def _become(function, arguments, words, environment, errors):

@@ -3,16 +3,16 @@
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from program import Program, places
+from program import Program, places, stuck_after
 
 from megaframe.comm.watch import at_fault
 from megaframe.errors import EXIT_LOST_RANKS
-from megaframe.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -20,23 +20,6 @@ import pretrain_gpt
 
 MARGIN = 12.0
 """Seconds beyond the timeout in which everybody has ended."""
-
-
-def stuck_for_ever():
-    time.sleep(1000)
-
-
-def stuck():
-    """A rank that hangs in its own code while the process lives."""
-    train_step = Trainer._train_step
-
-    def train_or_stop(trainer):
-        train_step(trainer)
-        if trainer.step == 3:
-            stuck_for_ever()
-
-    Trainer._train_step = train_or_stop
-    pretrain_gpt.main()
 
 
 @pytest.fixture
@@ -120,7 +103,7 @@ def test_a_rank_that_hangs_in_its_own_code_is_named_and_says_where(launch, tmp_p
     processes = launch(
         range(2),
         2,
-        {1: stuck},
+        {1: partial(stuck_after, 3)},
         parallel__pipeline=2,
         parallel__timeout=timeout,
     )

@@ -94,7 +94,7 @@ def passes_beside(sizes: Sizes, circling: Number) -> Number:
     return 1.0 + np.where(circling, between * (sizes.chunks - 1) / sizes.chunks, 0.0)
 
 
-def data_seconds(machine: Machine, held: Owned, window: Passes, passes: Number = 1.0) -> Number:
+def data_seconds(machine: Machine, held: Owned, window: Passes, passes: Number) -> Number:
     """Exposed exchange of gradients and weights. window: compute of one microbatch on the rank.
     passes: of them, beside which what is exchanged once a step is."""
     sizes, software = machine.sizes, machine.software

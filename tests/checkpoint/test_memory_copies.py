@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 import time
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 from checkpoint_helpers import part
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from program import Program, places
+from program import Program, places, stuck_after
 
 from megaframe.checkpoint.memory import MemoryWriter, Peers, peer_of
 from megaframe.checkpoint.ram import Ram
@@ -21,10 +20,6 @@ from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh, global_rank, world_size
 from megaframe.trainer import Trainer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-import pretrain_gpt
 
 KEYS = {
     "train__steps": 12,
@@ -114,21 +109,9 @@ def start(keys, memory):
     """Four ranks, each a process of its own, that stop after step 9."""
     nodes = [f"checkpoint.memory_dir={memory}/{rank // 2}" for rank in range(4)]
     return [
-        Program(train_or_stop, words=[*keys, node], environment=place)
+        Program(stuck_after, 9, words=[*keys, node], environment=place)
         for node, place in zip(nodes, places(4), strict=True)
     ]
-
-
-def train_or_stop():
-    train_step = Trainer._train_step
-
-    def until_nine(trainer):
-        train_step(trainer)
-        if trainer.step == 9:
-            time.sleep(1000)
-
-    Trainer._train_step = until_nine
-    pretrain_gpt.main()
 
 
 def lose_a_node(memory):

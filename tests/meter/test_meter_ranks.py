@@ -1,19 +1,13 @@
 """Two real ranks over gloo: reductions, one writer, and metrics that do not match."""
 
-from __future__ import annotations
-
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
+import math
+from contextlib import redirect_stdout
+from io import StringIO
 
 import pytest
-
-WORKER = """
-import json, math, sys
 import torch
+
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
@@ -21,80 +15,68 @@ from megaframe.meter import Meter
 from megaframe.meter.records import Records
 from megaframe.stage import model_specs
 
-folder = sys.argv[1]
-mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
-rank, world, cpu = mesh.rank, mesh.world, mesh.device
-results = []
 
-def reduced(entries):
-    records = Records()
-    for entry in entries:
-        records.add(*entry)
-    world.traffic.take()
-    reduction = records.reduce(world, cpu)
-    calls = world.traffic.take()[1]
-    return reduction.wait(), calls
+def work(folder):
+    """What this rank prints, and what it finds."""
+    with redirect_stdout(StringIO()) as printed:
+        results = found(folder)
+    return printed.getvalue(), results
 
-values, calls = reduced([
-    ("last", rank + 7.0, "last"), (f"only{rank}", 1.0, "last"), ("sum", rank + 1.0, "sum"),
-    ("max", float(rank), "max"), ("min", torch.tensor(float(rank)), "min"),
-    ("mean", 1.0, "mean"), *[("mean", 4.0, "mean")] * (2 * rank),
-])
-results.append({"values": values, "calls": calls})
-nan = math.nan if rank == 1 else 1.0
-results.append(reduced([(how, nan, how) for how in ("sum", "mean", "max", "min")])[0])
-for name, count in ((f"a{rank}", 1), ("b", 1 + rank)):
-    try:
-        reduced([(f"{name}{i}", 1.0, "sum") for i in range(count)])
-        results.append("")
-    except RuntimeError as error:
-        results.append(str(error))
 
-config = RunConfig.model_validate({
-    "run": {"dir": folder}, "train": {"steps": 3, "seq": 16, "precision": "fp32"},
-    "model": {"layers": 2, "hidden": 32, "heads": 4, "vocab": 97},
-})
-meter = Meter(config, mesh, model_specs(config))
-meter.note(f"note of rank {rank}")
-for step in (1, 2, 3):
-    meter.start_step()
-    with meter.time("compute"):
-        torch.ones(64, 64) @ torch.ones(64, 64)
-    meter.record("loss", torch.tensor(float(step + rank)), "sum")
-    meter.record("tokens", 64)
-    meter.flush(step)
-meter.close()
-mesh.close()
-print("RESULTS" + json.dumps(results))
-"""
+def found(folder):
+    mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
+    rank, world, cpu = mesh.rank, mesh.world, mesh.device
+    results = []
+
+    def reduced(entries):
+        records = Records()
+        for entry in entries:
+            records.add(*entry)
+        world.traffic.take()
+        reduction = records.reduce(world, cpu)
+        calls = world.traffic.take()[1]
+        return reduction.wait(), calls
+
+    entries = [
+        *(("last", rank + 7.0, "last"), (f"only{rank}", 1.0, "last"), ("sum", rank + 1.0, "sum")),
+        *(("max", float(rank), "max"), ("min", torch.tensor(float(rank)), "min")),
+        *(("mean", 1.0, "mean"), *[("mean", 4.0, "mean")] * (2 * rank)),
+    ]
+    values, calls = reduced(entries)
+    results.append({"values": values, "calls": calls})
+    nan = math.nan if rank == 1 else 1.0
+    results.append(reduced([(how, nan, how) for how in ("sum", "mean", "max", "min")])[0])
+    for name, count in ((f"a{rank}", 1), ("b", 1 + rank)):
+        try:
+            reduced([(f"{name}{i}", 1.0, "sum") for i in range(count)])
+            results.append("")
+        except RuntimeError as error:
+            results.append(str(error))
+
+    config = RunConfig(
+        run={"dir": str(folder)},
+        train={"steps": 3, "seq": 16, "precision": "fp32"},
+        model={"layers": 2, "hidden": 32, "heads": 4, "vocab": 97},
+    )
+    meter = Meter(config, mesh, model_specs(config))
+    meter.note(f"note of rank {rank}")
+    for step in (1, 2, 3):
+        meter.start_step()
+        with meter.time("compute"):
+            torch.ones(64, 64) @ torch.ones(64, 64)
+        meter.record("loss", torch.tensor(float(step + rank)), "sum")
+        meter.record("tokens", 64)
+        meter.flush(step)
+    meter.close()
+    mesh.close()
+    return results
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(pool, tmp_path_factory):
     """(run folder, standard output of each rank, results of each rank)."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    root = str(Path(__file__).resolve().parents[2])
-    shared = {**os.environ, "PYTHONPATH": root, "WORLD_SIZE": "2", "MASTER_PORT": port}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(folder)],
-            env={**shared, "MASTER_ADDR": "127.0.0.1", "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = []
-    for process in started:
-        output, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
-        outputs.append(output)
-    results = [json.loads(output.rpartition("RESULTS")[2]) for output in outputs]
-    return folder, outputs, results
+    return folder, *zip(*pool.run(2, work, folder), strict=True)
 
 
 def test_reductions_in_two_collectives(ranks):
@@ -128,6 +110,6 @@ def test_only_the_first_rank_writes(ranks):
     for line in lines:
         assert sum(line["time"].values()) == line["seconds"]
         assert line["tokens_per_second"] == pytest.approx(64 / line["seconds"])
-    assert outputs[1].startswith("RESULTS")
+    assert outputs[1] == ""
     assert "note of rank 0" in outputs[0] and "measured matmul peak" in outputs[0]
     assert "note of rank 1" not in outputs[0]
