@@ -42,7 +42,7 @@ _PATIENCE = 2.5
 """Seconds for others to report and to answer, more than two looks; once more if all who are
 suspected answer, for they may report yet."""
 _FAREWELL = 5.0
-"""Seconds that the rank with the store waits at most for the others to leave before it."""
+"""Seconds that a rank waits at most for the others to be ready to leave."""
 _NAMED = 8
 """Ranks that a message names at most."""
 ENDED_FILE = "ended.jsonl"
@@ -281,7 +281,7 @@ class Watch:
             self._dump_stacks(verdict)
         sys.stdout.flush()
         if self._reachable:
-            _within(_FAREWELL, lambda: self._take_leave(verdict.ranks))
+            _within(_FAREWELL, lambda: self._take_leave(verdict))
         os._exit(EXIT_LOST_RANKS)
 
     def _dump_stacks(self, verdict: Verdict) -> None:
@@ -298,12 +298,14 @@ class Watch:
                     )
                     faulthandler.dump_traceback(file)
 
-    def _take_leave(self, lost: Collection[int]) -> None:
-        """Rank 0, which may hold the store, leaves after all but the silent."""
+    def _take_leave(self, verdict: Verdict) -> None:
+        """Rank 0, which may hold the store, leaves after all but the silent. So does every rank
+        when something took too long: what waits for a rank that is gone is no longer where it was
+        when its stacks are written."""
         self._append("left", f"{self._rank} ")
-        silent = set(lost) - self._answers().keys()
+        silent = set(verdict.ranks) - self._answers().keys()
         staying = set(range(self._layout.world)) - silent
-        while self._rank == 0 and staying - {int(rank) for rank in self._read("left").split()}:
+        while (self._rank == 0 or verdict.late) and staying - {int(rank) for rank in self._read("left").split()}:
             time.sleep(_PAUSE)
 
     def _append(self, key: str, text: str) -> None:

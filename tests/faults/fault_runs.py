@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT))
 
 import pretrain_gpt  # noqa: E402
 from megaframe.comm import all_reduce, receive, send  # noqa: E402
+from megaframe.comm.watch import Watch  # noqa: E402
 from megaframe.microbatch import IGNORE  # noqa: E402
 from megaframe.trainer import Trainer  # noqa: E402
 
@@ -70,6 +71,15 @@ def once(trainer, step):
 def sleep_in_data(trainer, step):
     if trainer.step == step:
         trainer.loader.next = lambda: time.sleep(1000)
+
+
+def sleep_in_data_of_one(trainer, step, rank):
+    """The others are slow to write where they are."""
+    if trainer.step == step and trainer.mesh.rank == rank:
+        sleep_in_data(trainer, step)
+    elif trainer.step == step:
+        write = Watch._dump_stacks
+        Watch._dump_stacks = lambda *arguments: (time.sleep(1), write(*arguments))
 
 
 def sleep_in_backward(trainer, step):

@@ -44,7 +44,7 @@ def stacks(tmp_path):
 
 
 def test_a_sleeping_loader(hang, tmp_path):
-    told = hang(2, fault_runs.sleep_in_data, 1, 3)
+    told = hang(2, fault_runs.sleep_in_data_of_one, None, 3, 1)
     said = (
         "step 4 took more than faults.step_timeout=2 s: rank 1 (pipeline 0, data 1: stage 0) at "
         "step 4, data, waiting for no rank | rank 0: step 4, counting tokens, waiting in "
