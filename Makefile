@@ -8,6 +8,9 @@ BIN := .venv/bin
 DEMO := runs/demo-data
 TRAIN := $(BIN)/python pretrain_gpt.py --config configs/demo.yaml
 
+# What is imported is compiled once and not in every process, also where the environment turns that off.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test gpu-check clean
 
 demo: $(DEMO)/python.idx

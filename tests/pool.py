@@ -68,6 +68,7 @@ class Pool:
 
 
 def _serve(end):
+    gc.freeze()  # what was imported is never looked at
     while True:
         try:
             rank, world, port, function, args = end.recv()
@@ -88,7 +89,7 @@ def _serve(end):
         end.send_bytes(answer)
         del answer
         gc.collect()  # what refers to itself holds connections, threads and buffers of a world
-        gc.freeze()  # what is left was imported, and is never looked at again
+        gc.freeze()  # what is left was imported since
 
 
 def free_port():

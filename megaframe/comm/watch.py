@@ -305,7 +305,8 @@ class Watch:
         self._append("left", f"{self._rank} ")
         silent = set(verdict.ranks) - self._answers().keys()
         staying = set(range(self._layout.world)) - silent
-        while (self._rank == 0 or verdict.late) and staying - {int(rank) for rank in self._read("left").split()}:
+        stays = self._rank == 0 or verdict.late
+        while stays and staying - {int(rank) for rank in self._read("left").split()}:
             time.sleep(_PAUSE)
 
     def _append(self, key: str, text: str) -> None:
