@@ -34,13 +34,13 @@ $(DEMO)/python.idx: $(DEMO)/corpus.jsonl $(DEMO)/tokenizer.model
 	$(BIN)/python tools/preprocess_data.py --input $< --output $(DEMO)/python \
 		--tokenizer sentencepiece:$(DEMO)/tokenizer.model
 
-# torch comes first and alone, so that nothing else can ask for another build of it. What pip would
-# compile one file after the other is compiled by who first needs it, and of torch on all cores.
+# torch comes first and alone, so that nothing else can ask for another build of it. It is compiled
+# while pip brings the rest, which is compiled by who first needs it.
 .venv/ready: setup.py constraints.txt
 	$(PYTHON) -m venv .venv
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --no-compile torch
+	$(BIN)/python -m compileall -q -j 0 .venv/lib/python*/site-packages/torch > /dev/null 2>&1 & \
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --no-compile -e '.[dev]'
-	-$(BIN)/python -m compileall -q -j 0 .venv/lib/python*/site-packages/torch > /dev/null 2>&1
 	touch $@
 
 clean:
