@@ -81,11 +81,11 @@ def test_it_runs_in_an_environment_of_its_own_from_another_folder(wheel, tmp_pat
     (here,) = (tmp_path / "fresh/lib").glob("python*/site-packages")
     (here / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps"]
-    run([*pip, "--no-index", "--no-compile", wheel[1]])
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     given = {"cwd": elsewhere, "env": environment}
+    run([*pip, "--no-index", "--no-compile", wheel[1]], **given)
     entry = tmp_path / "fresh/bin/megaframe"
     assert str(here) in run([python, "-c", "import megaframe; print(megaframe.__file__)"], **given)
     assert run([entry, "--version"], **given) == f"megaframe {__version__}\n"
