@@ -107,16 +107,25 @@ while [[ "$1" == --* ]]; do
     shift
 done
 [ -n "${NODES_OF_STEP:-}" ] && exec "$@"
-for name in a1 a2 a3; do SLURMD_NODENAME=$name "$@"; done
+worst=0
+for name in a1 a2 a3; do
+    SLURMD_NODENAME=$name "$@"
+    status=$?
+    [ $status -gt $worst ] && worst=$status
+done
+exit $worst
 """
 SCONTROL = """#!/usr/bin/env bash
 echo "scontrol $*" >> "$CALLS"
-if [ "$1" = show ]; then printf 'a1\\na2\\na3\\n'; fi
+case "$1 $2" in
+    "show hostnames") printf 'a1\\na2\\na3\\n';;
+    "show node") echo "NodeName=$3 NodeAddr=10.0.0.${3#a} NodeHostName=$3";;
+esac
 """
 PYTHON = """#!/usr/bin/env bash
-if [ "$1" = tools/doctor.py ]; then
-    case " $SICK " in *" $SLURMD_NODENAME "*) echo "X broken" ; exit 1;; esac
-    echo "a run can start"
+if [ "$2" = --look ]; then
+    [ "$SICK" = mistake ] && exit 2
+    case " $SICK " in *" $SLURMD_NODENAME "*) echo "X broken" ; exit 4;; esac
     exit 0
 fi
 echo "python $*" >> "$CALLS"
@@ -180,7 +189,7 @@ def test_a_job_runs_on_all_nodes_that_are_fit(slurm, tmp_path):
     found = calls(tmp_path)
     assert any("--nodelist=a2,a3" in line and "--ntasks=2" in line for line in found)
     assert "PET_NNODES=2" in found and "PET_NPROC_PER_NODE=8" in found
-    assert "PET_RDZV_ENDPOINT=a2:29400" in found and "PET_RDZV_ID=7-3" in found
+    assert "PET_RDZV_ENDPOINT=10.0.0.2:29400" in found and "PET_RDZV_ID=7-3" in found
     run = next(line for line in found if line.startswith("python"))
     assert run.endswith("node.py --no-doctor --config RUN.yaml data.split=[0.9, 0.1, 0]")
     assert not any("requeue" in line for line in found)
@@ -192,6 +201,13 @@ def test_a_job_with_too_few_fit_nodes_says_what_to_do(slurm, tmp_path):
     assert process.returncode == 4
     assert "1 nodes are fit and 3 are needed" in said and "--exclude=a1,a3" in said
     assert not any(line.startswith("python") for line in calls(tmp_path))
+
+
+def test_a_job_whose_config_has_a_mistake_ends_as_that(slurm, tmp_path):
+    process = slurm(sick="mistake")
+    assert "are fit" not in process.communicate()[1]
+    assert process.returncode == 2
+    assert len(calls(tmp_path)) == 1
 
 
 @pytest.mark.parametrize(
@@ -206,16 +222,24 @@ def test_a_job_that_failed_is_queued_again_where_that_may_help(
     assert ("scontrol requeue 7" in calls(tmp_path)) == again
 
 
-def test_a_job_near_its_time_limit_asks_the_run_to_leave_and_is_queued_again(slurm, tmp_path):
-    process = slurm(sleep=True, SLURM_RESTART_COUNT="99")
+@pytest.mark.parametrize(
+    ("seconds", "count", "again"), [(300, 99, True), (0, 19, True), (0, 20, False)]
+)
+def test_a_job_near_its_time_limit_asks_the_run_to_leave_and_is_queued_again(
+    seconds, count, again, slurm, tmp_path
+):
+    """But not for ever where each time leaves a moment only to train."""
+    process = slurm(sleep=True, SLURM_RESTART_COUNT=str(count), SECONDS=str(seconds))
     deadline = time.monotonic() + 20
     while not (tmp_path / "calls.up").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGUSR1)
     said = process.communicate()[1]
-    assert process.returncode == 0, said
-    assert calls(tmp_path)[-2:] == ["heard", "scontrol requeue 7"]
-    assert "status 138" in said
+    assert process.returncode == (0 if again else 138), said
+    heard = calls(tmp_path)
+    assert heard[heard.index("heard") + 1 :] == ["scontrol requeue 7"] * again
+    assert ("status 138" in said) == again
+    assert ("a longer --time" in said) == (seconds < 300)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,8 @@ def main() -> None:
                 "would begin anew; set checkpoint.resume=latest"
             )
         world = largest_world(os.environ["PET_NNODES"], os.environ["PET_NPROC_PER_NODE"])
+    if given.look:
+        sys.exit(0 if fit(Path(config.run.dir)) else EXIT_SICK)
     # torchrun would start a run with a mistake in its config again and again.
     if status := dry_run(words, world):
         sys.exit(status)
@@ -136,7 +138,9 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config", metavar="FILE", help="as of pretrain_gpt.py")
-    parser.add_argument(
+    doctor = parser.add_mutually_exclusive_group()
+    doctor.add_argument("--look", action="store_true", help="look at the node, and end")
+    doctor.add_argument(
         "--no-doctor", dest="doctor", action="store_false", help="the node has been looked at"
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")

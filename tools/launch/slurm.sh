@@ -33,10 +33,14 @@ cd "${SLURM_SUBMIT_DIR:-.}" || fail "there is no folder ${SLURM_SUBMIT_DIR:-}"
 PYTHON=${PYTHON:-.venv/bin/python}
 command -v "$PYTHON" > /dev/null || fail "there is no $PYTHON in $PWD: set PYTHON"
 
-# One line for each node that is fit: its name. What is wrong with another is in the output.
+# One line for each node that is fit: its name. What is wrong with another is in the output. One
+# that has not told after five minutes is not fit.
 # shellcheck disable=SC2016
-fit=$(srun --kill-on-bad-exit=0 bash -c \
-    '"$0" tools/doctor.py >&2 && echo "${SLURMD_NODENAME:-$(hostname)}"' "$PYTHON")
+fit=$(srun --kill-on-bad-exit=0 --time=5 bash -c \
+    '"$0" tools/launch/node.py --look "$@" >&2 && echo "$SLURMD_NODENAME"' "$PYTHON" "$@")
+status=$?
+# A mistake in the config, on all nodes.
+if [ "$status" = 2 ] && [ -z "$fit" ]; then exit 2; fi
 names=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || fail "scontrol does not tell the nodes"
 nodes=() sick=()
 for name in $names; do
@@ -52,7 +56,9 @@ fi
 
 export PET_NNODES=${#nodes[@]}
 export PET_NPROC_PER_NODE=${RANKS:-${SLURM_GPUS_ON_NODE:-1}}
-export PET_RDZV_ENDPOINT=${nodes[0]}:${PORT:-29400}
+# Names of Slurm's need not be names of hosts; this is where Slurm itself finds the node.
+address=$(scontrol show node "${nodes[0]}" | grep -oP 'NodeAddr=\K\S+')
+export PET_RDZV_ENDPOINT=${address:-${nodes[0]}}:${PORT:-29400}
 export PET_RDZV_ID=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 list=$(IFS=,; echo "${nodes[*]}")
 
@@ -73,6 +79,10 @@ case $status in
     0 | 2) exit "$status" ;;
 esac
 count=${SLURM_RESTART_COUNT:-0}
+if [ "$asked" = 1 ] && [ "$SECONDS" -lt 300 ]; then
+    asked=0  # and not queued again for ever
+    echo "asked to leave $SECONDS s after it began: a longer --time leaves more time to train" >&2
+fi
 if [ "$asked" = 1 ] || [ "$count" -lt "${RESTARTS:-20}" ]; then
     echo "status $status after $count restarts: the job is queued again" >&2
     scontrol requeue "$SLURM_JOB_ID" && exit 0
