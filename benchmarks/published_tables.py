@@ -12,12 +12,10 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from megaframe.config import RunConfig
-from megaframe.config.numbers import divisors
 from megaframe.plan.constants import Software
 
 ANCHORS = Path(__file__).resolve().parents[2] / "shared" / "anchors"
@@ -154,9 +152,11 @@ def gpt(
     batch: int,
     microbatch: int = 1,
     recompute: str = "none",
+    tied: bool = True,
     **parallel: Any,
 ) -> RunConfig:
-    """A GPT of the classic shape; without a schedule it is 1F1B, interleaved with chunks."""
+    """A GPT of the classic shape; without a schedule it is 1F1B, interleaved with chunks. tied:
+    whether one table of the vocabulary is embedding and head."""
     if parallel.get("chunks", 1) > 1:
         parallel.setdefault("schedule", "interleaved")
     return RunConfig.model_validate(
@@ -168,7 +168,7 @@ def gpt(
                 "vocab": vocab,
                 "position": "learned",
                 "bias": True,
-                "tie_embeddings": True,
+                "tie_embeddings": tied,
             },
             "parallel": parallel,
             "train": {
@@ -192,14 +192,14 @@ def _even(layers: int, pipeline: int, chunks: int) -> dict[str, Any]:
 
 
 def _interleavings(layers: int, pipeline: int, batch: int, data: int) -> Iterator[tuple[int, int]]:
-    """(microbatch, chunks) that a run may have had: what divides, with at most 4 samples a pass."""
-    for microbatch, chunks in product((1, 2, 4), divisors(layers // pipeline)):
-        many = batch // data // microbatch
-        if batch % (data * microbatch) or layers % (pipeline * chunks):
-            continue
-        if chunks > 1 and (pipeline == 1 or many % pipeline):
-            continue
-        yield microbatch, chunks
+    """(microbatch, chunks) that a run may have had: at most 4 samples a pass; chunks of one layer,
+    as in each of NVIDIA's recipes of that month that has chunks (NeMo-Megatron-Launcher on 2 July
+    2024, gpt3 of 40 and 175 billion parameters and mlperf)."""
+    chunks = layers // pipeline if pipeline > 1 else 1
+    for microbatch in (1, 2, 4):
+        many, rest = divmod(batch, data * microbatch)
+        if rest == 0 and many % pipeline == 0:
+            yield microbatch, chunks
 
 
 def full_attention_flops(c: RunConfig, factor: float) -> float:
@@ -338,6 +338,7 @@ def readme() -> Iterator[Row]:
                 batch,
                 microbatch,
                 "none",
+                tied=False,  # 1.7 to 462 billion parameters, as published, are with two tables
                 tensor=tensor,
                 data=48,
                 zero=1,
