@@ -9,10 +9,11 @@ compute and communication; a stage is compared with FSDP2 at the same one, stage
 
 Sending costs processor time, which on a machine without a free core is taken from computing. With
 `--compute-core 0` both ranks, of ours and of the peer, compute on that core by turns, and sending
-has the others, as transfers of a GPU have engines of their own. With `--blocks wait` the blocks of ours have their weights and wait for as long as they would compute, so
-that what is left is what the order of transfers exposes. Nothing can hide the gradients of the
-first attention and of the tables: of more `--layers` they are less. The larger the `--batch`, the
-less is the processor time of sending beside that of computing.
+has the others, as transfers of GPUs have engines of their own. With `--blocks wait` the blocks of
+ours have their weights and wait for as long as they would compute, so that what is left is what the
+order of transfers exposes. Nothing can hide the gradients of the first attention and of the tables:
+of more `--layers` they are less. The larger the `--batch`, the less is the processor time of
+sending beside that of computing.
 """
 
 from __future__ import annotations
