@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,8 @@ OURS = "megaframe"
 @dataclass(frozen=True)
 class Comparison:
     """A script with the options that choose its cases. peers: the interpreters and checkouts that
-    it takes, by the names of their options. guide: what says more of it."""
+    it takes, by the names of their options. guide: what says more of it. hosts: whether it makes
+    some, which only root may."""
 
     title: str
     script: str
@@ -36,6 +38,7 @@ class Comparison:
     guide: str
     peers: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    hosts: bool = False
 
     def command(self, given: argparse.Namespace) -> list[str]:
         """As it is called, with the peers that are at hand."""
@@ -71,6 +74,14 @@ COMPARISONS = (
             ("--cases", f"{ranks}xfp32", f"{ranks}xbf16"),
         )
         for ranks in (2, 4)
+    ),
+    Comparison(
+        "Data over 2 hosts of 2 ranks, on links of 800 Mbit/s",
+        "netlab_peers.py",
+        "netlab_peers.json",
+        "data.md",
+        (MEGATRON, DEEPSPEED),
+        hosts=True,
     ),
     *(
         Comparison(
@@ -221,6 +232,9 @@ def main() -> None:
     for comparison in () if given.page else COMPARISONS:
         if comparison.script in given.only:
             print(f"\n{comparison.title}", flush=True)
+            if comparison.hosts and os.geteuid():
+                print("is left out: only root may make hosts")
+                continue
             subprocess.run(comparison.command(given), cwd=ROOT, check=True)
     PAGE.write_text(page(), encoding="utf-8")
     draw(PICTURE)

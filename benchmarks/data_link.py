@@ -8,16 +8,19 @@ transfers of a step take alone, in their order. The most that overlap can give i
 compute and communication; a stage is compared with FSDP2 at the same one, stage 1 with its stage 2.
 
 Sending costs processor time, which on a machine without a free core is taken from computing. With
-`--blocks wait` the blocks of ours have their weights and wait for as long as they would compute, so
-that what is left is what the order of transfers exposes. Nothing can hide the gradients of the
-first attention and of the tables: of more `--layers` they are less. The larger the `--batch`, the
-less is the processor time of sending beside that of computing.
+`--compute-core 0` both ranks, of ours and of the peer, compute on that core by turns, and sending
+has the others, as transfers of GPUs have engines of their own. With `--blocks wait` the blocks of
+ours have their weights and wait for as long as they would compute, so that what is left is what the
+order of transfers exposes. Nothing can hide the gradients of the first attention and of the tables:
+of more `--layers` they are less. The larger the `--batch`, the less is the processor time of
+sending beside that of computing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import statistics
 import sys
@@ -64,6 +67,7 @@ def main() -> None:
     parser.add_argument("--blocks", choices=("compute", "wait"), default="compute")
     parser.add_argument("--layers", type=int, default=SHAPE.layers)
     parser.add_argument("--batch", type=int, default=SHAPE.batch, help="samples of both ranks")
+    parser.add_argument("--compute-core", type=int, help="the one core on which all ranks compute")
     parser.add_argument("--beside", choices=("fsdp2", "nobody"), default="fsdp2")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each turn")
     parser.add_argument("--rounds", type=int, default=3)
@@ -86,7 +90,7 @@ def main() -> None:
             "machine": machine(),
             "config": {**asdict(shape_of(given)), "ranks": RANKS, "precision": "fp32"}
             | {"threads of a rank": 1, "steps": given.steps, "rounds": given.rounds}
-            | {"blocks": given.blocks}
+            | {"blocks": given.blocks, "compute core": given.compute_core}
             | ({**WAITS.model_dump(), "late": LATE} if given.blocks == "wait" else {}),
             "summary": {rate: summary(measured) for rate, measured in results.items()},
             "seconds": results,
@@ -104,7 +108,9 @@ def shape_of(given: argparse.Namespace) -> Workload:
 def in_world(both: Sequence[Host], given: argparse.Namespace) -> Measured:
     """What the ranks measure, one on each host: in each round, the slower one's time."""
     options = ("blocks", "layers", "batch", "beside", "steps", "rounds")
-    command = (__file__, *(f"--{name}={getattr(given, name)}" for name in options))
+    command = [__file__, *(f"--{name}={getattr(given, name)}" for name in options)]
+    if given.compute_core is not None:
+        command.append(f"--compute-core={given.compute_core}")
     one, other = (json.loads(answer) for answer in start_ranks(both, command))
     return {name: [*map(max, one[name], other[name])] for name in one}
 
@@ -129,6 +135,8 @@ def measure(given: argparse.Namespace) -> Measured:
     peers = given.beside == "fsdp2" and given.blocks == "compute"
     for way in ("fsdp2", "fsdp3") if peers else ():
         turns.append(timed(f"FSDP2 {way[-1]}", step_of(shape_of(given), way, "fp32", RANKS)))
+    if given.compute_core is not None:  # this thread alone: those that send have begun
+        os.sched_setaffinity(0, {given.compute_core})
     seconds: Measured = {}
     for number in range(1 + given.rounds):
         for turn in turns:
