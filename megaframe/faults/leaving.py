@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,21 +20,29 @@ from megaframe.config import RunConfig
 from megaframe.faults.ledger import FAULTS
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+ECHO = 2.0
+"""Seconds in which a signal again is the same request, by another way: Slurm tells all processes of
+a job that it cancels, and a launcher among them passes on what it was told."""
 _BASE = 128
 """What shells and launchers add to the number of a signal that ended a process."""
 
 
 @contextmanager
 def heeding_signals(place: Place) -> Iterator[None]:
-    """Within it a signal is written down in `place`; the same one again does what it would without.
-    Only the main thread can hear signals; elsewhere nothing is changed."""
+    """Within it a signal is written down in `place`; the same one again, later than `ECHO`, does
+    what it would without. Only the main thread can hear signals; elsewhere nothing is changed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    asked: dict[int, float] = {}
+
     def heard(number: int, _: FrameType | None) -> None:
         place.told = number
-        signal.signal(number, before[signal.Signals(number)])
+        now = time.monotonic()
+        if now - asked.setdefault(number, now) > ECHO:
+            signal.signal(number, before[signal.Signals(number)])
+            signal.raise_signal(number)
 
     before = {number: signal.signal(number, heard) for number in SIGNALS}
     try:
