@@ -236,7 +236,8 @@ def test_a_sick_node_has_no_part_and_a_cancelled_job_leaves_nothing(cluster, ove
     run, said = tmp_path / "run", tmp_path / "said"
     run.mkdir()
     cluster.mount("n2", run)
-    words = overrides(train__steps=10**6, checkpoint__resume="latest")
+    keys = {"train__steps": 10**6, "checkpoint__every": 10**6}
+    words = overrides(**keys, checkpoint__resume="latest")
     number = cluster.submit(said, *words, NODES="1")
     until(lambda: steps(run) >= 2, said.read_text)
     assert {one["SLURMD_NODENAME"] for one in cluster.ranks(number).values()} == {"n1"}
