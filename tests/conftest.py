@@ -23,7 +23,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, as transformers do
 
-from pool import Pool
+from pool import RARELY, Pool
 
 from megaframe.config import RunConfig
 from megaframe.data.indexed import TokenFileWriter
@@ -80,6 +80,7 @@ def pytest_collection_finish():
     quarter of the time of small worlds."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(RARELY)
 
 
 @pytest.fixture
