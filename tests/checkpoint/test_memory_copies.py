@@ -79,8 +79,9 @@ def memory(tmp_path):
 
 
 def wait_for_copies(memory, step, processes):
+    """Looks at no other step's folder: those of steps before are removed meanwhile."""
     deadline = time.monotonic() + 60
-    while len(list(memory.rglob(f"step-{step:08d}/rank-*.json"))) < 8:
+    while len(list(memory.glob(f"*/*/step-{step:08d}/rank-*.json"))) < 8:
         assert all(process.poll() is None for process in processes)
         assert time.monotonic() < deadline
         time.sleep(0.02)
