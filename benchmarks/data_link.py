@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,20 +126,21 @@ def measure(given: argparse.Namespace) -> Measured:
 
     torch.set_num_threads(1)
     mesh = Mesh(Layout(data=RANKS), device="cpu", timeout=LIMIT)
-    turns: list[Callable[[], dict[str, float]]] = []
+    turns: list[list[Callable[[], dict[str, float]]]] = []
     for stage in STAGES:
         ours = Ours(mesh, stage, shape_of(given))
         if given.blocks == "wait":
             ours.let_blocks_wait()
-        turns += [ours.step, ours.compute, ours.communicate]
+        turns.append([ours.step, ours.compute, ours.communicate])
     peers = given.beside == "fsdp2" and given.blocks == "compute"
     for way in ("fsdp2", "fsdp3") if peers else ():
-        turns.append(timed(f"FSDP2 {way[-1]}", step_of(shape_of(given), way, "fp32", RANKS)))
+        turns.append([timed(f"FSDP2 {way[-1]}", step_of(shape_of(given), way, "fp32", RANKS))])
     if given.compute_core is not None:  # this thread alone: those that send have begun
         os.sched_setaffinity(0, {given.compute_core})
     seconds: Measured = {}
     for number in range(1 + given.rounds):
-        for turn in turns:
+        first = number % len(turns)  # whoever is first is slower
+        for turn in chain(*turns[first:], *turns[:first]):
             barrier(mesh.world)
             turn()  # what a step leaves under way belongs to the next one
             taken = [turn() for _ in range(given.steps)]
