@@ -8,10 +8,14 @@ BIN := .venv/bin
 DEMO := runs/demo-data
 TRAIN := $(BIN)/python pretrain_gpt.py --config configs/demo.yaml
 
+# Tests of what `make test` does not install: Ray, lm-evaluation-harness, and Slurm, which comes with
+# the machine or not.
+ENGINES := tests/launch/test_ray.py tests/launch/test_slurm.py tests/test_harness.py
+
 # What is imported is compiled once and not in every process, also where the environment turns that off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test gpu-check clean
+.PHONY: demo test test-engines gpu-check clean
 
 demo: $(DEMO)/python.idx
 	$(TRAIN) $(OVERRIDES)
@@ -19,6 +23,9 @@ demo: $(DEMO)/python.idx
 
 test: .venv/ready
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+test-engines: .venv/engines
+	$(BIN)/python -m pytest $(ENGINES)
 
 # Tests and measures the kernels on the GPU that is here, with the Python that has its torch.
 gpu-check:
@@ -43,6 +50,10 @@ $(DEMO)/python.idx: $(DEMO)/corpus.jsonl $(DEMO)/tokenizer.model
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --no-compile torch
 	$(BIN)/python -m compileall -q -j 0 .venv/lib/python*/site-packages/torch > /dev/null 2>&1 & \
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --no-compile -e '.[dev]'
+	touch $@
+
+.venv/engines: .venv/ready
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --no-compile -e '.[ray,evaluate]'
 	touch $@
 
 clean:
