@@ -125,12 +125,13 @@ esac
 PYTHON = """#!/usr/bin/env bash
 if [ "$2" = --look ]; then
     [ "$SICK" = mistake ] && exit 2
+    [ "$SLEEP" = look ] && { touch "$CALLS.up"; sleep 1; }
     case " $SICK " in *" $SLURMD_NODENAME "*) echo "X broken" ; exit 4;; esac
     exit 0
 fi
 echo "python $*" >> "$CALLS"
 env | grep ^PET_ | sort >> "$CALLS"
-if [ -n "$SLEEP" ]; then
+if [ "$SLEEP" = run ]; then
     trap 'echo heard >> "$CALLS"; exit 138' USR1
     touch "$CALLS.up"
     for i in $(seq 200); do sleep 0.05; done
@@ -141,8 +142,9 @@ exit "$STATUS"
 
 @pytest.fixture
 def slurm(tmp_path):
-    """slurm(sick="", status=0, sleep=False, **environment) -> process; calls are in tmp_path/calls.
-    The script is run as Slurm runs it, from a copy somewhere else."""
+    """slurm(sick="", status=0, sleep="", **environment) -> process; calls are in tmp_path/calls.
+    sleep: "look" or "run", what takes its time, and has begun when there is tmp_path/calls.up. The
+    script is run as Slurm runs it, from a copy somewhere else."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PYTHON)):
@@ -151,7 +153,7 @@ def slurm(tmp_path):
     copy = tmp_path / "slurm_script"
     copy.write_text((LAUNCH / "slurm.sh").read_text())
 
-    def run(sick="", status=0, sleep=False, **environment):
+    def run(sick="", status=0, sleep="", **environment):
         given = {
             **os.environ,
             "PATH": f"{folder}:{os.environ['PATH']}",
@@ -159,7 +161,7 @@ def slurm(tmp_path):
             "CALLS": str(tmp_path / "calls"),
             "SICK": sick,
             "STATUS": str(status),
-            "SLEEP": "1" if sleep else "",
+            "SLEEP": sleep,
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NODELIST": "a[1-3]",
             "SLURM_SUBMIT_DIR": str(ROOT),
@@ -229,17 +231,31 @@ def test_a_job_near_its_time_limit_asks_the_run_to_leave_and_is_queued_again(
     seconds, count, again, slurm, tmp_path
 ):
     """But not for ever where each time leaves a moment only to train."""
-    process = slurm(sleep=True, SLURM_RESTART_COUNT=str(count), SECONDS=str(seconds))
-    deadline = time.monotonic() + 20
-    while not (tmp_path / "calls.up").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGUSR1)
-    said = process.communicate()[1]
+    process = slurm(sleep="run", SLURM_RESTART_COUNT=str(count), SECONDS=str(seconds))
+    said = asked_to_leave(process, tmp_path)
     assert process.returncode == (0 if again else 138), said
     heard = calls(tmp_path)
     assert heard[heard.index("heard") + 1 :] == ["scontrol requeue 7"] * again
     assert ("status 138" in said) == again
     assert ("a longer --time" in said) == (seconds < 300)
+
+
+def asked_to_leave(process, tmp_path):
+    """What a job says that is asked to leave as soon as what sleeps has begun."""
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "calls.up").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGUSR1)
+    return process.communicate()[1]
+
+
+def test_a_job_that_is_asked_to_leave_while_it_looks_at_nodes_begins_no_run(slurm, tmp_path):
+    process = slurm(sleep="look", SECONDS="300")
+    said = asked_to_leave(process, tmp_path)
+    assert process.returncode == 0, said
+    assert "status 138" in said
+    assert calls(tmp_path)[-1] == "scontrol requeue 7"
+    assert not any(line.startswith("python") for line in calls(tmp_path))
 
 
 @pytest.mark.parametrize(

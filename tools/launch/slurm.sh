@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A run on Slurm:
 #
-#   sbatch --nodes 4 tools/launch/slurm.sh --config RUN.yaml checkpoint.resume=latest [key=value ...]
+#   sbatch --nodes 4 tools/launch/slurm.sh --config RUN.yaml checkpoint.resume=latest [key=value]
 #
 # Put options of your cluster (partition, account, GPUs) into the command line of sbatch, which goes
 # before what stands here. The nodes are looked at first, and the run goes on those that are fit.
@@ -33,6 +33,11 @@ cd "${SLURM_SUBMIT_DIR:-.}" || fail "there is no folder ${SLURM_SUBMIT_DIR:-}"
 PYTHON=${PYTHON:-.venv/bin/python}
 command -v "$PYTHON" > /dev/null || fail "there is no $PYTHON in $PWD: set PYTHON"
 
+# Asked to leave: srun passes it on to the launcher of every node, and that to its ranks. It ends a
+# wait. As long as there is no run, none begins.
+asked=0 run=
+trap 'asked=1; woken=1; [ -z "$run" ] || kill -USR1 "$run"' USR1
+
 # One line for each node that is fit: its name. What is wrong with another is in the output. One
 # that has not told after five minutes is not fit.
 # shellcheck disable=SC2016
@@ -50,7 +55,8 @@ done
 least=${NODES:-$((${#nodes[@]} + ${#sick[@]}))}
 if [ ${#nodes[@]} -lt "$least" ]; then
     echo "error: ${#nodes[@]} nodes are fit and $least are needed; ask for spare ones with" \
-        "--nodes and NODES=$least, or leave those out: sbatch --exclude=$(IFS=,; echo "${sick[*]}")" >&2
+        "--nodes and NODES=$least, or leave those out:" \
+        "sbatch --exclude=$(IFS=,; echo "${sick[*]}")" >&2
     exit 4
 fi
 
@@ -62,13 +68,13 @@ export PET_RDZV_ENDPOINT=${address:-${nodes[0]}}:${PORT:-29400}
 export PET_RDZV_ID=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 list=$(IFS=,; echo "${nodes[*]}")
 
-asked=0
-srun --nodes="$PET_NNODES" --ntasks="$PET_NNODES" --nodelist="$list" --kill-on-bad-exit=0 \
-    "$PYTHON" tools/launch/node.py --no-doctor "$@" &
-run=$!
-# srun passes it on to the launcher of every node, and that to its ranks. It ends a wait.
-trap 'asked=1; woken=1; kill -USR1 "$run"' USR1
-woken=1
+status=138 woken=0
+if [ "$asked" = 0 ]; then
+    srun --nodes="$PET_NNODES" --ntasks="$PET_NNODES" --nodelist="$list" --kill-on-bad-exit=0 \
+        "$PYTHON" tools/launch/node.py --no-doctor "$@" &
+    run=$! woken=1
+    [ "$asked" = 0 ] || kill -USR1 "$run"  # asked a moment ago
+fi
 while [ "$woken" = 1 ]; do
     woken=0
     wait "$run"
