@@ -9,10 +9,12 @@ import re
 import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Distribution, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
+WITH_KERNELS = os.environ.get("MEGAFRAME_BUILD_CUDA") == "1"
 
 
 def version() -> str:
@@ -26,13 +28,27 @@ class BuildWithKernels(build_py):
 
     def run(self) -> None:
         super().run()
-        if os.environ.get("MEGAFRAME_BUILD_CUDA") != "1":
+        if not WITH_KERNELS:
             return
         sys.path.insert(0, str(HERE / "kernels"))
         from megaframe_kernels.cuda_build import CHIPS, build, prebuilt
 
         whole = HERE / "kernels" if self.editable_mode else Path(self.build_lib)
         build(whole / "megaframe_kernels" / prebuilt().name, CHIPS)
+
+
+class WithKernels(Distribution):
+    """With the CUDA kernels it is for one platform."""
+
+    def has_ext_modules(self) -> bool:
+        return WITH_KERNELS
+
+
+class WheelOfAnyPython(bdist_wheel):
+    """The CUDA kernels are called by address, which no Python minds."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
 
 
 wandb = ["wandb>=0.22,<0.32", "wandb-workspaces>=0.4,<0.5"]
@@ -101,7 +117,8 @@ setup(
         "megaframe_tools.launch": ["*.sh", "*.yaml", "Containerfile"],
         "megaframe_tools.launch.kubernetes": ["*.yaml"],
     },
-    cmdclass={"build_py": BuildWithKernels},
+    cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelOfAnyPython},
+    distclass=WithKernels,
     install_requires=[
         "torch>=2.9,<2.14",
         "numpy>=1.26,<2.5",

@@ -11,6 +11,8 @@ import venv
 import zipfile
 
 import pytest
+from megaframe_kernels import cuda_library
+from megaframe_kernels.cuda_build import BuildError, find_nvcc, prebuilt
 from tracked import ROOT, copy_tracked
 
 from megaframe import __version__
@@ -36,13 +38,22 @@ def run(command, **given):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel of what git tracks."""
-    source = copy_tracked(tmp_path_factory.mktemp("source"))
+def source(tmp_path_factory):
+    """What git tracks."""
+    return copy_tracked(tmp_path_factory.mktemp("source"))
+
+
+def wheel_of(source, folder, **given):
+    """The wheel of a source, made in a folder."""
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
-    run([*pip, "--no-index", "-w", source / "dist", source])
-    (built,) = (source / "dist").glob("*.whl")
-    return source, built
+    run([*pip, "--no-index", "-w", folder, source], **given)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(source):
+    return source, wheel_of(source, source / "dist")
 
 
 def test_the_wheel_has_every_file_that_is_imported_or_read(wheel):
@@ -61,6 +72,23 @@ def test_the_wheel_has_every_file_that_is_imported_or_read(wheel):
     assert not wanted - packed
     assert {"megaframe/dashboard/page.css", "megaframe_kernels/choices.json"} <= packed
     assert not [name for name in packed if name.startswith(("tests", "docs", "benchmarks"))]
+
+
+def test_a_wheel_with_the_cuda_kernels_is_for_its_platform_and_they_load(wheel, tmp_path):
+    try:
+        find_nvcc()
+    except BuildError as error:
+        pytest.skip(str(error))
+    source, plain = wheel
+    assert plain.name.endswith("-py3-none-any.whl")
+    environment = {**os.environ, "MEGAFRAME_BUILD_CUDA": "1"}
+    built = wheel_of(source, tmp_path / "dist", env=environment)
+    machine = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert built.name.endswith(f"-py3-none-{machine}.whl")
+    zipfile.ZipFile(built).extractall(tmp_path / "here")
+    library = tmp_path / "here/megaframe_kernels" / prebuilt().name
+    assert cuda_library.load(library).megaframe_expert_order_blocks(10_000) > 0
+    assert not list((source / "kernels/megaframe_kernels").glob("*.so"))
 
 
 def test_the_version_stands_in_one_place_and_is_in_the_changes(wheel):
