@@ -7,6 +7,7 @@ made that is not made anyway. Only a replay waits for its step, for it must come
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from megaframe.data.loader import Step
 from megaframe.engine import Outcome
 from megaframe.errors import LostRanks, OutOfStep, UserError
 from megaframe.faults.history import History
+from megaframe.faults.leaving import Launcher
 from megaframe.faults.ledger import FAULTS, Ledger
 from megaframe.faults.replicas import Finding, Replicas
 from megaframe.faults.stragglers import Stragglers
@@ -77,6 +79,7 @@ class Guard:
         self._meter, self._ledger, self._return = meter, ledger, go_back
         self.history = History(config.faults)
         self.told = 0
+        self._launcher = Launcher()
         self._unjudged: deque[_Done] = deque()
         self._compared = self._ways_back = 0
         self._saving = 0.0
@@ -149,7 +152,8 @@ class Guard:
 
     def record(self, step: int) -> None:
         """Tell the other ranks what was heard here, and put into the line what was lost."""
-        self._meter.record("agreed/told", float(self._mesh.place.told), "max")
+        told = self._mesh.place.told or (signal.SIGTERM if self._launcher.gone else 0)
+        self._meter.record("agreed/told", float(told), "max")
         lost = self._ledger.step(step, self._saving)
         self._saving = 0.0
         for cause, seconds in lost.items():

@@ -1,4 +1,5 @@
-"""Leaving when asked: SIGTERM and SIGUSR1 end a run after the step, with a checkpoint.
+"""Leaving when asked: SIGTERM and SIGUSR1 end a run after the step, with a checkpoint. So does the
+end of the launcher.
 
 The handler only writes down that it was called. What is done about it the ranks decide together,
 for a launcher does not reach all of them at the same step, nor always all of them.
@@ -50,6 +51,19 @@ def heeding_signals(place: Place) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class Launcher:
+    """The torchrun that started this process, where one did. One that is killed cannot ask its
+    ranks to leave, which would then keep their devices from those that are started next."""
+
+    def __init__(self) -> None:
+        self._number = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+    @property
+    def gone(self) -> bool:
+        """Whether it has ended before this process."""
+        return self._number is not None and self._number != os.getppid()
 
 
 def exit_status(told: int) -> int:

@@ -1,9 +1,13 @@
 """A signal ends a run after a step, with a checkpoint, on all ranks at once."""
 
+import os
 import signal
+import time
+from pathlib import Path
 
 import pytest
 from fault_runs import lines, losses, main, told
+from program import Program
 
 from megaframe.comm.place import Place
 from megaframe.faults import leaving
@@ -48,3 +52,40 @@ def test_the_same_request_by_two_ways_is_one(heard, monkeypatch):
         monkeypatch.setattr(leaving, "ECHO", 0.0)
         signal.raise_signal(signal.SIGUSR1)
         assert heard == [signal.SIGUSR1]
+
+
+def launch(folder):
+    """A launcher of one rank, which writes down its number and what became of it."""
+    rank = os.fork()
+    if not rank:
+        import pretrain_gpt
+
+        status = 0
+        try:
+            pretrain_gpt.main()
+        except SystemExit as ended:
+            status = ended.code
+        (folder / "status").write_text(str(status))
+        os._exit(0)
+    (folder / "rank").write_text(str(rank))
+    os.waitpid(rank, 0)
+
+
+@pytest.mark.parametrize(("names", "status"), [({"TORCHELASTIC_RUN_ID": "1"}, "143"), ({}, "0")])
+def test_a_rank_whose_launcher_is_killed_saves_and_ends(names, status, overrides, tmp_path):
+    """But one that a shell started goes on without it."""
+    steps = 10**6 if names else 40
+    keys = overrides(train__steps=steps, checkpoint__every=10**6, checkpoint__resume="latest")
+    launcher = Program(launch, tmp_path, words=keys, environment=names)
+    metrics, deadline = Path(tmp_path / "run/metrics.jsonl"), time.monotonic() + 60
+    while not metrics.exists() or metrics.read_text().count("\n") < 2:
+        assert time.monotonic() < deadline and launcher.poll() is None
+        time.sleep(0.02)
+    launcher.kill()
+    rank = int((tmp_path / "rank").read_text())
+    while Path(f"/proc/{rank}").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{rank}").exists()
+    assert (metrics.read_text().count("\n") == steps) == (status == "0")
+    assert (tmp_path / "status").read_text() == status
+    assert (tmp_path / "run/checkpoints/latest").exists()
