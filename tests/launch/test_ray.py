@@ -57,7 +57,7 @@ def start(tmp_path):
 
 def ended(process, tmp_path):
     """Status and words of a process."""
-    return process.wait(100), (tmp_path / "said").read_text()
+    return process.wait(300), (tmp_path / "said").read_text()
 
 
 def losses(run):
@@ -122,7 +122,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_run_goes_on(
     words = overrides(**keys, checkpoint__resume="latest", parallel__tensor=2)
     asked = ("--address", cluster, "--ranks", "2", "--failures", "2")
     process = start("ray_train.py", *asked, "--", *words)
-    metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 60
+    metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 300
     while time.monotonic() < deadline and process.poll() is None:
         if metrics.exists() and metrics.read_text().count("\n") >= 25:
             break
