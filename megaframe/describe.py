@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 
 from megaframe.config import RunConfig, dump
 from megaframe.layout import Layout
@@ -57,9 +56,11 @@ def _memory(config: RunConfig, layout: Layout, schedule: Schedule, host: bool) -
     yield "memory per rank, without interpreter and temporaries"
     if len(columns) > 1:
         yield f"  {'pipeline':<12}" + "".join(f"{rank:>12}" for rank in range(len(columns)))
-    for kind in asdict(columns[0]):
-        yield f"  {kind:<12}" + "".join(_gib(asdict(column)[kind]) for column in columns)
+    for kind in columns[0].kinds:
+        yield f"  {kind:<12}" + "".join(_gib(column.kinds[kind]) for column in columns)
     yield f"  {'total':<12}" + "".join(_gib(column.total) for column in columns)
+    if any(column.host for column in columns):
+        yield f"  {'on the host':<12}" + "".join(_gib(column.host) for column in columns)
 
 
 def _gib(size: int) -> str:

@@ -57,6 +57,7 @@ _LONGEST = (
     "test_ahead.py",
     "test_training_gpu.py",
     "test_netlab.py",
+    "test_offload.py",
     "test_gpu_options.py",
     "test_kernels.py",
     "test_zero_bytes.py",

@@ -236,8 +236,8 @@ class Optim(Section):
     """Decay of an exponential moving average of the weights, kept beside them and saved with them:
     `tools/generate.py --ema` uses it."""
     offload: bool = False
-    """Keep the optimizer's state in host memory, and bring it a part at a time; on a CPU it is
-    there anyway."""
+    """Keep the optimizer's state in host memory, under bf16 and fp16 master weights as well, and
+    bring them a part at a time, under every optimizer; on a CPU they are there anyway."""
     clip: Annotated[float, Field(ge=0)] = 1.0
     """Largest global gradient norm; 0 clips nothing."""
     loss_scale: Annotated[float, Field(gt=0)] = 65536.0

@@ -72,10 +72,11 @@ class Replicas:
         return Finding(found, not unsure) if found else None
 
     def _held(self) -> Iterator[tuple[Tensor, Group]]:
-        """What this rank holds that others hold too, and who does."""
+        """What this rank holds that others hold too, wherever it lies, and who does."""
         for bucket in self._buckets:
             sharing = bucket.sharing
             groups = [sharing.replicas, *([sharing.shard] if sharing.stage == 0 else [])]
+            bucket.settle()
             for group in groups:
                 if group.size > 1:
                     yield bucket.weights, group

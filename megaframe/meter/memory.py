@@ -13,7 +13,8 @@ import torch
 from megaframe.errors import UserError
 
 _ADVICE = {
-    "weights": "parallel.zero=3 or more parallel.tensor or parallel.pipeline ranks divide weights",
+    "weights": "parallel.zero=3 or more parallel.tensor or parallel.pipeline ranks divide weights, "
+    "and optim.offload=true keeps those in master precision on the host",
     "gradients": "parallel.zero=2 divides gradients over data ranks",
     "optimizer": "parallel.zero=1 divides the optimizer's state, optim.state=int8 makes it smaller "
     "and optim.offload=true keeps it on the host",

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from megaframe.kernels import NO_KERNELS, Kernels
-from megaframe.optim.elementwise import Elementwise, Rates
+from megaframe.optim.elementwise import Change, Rates
 from megaframe.optim.moments import Keeping
 from megaframe.optim.rule import Step
 
@@ -25,20 +25,15 @@ class AdamWOptions:
     rates: Rates
 
 
-class AdamW(Elementwise):
+class AdamW(Change):
     """Running means of gradients and of their squares."""
 
     whole = True
 
     def __init__(
-        self,
-        weights: Tensor,
-        options: AdamWOptions,
-        keeping: Keeping,
-        kernels: Kernels = NO_KERNELS,
+        self, options: AdamWOptions, keeping: Keeping, kernels: Kernels = NO_KERNELS
     ) -> None:
-        moments = {"mean": keeping.signed, "square": keeping.square}
-        super().__init__(weights, moments, away=keeping.away)
+        super().__init__({"mean": keeping.signed, "square": keeping.square})
         self.options, self._kernels = options, kernels
 
     def apply(

@@ -35,7 +35,9 @@ class Balance:
     def start(self, weights: Tensor) -> None:
         """Nothing depends on the initial numbers."""
 
-    def update(self, weights: Tensor, grads: Tensor, step: Step) -> Iterable[None]:
+    def update(
+        self, weights: Tensor, grads: Tensor, step: Step, rounded: Tensor | None = None
+    ) -> Iterable[None]:
         """Nothing remains to be done."""
         for piece in self._pieces:
             load_E, kept_E = grads[piece], weights[piece]
@@ -47,6 +49,9 @@ class Balance:
                 new_E = relative_E
             kept_E.copy_(torch.where(step.skip.bool(), kept_E, new_E))
         return ()
+
+    def settle(self) -> None:
+        """Everything is where it is kept."""
 
     def shown(self, *, to_load: bool = False) -> Mapping[str, Tensor]:
         """Nothing beside the numbers themselves."""

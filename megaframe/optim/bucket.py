@@ -3,7 +3,9 @@
 It has three buffers: `weights` (in master precision), `grads` (sums, in master precision) and
 `values` (what the model computes with). Of each, the ranks that have the same parameters hold
 either all or an equal part, their own; the ZeRO stage is which of them stay whole. An update starts
-and ends with this rank's part: its sum of gradients, its weights.
+and ends with this rank's part: its sum of gradients, its weights. Weights that values are rounded
+from may lie in the host's memory: then nothing on the device is computed from them but in chunks,
+by the rule, which rounds each while it is there.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megaframe.comm import Group, Pending
 from megaframe.comm.flat import all_gather_, part
 from megaframe.init import fill
 from megaframe.optim.buffers import Buffers
+from megaframe.optim.route import STAYS, Route
 from megaframe.optim.rule import Rule, Step
 from megaframe.optim.wire import Wire
 from megaframe.optim.wiring import PLAIN, Wiring
@@ -53,8 +57,8 @@ class Sharing:
 
 class Bucket:
     """Parameters with everything that an update needs. rule: makes the optimizer of this rank's
-    weights, None where they are frozen. replica: the parameters are those of another stage,
-    which speaks for them."""
+    weights, None where they are frozen. route: by which it comes to what it keeps. replica: the
+    parameters are those of another stage, which speaks for them."""
 
     def __init__(
         self,
@@ -65,10 +69,11 @@ class Bucket:
         buffers: Buffers,
         rule: Callable[[Bucket], Rule] | None,
         *,
+        route: Route = STAYS,
         replica: bool = False,
     ) -> None:
         self.parameters, self.sharing, self.replica = tuple(parameters), sharing, replica
-        self._precision, self._buffers = precision, buffers
+        self._precision, self._buffers, self.device = precision, buffers, buffers.device
         self._starts, self.length = _positions(
             [boxes[p.spec.name].size for p in parameters],
             _ALIGNMENT // precision.compute.itemsize,
@@ -81,10 +86,20 @@ class Bucket:
         self._grads: Tensor | None = None
         if sharing.stage < 3:
             self._values = buffers.take(self.length, precision.compute)
-        if precision.compute == precision.master and self._values is not None:
-            self.weights = self._values[self.kept]
+        count, mixed = self.kept.stop - self.kept.start, precision.compute != precision.master
+        self.away = mixed and route.device is not None
+        """Whether weights lie in the host's memory."""
+        self._rounded: Tensor | None = None
+        if self.away:
+            (self.weights,) = route.keep((torch.zeros(count, dtype=precision.master),))
+        elif mixed or self._values is None:
+            self.weights = buffers.take(count, precision.master)
         else:
-            self.weights = buffers.take(self.kept.stop - self.kept.start, precision.master)
+            self.weights = self._values[self.kept]
+        if mixed and self._values is not None:
+            self._rounded = self._values[self.kept]
+        elif self.away:
+            self._rounded = buffers.take(count, precision.compute)
         place = None if rule is None else self._whole_grads
         for parameter in parameters:
             parameter.bind(boxes[parameter.spec.name], place)
@@ -125,7 +140,7 @@ class Bucket:
         """Take the weights as they are for those that a run begins with."""
         if self.optimizer is not None:
             self.optimizer.start(self.weights)
-        self.gather()
+        self.renew()
 
     @property
     def spans(self) -> list[slice]:
@@ -262,9 +277,21 @@ class Bucket:
         """Update the weights; what remains to be done is that of `Rule.update`."""
         if self.optimizer is None:
             return ()
-        if self._arriving is not None:  # this rank's weights are still being sent
-            self.take()
-        return self.optimizer.update(self.weights, self.sums, step)
+        self._sent()
+        return self.optimizer.update(self.weights, self.sums, step, self._rounded)
+
+    def settle(self) -> None:
+        """Return when weights and state are where they are kept: others than the rule may read
+        them, and change them before `renew`."""
+        if self.optimizer is not None:
+            self.optimizer.settle()
+
+    def renew(self) -> None:
+        """As `gather`, of weights that others than the rule have changed."""
+        self._sent()
+        if self._rounded is not None:
+            self._rounded.copy_(self.weights)
+        self.gather()
 
     def gather(self) -> None:
         """Start bringing updated weights to where the model computes; with stage 3, forget the
@@ -297,6 +324,11 @@ class Bucket:
         for parameter in self.parameters:
             parameter.let_go_of_value()
 
+    def _sent(self) -> None:
+        """Return when this rank's weights are not being sent any more."""
+        if self._arriving is not None:
+            self.take()
+
     def _show(self, values: Tensor) -> None:
         for parameter, start in zip(self.parameters, self._starts, strict=True):
             box = parameter.box
@@ -304,8 +336,9 @@ class Bucket:
 
     def _bring(self, values: Tensor) -> None:
         mine = values[self.kept]
-        if mine.data_ptr() != self.weights.data_ptr():
-            mine.copy_(self.weights)
+        source = self.weights if self._rounded is None else self._rounded
+        if mine.data_ptr() != source.data_ptr():
+            mine.copy_(source)
         if self.sharing.stage:
             self._arriving = all_gather_(values, self.sharing.shard)
 

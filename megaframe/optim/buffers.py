@@ -12,7 +12,7 @@ class Buffers:
     """Hands out buffers by type and length, and takes them back."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._free: defaultdict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
         self.bytes = self.rooms = 0
         """Made so far, in use or not: those that hold something, and room for transfers."""
@@ -22,7 +22,7 @@ class Buffers:
         free = self._free[dtype, length]
         if free:
             return free.pop()
-        made = torch.zeros(length, dtype=dtype, device=self._device)
+        made = torch.zeros(length, dtype=dtype, device=self.device)
         self.bytes += made.nbytes
         return made
 

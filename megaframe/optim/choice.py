@@ -10,6 +10,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
+
+import torch
 
 from megaframe.config import Optim, RunConfig
 from megaframe.config.numbers import either
@@ -21,16 +24,19 @@ from megaframe.optim.balance import Balance
 from megaframe.optim.bucket import Bucket
 from megaframe.optim.codes import codes
 from megaframe.optim.elementwise import (
-    SGD,
     Average,
-    Averaged,
+    Change,
+    Descent,
+    Elementwise,
     Lion,
     LionOptions,
     MomentumOptions,
     Rates,
+    Speed,
 )
 from megaframe.optim.moments import Keeping
 from megaframe.optim.muon import Muon
+from megaframe.optim.route import STAYS, Route, route_from
 from megaframe.optim.rule import Rule
 from megaframe.parameter import PRECISIONS
 from megaframe.spec import ParamSpec, parameter_count
@@ -67,8 +73,9 @@ class Choices:
         self._frozen = frozen_names(config)
         self.owners = mesh.group("data_shard", "context", "tensor")
         """The ranks that hold one copy of what a stage has, and own its matrices."""
-        away = optim.offload and mesh.device.type != "cpu"
-        self._keeping = Keeping(*codes(optim.state), away=away)
+        self.route = route_of(optim, mesh.device)
+        """By which what is kept away from the device comes to it."""
+        self._keeping = Keeping(*codes(optim.state), self.route)
 
     def kind(self, spec: ParamSpec) -> Kind:
         """That of a parameter."""
@@ -77,31 +84,34 @@ class Choices:
     def rule(self, spec: ParamSpec) -> Callable[[Bucket], Rule] | None:
         """Makes the optimizer of a bucket of such parameters; None where they are frozen."""
         kind = self.kind(spec)
-        if kind.rule is None:
-            return None
-
-        def make(bucket: Bucket) -> Rule:
-            rule = self._make(kind, bucket)
-            if self._optim.ema is None or kind.rule == "balance":
-                return rule
-            return Averaged(rule, Average(bucket.weights, self._optim.ema, self._keeping))
-
-        return make
+        return None if kind.rule is None else partial(self._make, kind)
 
     def _make(self, kind: Kind, bucket: Bucket) -> Rule:
-        optim, rates, weights = self._optim, kind.rates, bucket.weights
         if kind.rule == "balance":
             assert self._moe is not None, "a model with routers has experts"
             return Balance(self._moe, bucket.spans)
+        optim, keeping = self._optim, self._keeping
+        average = [] if optim.ema is None else [Average(optim.ema)]
+        if kind.rule == "muon":
+            speed = momentum_options(optim, kind.rates)
+            return Muon(bucket, speed, keeping, self._precision, self.owners, average)
+        return Elementwise(bucket.weights, [*self._changes(kind), *average], keeping)
+
+    def _changes(self, kind: Kind) -> list[Change]:
+        """Of a rule that changes each element on its own."""
+        optim, rates, keeping = self._optim, kind.rates, self._keeping
         if kind.rule == "adamw":
             options = AdamWOptions(optim.beta1, optim.beta2, optim.eps, rates)
-            return AdamW(weights, options, self._keeping, self._kernels)
+            return [AdamW(options, keeping, self._kernels)]
         if kind.rule == "lion":
-            return Lion(weights, LionOptions(optim.beta1, optim.beta2, rates), self._keeping)
-        speed = momentum_options(optim, rates)
-        if kind.rule == "sgd":
-            return SGD(weights, speed, self._keeping)
-        return Muon(bucket, speed, self._keeping, self._precision, self.owners)
+            return [Lion(LionOptions(optim.beta1, optim.beta2, rates), keeping)]
+        return [Speed(momentum_options(optim, rates), keeping), Descent(rates)]
+
+
+def route_of(optim: Optim, device: torch.device) -> Route:
+    """By which what the optimizer keeps comes to a device: from the host's memory where that is
+    wanted and another one."""
+    return route_from(device) if optim.offload and device.type != "cpu" else STAYS
 
 
 def kind_of(optim: Optim, spec: ParamSpec, frozen: frozenset[str]) -> Kind:

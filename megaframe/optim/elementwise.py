@@ -1,4 +1,5 @@
-"""Rules that change each element on its own: Lion, SGD, and the average of weights beside a rule.
+"""Rules that change each element on its own, each made of changes: what Lion and SGD do, and the
+average of weights beside them.
 
 Weight decay is decoupled from the gradient in all of them (Loshchilov and Hutter 2019), so that one
 setting means the same to each.
@@ -6,14 +7,14 @@ setting means the same to each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from megaframe.optim.codes import Code, Master
 from megaframe.optim.moments import Keeping, Moments
-from megaframe.optim.rule import Rule, Step
+from megaframe.optim.rule import Step
 
 
 @dataclass(frozen=True)
@@ -24,20 +25,35 @@ class Rates:
     weight_decay: float = 0.0
 
 
-class Elementwise:
-    """Base of such rules: `apply` does the work on a chunk. whole: it needs no memory of its own,
-    so that one chunk is best where moments are changed where they lie."""
+class Change:
+    """Base of changes: `apply` does the work on a chunk. moments: what it remembers, by names that
+    no other change of the same weights has. whole: it needs no memory of its own, so that one
+    chunk is best where all is changed where it lies."""
 
     whole = False
 
-    def __init__(self, weights: Tensor, moments: Mapping[str, Code], *, away: bool) -> None:
-        self._moments = Moments(weights, moments, away=away)
+    def __init__(self, moments: Mapping[str, Code]) -> None:
+        self.moments = moments
+
+    def start(self, weights: Tensor, state: Mapping[str, Tensor]) -> None:
+        """The weights have their initial values; nothing depends on them."""
 
     def apply(
         self, weights: Tensor, grads: Tensor, moments: Mapping[str, Tensor], step: Step
     ) -> None:
-        """Change weights and moments in place; all are flat, in master precision."""
+        """Change weights and moments in place, and the gradients, which the next change gets; all
+        are flat, in master precision."""
         raise NotImplementedError
+
+
+class Elementwise:
+    """The rule that makes some changes of each chunk, one after the other."""
+
+    def __init__(self, weights: Tensor, changes: Sequence[Change], keeping: Keeping) -> None:
+        codes = {name: code for change in changes for name, code in change.moments.items()}
+        self._moments = Moments(weights, codes, keeping.route)
+        self._changes = tuple(changes)
+        self._whole = all(change.whole for change in changes)
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -45,13 +61,23 @@ class Elementwise:
         return self._moments.tensors
 
     def start(self, weights: Tensor) -> None:
-        """Nothing depends on the initial weights."""
+        """The weights have their initial values."""
+        for change in self._changes:
+            change.start(weights, self.state)
 
-    def update(self, weights: Tensor, grads: Tensor, step: Step) -> Iterable[None]:
+    def update(
+        self, weights: Tensor, grads: Tensor, step: Step, rounded: Tensor | None = None
+    ) -> Iterable[None]:
         """Nothing remains to be done."""
-        for span, moments in self._moments.chunks(step, whole=self.whole):
-            self.apply(weights[span], grads[span], moments, step)
+        chunks = self._moments.chunks(weights, step, rounded, whole=self._whole)
+        for span, mine, moments in chunks:
+            for change in self._changes:
+                change.apply(mine, grads[span], moments, step)
         return ()
+
+    def settle(self) -> None:
+        """Return when all that was changed is where it is kept."""
+        self._moments.settle()
 
     def shown(self, *, to_load: bool = False) -> dict[str, Tensor]:
         """What a checkpoint holds, each as long as the weights."""
@@ -71,11 +97,11 @@ class LionOptions:
     rates: Rates
 
 
-class Lion(Elementwise):
+class Lion(Change):
     """The sign of a mean of gradients that leans on the last one (Chen et al. 2023)."""
 
-    def __init__(self, weights: Tensor, options: LionOptions, keeping: Keeping) -> None:
-        super().__init__(weights, {"mean": keeping.signed}, away=keeping.away)
+    def __init__(self, options: LionOptions, keeping: Keeping) -> None:
+        super().__init__({"mean": keeping.signed})
         self.options = options
 
     def apply(
@@ -99,79 +125,61 @@ class MomentumOptions:
     rates: Rates
 
 
-class SGD(Elementwise):
-    """Stochastic gradient descent with momentum (Sutskever et al. 2013), in the form of torch."""
+class Speed(Change):
+    """Gradients become the direction to go in, m = momentum m + g, or with nesterov g + momentum m,
+    as torch has it (Sutskever et al. 2013)."""
 
-    def __init__(self, weights: Tensor, options: MomentumOptions, keeping: Keeping) -> None:
-        moments = {"momentum": keeping.signed} if options.momentum else {}
-        super().__init__(weights, moments, away=keeping.away)
+    def __init__(self, options: MomentumOptions, keeping: Keeping) -> None:
+        super().__init__({"momentum": keeping.signed} if options.momentum else {})
         self.options = options
 
     def apply(
         self, weights: Tensor, grads: Tensor, moments: Mapping[str, Tensor], step: Step
     ) -> None:
-        """m = momentum m + g; w -= lr (m + decay w), with nesterov g + momentum m in place of m."""
+        """Weights stay as they are."""
         grads = step.gradients(grads)
-        if moments:
-            gather_speed(grads, moments["momentum"], self.options, step)
-        move(weights, grads, self.options.rates, step)
+        if not moments:
+            return
+        momentum = moments["momentum"]
+        momentum.mul_(step.constant(self.options.momentum, 1.0)).add_(grads)
+        if self.options.nesterov:
+            grads.add_(momentum, alpha=self.options.momentum)
+        else:
+            grads.copy_(momentum)
 
 
-class Average(Elementwise):
+class Descent(Change):
+    """One step in the direction that gradients have become. After `Speed` it is SGD."""
+
+    def __init__(self, rates: Rates) -> None:
+        super().__init__({})
+        self._rates = rates
+
+    def apply(
+        self, weights: Tensor, grads: Tensor, moments: Mapping[str, Tensor], step: Step
+    ) -> None:
+        """w -= lr (direction + decay w)."""
+        move(weights, grads, self._rates, step)
+
+
+class Average(Change):
     """Exponential moving average of the weights."""
 
-    def __init__(self, weights: Tensor, decay: float, keeping: Keeping) -> None:
-        super().__init__(weights, {"ema": Master()}, away=keeping.away)
+    whole = True
+
+    def __init__(self, decay: float) -> None:
+        super().__init__({"ema": Master()})
         self._decay = decay
 
-    def start(self, weights: Tensor) -> None:
+    def start(self, weights: Tensor, state: Mapping[str, Tensor]) -> None:
         """It starts from the initial weights."""
-        self.state["ema"].copy_(weights)
+        state["ema"].copy_(weights)
 
     def apply(
         self, weights: Tensor, grads: Tensor, moments: Mapping[str, Tensor], step: Step
     ) -> None:
         """ema = decay ema + (1 - decay) w."""
         moments["ema"].lerp_(weights, step.constant(1.0 - self._decay, 0.0))
-
-
-class Averaged:
-    """A rule, and the average of the weights that it makes."""
-
-    def __init__(self, rule: Rule, average: Average) -> None:
-        self.rule, self._average = rule, average
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        """Of both."""
-        return {**self.rule.state, **self._average.state}
-
-    def start(self, weights: Tensor) -> None:
-        """The weights have their initial values."""
-        self.rule.start(weights)
-        self._average.start(weights)
-
-    def update(self, weights: Tensor, grads: Tensor, step: Step) -> Iterator[None]:
-        """The rule's, then that of the average."""
-        yield from self.rule.update(weights, grads, step)
-        self._average.update(weights, grads, step)
-
-    def shown(self, *, to_load: bool = False) -> dict[str, Tensor]:
-        """Of both."""
-        return {**self.rule.shown(to_load=to_load), **self._average.shown(to_load=to_load)}
-
-    def load(self) -> None:
-        """What was shown has been changed."""
-        self.rule.load()
-        self._average.load()
-
-
-def gather_speed(grads: Tensor, momentum: Tensor, options: MomentumOptions, step: Step) -> Tensor:
-    """Add gradients to the momentum, in place; they become the direction to go in."""
-    momentum.mul_(step.constant(options.momentum, 1.0)).add_(grads)
-    if options.nesterov:
-        return grads.add_(momentum, alpha=options.momentum)
-    return grads.copy_(momentum)
 
 
 def move(weights: Tensor, direction: Tensor, rates: Rates, step: Step) -> None:

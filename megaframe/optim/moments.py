@@ -1,7 +1,8 @@
 """Moments: what a rule remembers of each element of a flat span, whatever type keeps it and where.
 
-They are handed out a chunk at a time in master precision, and taken back changed. So neither fewer
-bits nor another memory ever needs room for all of them at once, and no rule knows of either.
+They are handed out a chunk at a time in master precision, beside the weights of the chunk, and
+taken back changed. So neither fewer bits nor another memory ever needs room for all of them at
+once, and no rule knows of either.
 """
 
 from __future__ import annotations
@@ -12,35 +13,43 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaframe.optim.codes import BLOCK, Code, chances
+from megaframe.optim.codes import BLOCK, Code, Master, chances
+from megaframe.optim.route import STAYS, Parts, Route
 from megaframe.optim.rule import Step
+from megaframe.plan.room import CHUNK
 
 _CHUNK, _GPU_CHUNK = BLOCK << 8, BLOCK << 15
-"""Elements at a time: what the cache of a core holds, and what keeps a GPU busy."""
+"""Elements at a time: what the cache of a core holds, and what keeps a GPU busy; `CHUNK` are
+copied to one."""
 _LARGEST_NUMBER = 1 << 30
 """Numbers of draws, which are multiplied in 64 bits, start again after so many."""
+_WEIGHTS = "weights"
+"""As what weights travel beside moments; no moment has that name."""
 
 
 @dataclass(frozen=True)
 class Keeping:
-    """How moments are kept. signed, square: codes. away: in the host's memory, whatever the device
-    of the weights, in copies of their own."""
+    """How moments are kept. signed, square: codes. route: from where to the device; weights take
+    it too where the device has a rounded copy of them to compute with."""
 
     signed: Code
     square: Code
-    away: bool = False
+    route: Route = STAYS
 
 
 class Moments:
     """Moments of `weights` by name, zero at first."""
 
-    def __init__(self, weights: Tensor, codes: Mapping[str, Code], *, away: bool) -> None:
-        self._length, self._dtype, self._device = len(weights), weights.dtype, weights.device
-        self._codes = dict(codes)
-        self._route = _route(weights.device) if away else None
-        home = torch.device("cpu") if away else weights.device
-        made = {name: code.make(self._length, self._dtype, home) for name, code in codes.items()}
-        self._kept = made if self._route is None else self._route.at_home(made)
+    def __init__(self, weights: Tensor, codes: Mapping[str, Code], route: Route) -> None:
+        self._length, self._dtype = len(weights), weights.dtype
+        self._codes, self._route = dict(codes), route
+        self._device = route.device or weights.device
+        home = weights.device if route.device is None else torch.device("cpu")
+        self._kept = {
+            name: route.keep(code.make(self._length, self._dtype, home))
+            for name, code in codes.items()
+        }
+        self._back: torch.cuda.Event | None = None
         self._shown: dict[str, Tensor] = {}
 
     @property
@@ -52,11 +61,14 @@ class Moments:
             for index, tensor in enumerate(kept)
         }
 
+    def settle(self) -> None:
+        """Return when all that was changed is where it is kept."""
+        self._route.settle()
+
     def shown(self, *, to_load: bool) -> dict[str, Tensor]:
         """The values of each: the tensor that keeps them, or a copy in the host's memory where
         that is a code in blocks. to_load: `load` is to take back what becomes of the copy."""
-        if self._route is not None:
-            self._route.settle()
+        self.settle()
         found = {}
         for name, code in self._codes.items():
             kept = self._kept[name]
@@ -76,126 +88,55 @@ class Moments:
             code = self._codes[name]
             for span in self._spans():
                 nearest = torch.full((_size(span),), 0.5)
-                encoded = code.encode(values[span], nearest)
-                _copy(encoded, code.part(self._kept[name], span))
+                _copy(code.encode(values[span], nearest), code.part(self._kept[name], span))
         self._shown = {}
 
     def chunks(
-        self, step: Step, *, whole: bool = False
-    ) -> Iterator[tuple[slice, dict[str, Tensor]]]:
-        """Spans, each with its moments, which may be changed in place until the next one is asked
-        for. whole: all at once, where moments are changed where they lie."""
+        self, weights: Tensor, step: Step, rounded: Tensor | None = None, *, whole: bool = False
+    ) -> Iterator[tuple[slice, Tensor, dict[str, Tensor]]]:
+        """Spans, each with its weights and moments, which may be changed in place until the next
+        one is asked for. rounded: becomes the weights, in its own type. whole: all at once, where
+        everything is changed where it lies."""
         self._shown = {}
-        in_place = self._route is None and all(code.exact for code in self._codes.values())
+        codes, kept = dict(self._codes), dict(self._kept)
+        if self._route.device is not None and rounded is not None:
+            codes[_WEIGHTS], kept[_WEIGHTS] = Master(), (weights,)
+        in_place = self._route.device is None and all(code.exact for code in codes.values())
         spans = [slice(0, self._length)] if whole and in_place else list(self._spans())
-        coming = self._fetch(spans[0])
-        for span, following in zip(spans, [*spans[1:], None], strict=True):
-            if self._route is not None:
-                self._route.arrive(coming)
+        homes = [{n: code.part(kept[n], span) for n, code in codes.items()} for span in spans]
+        before = self._back
+        coming = self._route.fetch(homes[0], before)
+        for number, (span, home) in enumerate(zip(spans, homes, strict=True)):
+            self._route.arrive()
             here = coming
-            if following is not None:
-                coming = self._fetch(following)
-            moments = {
-                name: code.decode(here[name], _size(span), self._dtype)
-                for name, code in self._codes.items()
+            if number + 1 < len(spans):
+                coming = self._route.fetch(homes[number + 1], before)
+            found = {
+                name: code.decode(here.parts[name], _size(span), self._dtype)
+                for name, code in codes.items()
             }
-            yield span, moments
-            if not in_place:
-                self._put_back(span, here, moments, step)
+            mine = found.pop(_WEIGHTS) if _WEIGHTS in found else weights[span]
+            yield span, mine, found
+            if rounded is not None:
+                rounded[span].copy_(mine)
+            self._encode(span, here.parts, found, step)
+            self._back = self._route.put_back(here, home)
 
-    def _fetch(self, span: slice) -> dict[str, tuple[Tensor, ...]]:
-        parts = {name: code.part(self._kept[name], span) for name, code in self._codes.items()}
-        return parts if self._route is None else self._route.fetch(parts)
-
-    def _put_back(
-        self,
-        span: slice,
-        before: Mapping[str, tuple[Tensor, ...]],
-        moments: Mapping[str, Tensor],
-        step: Step,
-    ) -> None:
-        count = len(self._codes)
-        for index, (name, code) in enumerate(self._codes.items()):
-            encoded: Sequence[Tensor] = (moments[name],)
-            if not code.exact:
-                number = (step.number * count + index) % _LARGEST_NUMBER
-                chance = chances(span, number, self._device)
-                changed = code.encode(moments[name], chance)
-                skip = step.skip.bool()
-                pairs = zip(before[name], changed, strict=True)
-                encoded = [torch.where(skip, old, new) for old, new in pairs]
-            home = code.part(self._kept[name], span)
-            if self._route is None:
-                _copy(encoded, home)
-            else:
-                self._route.put_back(encoded, home)
+    def _encode(self, span: slice, parts: Parts, moments: Mapping[str, Tensor], step: Step) -> None:
+        """What was changed in a copy, because a code keeps it, becomes what is kept."""
+        lossy = {name: code for name, code in self._codes.items() if not code.exact}
+        for index, (name, code) in enumerate(lossy.items()):
+            number = (step.number * len(lossy) + index) % _LARGEST_NUMBER
+            changed = code.encode(moments[name], chances(span, number, self._device))
+            for old, new in zip(parts[name], changed, strict=True):
+                old.copy_(torch.where(step.skip.bool(), old, new))
 
     def _spans(self) -> Iterator[slice]:
-        size = _CHUNK if self._device.type == "cpu" else _GPU_CHUNK
+        size = _GPU_CHUNK if self._route.device is None else CHUNK
+        if self._device.type == "cpu":
+            size = _CHUNK
         for start in range(0, max(1, self._length), size):
             yield slice(start, min(start + size, self._length))
-
-
-class _Route:
-    """Between host memory and the device of the weights, where both are the same."""
-
-    def at_home(self, kept: dict[str, tuple[Tensor, ...]]) -> dict[str, tuple[Tensor, ...]]:
-        """`kept` in memory from which copies are fast."""
-        return kept
-
-    def fetch(self, parts: Mapping[str, tuple[Tensor, ...]]) -> dict[str, tuple[Tensor, ...]]:
-        """Start copying to the device."""
-        return {name: tuple(one.clone() for one in part) for name, part in parts.items()}
-
-    def arrive(self, parts: Mapping[str, tuple[Tensor, ...]]) -> None:
-        """What is computed from now on may use what was fetched so far."""
-
-    def put_back(self, changed: Sequence[Tensor], home: Sequence[Tensor]) -> None:
-        """Start copying back what has been computed so far."""
-        _copy(changed, home)
-
-    def settle(self) -> None:
-        """Return when everything has been put back."""
-
-
-class _GpuRoute(_Route):
-    """To a GPU: copies in either direction run beside the computation, each in a stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._inward, self._outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
-
-    def at_home(self, kept: dict[str, tuple[Tensor, ...]]) -> dict[str, tuple[Tensor, ...]]:
-        return {name: tuple(one.pin_memory() for one in part) for name, part in kept.items()}
-
-    def fetch(self, parts: Mapping[str, tuple[Tensor, ...]]) -> dict[str, tuple[Tensor, ...]]:
-        self._inward.wait_stream(self._outward)  # what the step before has changed is back
-        with torch.cuda.stream(self._inward):
-            return {
-                name: tuple(one.to(self._device, non_blocking=True) for one in part)
-                for name, part in parts.items()
-            }
-
-    def arrive(self, parts: Mapping[str, tuple[Tensor, ...]]) -> None:
-        here = torch.cuda.current_stream(self._device)
-        here.wait_stream(self._inward)
-        for part in parts.values():
-            for one in part:
-                one.record_stream(here)
-
-    def put_back(self, changed: Sequence[Tensor], home: Sequence[Tensor]) -> None:
-        self._outward.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._outward):
-            for source, target in zip(changed, home, strict=True):
-                target.copy_(source, non_blocking=True)
-                source.record_stream(self._outward)
-
-    def settle(self) -> None:
-        self._outward.synchronize()
-
-
-def _route(device: torch.device) -> _Route:
-    return _GpuRoute(device) if device.type == "cuda" else _Route()
 
 
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megaframe.comm import Group
 from megaframe.optim.bucket import Bucket
-from megaframe.optim.elementwise import Averaged, MomentumOptions, gather_speed
+from megaframe.optim.elementwise import Change, Descent, Elementwise, MomentumOptions, Speed
 from megaframe.optim.exchange import Exchange, Piece, boxes_of_all, deal
-from megaframe.optim.moments import Keeping, Moments
+from megaframe.optim.moments import Keeping
 from megaframe.optim.rule import Step
 from megaframe.parameter import Precision
 
@@ -32,7 +32,7 @@ _SCALE = 0.2
 
 class Muon:
     """Of a bucket of matrices. group: the ranks that hold one copy of them together, all of which
-    make the same one."""
+    make the same one. after: changes that come after its own."""
 
     def __init__(
         self,
@@ -41,9 +41,12 @@ class Muon:
         keeping: Keeping,
         precision: Precision,
         group: Group,
+        after: Sequence[Change] = (),
     ) -> None:
-        self._bucket, self.options, self._group = bucket, options, group
-        self._moments = Moments(bucket.weights, {"momentum": keeping.signed}, away=keeping.away)
+        self._bucket, self._group = bucket, group
+        changes = [Descent(options.rates), *after]
+        self._speed = Elementwise(bucket.weights, [Speed(options, keeping)], keeping)
+        self._descent = Elementwise(bucket.weights, changes, keeping)
         # Entries of a large matrix of norm 1 are too small for fp16.
         half = precision.compute == torch.float16
         self._dtype = torch.float32 if half else precision.compute
@@ -55,7 +58,7 @@ class Muon:
                 (bucket.weights, bucket.kept),
             )
         )
-        self._boxes = boxes_of_all(gives, takes, group, bucket.weights.device)
+        self._boxes = boxes_of_all(gives, takes, group, bucket.device)
         self._wholes = [
             Piece(index, box)
             for index, parameter in enumerate(bucket.parameters)
@@ -76,36 +79,44 @@ class Muon:
     @property
     def state(self) -> dict[str, Tensor]:
         """All that is remembered, as it lies in memory."""
-        return self._moments.tensors
+        return {**self._speed.state, **self._descent.state}
 
     def start(self, weights: Tensor) -> None:
-        """Nothing depends on the initial weights."""
+        """The weights have their initial values."""
+        self._descent.start(weights)
+
+    def settle(self) -> None:
+        """Return when all that was changed is where it is kept."""
+        self._speed.settle()
+        self._descent.settle()
 
     def shown(self, *, to_load: bool = False) -> Mapping[str, Tensor]:
         """What a checkpoint holds, each as long as the weights."""
-        return self._moments.shown(to_load=to_load)
+        return {**self._speed.shown(to_load=to_load), **self._descent.shown(to_load=to_load)}
 
     def load(self) -> None:
         """What was shown has been changed."""
-        self._moments.load()
+        self._speed.load()
+        self._descent.load()
 
-    def update(self, weights: Tensor, grads: Tensor, step: Step) -> Iterator[None]:
-        """m = momentum m + g; w -= lr (scale * orthogonal(g + momentum m) + decay w)."""
+    def update(
+        self, weights: Tensor, grads: Tensor, step: Step, rounded: Tensor | None = None
+    ) -> Iterator[None]:
+        """m = momentum m + g; w -= lr (scale * orthogonal(g + momentum m) + decay w). Only what
+        gradients have become travels, so that weights can come in chunks."""
         assert self._exchange is not None, "every matrix has an owner before the first update"
-        for span, moments in self._moments.chunks(step):
-            gather_speed(step.gradients(grads[span]), moments["momentum"], self.options, step)
+        self._speed.update(weights, grads, step)
         gives = self._bucket.pieces(self._own(grads), self._bucket.own)
-        arriving = self._exchange.collect([piece for _, _, piece in gives], weights.device)
+        arriving = self._exchange.collect([piece for _, _, piece in gives], grads.device)
         yield
         wholes = self._exchange.wholes(arriving.wait())
         made = {index: self._direction(index, whole) for index, whole in wholes.items()}
-        arriving = self._exchange.spread(made, weights.device)
+        arriving = self._exchange.spread(made, grads.device)
         yield
-        lr = step.constant(step.lr * self.options.rates.lr, 0.0)
-        weights.mul_(1.0 - lr * self.options.rates.weight_decay)
-        takes = [piece for _, _, piece in self._bucket.pieces(weights, self._bucket.kept)]
+        takes = [piece for _, _, piece in self._bucket.pieces(grads, self._bucket.kept)]
         for index, place, direction in self._exchange.taken(arriving.wait()):
-            takes[index][place].sub_(direction.to(weights.dtype).mul_(lr))
+            takes[index][place].copy_(direction)
+        self._descent.update(weights, grads, step, rounded)
 
     def _own(self, kept: Tensor) -> Tensor:
         start = self._bucket.own.start - self._bucket.kept.start
@@ -162,6 +173,4 @@ def together(buckets: Sequence[Bucket], group: Group) -> list[list[Bucket]]:
 
 
 def _muon(bucket: Bucket) -> Muon | None:
-    rule = bucket.optimizer
-    rule = rule.rule if isinstance(rule, Averaged) else rule
-    return rule if isinstance(rule, Muon) else None
+    return bucket.optimizer if isinstance(bucket.optimizer, Muon) else None

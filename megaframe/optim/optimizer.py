@@ -94,6 +94,7 @@ class Optimizer:
         self._config, self._mesh, self._tied = config, mesh, tied
         self._optim, self._steps = config.optim, config.train.steps
         self._choices = Choices(config, mesh, kernels)
+        self.route = self._choices.route
         self._scale = LossScale(config)
         self._updates = 0
         self._last: Update | None = None
@@ -175,6 +176,7 @@ class Optimizer:
             sharing,
             self.buffers,
             self._choices.rule(spec),
+            route=self.route,
             replica=parameters[0].replica,
         )
 
@@ -327,13 +329,14 @@ class Optimizer:
             yield from bucket.unsent()
 
     def held(self) -> dict[str, int]:
-        """Bytes on this rank by kind; `buffers`: values to compute with beside the weights, and
-        room for whole gradients and transfers."""
-        weights = sum(bucket.weights.nbytes for bucket in self.buckets)
+        """Bytes on this rank's device by kind; `buffers`: values to compute with beside the
+        weights, and room for whole gradients and transfers."""
+        weights = sum(bucket.weights.nbytes for bucket in self.buckets if not bucket.away)
         gradients = sum(bucket.sums.nbytes for bucket in self._trained())
         rules = [bucket.optimizer for bucket in self.buckets if bucket.optimizer is not None]
-        state = sum(tensor.nbytes for rule in rules for tensor in rule.state.values())
-        rest = max(0, self.buffers.bytes - weights - gradients)
+        here = rules if self.route.device is None else []
+        state = sum(tensor.nbytes for rule in here for tensor in rule.state.values())
+        rest = max(0, self.buffers.bytes - weights - gradients) + self.route.rooms
         return {"weights": weights, "gradients": gradients, "optimizer": state, "buffers": rest}
 
     def state(self) -> OptimizerState:
@@ -349,7 +352,7 @@ class Optimizer:
         for bucket in self.buckets:
             if bucket.optimizer is not None:
                 bucket.optimizer.load()
-            bucket.gather()
+            bucket.renew()
 
     def _piece_norms(self) -> Tensor:
         """Norm of each piece of gradient that this rank sums, fp64 [pieces]. All ranks that hold

@@ -31,7 +31,7 @@ class Step:
 
 
 class Rule(Protocol):
-    """The optimizer of one flat span of weights in master precision, on any device."""
+    """The optimizer of one flat span of weights in master precision."""
 
     @property
     def state(self) -> Mapping[str, Tensor]:
@@ -42,10 +42,17 @@ class Rule(Protocol):
         """The weights have their initial values."""
         ...
 
-    def update(self, weights: Tensor, grads: Tensor, step: Step) -> Iterable[None]:
-        """Change the weights, and the gradients as is convenient. Of a rule that works together
-        with other ranks the result is what remains to be done, in parts; all rules that start
-        together do a part each in turn."""
+    def update(
+        self, weights: Tensor, grads: Tensor, step: Step, rounded: Tensor | None = None
+    ) -> Iterable[None]:
+        """Change the weights, and the gradients, which are on the device, as is convenient.
+        rounded: on the device, becomes the weights in its own type; where it is given, weights lie
+        where the state does. Of a rule that works together with other ranks the result is what
+        remains to be done, in parts; all rules that start together do a part each in turn."""
+        ...
+
+    def settle(self) -> None:
+        """Return when all that was changed is where it is kept."""
         ...
 
     def shown(self, *, to_load: bool = False) -> Mapping[str, Tensor]:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from megaframe.config.model import Model
 from megaframe.config.schema import Optim, RunConfig
 from megaframe.plan.experts import has_experts
+from megaframe.plan.room import CHUNK, ROOMS, passing_width
 from megaframe.plan.stages import StagePlan, head_widths, latent_width
 from megaframe.schedule import Action, Kind
 
@@ -30,9 +31,11 @@ def most_logits(*, host: bool) -> int:
 class Memory:
     """Bytes on one rank. weights: in master precision. values: what the model computes with beside
     them. activations: what the backward of the microbatches in flight needs. logits: the chunk.
-    messages: on their way between stages. rooms: for gradients that arrive, on a CPU. checkpoint:
-    the copy that is written, where that is in the same memory. temporaries: of single operations.
-    overhead: what the device's software takes for itself, and what its allocator cannot use."""
+    messages: on their way between stages. rooms: for gradients that arrive, on a CPU, and for what
+    comes from the host's memory. checkpoint: the copy that is written, where that is in the same
+    memory. temporaries: of single operations. overhead: what the device's software takes for
+    itself, and what its allocator cannot use. host: what is kept in the host's memory, where that
+    is another."""
 
     weights: int
     values: int
@@ -45,11 +48,17 @@ class Memory:
     checkpoint: int = 0
     temporaries: int = 0
     overhead: int = 0
+    host: int = 0
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Those of the device by name."""
+        return {kind: size for kind, size in asdict(self).items() if kind != "host"}
 
     @property
     def total(self) -> int:
-        """Sum of all kinds."""
-        return sum(asdict(self).values())
+        """Sum of all kinds on the device."""
+        return sum(self.kinds.values())
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,11 @@ class Held:
             + -(-sum(self.shared) // (ranks * self.copies))
             + -(-sum(self.experts) // expert_ranks)
         )
+
+    def largest(self, ranks: int, expert_ranks: int) -> int:
+        """Of one bucket at most, where so many ranks divide a copy."""
+        dense = max(self.vectors, *self.blocks, *self.tables, *self.whole, *self.shared)
+        return max(-(-dense // ranks), -(-max(self.experts, default=0) // expert_ranks))
 
     @property
     def lent_values(self) -> int:
@@ -147,6 +161,16 @@ def memory(
     vocab = -(-(config.model.vocab or 0) // tensor)
     chunk = min(tokens, max(1, most_logits(host=host) // max(1, vocab)))
     state = state_bytes(config.optim, held, own, master)
+    away = config.optim.offload and not host
+    rounded = away and width < master  # then what weights are rounded to is kept here instead
+    if rounded and stage == 3:
+        values += own
+    rooms = _rooms(held, ranks, expert_ranks, stage) * master if host else 0
+    if away:
+        most = held.largest(ranks, expert_ranks) if stage else held.largest(1, 1)
+        rooms += math.ceil(
+            ROOMS * min(CHUNK, most) * passing_width(config.optim, master, weights=rounded)
+        )
     # Tokens are dealt to the context ranks; rows, heads and widths to the tensor ranks.
     dealt = tensor * config.parallel.context
     kept, messages = _activations(config, plans, actions)
@@ -155,19 +179,20 @@ def memory(
         alone = held.own(ranks, expert_ranks)
         saved = alone * master + state_bytes(config.optim, held, alone, master, saved=True)
     return Memory(
-        weights=own * master,
+        weights=0 if rounded else own * master,
         values=values * width,
         gradients=gradients * master,
-        optimizer=state,
+        optimizer=0 if away else state,
         activations=kept // dealt,
         logits=chunk * vocab * width if any(plan.last for plan in plans) else 0,
         messages=messages // dealt,
-        rooms=_rooms(held, ranks, expert_ranks, stage) * master if host else 0,
+        rooms=rooms,
         checkpoint=saved,
         temporaries=max(
             2 * tokens * widest(config) * width // dealt,
             chunk * vocab * width if any(plan.last for plan in plans) else 0,
         ),
+        host=(own * master if rounded else 0) + (state if away else 0),
     )
 
 
@@ -212,11 +237,12 @@ def state_bytes(optim: Optim, held: Held, own: int, master: int, *, saved: bool 
     moment = _STATE.get(optim.state, master)
     if saved and optim.state == "int8":
         moment = 4.0
-    moments = {"adamw": 2, "lion": 1, "sgd": 1 if optim.momentum != 0 else 0, "muon": 1}[optim.name]
+    moments = {"adamw": 2, "lion": 1}.get(optim.name, 1 if optim.momentum != 0 else 0)
     size = moments * moment + (master if optim.ema is not None else 0)
     total = own * size
     if optim.name == "muon":  # what is no matrix is AdamW's
-        total += own * (held.total - held.matrices) / max(1, held.total) * moment
+        share = (held.total - held.matrices) / max(1, held.total)
+        total += own * share * (2 - moments) * moment
     return math.ceil(total)
 
 

@@ -11,6 +11,10 @@ OVERHEAD = 2.0 * 2**30
 """Bytes of the driver's context, of communication buffers and of what torch keeps for itself."""
 FRAGMENTS = 0.03
 """Share of the rest that an allocator cannot give, because what is free is in pieces."""
+CHUNK, ROOMS = 1 << 21, 3
+"""Of what lies in the host's memory (`optim.offload`): elements that come at a time, long enough a
+copy that its start costs little, and chunks on the device at once: one that comes, one that is
+computed with, one that goes back."""
 _CHOSEN = 0.95
 """Share of a chip's memory that a choice may take, by a plan that is good to a few percent."""
 
@@ -29,5 +33,13 @@ def leaves_room(needed: Any, chip: Chip) -> Any:
 def state_width(optim: Optim, master: int) -> float:
     """Bytes of an optimizer's state for each element; those of matrices for muon."""
     moment = {"bf16": 2.0, "int8": 1.0 + 4 / 256}.get(optim.state, float(master))
-    moments = {"adamw": 2, "lion": 1, "sgd": 1 if optim.momentum != 0 else 0, "muon": 1}[optim.name]
+    moments = {"adamw": 2, "lion": 1}.get(optim.name, 1 if optim.momentum != 0 else 0)
     return moments * moment + (master if optim.ema is not None else 0)
+
+
+def passing_width(optim: Optim, master: int, *, weights: bool) -> float:
+    """Bytes of each element that comes to the device, where its state lies in the host's memory;
+    weights: with those. Muon has AdamW for what is no matrix, of which more comes at a time."""
+    name = "adamw" if optim.name == "muon" else optim.name
+    width = state_width(optim.model_copy(update={"name": name}), master)
+    return width + (master if weights else 0)

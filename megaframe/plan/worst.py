@@ -6,7 +6,7 @@ fullest. A device that is the host has rooms for transfers and a checkpoint's co
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -52,8 +52,8 @@ def overhead(chip: Chip) -> float:
 
 
 def by_kind(of: Memory) -> dict[str, int]:
-    """Bytes of each kind that there is any of."""
-    return {kind: size for kind, size in asdict(of).items() if size}
+    """Bytes of each kind on the device that there is any of."""
+    return {kind: size for kind, size in of.kinds.items() if size}
 
 
 def memory_bytes(config: RunConfig, chip: Chip, c: Sizes, schedule: Array) -> Array:
@@ -159,13 +159,15 @@ def _end_bytes(config: RunConfig, chip: Chip, end: _End) -> Array:
     own = np.where(c.zero > 0, own, total)
     lent = 2 * sum(of.largest(name) for name in names[1:]) + of.table
     values = np.where(c.zero == 3, vectors + lent, total)
+    kept = master + state_width(config.optim, master)
     if width == master:
         values = values - np.where(c.zero == 3, vectors / ranks, own)
+    if config.optim.offload and not chip.is_host:
+        kept = float(master if width == master else 0)
+        values = values + np.where((c.zero == 3) & (width < master), own, 0.0)
     around = of.table * (both & (c.microbatches > 1))
     gradients = np.where(c.zero >= 2, vectors + lent + around + own, total)
-    static = (
-        own * (master + state_width(config.optim, master)) + values * width + gradients * master
-    )
+    static = own * kept + values * width + gradients * master
     passing = _passing(config, end, most_logits(host=chip.is_host))
     return static + passing + overhead(chip)
 

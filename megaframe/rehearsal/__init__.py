@@ -29,9 +29,10 @@ __all__ = ["Counted", "Ledger", "counted_step", "rehearse"]
 @dataclass(frozen=True)
 class Counted:
     """Of one step of a rank. buffers: bytes of weights, values and gradients. optimizer: of its
-    state. rooms: for what transfers bring on a CPU. kept: most bytes beside these between two
-    actions, which are activations and messages on their way. peak: most at any time, all counted.
-    traffic: bytes handed to collectives and links, by axes. actions: that were run."""
+    state. rooms: for what transfers bring on a CPU, and what comes from the host's memory. kept:
+    most bytes beside these between two actions, which are activations and messages on their way.
+    peak: most at any time, all counted. traffic: bytes handed to collectives and links, by axes.
+    actions: that were run. host: bytes kept in the host's memory, which nothing else counts."""
 
     buffers: int
     optimizer: int
@@ -40,6 +41,7 @@ class Counted:
     peak: int
     traffic: Mapping[str, int]
     actions: int
+    host: int
 
     @property
     def temporaries(self) -> int:
@@ -79,23 +81,23 @@ def counted_step(config: RunConfig, mesh: Mesh, ledger: Ledger) -> Counted:
     mesh.take_traffic()
     count = config.train.global_batch // (config.train.microbatch * mesh.layout.data)
     microbatches = [_microbatch(config)] * count
-    state = sum(
-        tensor.nbytes
-        for bucket in optimizer.buckets
-        if bucket.optimizer is not None
-        for tensor in bucket.optimizer.state.values()
-    )
-    watch.begin(lambda: optimizer.buffers.bytes + optimizer.buffers.rooms + state)
+    state, host = optimizer.held()["optimizer"], optimizer.route.bytes
+
+    def rooms() -> int:
+        return optimizer.buffers.rooms + optimizer.route.rooms
+
+    watch.begin(lambda: optimizer.buffers.bytes + rooms() + state + host)
     outcome = pipeline.train(microbatches, 0, 1.0)
     del outcome
     return Counted(
         optimizer.buffers.bytes,
         state,
-        optimizer.buffers.rooms,
+        rooms(),
         watch.most,
-        ledger.peak - watch.before,
+        ledger.peak - watch.before - host,
         mesh.take_traffic(),
         watch.actions,
+        host,
     )
 
 

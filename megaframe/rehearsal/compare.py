@@ -53,6 +53,9 @@ def _memory(config: RunConfig, layout: Layout, rank: int, found: Counted) -> Ite
     kept = plan.activations + plan.messages
     yield Row("weights, values, gradients", found.buffers, buffers)
     yield Row("optimizer", found.optimizer, plan.optimizer)
+    if plan.host:
+        yield Row("on the host", found.host, plan.host)
+        yield Row("rooms", found.rooms, plan.rooms)
     again = any(p.recomputed for p in stage_plans(config))
     passing = found.kept + found.temporaries if again else found.kept
     planned = kept + plan.temporaries if again else kept
@@ -60,7 +63,7 @@ def _memory(config: RunConfig, layout: Layout, rank: int, found: Counted) -> Ite
     yield Row(what, passing, planned)
     if not again:
         yield Row("temporaries", found.temporaries, plan.temporaries)
-    whole = buffers + plan.optimizer + kept + plan.temporaries
+    whole = buffers + plan.optimizer + plan.rooms + kept + plan.temporaries
     yield Row("most at a time", found.peak, whole)
 
 

@@ -134,7 +134,7 @@ def nan_in_weights(trainer, step):
     if once(trainer, step):
         for bucket in trainer.optimizer.buckets:
             bucket.weights[3] = torch.nan
-            bucket.gather()
+            bucket.renew()
 
 
 def nan_once(trainer, step):
@@ -202,7 +202,7 @@ def flip(trainer, step, always=False):
         bucket = trainer.optimizer.buckets[-1]
         bits = bucket.weights.view(torch.int64)
         bits[5] ^= 1 << 20
-        bucket.gather()
+        bucket.renew()
 
 
 def slow(trainer, seconds):

@@ -1,19 +1,28 @@
 """Moments in fewer bits and in the host's memory: how true they are, and what they cost."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from late import LateRoute, late
 from test_optimizer import take_step
 
+from megaframe.optim import moments
 from megaframe.optim.adamw import AdamW, AdamWOptions
 from megaframe.optim.codes import BLOCK, Bfloat16, Blocks, chances, codes
-from megaframe.optim.elementwise import Rates
+from megaframe.optim.elementwise import Elementwise, Rates
 from megaframe.optim.moments import Keeping, Moments
+from megaframe.optim.route import STAYS, HostRoute, route_from
 from megaframe.optim.rule import Step
 
 LOSSY = [Bfloat16(), Blocks(square=False), Blocks(square=True)]
 OPTIONS = AdamWOptions(0.9, 0.95, 1e-8, Rates(1.0, 0.1))
+
+
+def adamw(weights, keeping):
+    return Elementwise(weights, [AdamW(OPTIONS, keeping)], keeping)
 
 
 def make_step(number, skip=0.0):
@@ -66,35 +75,67 @@ def test_rounding_is_true_on_average_over_elements_and_over_steps(code):
 @pytest.mark.parametrize("code", LOSSY)
 def test_a_slow_average_reaches_what_it_averages(code):
     """Each step moves it by less than a 500th: to the nearest it would stay where it is."""
-    moments = Moments(torch.empty(BLOCK), {"a": code}, away=False)
+    weights = torch.empty(BLOCK)
+    moments = Moments(weights, {"a": code}, STAYS)
     for number in range(1, 1500):
-        for _, found in moments.chunks(make_step(number)):
+        for _, _, found in moments.chunks(weights, make_step(number)):
             found["a"].lerp_(torch.ones(BLOCK), 0.002)
-    ((_, found),) = list(moments.chunks(make_step(0, skip=1.0)))
+    ((_, _, found),) = list(moments.chunks(weights, make_step(0, skip=1.0)))
     assert float(found["a"].mean()) == pytest.approx(1 - 0.998**1499, rel=0.01)
 
 
 @pytest.mark.parametrize(("state", "most"), [("master", 8.0), ("bf16", 4.0), ("int8", 2.04)])
 def test_bytes_of_an_element(state, most):
     weights = torch.zeros(64 * BLOCK)
-    rule = AdamW(weights, OPTIONS, Keeping(*codes(state)))
+    rule = adamw(weights, Keeping(*codes(state)))
     assert sum(tensor.nbytes for tensor in rule.state.values()) <= most * len(weights)
 
 
+@pytest.mark.parametrize("count", [(BLOCK << 10) + 100, 1000])
 @pytest.mark.parametrize("state", ["master", "bf16", "int8"])
-def test_state_in_host_memory_gives_the_same_bits(state):
-    """With several chunks, and a last one that fills no block."""
-    count = (BLOCK << 9) + 100
+def test_state_in_host_memory_gives_the_same_bits(state, count):
+    """With more chunks than rooms, and a last one that fills no block; or with one, which is
+    fetched right after it was put back. Weights are on the device, or with the state."""
     generator = torch.Generator().manual_seed(1)
     first = torch.randn(count, generator=generator)
     grads = [torch.randn(count, generator=generator) for _ in range(3)]
     results = []
-    for away in (False, True):
-        weights = first.clone()
-        rule = AdamW(weights, OPTIONS, Keeping(*codes(state), away=away))
-        for number, gradient in enumerate(grads, 1):
-            rule.update(weights, gradient.clone(), make_step(number))
+    for kind, mixed in ((None, True), (HostRoute, False), (LateRoute, False), (LateRoute, True)):
+        weights, rounded = first.clone(), torch.empty(count, dtype=torch.bfloat16)
+        with late():
+            route = STAYS if kind is None else kind(first.device)
+            rule = adamw(weights, Keeping(*codes(state), route))
+            for number, gradient in enumerate(grads, 1):
+                step = make_step(number)
+                rule.update(weights, gradient.clone(), step, rounded if mixed else None)
+            rule.settle()
+        assert not mixed or torch.equal(rounded, weights.bfloat16())
         results.append((weights, *rule.state.values()))
+    for others in results[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(results[0], others, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("state", ["master", "int8"])
+def test_a_gpu_gets_the_bits_that_it_keeps_itself(state, monkeypatch):
+    """In more chunks than rooms, with the host far ahead."""
+    monkeypatch.setattr(moments, "CHUNK", BLOCK << 10)
+    monkeypatch.setattr(moments, "_GPU_CHUNK", BLOCK << 10)
+    count = (BLOCK << 14) + 100
+    device = torch.device("cuda")
+    first = torch.randn(count, device=device)
+    grads = [torch.randn(count, device=device) for _ in range(4)]
+    results = []
+    for route in (STAYS, route_from(device)):
+        (weights,) = route.keep((first.to("cpu" if route.device else device, copy=True),))
+        rounded = torch.empty(count, dtype=torch.bfloat16, device=device)
+        rule = adamw(weights, Keeping(*codes(state), route))
+        for number, gradient in enumerate(grads, 1):
+            step = make_step(number)
+            step = replace(step, divisor=step.divisor.cuda(), skip=step.skip.cuda())
+            rule.update(weights, gradient.clone(), step, rounded)
+        rule.settle()
+        results.append([one.cpu() for one in (weights, rounded, *rule.state.values())])
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 

@@ -10,7 +10,15 @@ from test_optimizer import take_step, weights_of
 
 from megaframe.errors import UserError
 from megaframe.optim.codes import codes
-from megaframe.optim.elementwise import SGD, Lion, LionOptions, MomentumOptions, Rates
+from megaframe.optim.elementwise import (
+    Descent,
+    Elementwise,
+    Lion,
+    LionOptions,
+    MomentumOptions,
+    Rates,
+    Speed,
+)
 from megaframe.optim.moments import Keeping
 from megaframe.optim.muon import orthogonal
 from megaframe.optim.rule import Step
@@ -32,7 +40,9 @@ def random(count, seed):
 def test_sgd_is_that_of_torch_with_its_decay_apart(momentum, nesterov):
     ours = random(70_000, 0)
     theirs = ours.clone().requires_grad_()
-    sgd = SGD(ours, MomentumOptions(momentum, nesterov, Rates(0.5, 0.2)), KEEPING)
+    rates = Rates(0.5, 0.2)
+    speed = Speed(MomentumOptions(momentum, nesterov, rates), KEEPING)
+    sgd = Elementwise(ours, [speed, Descent(rates)], KEEPING)
     torchs = torch.optim.SGD([theirs], lr=0.05, momentum=momentum, nesterov=nesterov)
     for number in range(1, 5):
         grads = random(70_000, number)
@@ -47,7 +57,8 @@ def test_sgd_is_that_of_torch_with_its_decay_apart(momentum, nesterov):
 def test_lion_is_its_definition():
     weights, mean = random(70_000, 0), torch.zeros(70_000, dtype=torch.float64)
     ours = weights.clone()
-    lion = Lion(ours, LionOptions(0.9, 0.99, Rates(1.0, 0.2)), KEEPING)
+    lion = Lion(LionOptions(0.9, 0.99, Rates(1.0, 0.2)), KEEPING)
+    lion = Elementwise(ours, [lion], KEEPING)
     for number in range(1, 5):
         grads = random(70_000, number)
         direction = (0.9 * mean + 0.1 * grads).sign()

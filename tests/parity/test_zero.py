@@ -11,7 +11,7 @@ from megaframe.mesh import Mesh, world_size
 from megaframe.optim.bucket import Bucket, Sharing
 from megaframe.optim.buffers import Buffers
 from megaframe.optim.codes import codes
-from megaframe.optim.elementwise import SGD, MomentumOptions, Rates
+from megaframe.optim.elementwise import Descent, Elementwise, MomentumOptions, Rates, Speed
 from megaframe.optim.moments import Keeping
 from megaframe.optim.rule import Step
 from megaframe.parameter import PRECISIONS, Parameter
@@ -67,14 +67,17 @@ def tiny(zero):
     used, unused = (
         Parameter(ParamSpec(name, (3,), Constant(100.0), role="matrix")) for name in ("a", "b")
     )
+    keeping = Keeping(*codes("master"))
     bucket = Bucket(
         [used, unused],
         {"a": Box((0,), (3,)), "b": Box((0,), (3,))},
         PRECISIONS["fp64"],
         Sharing(mesh.group("data_shard", "context"), mesh.group("data_replicate"), zero),
         Buffers(mesh.device),
-        lambda bucket: SGD(
-            bucket.weights, MomentumOptions(0.0, False, Rates()), Keeping(*codes("master"))
+        lambda bucket: Elementwise(
+            bucket.weights,
+            [Speed(MomentumOptions(0.0, False, Rates()), keeping), Descent(Rates())],
+            keeping,
         ),
     )
     bucket.initialise(0)

@@ -38,8 +38,9 @@ CLUSTER = load_cluster("h100-ib")
 CONSTANTS = constants_of("h100")
 
 
-def made(model, batch, seq=4096):
-    return RunConfig(model=model, train={"seq": seq, "global_batch": batch, "steps": 1000})
+def made(model, batch, seq=4096, **sections):
+    train = {"seq": seq, "global_batch": batch, "steps": 1000}
+    return RunConfig(model=model, train=train, **sections)
 
 
 def drawn(many, some):
@@ -59,9 +60,12 @@ def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
     assert np.unique(table, axis=1).shape[1] == len(every)
 
 
-@pytest.mark.parametrize(("model", "gpus", "batch"), WORLDS)
-def test_estimates_are_what_simulation_says(model, gpus, batch):
-    config = made(model, batch)
+@pytest.mark.parametrize(
+    ("model", "gpus", "batch", "offload"),
+    [*((*world, False) for world in WORLDS), (*WORLDS[1], True)],
+)
+def test_estimates_are_what_simulation_says(model, gpus, batch, offload):
+    config = made(model, batch, optim={"offload": offload})
     every = candidates(config, gpus, CLUSTER)
     every = every.taken(np.array(drawn(len(every), 50)))
     found = estimate(config, CLUSTER, CONSTANTS, every)

@@ -3,6 +3,7 @@
 import pytest
 
 from megaframe.config import RunConfig
+from megaframe.describe import describe
 from megaframe.layout import Layout
 from megaframe.plan.held import rank_memory
 from megaframe.plan.moved import moved
@@ -36,14 +37,27 @@ CASES = {
         {},
         {"zero": 1, "tensor": 2, "pipeline": 2},
     ),
+    "away": (4, LLAMA, {}, {}, {"offload": True}),
+    "away, zero 1, tied": (
+        4,
+        {**LLAMA, "tie_embeddings": True},
+        {},
+        {"zero": 1},
+        {"offload": True, "name": "lion", "ema": 0.9},
+    ),
+    "away, zero 3": (4, LLAMA, {}, {"zero": 3}, {"offload": True, "state": "bf16"}),
+    "away, zero 3, fp32": (4, LLAMA, {"precision": "fp32"}, {"zero": 3}, {"offload": True}),
+    "away, experts": (8, MOE, {}, {"expert": 4, "zero": 2}, {"offload": True, "state": "int8"}),
+    "away, pipeline": (8, LLAMA, {}, {"pipeline": 4, "tensor": 2}, {"offload": True}),
 }
 
 
-def made(model, train, parallel):
+def made(model, train, parallel, optim=None):
     return RunConfig(
         model={"layers": 8, "hidden": 256, "heads": 8, "vocab": 4096, **model},
         train={"seq": 256, "global_batch": 16, "microbatch": 1, **train},
         parallel={"node_size": 8, **parallel},
+        optim=optim or {},
     )
 
 
@@ -73,6 +87,8 @@ def test_the_plan_is_what_a_rank_counts_within_one_percent(name):
         buffers = plan.weights + plan.values + plan.gradients
         assert found.buffers == pytest.approx(buffers, rel=0.01)
         assert found.optimizer == pytest.approx(plan.optimizer, rel=0.01)
+        assert found.host == pytest.approx(plan.host, rel=0.01)
+        assert found.rooms == pytest.approx(plan.rooms, rel=0.01)
         kept = plan.activations + plan.messages
         # Experts also keep the numbers of their routes, and latents a part of the keys whole.
         small = {"moe", "latent"} & sections[0].keys()
@@ -82,3 +98,19 @@ def test_the_plan_is_what_a_rank_counts_within_one_percent(name):
         planned = moved(config, layout, here, lowered.ranks[layout.coordinate(rank)["pipeline"]])
         assert_moved(found.traffic, planned, layout, config)
         assert total == pytest.approx(buffers + plan.optimizer + kept, rel=0.01)
+
+
+def test_a_dry_run_says_what_is_on_the_host_and_counts_it_for_no_gpu():
+    away, here = (made(LLAMA, {}, {"zero": 1}, {"offload": offload}) for offload in (True, False))
+
+    def sizes(config, **options):
+        rows = describe(config, Layout(data=4), **options).partition("memory per rank")[2]
+        found = (row.rsplit(maxsplit=2) for row in rows.splitlines()[1:])
+        return {kind.strip(): float(size) for kind, size, _ in found}
+
+    gpu, plain = sizes(away), sizes(here)
+    kept = plain["weights"] + plain["optimizer"]
+    assert gpu["weights"] == gpu["optimizer"] == 0
+    assert gpu["on the host"] == pytest.approx(kept, abs=0.002) and kept > 0.01
+    assert gpu["total"] == pytest.approx(plain["total"] - kept + gpu["rooms"], abs=0.002)
+    assert sizes(away, host=True) == sizes(here, host=True)  # where all memory is the host's

@@ -1,0 +1,177 @@
+"""Route: between where a flat span is kept, which may be the host's memory, and the device.
+
+What is kept on the host comes a chunk at a time. Three rooms on the device take turns: while one
+chunk is computed with, the next one comes and the one before goes back, each way in a stream of its
+own. A room is used again when what was in it is home. The device sees to that and the host need not
+wait for it; so however far the host is ahead, no more than these rooms is ever needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megaframe.plan.room import ROOMS
+
+_ALIGNMENT = 512
+"""Bytes on which what is in a room starts."""
+Parts = Mapping[str, tuple[Tensor, ...]]
+
+
+@dataclass
+class _Room:
+    """Memory on the device. free: when what was in it is home."""
+
+    memory: Tensor
+    free: torch.cuda.Event | None = None
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A chunk on the device. parts: may be changed until they are put back."""
+
+    parts: Parts
+    room: _Room | None = None
+
+
+class Route:
+    """Where all is kept on the device that computes: nothing travels. device: from which what is
+    kept is away, None where it is not. bytes: kept away."""
+
+    device: torch.device | None = None
+    bytes = 0
+
+    @property
+    def rooms(self) -> int:
+        """Bytes of rooms on the device."""
+        return 0
+
+    def keep(self, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The same, where it is to be kept."""
+        return made
+
+    def fetch(self, parts: Parts, after: torch.cuda.Event | None) -> Visit:
+        """Start bringing what is kept. after: when it was put back the last time."""
+        return Visit(parts)
+
+    def arrive(self) -> None:
+        """What is computed from now on may use what was fetched so far."""
+
+    def put_back(self, visit: Visit, home: Parts) -> torch.cuda.Event | None:
+        """Start bringing back what has been computed so far. Returns when it is there."""
+        return None
+
+    def settle(self) -> None:
+        """Return when everything has been put back: the host may read it, and change it."""
+
+
+class HostRoute(Route):
+    """Between the host's memory and a device that copies in order with what it computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.bytes = device, 0
+        self._rooms = [_Room(self._made(0)) for _ in range(ROOMS)]
+        self._turn = 0
+
+    @property
+    def rooms(self) -> int:
+        return sum(room.memory.nbytes for room in self._rooms)
+
+    def keep(self, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self.bytes += sum(one.nbytes for one in made)
+        return made
+
+    def fetch(self, parts: Parts, after: torch.cuda.Event | None) -> Visit:
+        room = self._rooms[self._turn]
+        self._turn = (self._turn + 1) % ROOMS
+        needed = sum(_aligned(one.nbytes) for part in parts.values() for one in part)
+        if len(room.memory) < needed:  # what is on its way keeps the memory that it has
+            for each in self._rooms:
+                each.memory = self._made(needed)
+        visit = Visit(_places(room.memory, parts), room)
+        self._bring(parts, visit, after)
+        return visit
+
+    def put_back(self, visit: Visit, home: Parts) -> torch.cuda.Event | None:
+        copy(visit.parts, home)
+        return None
+
+    def _made(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def _bring(self, parts: Parts, visit: Visit, after: torch.cuda.Event | None) -> None:
+        copy(parts, visit.parts)
+
+
+class GpuRoute(HostRoute):
+    """To a GPU: copies in either direction run beside the computation, each in a stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._inward, self._outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        super().__init__(device)
+
+    def keep(self, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return super().keep(tuple(one.pin_memory() for one in made))
+
+    def arrive(self) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(self._inward)
+
+    def put_back(self, visit: Visit, home: Parts) -> torch.cuda.Event | None:
+        assert visit.room is not None
+        self._outward.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._outward):
+            copy(visit.parts, home)
+            visit.room.free = self._outward.record_event()
+        return visit.room.free
+
+    def settle(self) -> None:
+        self._outward.synchronize()
+
+    def _made(self, size: int) -> Tensor:
+        made = super()._made(size)
+        for stream in (self._inward, self._outward):
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            made.record_stream(stream)  # nobody else gets it before they are done with it
+        return made
+
+    def _bring(self, parts: Parts, visit: Visit, after: torch.cuda.Event | None) -> None:
+        assert visit.room is not None
+        for event in (visit.room.free, after):
+            if event is not None:
+                self._inward.wait_event(event)
+        with torch.cuda.stream(self._inward):
+            copy(parts, visit.parts)
+
+
+STAYS = Route()
+
+
+def route_from(device: torch.device) -> Route:
+    """By which what is kept in the host's memory comes to a device."""
+    return GpuRoute(device) if device.type == "cuda" else HostRoute(device)
+
+
+def copy(sources: Parts, targets: Parts) -> None:
+    """Copy what one has of each into the other, without a wait of the host for a device."""
+    for name, part in sources.items():
+        for source, target in zip(part, targets[name], strict=True):
+            target.copy_(source, non_blocking=True)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _places(memory: Tensor, parts: Parts) -> Parts:
+    """Where in memory each of them lies, one after the other."""
+    places, start = {}, 0
+    for name, part in parts.items():
+        found = []
+        for one in part:
+            found.append(memory[start : start + one.nbytes].view(one.dtype))
+            start += _aligned(one.nbytes)
+        places[name] = tuple(found)
+    return places

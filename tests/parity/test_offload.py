@@ -1,0 +1,212 @@
+"""What the optimizer keeps in the host's memory, master weights too, changes no bit: under every
+rule and ZeRO stage, through skipped steps, and from a run that keeps it there to one that does not.
+"""
+
+import time
+from unittest.mock import patch
+
+import pytest
+import torch
+from late import kept_away
+from test_health import built
+from test_pretrain import losses, train
+from training import FEW, MODELS, assert_same, assert_same_bits, run
+
+from megaframe.checkpoint.background import Background
+from megaframe.faults.replicas import Replicas
+from megaframe.optim.moments import Moments
+
+OPTIMIZERS = {
+    "adamw": {"ema": 0.7},
+    "int8": {"state": "int8"},
+    "lion": {"name": "lion", "state": "bf16", "frozen": ("blocks.1.*",)},
+    "sgd": {"name": "sgd", "momentum": 0.0},
+    "nesterov": {"name": "sgd", "nesterov": True, "ema": 0.7},
+    "muon": {"name": "muon", "ema": 0.7},
+}
+MODEL = {**MODELS["llama"], "hidden": 32}
+
+
+def run_away(model, train, parallel, optim, kernels=None):
+    with kept_away():
+        optim = {**optim, "offload": True}
+        return run(model, train, parallel, optim=optim, kernels=kernels)
+
+
+def run_here(model, train, parallel, optim, kernels=None):
+    return run(model, train, parallel, optim=optim, kernels=kernels)
+
+
+def same_bits(pool, ranks, *sections):
+    found = pool.run(ranks, run_away, *sections)
+    assert_same_bits(found, pool.run(ranks, run_here, *sections))
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_no_bit_is_another(optim, zero, pool):
+    train = {"precision": "bf16", "microbatch": 2}
+    same_bits(pool, 2, MODEL, train, {"zero": zero}, OPTIMIZERS[optim])
+
+
+MOE = {"activation": "swiglu", "moe": {"experts": 4, "ffn": 8, "balance": "bias"}}
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        (MODELS["gpt2"], {"pipeline": 2, "zero": 1}),
+        (MODELS["llama"], {"tensor": 2, "zero": 2}),
+        (MODELS["llama"], {"data_replicate": 2, "zero": 3}),
+        (MOE, {"expert": 2, "zero": 3}),
+    ],
+)
+def test_nor_under_other_layouts(model, parallel, pool):
+    same_bits(pool, 4, model, {**FEW, "precision": "fp16"}, parallel, {})
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_nor_with_the_fused_kernel(zero, pool):
+    model = {**MODEL, "layers": 1, "hidden": 16}
+    train = {"precision": "bf16", "microbatch": 4}
+    same_bits(pool, 2, model, train, {"zero": zero}, {}, {"update": "triton"})
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_the_answer_is_that_of_one_process(optim, zero, pool):
+    """Where nothing is rounded, so that weights stay and the optimizer's state is away."""
+    wanted = pool.run(1, run_here, MODEL, {"microbatch": 4}, {}, OPTIMIZERS[optim])[0]
+    parallel = {"zero": zero}
+    assert_same(
+        pool.run(2, run_away, MODEL, {"microbatch": 2}, parallel, OPTIMIZERS[optim]), wanted
+    )
+
+
+def overflowing(zero, offload):
+    """fp16 with a scale that overflows at first -> scales, and all that the rank keeps."""
+    with kept_away():
+        mesh, pipeline, microbatches = built(
+            {"zero": zero}, "fp16", 4, loss_scale=2.0**26, ema=0.5, offload=offload
+        )
+        scales, kept = [], []
+        for step in range(14):
+            scales.append(pipeline.optimizer.loss_scale)
+            pipeline.train(microbatches, step, scales[-1] / 40)
+            kept.append([piece.clone() for *_, piece in pipeline.optimizer.tensors()])
+    mesh.close()
+    return scales, kept
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_overflows_skip_the_same_updates(zero, pool):
+    away, here = (pool.run(2, overflowing, zero, offload) for offload in (True, False))
+    for (scales, kept), (others, wanted) in zip(away, here, strict=True):
+        assert scales == others and scales[1] < scales[0]
+        first, last = kept[0], kept[-1]
+        assert all(map(torch.equal, first, kept[1])) and not all(map(torch.equal, first, last))
+        for mine, theirs in zip(kept, wanted, strict=True):
+            assert all(map(torch.equal, mine, theirs))
+
+
+def compared(zero, replicate):
+    """Whether replicas are found equal after two steps, and what is found of a flipped bit."""
+    with kept_away():
+        parallel = {"zero": zero, "data_replicate": replicate}
+        mesh, pipeline, microbatches = built(parallel, "bf16", 2, offload=True)
+        replicas = Replicas(mesh, pipeline.optimizer.buckets)
+        found = []
+        for step in range(2):
+            pipeline.train(microbatches, step, 1.0)
+            if mesh.rank == 0:
+                pipeline.optimizer.buckets[0].settle()  # the others have to as well
+            found.append(replicas.compare())
+        assert all(bucket.away for bucket in pipeline.optimizer.buckets)
+        if mesh.rank == 1:
+            bits = pipeline.optimizer.buckets[-1].weights.view(torch.int32)
+            bits[5] ^= 1
+        found.append(replicas.compare())
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize(("zero", "replicate"), [(0, 1), (1, 2), (3, 4)])
+def test_replicas_are_compared_where_weights_lie(zero, replicate, pool):
+    for first, second, third in pool.run(4, compared, zero, replicate):
+        assert first is None and second is None
+        assert third is not None and 1 in third.ranks
+
+
+def train_away(overrides):
+    with kept_away(), patch.object(Background, "_copy", copied_late):
+        train(overrides)
+
+
+def copied_late(background, tiles, copy):
+    """As long after the save began as an update takes, if that does not wait."""
+    time.sleep(0.2)
+    plain_copy(background, tiles, copy)
+
+
+plain_copy = Background._copy
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("first", [train, train_away])
+def test_a_run_goes_on_where_state_lies_elsewhere(first, zero, pool, overrides, tmp_path):
+    """Saved while the next steps run, by a run that keeps it on the device or not."""
+    second = train if first is train_away else train_away
+    every = {
+        "optim__schedule": "constant",
+        "optim__ema": 0.9,
+        "optim__offload": True,  # which a run on a CPU heeds where it is made to
+        "checkpoint__every": 2,
+        "checkpoint__keep": 9,
+        "train__precision": "bf16",
+        "parallel__zero": zero,
+    }
+    pool.run(2, train, overrides(run__dir=tmp_path / "whole", **every))
+    pool.run(2, first, overrides(train__steps=6, **every))
+    pool.run(2, second, overrides(checkpoint__resume="latest", **every))
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    for number in range(2, 13, 2):
+        files = [
+            sorted((tmp_path / run / f"checkpoints/step-{number:08}").glob("*.safetensors"))
+            for run in ("run", "whole")
+        ]
+        assert files[0] and len(files[0]) == len(files[1])
+        for one, other in zip(*files, strict=True):
+            assert one.read_bytes() == other.read_bytes()
+
+
+def rooms(zero):
+    """Bytes of the rooms, and of the largest chunk."""
+    largest = 0
+    plain = Moments.chunks
+
+    def watched(moments, weights, *arguments, **options):
+        nonlocal largest
+        for span, mine, found in plain(moments, weights, *arguments, **options):
+            largest = max(largest, sum(one.nbytes for one in (mine, *found.values())))
+            yield span, mine, found
+
+    with kept_away():
+        Moments.chunks = watched
+        try:
+            mesh, pipeline, microbatches = built({"zero": zero}, "bf16", offload=True, ema=0.9)
+            pipeline.train(microbatches, 0, 1.0)
+        finally:
+            Moments.chunks = plain
+        route = pipeline.optimizer.route
+        weights = sum(bucket.weights.nbytes for bucket in pipeline.optimizer.buckets)
+        mesh.close()
+        return route.rooms, largest, route.bytes, weights, pipeline.optimizer.held()
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_the_device_has_room_for_three_chunks_and_the_host_all(zero, pool):
+    for size, largest, away, weights, held in pool.run(2, rooms, zero):
+        assert size == 3 * largest > 0
+        assert away == 4 * weights  # with two moments and an average, in fp32 all of them
+        assert held["weights"] == held["optimizer"] == 0
