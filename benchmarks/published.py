@@ -35,7 +35,7 @@ FITTED = {
     "attention": (0.1, 0.9),
     "memory": (0.3, 1.0),
     "launch": (1e-6, 5e-5),
-    "contention": (0.01, 3.0),
+    "contention": (0.01, 12.0),
 }
 UNSEEN = {"h100": ("launch",)}
 """Constants that no row of a family's tables tells anything of: none waits for its host."""

@@ -30,7 +30,7 @@ from megaframe.mesh import Mesh, global_rank, ranks_on_this_node, world_size
 from megaframe.plan.chips import CHIPS, nearest_chips
 from megaframe.plan.cluster import load_cluster
 from megaframe.plan.collectives import bus_bandwidth
-from megaframe.plan.constants import constants_of
+from megaframe.plan.constants import Constants, constants_of
 from megaframe.plan.kernels import fit_line
 
 OPERATIONS: Mapping[str, Callable[[Tensor, Group], Tensor]] = {
@@ -104,16 +104,17 @@ def measure(what: str, group: Group, mesh: Mesh, sizes: list[int], times: int) -
 
 
 def tiers(
-    fits: Mapping[str, list[Fit]], sizes: Mapping[str, int], link: float
+    fits: Mapping[str, list[Fit]], sizes: Mapping[str, int], constants: Constants
 ) -> list[dict[str, object]]:
     """Tiers of a description, from what the gathers of each level showed: they are what a run does
     most. An outer tier that measured faster than the one inside it is given that one's speed.
 
-    link: share of a bandwidth that the planner lets collectives reach; what was measured is that.
+    constants: with the shares of a bandwidth that the planner lets collectives reach; what was
+    measured is that.
     """
     made: list[dict[str, object]] = []
     fastest = float("inf")
-    for name, found in fits.items():
+    for number, (name, found) in enumerate(fits.items()):
         gather = next(fit for fit in found if fit.operation == "all_gather")
         if not math.isfinite(gather.bandwidth):
             raise UserError(
@@ -126,7 +127,7 @@ def tiers(
                 "name": name,
                 "size": sizes[name],
                 "kind": "switch",
-                "bandwidth": float(f"{fastest / link:.4g}"),
+                "bandwidth": float(f"{fastest / constants.link(number):.4g}"),
                 "latency": float(f"{gather.alpha:.3g}"),
             }
         )
@@ -211,8 +212,8 @@ def run(given: argparse.Namespace) -> None:
             print(*found, sep="\n")
         if given.write:
             whole = {"node": layout.tensor, "cluster": world}
-            link = constants_of(CHIPS[given.chip].family).link
-            describe(given.write, given.chip, tiers(fits, whole, link), given)
+            constants = constants_of(CHIPS[given.chip].family)
+            describe(given.write, given.chip, tiers(fits, whole, constants), given)
             print(f"wrote {given.write}")
     barrier(mesh.world)
     mesh.close()

@@ -36,20 +36,24 @@ class Level:
     reduces: bool = False
 
 
-def levels(cluster: Cluster, stride: Number, size: Number, share: float = 1.0) -> list[Level]:
+def levels(
+    cluster: Cluster, stride: Number, size: Number, shares: Sequence[float] = (1.0,)
+) -> list[Level]:
     """The levels of a group of `size` ranks that are `stride` apart, a level for each tier of the
     cluster (of one member where the group does not use it).
 
-    share: of the bandwidths that a collective reaches. On a torus a group along one dimension has
-    the links of that one; larger ones have those of as many as they fill.
+    shares: of the bandwidths that a collective reaches, by tier, the last one for all beyond. On a
+    torus a group along one dimension has the links of that one; larger ones have those of as many
+    as they fill.
     """
     found, inside = [], np.ones_like(np.asarray(size, dtype=float))
-    for tier in cluster.tiers:
+    for number, tier in enumerate(cluster.tiers):
         room = np.maximum(1.0, np.floor_divide(tier.size, stride))
         reached = np.minimum(size, room) * 1.0
         if tier is cluster.tiers[-1]:
             reached = np.asarray(size, dtype=float)
         members = np.maximum(1.0, np.ceil(reached / inside))
+        share = shares[min(number, len(shares) - 1)]
         bandwidth = np.full_like(members, tier.bandwidth * share)
         if tier.kind == "torus":
             side = tier.size ** (1.0 / tier.dims)
@@ -70,18 +74,22 @@ def members(group: Sequence[Level]) -> Number:
 
 
 def _flat(group: Sequence[Level]) -> tuple[Number, Number, Number]:
-    """(ranks, alpha, bandwidth) of a group taken as one ring: the slowest hop sets the pace. Every
+    """(ranks, alpha, bandwidth) of a group taken as one ring: the slowest hop sets the pace, but a
+    message that goes round waits on each hop for the latency of that one, on average `alpha`. Every
     member inside a node has an adapter, and as many rings run as there are members, so that what
     leaves a node has all of their bandwidth."""
     count: Number = 1.0
-    alpha: Number = 0.0
+    closing: Number = 0.0
+    latency: Number = 0.0
     bandwidth: Number = np.inf
     for level in group:
         used = level.members > 1
-        alpha = np.where(used, np.maximum(alpha, level.alpha), alpha)
+        # A ring leaves each group of the tiers inside once; its last hop is on the outermost tier.
+        latency = latency * level.members + (level.members - 1) * level.alpha
+        closing = np.where(used, level.alpha, closing)
         bandwidth = np.where(used, np.minimum(bandwidth, level.bandwidth * count), bandwidth)
         count = count * level.members
-    return count, alpha, bandwidth
+    return count, (latency + closing) / count, bandwidth
 
 
 def naive_all_reduce(size: Number, group: Sequence[Level]) -> Number:
@@ -96,9 +104,11 @@ def ring_all_reduce(size: Number, group: Sequence[Level]) -> Number:
 
 
 def tree_all_reduce(size: Number, group: Sequence[Level]) -> Number:
-    """Up and down a double binary tree: 2 log2(p) alpha + 2 n beta."""
-    p, alpha, bandwidth = _flat(group)
-    return np.where(p > 1, 2 * _log2(p) * alpha + 2 * size / bandwidth, 0.0)
+    """Up and down a double binary tree: 2 log2(p) alpha + 2 n beta, of a tree of trees on several
+    tiers with the latency of each."""
+    p, _, bandwidth = _flat(group)
+    latency = sum(_log2(level.members) * level.alpha for level in group)
+    return np.where(p > 1, 2 * latency + 2 * size / bandwidth, 0.0)
 
 
 def halving_doubling_all_reduce(size: Number, group: Sequence[Level]) -> Number:

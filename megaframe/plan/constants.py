@@ -29,6 +29,7 @@ class Software:
     stream_passes, inner_passes: times that the elementwise kernels of a block read or write a value
     of width `hidden` and of the MLP's inner width in forward; backward does so twice as often.
     gradient_bytes: of an element, as it is summed over data ranks; None: of master precision.
+    gradients_of: what leaves together, the gradients of a `block` or of a `chunk`.
     copy_engines: whether the tensor axis's transfers are made by engines of their own, so that they
     do not delay the compute beside them.
     overlap_data, overlap_tensor, overlap_pipeline: whether these transfers run beside compute.
@@ -64,6 +65,7 @@ class Software:
     score_bytes: float = 9.0
     score_backward_bytes: float = 11.0
     gradient_bytes: int | None = None
+    gradients_of: str = "block"
     copy_engines: bool = False
     overlap_data: bool = True
     overlap_tensor: bool = True
@@ -106,7 +108,8 @@ class Constants:
     launch: seconds of the host for each kernel.
     contention: by how much a transfer beside compute delays that, as a share of the time that the
     bytes would take on the innermost tier.
-    link: share of a link's bandwidth that collectives reach; not fitted.
+    links: share of a link's bandwidth that collectives reach, by tier, the innermost first and the
+    last one for all beyond; as NCCL was seen to reach them, not fitted.
     """
 
     product: float = 0.85
@@ -115,13 +118,20 @@ class Constants:
     memory: float = 0.8
     launch: float = 6e-6
     contention: float = 0.2
-    link: float = 0.8
+    links: tuple[float, ...] = (0.8,)
     software: Software = field(default=MEGAFRAME)
 
+    def link(self, tier: int) -> float:
+        """That share on the tier of this number."""
+        return self.links[min(tier, len(self.links) - 1)]
 
-_H100 = Constants(0.778, 1104.0, 0.328, 1.000, 1.2e-05, 0.474)
+
+# NCCL's all-reduce of large messages on 8 A100 carries 233 of 300 GB/s (VIA-Research/vTrain,
+# trace/a100), its rings on 8 H100 370 of 450 (NVIDIA/nccl-tests, issue 212); between nodes it was
+# seen to carry 85 to 96% of HDR adapters and 92 to 96% of NDR (issues 119 and 290).
+_H100 = Constants(0.778, 1104.0, 0.328, 1.000, 1.2e-05, 0.474, (0.82, 0.9))
 CONSTANTS: Mapping[str, Constants] = {
-    "a100": Constants(0.884, 478.0, 0.520, 0.912, 4.27e-05, 3),
+    "a100": Constants(0.878, 467.0, 0.520, 0.909, 4.5e-05, 3.6, (0.775, 0.9)),
     "h100": _H100,
     "b200": _H100,
     "tpu": _H100,

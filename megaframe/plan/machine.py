@@ -114,7 +114,7 @@ class Machine:
 
     def group(self, stride: Number, size: Number) -> list[Level]:
         """Levels of a group, with the share of their bandwidth that collectives reach."""
-        return levels(self.cluster, stride, size, self.constants.link)
+        return levels(self.cluster, stride, size, self.constants.links)
 
     def seconds(self, operation: str, size: Number, axis: str, times: Number = 1.0) -> Number:
         """Collectives over the ranks of an axis, in so many `times` of together `size` bytes."""
@@ -129,5 +129,5 @@ class Machine:
     def hop_delay(self, size: Number) -> Number:
         """The same of `size` bytes that a rank sends and receives: what they take where links are
         fastest, because memory and processors carry them, not wires."""
-        busy = size / (self.cluster.tiers[0].bandwidth * self.constants.link)
+        busy = size / (self.cluster.tiers[0].bandwidth * self.constants.link(0))
         return self.constants.contention * busy

@@ -66,7 +66,8 @@ def balances(
     for axis, size in moved.items():
         if layout.sizes[axis] > 1 and size > 0:
             tier = outermost(cluster, *span(axis, layout))
-            ridge = rate / (tier.bandwidth * constants.link)
+            share = constants.link(cluster.tiers.index(tier))
+            ridge = rate / (tier.bandwidth * share)
             yield Balance(axis, tier.name, flops / float(size), ridge)
 
 

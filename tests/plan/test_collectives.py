@@ -98,6 +98,33 @@ def test_hierarchies_carry_on_the_slow_tier_what_is_left(inner, outer, size):
     assert ring == pytest.approx(2 * size * (p - 1) / p / min(1e11, inner * 1e10))
 
 
+@pytest.mark.parametrize("counts", [(8, 4), (8, 1), (1, 6), (2, 3, 4), (8, 1, 4)])
+def test_each_hop_has_the_latency_of_its_tier(counts):
+    alphas = (1e-6, 1e-4, 1e-2)[: len(counts)]
+    group = [Level(float(m), a, 1e11) for m, a in zip(counts, alphas, strict=True)]
+    p, tiers = math.prod(counts), range(len(counts))
+
+    def tier(one, other):
+        """The outermost on which two ranks have different places."""
+        inside = [math.prod(counts[:number]) for number in tiers]
+        return max(
+            n for n in tiers if one // inside[n] % counts[n] != other // inside[n] % counts[n]
+        )
+
+    round_once = sum(alphas[tier(rank, (rank + 1) % p)] for rank in range(p))
+    found = float(ALGORITHMS["all_gather"]["ring"](0.0, group))
+    assert found == pytest.approx(round_once * (p - 1) / p)
+    deep = sum(math.ceil(math.log2(m)) * a for m, a in zip(counts, alphas, strict=True))
+    assert float(ALGORITHMS["all_reduce"]["tree"](0.0, group)) == pytest.approx(2 * deep)
+
+
+def test_shares_of_links_are_of_each_tier():
+    cluster = load_cluster("gb200-nvl72")
+    whole, part = (levels(cluster, 1, 144, shares) for shares in ((1.0,), (0.5, 0.75)))
+    found = [float(own.bandwidth / all_.bandwidth) for all_, own in zip(whole, part, strict=True)]
+    assert found == [0.5] + [0.75] * (len(cluster.tiers) - 1)
+
+
 @settings(deadline=None, max_examples=60)
 @given(stride=st.sampled_from([1, 2, 4, 8, 16, 64]), size=st.integers(1, 2000))
 def test_levels_hold_the_whole_group(stride, size):

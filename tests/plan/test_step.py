@@ -119,6 +119,29 @@ def test_tensor_ranks_of_two_nodes_are_slower_and_it_is_said():
     assert any("tensor 16 crosses nodes of 8" in reason for reason in across.reasons)
 
 
+def test_gradients_of_a_chunk_leave_in_one_message():
+    """12 blocks a rank, 3 a chunk: three times as many latencies of data ranks, in the prediction
+    of one layout and in the estimate of many."""
+    far = replace(CLUSTER.tiers[1], latency=1.0)
+    slow = replace(CLUSTER, tiers=(replace(CLUSTER.tiers[0], latency=0.0), far), jitter=0.0)
+    small = {**GPT, "vocab": 512}  # whose head does not outweigh a block
+    config = config_of(small, tensor=8, pipeline=2, chunks=4, schedule="interleaved", zero=0)
+    names = [field.name for field in fields(Candidates)]
+    row = {name: getattr(config.parallel, name, 1) for name in names}
+    row |= {"microbatch": 1, "data": 4, "recompute": 0, "schedule": SCHEDULES.index("interleaved")}
+    row |= {"expert_tensor": 1, "data_replicate": 1}
+    one = Candidates(**{name: np.array([value]) for name, value in row.items()})
+    found = []
+    for kind in ("block", "chunk"):
+        software = replace(CONSTANTS_H100.software, gradients_of=kind)
+        constants = replace(CONSTANTS_H100, software=software)
+        exact = predicted(config, 64, slow, constants).breakdown["data"]
+        many = estimate(config, slow, constants, one).breakdown["data"][0]
+        found.append((exact, float(many)))
+    for block, chunk in zip(*found, strict=True):
+        assert block == pytest.approx(3 * chunk, rel=0.02)
+
+
 def test_what_does_not_fit_is_said():
     found = predicted(config_of({**GPT, "layers": 200}), 8)
     assert not found.fits and found.reasons[0].startswith("does not fit: ")

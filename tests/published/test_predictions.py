@@ -15,16 +15,16 @@ from megaframe.plan.software import kept_of_baseline
 # Mean and largest error of a table that are held; those of the page are a little less. The page
 # says which of them are more than what was aimed at, and why.
 HELD = {
-    "sc21_1": (0.025, 0.06),
-    "sc21_2": (0.015, 0.03),
+    "sc21_1": (0.02, 0.06),
+    "sc21_2": (0.013, 0.02),
     "korthikanti": (0.02, 0.035),
     "readme": (0.025, 0.06),
-    "megascale": (0.042, 0.09),
-    "zero_bubble": (0.035, 0.06),
-    "torchtitan": (0.045, 0.08),
-    "llm_foundry": (0.047, 0.16),
-    "vtrain_single": (0.08, 0.35),
-    "vtrain_multi": (0.062, 0.40),
+    "megascale": (0.04, 0.08),
+    "zero_bubble": (0.033, 0.06),
+    "torchtitan": (0.043, 0.075),
+    "llm_foundry": (0.045, 0.15),
+    "vtrain_single": (0.075, 0.32),
+    "vtrain_multi": (0.061, 0.39),
 }
 
 

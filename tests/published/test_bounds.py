@@ -1,0 +1,105 @@
+"""What no simple prediction of vTrain's 64 nodes can reach: the bounds hold of predictions that are
+of this kind, and the page tells them."""
+
+import math
+from dataclasses import replace
+
+import published
+import pytest
+from published import PAGE, losses
+from published_bounds import (
+    APART,
+    WIDTH,
+    contradictions,
+    costs,
+    least_error,
+    least_loss,
+    most_seconds,
+    smaller,
+    told,
+)
+from published_tables import TABLES, gpt
+
+from megaframe.plan.constants import CONSTANTS
+
+
+def rows():
+    found = [line.row for line in published.lines_of("vtrain_multi")]
+    if not found:
+        pytest.skip("vtrain_multi is read from ../shared/anchors, which is not here")
+    return found
+
+
+def made(cost, layers=8, samples=64, ranks=64):
+    """Rows of a model whose layer costs `cost(tensor, microbatch)`, with the bubble of 1F1B."""
+    base = next(iter(TABLES["sc21_1"].rows()))
+    for tensor in (1, 2, 4, 8):
+        for microbatch in (1, 2, 4):
+            for pipeline in (2, 4):
+                data = ranks // tensor // pipeline
+                config = gpt(
+                    layers,
+                    512,
+                    8,
+                    128,
+                    1024,
+                    samples,
+                    microbatch,
+                    tensor=tensor,
+                    data=data,
+                    pipeline=pipeline,
+                )
+                many = samples // (microbatch * data)
+                if not many:
+                    continue
+                slots = (many + pipeline - 1) * layers / pipeline
+                seconds = slots * cost(tensor, microbatch) * microbatch / tensor
+                label = f"{tensor} {microbatch} {pipeline}"
+                yield replace(base, label=label, world=ranks, configs=(config,), seconds=seconds)
+
+
+def test_a_consistent_table_is_within_its_bounds():
+    """A price that grows with tensor ranks and falls with the microbatch contradicts nothing, and
+    no row takes longer than the line allows."""
+    known = costs(list(made(lambda t, b: 1 + 0.02 * (t - 1) + 0.01 / b)), 512)
+    assert not list(contradictions(known, 1.0)) and least_error(known, 1.0) == 0
+    for cost in known:
+        assert cost.seconds == pytest.approx(1 + 0.02 * (cost.tensor - 1) + 0.01 / cost.microbatch)
+        assert cost.row.seconds <= most_seconds(known, cost, 1.0) * (1 + 1e-9)
+    assert smaller(known, 2) == pytest.approx(1.01 / 1.005)
+
+
+def test_a_row_that_is_too_dear_is_found():
+    def cost(tensor, microbatch):
+        return (1 + 0.02 * (tensor - 1)) * (1.5 if (tensor, microbatch) == (2, 2) else 1.0)
+
+    known = costs(list(made(cost)), 512)
+    pairs = list(contradictions(known, 1.1))
+    assert {(one.tensor, one.microbatch) for one, _ in pairs} == {(2, 2)}
+    names = [cost.row.label for pair in pairs for cost in pair]
+    assert len(set(names)) == len(names) == 4
+    # Each pair is left with at least what the two are apart, however it is shared out.
+    assert least_error(known, 1.1) == pytest.approx(2 * math.log(1.02 * 1.5 / 1.02 / 1.1))
+
+
+def test_the_right_choice_is_beyond_a_price_for_tensor_ranks():
+    """What the page says: any prediction that is right about tensor 1 and 8, and prices tensor
+    ranks by what they add, chooses a row that loses as much as the planner's choice."""
+    known = costs(rows(), WIDTH)
+    dearer = smaller(costs(rows(), 3072), 4)
+    assert len(list(contradictions(known, APART))) == 5
+    loss = least_loss(known, dearer)
+    assert loss == pytest.approx(max(losses(published.lines_of("vtrain_multi"))))
+    assert least_loss(known, dearer * 1.02) == loss > least_loss(known, dearer * 1.05) == 0
+
+
+def test_the_page_tells_the_bounds():
+    assert told(rows()) in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("family", ["a100", "h100"])
+def test_links_have_what_nccl_was_seen_to_reach(family):
+    """Of eight GPUs of a node, in bytes/s: 232 and 367 of the rings, as issues of NCCL tell."""
+    inside, bandwidth = {"a100": (232e9, 300e9), "h100": (367e9, 450e9)}[family]
+    assert CONSTANTS[family].link(0) * bandwidth == pytest.approx(inside, rel=0.01)
+    assert CONSTANTS[family].link(1) == CONSTANTS[family].link(2) == 0.9
