@@ -205,6 +205,7 @@ class Stage:
             if again and self.config.train.offload:
                 flight.inputs[-1] = self._shelf(leaf).store(leaf.detach())
             self._show(False, number, self.plan.blocks[index], x)
+        self._scratch.clear()
         if self.end is None:
             return x.detach()
         loss, flight.end = self.end.forward(x, microbatch, flight.frame, scale, values)
@@ -258,6 +259,7 @@ class Stage:
             gradient = leaf.grad
             finish(block)
             self._show(True, number, self.plan.blocks[len(flight.inputs)], gradient)
+        self._scratch.clear()
         assert gradient is not None
         if self.embedding is None:
             return gradient

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Scratch:
-    """Of one stage, whose layers run one after the other: each takes the same memory."""
+    """Of one stage, whose layers run one after the other: in a pass each takes the same memory."""
 
     def __init__(self) -> None:
         self._kept: dict[torch.dtype, Tensor] = {}
@@ -26,3 +26,7 @@ class Scratch:
         if kept is None or len(kept) < size:
             kept = self._kept[like.dtype] = like.new_empty(size)
         return kept[:size].view(shape)
+
+    def clear(self) -> None:
+        """Let the memory go: a pass over the layers is over."""
+        self._kept.clear()
