@@ -7,7 +7,7 @@ either could live. Matrices add their gradient straight into `grad`; all else go
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +47,12 @@ class Parameter:
     value: in compute precision. grad: the sum of gradients, in master precision. A bucket lends
     both: they may be away when nothing needs them.
     `fresh` says that nothing was added to `grad` yet, so that its old content is overwritten
-    instead of first being set to zero. replica: another rank's stage has the same parameter, counts
-    and saves it; their gradients are summed. frozen: it is not trained, and has no `grad`.
+    instead of first being set to zero; where matrices along dim 0 are added to one by one, that
+    goes for each. replica: another rank's stage has the same parameter, counts and saves it; their
+    gradients are summed. frozen: it is not trained, and has no `grad`.
     """
 
-    __slots__ = ("_open", "box", "fresh", "frozen", "grad", "replica", "spec", "value")
+    __slots__ = ("_missing", "_open", "box", "fresh", "frozen", "grad", "replica", "spec", "value")
 
     box: Box
     value: Tensor
@@ -63,6 +64,7 @@ class Parameter:
         self.fresh = True
         self.frozen = False
         self.value = self.grad = _AWAY
+        self._missing: set[int] = set()
 
     def bind(self, box: Box, open_grad: Callable[[], object] | None) -> None:
         """Say which piece of the tensor this is. open_grad: is called before the first addition to
@@ -83,39 +85,26 @@ class Parameter:
             return self.value
         return _Use.apply(self.value.detach().requires_grad_(), self)
 
-    def add(self, gradient: Tensor) -> None:
-        """grad += gradient."""
+    def add(self, gradient: Tensor, of: int | None = None) -> None:
+        """grad += gradient; `of`: of this one of the matrices along dim 0 alone."""
         if self.frozen:
             return
-        if self._begin():
-            self.grad.copy_(gradient)
+        grad, add = self._begin(of)
+        if add:
+            grad.add_(gradient)
         else:
-            self.grad.add_(gradient)
+            grad.copy_(gradient)
 
-    def add_product(self, left_TO: Tensor, right_TI: Tensor, scale: float = 1.0) -> None:
-        """grad += scale * left^T right, the gradient of a matrix [O, I] over T tokens."""
-        if self.frozen:
-            return
-        add = not self._begin()
-        grad_OI = self.grad.view(left_TO.shape[-1], right_TI.shape[-1])
-        product_into(grad_OI, left_TO.t(), right_TI, scale=scale, add=add)
-
-    def add_products(
-        self, counts: Sequence[int], lefts_nO: Sequence[Tensor], rights_nI: Sequence[Tensor]
+    def add_product(
+        self, left_TO: Tensor, right_TI: Tensor, scale: float = 1.0, of: int | None = None
     ) -> None:
-        """The same for matrices [E, O, I], of each of which there are counts[e] rows, given for
-        those that have any."""
+        """grad += scale * left^T right, the gradient of a matrix [O, I] over T tokens; `of` as of
+        `add`."""
         if self.frozen:
             return
-        add = not self._begin()
-        grads_EOI = self.grad.view(len(counts), -1, self.grad.shape[-1])
-        pairs = zip(lefts_nO, rights_nI, strict=True)
-        for grad_OI, count in zip(grads_EOI, counts, strict=True):
-            if count:
-                left, right = next(pairs)
-                product_into(grad_OI, left.t(), right, add=add)
-            elif not add:
-                grad_OI.zero_()
+        grad, add = self._begin(of)
+        grad_OI = grad.view(left_TO.shape[-1], right_TI.shape[-1])
+        product_into(grad_OI, left_TO.t(), right_TI, scale=scale, add=add)
 
     def add_grouped(
         self, left_NO: Tensor, right_NI: Tensor, ends_E: Tensor, kernels: Kernels = NO_KERNELS
@@ -123,17 +112,17 @@ class Parameter:
         """The same of rows that lie expert after expert, as one operation."""
         if self.frozen:
             return
-        add = not self._begin()
-        grads_EOI = self.grad.view(len(ends_E), -1, self.grad.shape[-1])
+        grad, add = self._begin()
+        grads_EOI = grad.view(len(ends_E), -1, self.grad.shape[-1])
         given = grads_EOI, left_NO, right_NI, ends_E, add
         if run := kernels.find("grouped_gradient", *given):
             run(*given)
             return
-        made_EOI = F.grouped_mm(left_NO.t(), right_NI, offs=ends_E).view(self.grad.shape)
+        made_EOI = F.grouped_mm(left_NO.t(), right_NI, offs=ends_E).view(grad.shape)
         if add:
-            self.grad.add_(made_EOI)
+            grad.add_(made_EOI)
         else:
-            self.grad.copy_(made_EOI)
+            grad.copy_(made_EOI)
 
     def add_rows(self, index_T: Tensor, gradient_TI: Tensor) -> None:
         """grad[index] += gradient, row by row: the gradient of a look-up."""
@@ -143,18 +132,29 @@ class Parameter:
         self.grad.index_add_(0, index_T, gradient_TI.to(self.grad.dtype))
 
     def finish(self) -> None:
-        """Make `grad` a valid sum even if nothing was added."""
-        if self._begin():
-            self.grad.zero_()
+        """Make `grad` a valid sum even where nothing was added."""
+        grad, add = self._begin()
+        if not add:
+            grad.zero_()
 
-    def _begin(self) -> bool:
-        """Before an addition: whether it is the first, which overwrites."""
-        if not self.fresh:
-            return False
-        if self._open is not None:
-            self._open()
-        self.fresh = False
-        return True
+    def _begin(self, of: int | None = None) -> tuple[Tensor, bool]:
+        """Before an addition, to matrix `of` alone or to all: what it is added to, and whether that
+        is a sum, which it is not before the first addition."""
+        if self.fresh:
+            if self._open is not None:
+                self._open()
+            self.fresh = False
+            self._missing = set(range(len(self.grad))) if of is not None else set()
+            if of is None:
+                return self.grad, False
+        if of is None:
+            for index in self._missing:
+                self.grad[index].zero_()
+            self._missing.clear()
+            return self.grad, True
+        add = of not in self._missing
+        self._missing.discard(of)
+        return self.grad[of], add
 
 
 class _Use(torch.autograd.Function):

@@ -32,6 +32,7 @@ from megaframe.nn.dropout import dropout_key
 from megaframe.nn.eight_bits import EightBits
 from megaframe.nn.frame import Frame, make_frame
 from megaframe.nn.moe.dispatch import Places
+from megaframe.nn.scratch import Scratch
 from megaframe.nn.seam import Seam
 from megaframe.nn.tally import Tally
 from megaframe.nn.turns import HandOver
@@ -135,6 +136,7 @@ class Stage:
         """Is shown what comes of each block, where somebody looks for the one that is at fault."""
         self._flights: dict[int, Flight] = {}
         self._tally = Tally()
+        self._scratch = Scratch()
         self._away: Shelf | None = None
 
     def first(self, *, backward: bool) -> Module | None:
@@ -203,6 +205,7 @@ class Stage:
             if again and self.config.train.offload:
                 flight.inputs[-1] = self._shelf(leaf).store(leaf.detach())
             self._show(False, number, self.plan.blocks[index], x)
+        self._scratch.clear()
         if self.end is None:
             return x.detach()
         loss, flight.end = self.end.forward(x, microbatch, flight.frame, scale, values)
@@ -256,6 +259,7 @@ class Stage:
             gradient = leaf.grad
             finish(block)
             self._show(True, number, self.plan.blocks[len(flight.inputs)], gradient)
+        self._scratch.clear()
         assert gradient is not None
         if self.embedding is None:
             return gradient
@@ -350,6 +354,7 @@ class Stage:
             scale=scale,
             tally=self._tally,
             seam=Seam(self.keeper.take_late),
+            scratch=self._scratch,
             kernels=self.kernels,
             eight=self._eight,
         )

@@ -31,6 +31,27 @@ def test_products_add_up(dtype, piece, monkeypatch):
     torch.testing.assert_close(parameter.grad.double(), wanted, rtol=4 * eps, atol=8 * eps)
 
 
+@pytest.mark.parametrize("then", ["finish", "add", "add_product"])
+def test_matrices_one_by_one(then):
+    """Those that nothing was added to are zero, however the sum goes on."""
+    parameter = make((3, 4, 5), torch.float64, torch.float64)
+    left, right = torch.randn(6, 4).double(), torch.randn(6, 5).double()
+    for step in range(2):  # what is missing in one step is none of the next
+        parameter.fresh = True
+        parameter.add_product(left, right, of=2 * step)
+        parameter.add(torch.ones(4, 5), of=2 * step)
+        wanted = torch.zeros(3, 4, 5).double()
+        wanted[2 * step] = left.T @ right + 1
+        if then == "add":
+            parameter.add(torch.ones(3, 4, 5))
+            wanted += 1
+        elif then == "add_product":
+            parameter.add_product(torch.ones(1, 12).double(), torch.ones(1, 5).double())
+            wanted += 1
+        parameter.finish()
+        torch.testing.assert_close(parameter.grad, wanted)
+
+
 def test_sums_look_ups_and_unused():
     parameter = make((4, 2), torch.float64, torch.float64)
     parameter.add_rows(torch.tensor([1, 1, 3]), torch.ones(3, 2, dtype=torch.float64))

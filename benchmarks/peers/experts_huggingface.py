@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import version
 
 import torch
-from experts_workload import SHAPES, answer, parser, report, seconds_of, tensors
+from experts_workload import SHAPES, answer, parser, peak, report, seconds_of, tensors
 from torch import Tensor
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
@@ -40,11 +40,12 @@ def main() -> None:
         return out.detach()
 
     seconds = seconds_of(step, given.steps)
+    peak_bytes = peak()
     out = step()
     experts = layer.experts
     gradients = (layer.gate.weight.grad, experts.gate_up_proj.grad, experts.down_proj.grad)
     versions = {name: version(name) for name in ("torch", "transformers")}
-    report(shape, seconds, answer(out, x.grad, *gradients), versions)
+    report(shape, seconds, peak_bytes, answer(out, x.grad, *gradients), versions)
 
 
 if __name__ == "__main__":

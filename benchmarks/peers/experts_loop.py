@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 import torch
 import torch.nn.functional as F
-from experts_workload import SHAPES, answer, parser, report, seconds_of, tensors
+from experts_workload import SHAPES, answer, parser, peak, report, seconds_of, tensors
 from torch import Tensor, nn
 
 
@@ -66,6 +66,7 @@ def main() -> None:
         return out.detach()
 
     seconds = seconds_of(step, given.steps)
+    peak_bytes = peak()
     out = step()
     gate, up, down = (
         torch.stack([getattr(expert, name).weight.grad for expert in layer.experts])
@@ -73,7 +74,7 @@ def main() -> None:
     )
     both = torch.stack((gate, up), 1)
     loss = answer(out, x.grad, layer.router.weight.grad, both, down)
-    report(shape, seconds, loss, {"torch": version("torch")})
+    report(shape, seconds, peak_bytes, loss, {"torch": version("torch")})
 
 
 if __name__ == "__main__":

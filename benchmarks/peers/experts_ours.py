@@ -9,24 +9,41 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from experts_workload import SHAPES, answer, parser, report, seconds_of, tensors
+from experts_workload import SHAPES, answer, parser, peak, report, seconds_of, tensors
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megaframe.config import RunConfig
-from megaframe.layout import Layout
-from megaframe.mesh import Mesh
+from megaframe.device import keep_freed_memory
+from megaframe.init import fill
 from megaframe.microbatch import Microbatch
+from megaframe.nn.linear import as_it_is
 from megaframe.nn.moe.layer import MixtureOfExperts
-from megaframe.optim.optimizer import Optimizer
+from megaframe.nn.moe.path import Pick
+from megaframe.parameter import PRECISIONS, Module
+from megaframe.spec import Box
 from megaframe.stage import whole_model
 
 _ROUNDS = 4
 """Turns of the layer and of its experts alone."""
 
 
+def bind(module: Module, precision: str) -> None:
+    """Give parameters their values and sums of gradients, as an optimizer would, which holds its
+    own state and weights besides."""
+    types = PRECISIONS[precision]
+    for parameter in module.parameters():
+        shape = parameter.spec.shape
+        box = Box((0,) * len(shape), shape)
+        parameter.bind(box, lambda: None)
+        parameter.value = torch.empty(shape, dtype=types.compute)
+        parameter.grad = torch.empty(shape, dtype=types.master)
+        fill(parameter.value, parameter.spec, box, seed=0)
+
+
 def main() -> None:
+    keep_freed_memory()  # as a run begins
     given = parser(__doc__).parse_args()
     shape = SHAPES[given.shape]
     numbers = tensors(shape, given.precision)
@@ -42,10 +59,9 @@ def main() -> None:
         train={"seq": shape.tokens, "global_batch": 1, "precision": given.precision},
     )
     stage = whole_model(config)
-    optimizer = Optimizer(config, Mesh(Layout(), device="cpu"), {0: stage.units})
-    optimizer.initialise(0)
     layer = stage.blocks[0].mlp
     assert isinstance(layer, MixtureOfExperts)
+    bind(layer, given.precision)
     experts = layer.experts
     trained = (layer.router.weight, experts.up, experts.down)
     for parameter, value in zip(trained, (numbers.router, numbers.up, numbers.down), strict=True):
@@ -54,37 +70,41 @@ def main() -> None:
     frame = stage._frame(Microbatch(tokens, tokens, torch.zeros(1, dtype=torch.int64)), None)
     x = numbers.x.requires_grad_()
 
+    def start_step() -> None:
+        for parameter in layer.parameters():
+            parameter.fresh = True
+
     def step() -> Tensor:
-        optimizer.start_step()
+        start_step()
         x.grad = None
-        out = layer(x, lambda rows: rows, frame)
+        out = layer(x, as_it_is, frame)
         out.backward(numbers.d_out)
+        for parameter in trained:
+            parameter.finish()
         return out.detach()
+
+    whole = seconds_of(step, given.steps)
+    peak_bytes = peak()
 
     loads = torch.bincount(layer.router(x.detach(), frame)[0].flatten(), minlength=shape.experts)
     rows = torch.randn(int(loads.sum()), shape.hidden).to(x.dtype).requires_grad_()
+    order = Pick(torch.arange(len(rows)), len(rows))
     gates = torch.rand(len(rows)).to(x.dtype).requires_grad_()
     d_rows = torch.randn_like(rows)
 
     def alone() -> None:
-        optimizer.start_step()
+        start_step()
         rows.grad = gates.grad = None
-        experts(rows, gates, loads.tolist(), frame).backward(d_rows)
+        experts(rows, gates, order, loads.tolist(), frame).backward(d_rows)
 
-    whole: list[float] = []
-    bare: list[float] = []
-    for _ in range(_ROUNDS):
+    bare = seconds_of(alone, given.steps)
+    for _ in range(_ROUNDS - 1):
         whole += seconds_of(step, given.steps)
         bare += seconds_of(alone, given.steps)
     overhead = statistics.median(whole) / statistics.median(bare) - 1
     out = step()
-    found = {
-        parameter: piece
-        for bucket in optimizer.buckets
-        for parameter, _, piece in bucket.pieces(bucket.sums, bucket.kept)
-    }
-    loss = answer(out, x.grad, *(found[parameter] for parameter in trained))
-    report(shape, whole, loss, {"torch": version("torch")}, overhead)
+    loss = answer(out, x.grad, *(parameter.grad for parameter in trained))
+    report(shape, whole, peak_bytes, loss, {"torch": version("torch")}, overhead)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,11 @@ def tensors(shape: Shape, precision: str) -> Given:
     )
 
 
+def peak() -> int:
+    """Bytes of memory that this process had at most so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def answer(*results: Tensor) -> float:
     """The number that all contenders must agree on."""
     return math.fsum(float(result.float().square().mean()) for result in results)
@@ -99,15 +104,17 @@ def seconds_of(work: Callable[[], object], passes: int) -> list[float]:
 def report(
     shape: Shape,
     seconds: list[float],
+    peak_rss_bytes: int,
     loss: float,
     versions: Mapping[str, str],
     overhead: float | None = None,
 ) -> None:
-    """Print the measurement as the harness reads it."""
+    """Print the measurement as the harness reads it. peak_rss_bytes: that of the passes, before
+    their results are put together to be compared."""
     found = {
         "tokens_per_second": shape.tokens / statistics.median(seconds),
         "best_tokens_per_second": shape.tokens / min(seconds),
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_rss_bytes": peak_rss_bytes,
         "loss": loss,
         "versions": dict(versions),
         "overhead": overhead,

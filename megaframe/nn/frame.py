@@ -24,6 +24,7 @@ from megaframe.nn.eight_bits import EightBits
 from megaframe.nn.moe.dispatch import Places
 from megaframe.nn.ring import Circle
 from megaframe.nn.rotary import Rotary
+from megaframe.nn.scratch import Scratch
 from megaframe.nn.seam import Seam
 from megaframe.nn.tally import Tally
 from megaframe.nn.tiles import Sight
@@ -70,9 +71,9 @@ class Frame:
     within the products of forward (`comm/symmetric.py`). labels_T: of all tokens. experts: where
     they lie. scale: that of the gradients of losses. tally: what is counted on the way. later:
     where the backward of this microbatch puts its weight gradients. turn: what layers call before
-    they wait for a transfer. seam: what blocks tell between their parts. kernels: what computes
-    what has a fast form.
-    eight: how the blocks' linears multiply in 8 bits, None where they do not."""
+    they wait for a transfer. seam: what blocks tell between their parts. scratch: for
+    what ends with a layer. kernels: what computes what has a fast form. eight: how the blocks'
+    linears multiply in 8 bits, None where they do not."""
 
     batch: int
     length: int
@@ -92,6 +93,7 @@ class Frame:
     later: Later = field(default_factory=Later)
     turn: Turn = field(default_factory=Turn)
     seam: Seam = field(default_factory=Seam)
+    scratch: Scratch = field(default_factory=Scratch)
     kernels: Kernels = NO_KERNELS
     eight: EightBits | None = None
 
@@ -130,12 +132,15 @@ class Frame:
             return product(dy_TO, matrix_OI)
         return self.eight.product(dy_TO, matrix_OI.t(), gradient=True, matrix=True)
 
-    def add_weight_gradient(self, weight: Parameter, dy_TO: Tensor, x_TI: Tensor) -> None:
-        """Add dy^T x to the gradient of a weight."""
+    def add_weight_gradient(
+        self, weight: Parameter, dy_TO: Tensor, x_TI: Tensor, of: int | None = None
+    ) -> None:
+        """Add dy^T x to the gradient of a weight, or of matrix `of` of it."""
         if self.eight is None or not self.eight.takes(dy_TO.shape[1], x_TI.shape[1]):
-            weight.add_product(dy_TO, x_TI)
+            weight.add_product(dy_TO, x_TI, of=of)
         elif not weight.frozen:
-            weight.add(self.eight.weight_gradient(dy_TO, x_TI).view(weight.box.shape))
+            shape = weight.box.shape if of is None else weight.box.shape[1:]
+            weight.add(self.eight.weight_gradient(dy_TO, x_TI).view(shape), of)
 
     def fill(self, x_T: Tensor, value: float = 0) -> Tensor:
         """[tokens, ...] to [filled, ...]."""
@@ -169,6 +174,7 @@ def make_frame(
     scale: float,
     tally: Tally,
     seam: Seam,
+    scratch: Scratch,
     kernels: Kernels = NO_KERNELS,
     eight: EightBits | None = None,
 ) -> Frame:
@@ -200,6 +206,7 @@ def make_frame(
         scale,
         tally,
         seam=seam,
+        scratch=scratch,
         kernels=kernels,
         eight=eight,
     )

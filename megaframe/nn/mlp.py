@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,22 @@ def activate(kind: str, x: Tensor, kernels: Kernels = NO_KERNELS) -> Tensor:
     return kernels.piece(_activated, _activated_simply)(kind, x)
 
 
+def activate_again(
+    kind: str, x: Tensor, kernels: Kernels = NO_KERNELS
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """In a backward pass: what `activate` makes of x, and what makes the gradient of x of that of
+    it, once."""
+    plain = kernels.piece(_activated, _activated_simply) is _activated
+    if kind == "swiglu" and plain and not kernels.has("activation"):
+        gate, up = x.chunk(2, -1)
+        silu = F.silu(gate)
+        return silu * up, partial(_swiglu_back, x, silu)
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        y = activate(kind, x, kernels)
+    return y.detach(), lambda dy: torch.autograd.grad(y, x, dy)[0]
+
+
 def _activated(kind: str, x: Tensor) -> Tensor:
     if kind == "swiglu":
         return _SwiGLU.apply(x)
@@ -79,9 +96,14 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, -1)
-        d_gate_up = torch.empty_like(gate_up)
-        d_gate, d_up = d_gate_up.chunk(2, -1)
-        torch.mul(gradients[0], F.silu(gate), out=d_up)
-        d_gate.copy_(torch.ops.aten.silu_backward(gradients[0] * up, gate))
-        return d_gate_up
+        return _swiglu_back(gate_up, F.silu(gate_up.chunk(2, -1)[0]), gradients[0])
+
+
+def _swiglu_back(gate_up: Tensor, silu: Tensor, dy: Tensor) -> Tensor:
+    """The gradient of (gate, up), whose silu(gate) is given and overwritten."""
+    gate, up = gate_up.chunk(2, -1)
+    d_gate_up = torch.empty_like(gate_up)
+    d_gate, d_up = d_gate_up.chunk(2, -1)
+    torch.mul(dy, silu, out=d_up)
+    torch.ops.aten.silu_backward(torch.mul(dy, up, out=silu), gate, grad_input=d_gate)
+    return d_gate_up

@@ -377,8 +377,14 @@ def _expert_bytes(config: RunConfig, up: int, inner: int) -> int:
     moe = model.moe
     assert moe is not None
     of_one = moe.ffn or model.ffn
-    copies = config.parallel.expert_tensor  # each of these has the rows of all, and part of a width
-    elements = moe.top_k * (copies * (model.hidden + 1) + up * of_one)
+    parallel = config.parallel
+    copies = parallel.expert_tensor  # each of these has the rows of all, and part of a width
+    arrive = moe.top_k * copies
+    if parallel.expert * copies == 1:
+        arrive = 0  # experts pick from the rows that are normalised
+    elif parallel.dispatch == "all_gather" and copies == 1:
+        arrive = parallel.expert
+    elements = arrive * model.hidden + moe.top_k * (copies + up * of_one)
     elements += moe.shared * inner * of_one
     if moe.jitter:
         elements += 2 * model.hidden

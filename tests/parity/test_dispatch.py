@@ -54,10 +54,10 @@ def sent(kind):
         way = route(chosen, EXPERTS, places)
         for group in groups:
             group.traffic.take()
-        arrived = there(way.rows, turn).cross(x)
+        arrived = there([*way.rows, way.last], turn).cross(x)
         moved = [group.traffic.take()[0] for group in groups]
         gates = there(way.gates, turn).cross(torch.ones(len(chosen), CHOICES, dtype=x.dtype))
-        home = back(way.rows, turn).cross(arrived * gates[:, None])
+        home = back([*way.rows, way.last], turn).cross(arrived * gates[:, None])
         again = back(way.gates, turn).cross(gates)
         found[routing] = (arrived.split(way.counts), home, again, moved)
     mesh.close()

@@ -18,7 +18,7 @@ from torch import Tensor
 from megaframe.comm import ALONE, Group, all_gather
 from megaframe.comm.uneven import all_gather_uneven
 from megaframe.kernels import NO_KERNELS, Kernels
-from megaframe.nn.moe.path import Choose, Exchange, Gather, Path, Pick, Sort, Step
+from megaframe.nn.moe.path import Choose, Exchange, Gather, Local, Path, Pick, Sort, Step
 from megaframe.spec import share
 
 SENT_NOWHERE = -1
@@ -42,11 +42,13 @@ class Places:
 
 @dataclass(frozen=True)
 class Route:
-    """rows: from rows [R, ...] to those that this rank's experts get, expert after expert. gates:
-    the same of one number for each choice, from [R, K]. counts: rows of each expert; or, on the
-    device, where those of each one end, int32 [E]."""
+    """rows: from rows [R, ...] to those that arrive at this rank. last: from there to those that
+    its experts get, expert after expert. gates: all the way, of one number for each choice, from
+    [R, K]. counts: rows of each expert; or, on the device, where those of each one end, int32 [E].
+    """
 
     rows: Path
+    last: Local
     gates: Path
     counts: list[int] | Tensor
 
@@ -93,7 +95,7 @@ def _sorted_here(order_P: Tensor, places_RK: Tensor, ends_E: Tensor, kernels: Ke
     """All experts are here, and nobody waits for their numbers of rows."""
     rows, choices = places_RK.shape
     sort = Sort(order_P, places_RK, kernels)
-    return Route([sort], [Choose(order_P.long(), rows, choices)], ends_E)
+    return Route([], sort, [Choose(order_P.long(), rows, choices)], ends_E)
 
 
 def _direct(choice: _Choice) -> Route:
@@ -218,9 +220,10 @@ def _arriving(choice: _Choice, rows: list[Step], gates: list[Step], arrivals_SL:
         ).wait()
     if len(arrivals_SL) > 1:
         order = _transposed(arrivals_SL)
-        last = Pick(order, len(order))
-        rows, gates = [*rows, last], [*gates, last]
-    return Route(rows, gates, arrivals_SL.sum(0).tolist())
+        rows, gates = [*rows, Pick(order, len(order))], [*gates, Pick(order, len(order))]
+    while not isinstance(last := rows[-1], Pick):
+        rows = rows[:-1]  # an exchange among one rank: what comes from many is picked
+    return Route(rows[:-1], last, gates, arrivals_SL.sum(0).tolist())
 
 
 def _sorted(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:

@@ -5,15 +5,16 @@ one. An expert without rows is nothing but a gradient of zero. What a token's ex
 is multiplied in before the second product: so what the experts give needs no more than to be
 summed, and is not kept.
 
-Shape legend: N rows of all experts of this rank, I inputs, O outputs, F inner width.
+Shape legend: A rows as they arrive, N rows of all experts of this rank, n of a piece, I inputs, O
+outputs, F inner width.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from megaframe.config import Model, Moe
 from megaframe.nn.frame import Frame
-from megaframe.nn.mlp import activate
+from megaframe.nn.mlp import activate, activate_again
+from megaframe.nn.moe.path import Local
 from megaframe.parameter import Module, Parameter
 from megaframe.product import product_into
 from megaframe.spec import Normal, ParamSpec
@@ -63,99 +65,73 @@ class Experts(Module):
         )
 
     def __call__(
-        self, x_NH: Tensor, gates_N: Tensor, counts: Sequence[int] | Tensor, frame: Frame
+        self,
+        x_AH: Tensor,
+        gates_N: Tensor,
+        last: Local,
+        counts: Sequence[int] | Tensor,
+        frame: Frame,
     ) -> Tensor:
-        """x [N, hidden], counts[i] rows of expert i (or where they end, as `Route` has them), times
-        the gates, to the same shape."""
-        return _Experts.apply(x_NH, gates_N, self, counts, frame)
+        """x [A, hidden] as it arrives, from where `last` brings counts[i] rows to expert i (or to
+        where they end, as `Route` has them), times the gates, to the same shape."""
+        return _Experts.apply(x_AH, gates_N, self, last, counts, frame)
 
 
 class _Experts(torch.autograd.Function):
-    """Piece after piece, so that what lies between its products stays in cache. Keeps what comes of
-    the first one only; the rest is made again from it."""
+    """Piece after piece, so that what lies between its products stays in cache, from its rows to
+    the gradients of its matrices. Keeps what comes of the first product only; the rest is made
+    again from it."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        x_NH: Tensor,
+        x_AH: Tensor,
         gates_N: Tensor,
         experts: Experts,
+        last: Local,
         counts: Sequence[int] | Tensor,
         frame: Frame,
     ) -> Tensor:
         up_EOH, down_EHF = _matrices(experts.up), _matrices(experts.down)
-        pieces = _pieces(x_NH, up_EOH, down_EHF, counts, frame)
-        y_NH, ups = torch.empty_like(x_NH), []
+        pieces = _pieces(x_AH, up_EOH, down_EHF, counts, frame)
+        y_NH, ups = frame.scratch.rows(len(gates_N), x_AH), []
         for piece in pieces:
-            up = piece.product(x_NH[piece.rows], up_EOH[piece.experts])
+            up = piece.product(last.some(x_AH, piece.rows), up_EOH[piece.experts])
             active = activate(experts.activation, up, frame.kernels)
             inner = active.mul_(gates_N[piece.rows, None])
             piece.product_into(y_NH[piece.rows], inner, down_EHF[piece.experts])
             ups.append(up)
-        ctx.save_for_backward(x_NH, gates_N, *ups)
-        ctx.experts, ctx.frame, ctx.pieces = experts, frame, pieces
-        return y_NH
+        ctx.save_for_backward(x_AH, gates_N, *ups)
+        ctx.experts, ctx.last, ctx.frame, ctx.pieces = experts, last, frame, pieces
+        return last.back(y_NH).wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (x_NH, gates_N, *ups), dy_NH = ctx.saved_tensors, gradients[0].contiguous()
-        experts, kernels, pieces = ctx.experts, ctx.frame.kernels, ctx.pieces
+        (x_AH, gates_N, *ups), dy_AH = ctx.saved_tensors, gradients[0]
+        experts, last, kernels = ctx.experts, ctx.last, ctx.frame.kernels
         up_EOH, down_EHF = _matrices(experts.up), _matrices(experts.down)
-        dx_NH, dgates_N = torch.empty_like(x_NH), torch.empty_like(gates_N)
-        inners, d_ups = [], []
-        for piece, up in zip(pieces, ups, strict=True):
+        dx_NH = ctx.frame.scratch.rows(len(gates_N), x_AH)
+        dgates_N = torch.empty_like(gates_N)
+        for piece, up in zip(ctx.pieces, ups, strict=True):
             rows = piece.rows
-            d_inner = piece.back(dy_NH[rows], down_EHF[piece.experts])
-            up = up.detach().requires_grad_()
-            with torch.enable_grad():
-                active = activate(experts.activation, up, kernels)
+            dy_nH = last.some(dy_AH, rows)
+            d_inner = piece.back(dy_nH, down_EHF[piece.experts])
+            active, back = activate_again(experts.activation, up, kernels)
+            torch.linalg.vecdot(d_inner, active, out=dgates_N[rows])
             gates_n1 = gates_N[rows, None]
-            inners.append(active.detach() * gates_n1)
-            torch.linalg.vecdot(d_inner, active.detach(), out=dgates_N[rows])
-            (d_up,) = torch.autograd.grad(active, up, d_inner.mul_(gates_n1))
+            d_up = back(d_inner.mul_(gates_n1))
+            inner = active.mul_(gates_n1)
             piece.back_into(dx_NH[rows], d_up, up_EOH[piece.experts])
-            d_ups.append(d_up)
-
-        def weights() -> None:
-            for parameter, lefts, rights in (
-                (experts.up, d_ups, [x_NH[piece.rows] for piece in pieces]),
-                (experts.down, [dy_NH[piece.rows] for piece in pieces], inners),
-            ):
-                if len(pieces) == 1 and (ends := pieces[0].ends) is not None:
-                    parameter.add_grouped(lefts[0], rights[0], ends, kernels)
-                else:
-                    _add_products(parameter, pieces, lefts, rights, ctx.frame)
-
-        ctx.frame.later.do(weights)
-        return dx_NH, dgates_N, None, None, None
+            x_nH = last.some(x_AH, rows)
+            ctx.frame.later.do(partial(piece.add_gradient, experts.up, d_up, x_nH))
+            ctx.frame.later.do(partial(piece.add_gradient, experts.down, dy_nH, inner))
+        return last.back(dx_NH).wait(), dgates_N, None, None, None, None
 
 
 def _matrices(weight: Parameter) -> Tensor:
     """[experts, outputs, inputs]."""
     value = weight.value
     return value.view(value.shape[0], -1, value.shape[-1])
-
-
-def _add_products(
-    weight: Parameter,
-    pieces: Sequence[_Piece],
-    lefts_nO: Sequence[Tensor],
-    rights_nI: Sequence[Tensor],
-    frame: Frame,
-) -> None:
-    """Add each expert's part of the gradient of a weight."""
-    experts, eight = weight.value.shape[0], frame.eight
-    counts = [0] * experts
-    for piece in pieces:
-        counts[piece.experts] = piece.rows.stop - piece.rows.start
-    widths = math.prod(weight.value.shape[1:-1]), weight.value.shape[-1]
-    if eight is None or not eight.takes(*widths):
-        weight.add_products(counts, lefts_nO, rights_nI)
-    elif not weight.frozen:
-        made = weight.value.new_zeros((experts, *widths))
-        for piece, left, right in zip(pieces, lefts_nO, rights_nI, strict=True):
-            made[piece.experts] = eight.weight_gradient(left, right)
-        weight.add(made.view(weight.box.shape))
 
 
 @dataclass(frozen=True)
@@ -193,6 +169,13 @@ class _Piece:
         else:
             out_nI.copy_(self.back(dy_nO, matrix))
 
+    def add_gradient(self, weight: Parameter, left_nO: Tensor, right_nI: Tensor) -> None:
+        """Add to the gradient of the matrix of their expert, or of all matrices."""
+        if self.ends is None:
+            self.frame.add_weight_gradient(weight, left_nO, right_nI, of=self.experts)
+        else:
+            weight.add_grouped(left_nO, right_nI, self.ends, self.frame.kernels)
+
     def _grouped(self, rows: Tensor, matrices_ENK: Tensor) -> Tensor:
         given = rows, matrices_ENK, self.ends
         if run := self.frame.kernels.find("grouped_product", *given):
@@ -201,12 +184,12 @@ class _Piece:
 
 
 def _pieces(
-    x_NH: Tensor, up: Tensor, down: Tensor, counts: Sequence[int] | Tensor, frame: Frame
+    x_AH: Tensor, up: Tensor, down: Tensor, counts: Sequence[int] | Tensor, frame: Frame
 ) -> list[_Piece]:
-    by_torch = grouped(x_NH, up.shape[1], down.shape[2])
+    by_torch = grouped(x_AH, up.shape[1], down.shape[2])
     if frame.eight is None and (by_torch or frame.kernels.has("grouped_product")):
-        ends = _ends(x_NH, counts)
-        if by_torch or frame.kernels.find("grouped_product", x_NH, up, ends):
+        ends = _ends(x_AH, counts)
+        if by_torch or frame.kernels.find("grouped_product", x_AH, up, ends):
             return [_Piece(frame, slice(None), slice(None), ends)]
     if isinstance(counts, Tensor):
         counts = counts.diff(prepend=counts.new_zeros(1)).tolist()
@@ -218,11 +201,11 @@ def _pieces(
     return found
 
 
-def _ends(x_NH: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
+def _ends(x: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
     """Where the rows of each expert end, int32 [E]."""
     if isinstance(counts, Tensor):
         return counts
-    return torch.tensor(counts, device=x_NH.device).cumsum(0, dtype=torch.int32)
+    return torch.tensor(counts, device=x.device).cumsum(0, dtype=torch.int32)
 
 
 def grouped(x_NH: Tensor, *widths: int) -> bool:

@@ -34,6 +34,12 @@ class Step(Protocol):
     def back(self, y: Tensor) -> Pending[Tensor]: ...
 
 
+class Local(Step, Protocol):
+    """One within a rank, which can be made for some of the places that rows go to."""
+
+    def some(self, x: Tensor, places: slice) -> Tensor: ...
+
+
 class Pick:
     """Rows `index` of so many; back, each row is the sum of all that were picked of it, in the
     order in which they were."""
@@ -47,7 +53,10 @@ class Pick:
         self._ends = F.pad(times.cumsum(0), (1, 0))
 
     def there(self, x: Tensor) -> Pending[Tensor]:
-        return Pending(x.index_select(0, self.index))
+        return Pending(self.some(x, slice(None)))
+
+    def some(self, x: Tensor, places: slice) -> Tensor:
+        return x.index_select(0, self.index[places])
 
     def back(self, y: Tensor) -> Pending[Tensor]:
         if not len(y):
@@ -68,10 +77,13 @@ class Sort:
         self._order, self._places, self._kernels = order_P, places_RK, kernels
 
     def there(self, x: Tensor) -> Pending[Tensor]:
-        given = x, self._order, self._places
+        return Pending(self.some(x, slice(None)))
+
+    def some(self, x: Tensor, places: slice) -> Tensor:
+        given = x, self._order[places], self._places
         if run := self._kernels.find("permute", *given):
-            return Pending(run(*given))
-        return Pending(x.index_select(0, self._order // self._places.shape[1]))
+            return run(*given)
+        return x.index_select(0, given[1] // self._places.shape[1])
 
     def back(self, y: Tensor) -> Pending[Tensor]:
         given = y, None, self._order, self._places
