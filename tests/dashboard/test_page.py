@@ -71,10 +71,14 @@ def made(folder, runs, prediction=None):
 
 def until(tab, expression):
     """Wait until it is true; asked from outside, for the page's own policy lets nothing be
-    evaluated in it."""
-    deadline = time.monotonic() + PATIENCE
+    evaluated in it. A browser without a screen was seen to make no more frames, without which
+    nothing comes into view; a picture asks for one."""
+    begun = time.monotonic()
     while not tab.evaluate(expression):
-        assert time.monotonic() < deadline, expression
+        waited = time.monotonic() - begun
+        assert waited < PATIENCE, expression
+        if waited > 2:
+            tab.screenshot()
         time.sleep(0.05)
 
 
