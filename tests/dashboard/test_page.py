@@ -71,8 +71,8 @@ def made(folder, runs, prediction=None):
 
 def until(tab, expression):
     """Wait until it is true; asked from outside, for the page's own policy lets nothing be
-    evaluated in it. A browser without a screen was seen to make no more frames, without which
-    nothing comes into view; a picture asks for one."""
+    evaluated in it. Once in hundreds of runs a panel did not come into view for 90 s; in case a
+    browser without a screen has stopped to make frames, a picture asks for one."""
     begun = time.monotonic()
     while not tab.evaluate(expression):
         waited = time.monotonic() - begun
