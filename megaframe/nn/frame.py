@@ -71,9 +71,9 @@ class Frame:
     within the products of forward (`comm/symmetric.py`). labels_T: of all tokens. experts: where
     they lie. scale: that of the gradients of losses. tally: what is counted on the way. later:
     where the backward of this microbatch puts its weight gradients. turn: what layers call before
-    they wait for a transfer. seam: what blocks tell between their parts. scratch: for
-    what ends with a layer. kernels: what computes what has a fast form. eight: how the blocks'
-    linears multiply in 8 bits, None where they do not."""
+    they wait for a transfer. seam: what blocks tell between their parts. scratch: for what ends
+    with a layer. kernels: what computes what has a fast form. eight: how the blocks' linears
+    multiply in 8 bits, None where they do not."""
 
     batch: int
     length: int

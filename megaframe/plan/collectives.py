@@ -36,6 +36,11 @@ class Level:
     reduces: bool = False
 
 
+def on_tier(shares: Sequence[float], number: int) -> float:
+    """That of tier `number`, of which the last one is for all beyond."""
+    return shares[min(number, len(shares) - 1)]
+
+
 def levels(
     cluster: Cluster, stride: Number, size: Number, shares: Sequence[float] = (1.0,)
 ) -> list[Level]:
@@ -53,8 +58,7 @@ def levels(
         if tier is cluster.tiers[-1]:
             reached = np.asarray(size, dtype=float)
         members = np.maximum(1.0, np.ceil(reached / inside))
-        share = shares[min(number, len(shares) - 1)]
-        bandwidth = np.full_like(members, tier.bandwidth * share)
+        bandwidth = np.full_like(members, tier.bandwidth * on_tier(shares, number))
         if tier.kind == "torus":
             side = tier.size ** (1.0 / tier.dims)
             used = np.clip(np.ceil(np.log(np.maximum(members, 2)) / np.log(side)), 1, tier.dims)

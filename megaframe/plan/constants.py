@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
+from megaframe.plan.collectives import on_tier
 
 NCCL = ("ring", "tree", "in_network", "pairwise", "scatter")
 """Algorithms of NCCL's collectives."""
@@ -123,7 +124,7 @@ class Constants:
 
     def link(self, tier: int) -> float:
         """That share on the tier of this number."""
-        return self.links[min(tier, len(self.links) - 1)]
+        return on_tier(self.links, tier)
 
 
 # NCCL's all-reduce of large messages on 8 A100 carries 233 of 300 GB/s (VIA-Research/vTrain,

@@ -76,12 +76,10 @@ def _estimate(
     end = head(machine)
     share = _share(machine, one, end)
     rank = one.times(share.blocks) + end.times(share.heads)
-    whole = machine.software.gradients_of == "chunk"
-    buckets = sizes.chunks if whole else np.maximum(1.0, share.blocks)
     held = Owned(
         owned.dense * share.blocks + table_owned(machine) * _tables(config, machine.sizes),
         owned.experts * share.blocks,
-        buckets,
+        machine.buckets(sizes.chunks, share.blocks),
     )
     breakdown = _breakdown(machine, rank, held, schedule)
     memory = memory_bytes(config, cluster.chip, sizes, schedule)

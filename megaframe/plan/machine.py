@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from megaframe.config.schema import RunConfig
 from megaframe.plan.cluster import Cluster
 from megaframe.plan.collectives import Level, collective_seconds, levels, members
@@ -115,6 +117,10 @@ class Machine:
     def group(self, stride: Number, size: Number) -> list[Level]:
         """Levels of a group, with the share of their bandwidth that collectives reach."""
         return levels(self.cluster, stride, size, self.constants.links)
+
+    def buckets(self, chunks: Number, blocks: Number) -> Number:
+        """In which a rank's gradients of so many chunks and blocks leave."""
+        return np.maximum(1.0, chunks if self.software.gradients_of == "chunk" else blocks)
 
     def seconds(self, operation: str, size: Number, axis: str, times: Number = 1.0) -> Number:
         """Collectives over the ranks of an axis, in so many `times` of together `size` bytes."""

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from megaframe.config.model import Model
 from megaframe.config.schema import Optim, RunConfig
 from megaframe.plan.experts import has_experts
-from megaframe.plan.room import CHUNK, ROOMS, passing_width
+from megaframe.plan.room import CHUNK, ROOMS, moment_width, moments, passing_width
 from megaframe.plan.stages import StagePlan, head_widths, latent_width
 from megaframe.schedule import Action, Kind
 
@@ -227,22 +227,14 @@ def _rooms(held: Held, ranks: int, expert_ranks: int, stage: int) -> int:
     return sum(_in_use(sizes, 2) for sizes in parts) + sum(set(rest))
 
 
-_STATE = {"bf16": 2.0, "int8": 1.0 + 4 / 256}
-"""Bytes of a moment, by `optim.state`; int8 has a factor in fp32 for each 256."""
-
-
 def state_bytes(optim: Optim, held: Held, own: int, master: int, *, saved: bool = False) -> int:
     """Bytes that the optimizer remembers of `own` of the parameters; saved: as a checkpoint has
     them, which knows no blocks."""
-    moment = _STATE.get(optim.state, master)
-    if saved and optim.state == "int8":
-        moment = 4.0
-    moments = {"adamw": 2, "lion": 1}.get(optim.name, 1 if optim.momentum != 0 else 0)
-    size = moments * moment + (master if optim.ema is not None else 0)
-    total = own * size
+    moment = 4.0 if saved and optim.state == "int8" else moment_width(optim, master)
+    total = own * (moments(optim) * moment + (master if optim.ema is not None else 0))
     if optim.name == "muon":  # what is no matrix is AdamW's
         share = (held.total - held.matrices) / max(1, held.total)
-        total += own * share * (2 - moments) * moment
+        total += own * share * (2 - moments(optim)) * moment
     return math.ceil(total)
 
 

@@ -30,11 +30,20 @@ def leaves_room(needed: Any, chip: Chip) -> Any:
     return needed <= _CHOSEN * chip.memory
 
 
+def moments(optim: Optim) -> int:
+    """Moments that an optimizer keeps of each element; those of matrices for muon."""
+    return {"adamw": 2, "lion": 1}.get(optim.name, 1 if optim.momentum != 0 else 0)
+
+
+def moment_width(optim: Optim, master: int) -> float:
+    """Bytes of a moment of an element; int8 has a factor in fp32 for each 256."""
+    return {"bf16": 2.0, "int8": 1.0 + 4 / 256}.get(optim.state, float(master))
+
+
 def state_width(optim: Optim, master: int) -> float:
     """Bytes of an optimizer's state for each element; those of matrices for muon."""
-    moment = {"bf16": 2.0, "int8": 1.0 + 4 / 256}.get(optim.state, float(master))
-    moments = {"adamw": 2, "lion": 1}.get(optim.name, 1 if optim.momentum != 0 else 0)
-    return moments * moment + (master if optim.ema is not None else 0)
+    kept = moments(optim) * moment_width(optim, master)
+    return kept + (master if optim.ema is not None else 0)
 
 
 def passing_width(optim: Optim, master: int, *, weights: bool) -> float:

@@ -185,9 +185,8 @@ def _end_of_step(
             dense, experts = dense + owned[layer].dense, experts + owned[layer].experts
         tables = plan.first + (plan.last and not (plan.first and tied))
         dense = dense + tables * table_owned(machine)
-    whole = machine.software.gradients_of == "chunk"
-    buckets = len(plans) if whole else max(1, sum(len(plan.blocks) for plan in plans))
-    held = Owned(dense, experts, buckets)
+    blocks = sum(len(plan.blocks) for plan in plans)
+    held = Owned(dense, experts, machine.buckets(len(plans), blocks))
     passes = passes_beside(machine.sizes, machine.config.parallel.schedule in CIRCLING)
     data = float(data_seconds(machine, held, window, passes))
     return data, float(update_seconds(machine, held))

@@ -1,6 +1,5 @@
 """Copies in the memory of nodes: a run that loses ranks, or a node, goes on from them."""
 
-import json
 import shutil
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from checkpoint_helpers import part
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from program import Program, places, stuck_after
+from test_pretrain import losses
 
 from megaframe.checkpoint.memory import MemoryWriter, Peers, peer_of
 from megaframe.checkpoint.ram import Ram
@@ -59,12 +59,6 @@ def train(keys, memory, stop=False, node_size=2):
         return True
     finally:
         mesh.close()
-
-
-def losses(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    return [line["loss"] for line in lines]
 
 
 def files(memory):

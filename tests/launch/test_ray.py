@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 
 from ray.cluster_utils import Cluster
+from test_pretrain import losses
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "tools/launch"
@@ -58,12 +59,6 @@ def start(tmp_path):
 def ended(process, tmp_path):
     """Status and words of a process."""
     return process.wait(300), (tmp_path / "said").read_text()
-
-
-def losses(run):
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in found] == list(range(1, len(found) + 1))
-    return [line["loss"] for line in found]
 
 
 def worker_of(run, rank):
