@@ -20,6 +20,8 @@ PIECE_BYTES = 4 << 20
 """Size of the pieces in which a result is made that is then added or copied elsewhere."""
 GPU_PIECE_BYTES = 256 << 20
 """The same on a GPU, where a piece is a product that fills it."""
+ALONE = 1 << 22
+"""Multiplications from which on one product by oneDNN is faster than MKL's for several at once."""
 
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
@@ -35,6 +37,34 @@ def product(left_MK: Tensor, right_KN: Tensor, bias_N: Tensor | None = None) -> 
     if bias_N is None:
         return left_MK @ right_KN
     return torch.addmm(bias_N, left_MK, right_KN)
+
+
+def fast_bf16(device: torch.device) -> bool:
+    """Whether products of bf16 are made on this CPU by oneDNN."""
+    on_host = device.type == "cpu" and _ONEDNN
+    return on_host and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def products(left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
+    """left [H, M, K] times right [H, K, N] for each H, [H, M, N]."""
+    heads, rows, inner = left_HMK.shape
+    if _by_onednn(left_HMK) and rows * inner * right_HKN.shape[2] >= ALONE:
+        made = [product(*pair) for pair in zip(left_HMK, right_HKN, strict=True)]
+        return torch.stack(made) if heads > 1 else made[0][None]
+    return torch.bmm(left_HMK, right_HKN)
+
+
+def wide_products(left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
+    """`products` in fp32 at least."""
+    if left_HMK.dtype is not torch.bfloat16:
+        return products(left_HMK, right_HKN)
+    # Numbers that bf16 holds lose nothing where oneDNN takes fp32 for bf16, and torch asks it then.
+    matmul = torch.backends.mkldnn.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
+    try:
+        return torch.bmm(left_HMK.float(), right_HKN.float())
+    finally:
+        matmul.fp32_precision = before
 
 
 def product_into(
@@ -57,7 +87,7 @@ def product_into(
     by_rows = rows > columns
     short, long = sorted((rows, columns))
     size = PIECE_BYTES if left_MK.device.type == "cpu" else GPU_PIECE_BYTES
-    step = max(1, size // max(1, short * left_MK.element_size()))
+    step = max(1, size // max(1, short * out_MN.element_size()))
     for start in range(0, long, step):
         piece = slice(start, start + step)
         if by_rows:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megaframe import product as module
-from megaframe.product import product, product_into
+from megaframe.product import product, product_into, products, wide_products
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 SIZES = [(1, 1, 1), (5, 7, 3), (64, 33, 130), (3, 4, 0), (0, 4, 2), (3, 0, 2)]
@@ -34,6 +34,28 @@ def test_product_and_bias(rows, inner, columns, dtype, transposed):
     ):
         assert found.dtype is dtype
         torch.testing.assert_close(found.double(), expected, **tolerance(dtype, inner))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("size", [(5, 7, 3), (130, 160, 220)])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_products_of_several(heads, size, dtype, transposed):
+    """Small ones at once, large ones of fp32 alone. Wide ones round nothing but their sums, and
+    leave what torch may round otherwise as it was."""
+    pairs = [operands(*size, dtype, transposed=transposed) for _ in range(heads)]
+    left, right = (torch.stack([pair[side] for pair in pairs]) for side in (0, 1))
+    wanted = left.double() @ right.double()
+    allowed = torch.backends.mkldnn.matmul.fp32_precision
+    for make, kind in (
+        (products, dtype),
+        (wide_products, torch.promote_types(dtype, torch.float32)),
+    ):
+        found = make(left, right)
+        assert found.dtype is kind
+        error = (found.double() - wanted).norm() / wanted.norm()
+        assert error < torch.finfo(kind).eps * max(0.5, 0.25 * size[1] ** 0.5)
+    assert torch.backends.mkldnn.matmul.fp32_precision == allowed
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

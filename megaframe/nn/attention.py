@@ -19,7 +19,7 @@ from megaframe.nn.frame import Frame
 from megaframe.nn.linear import Elementwise, Linear
 from megaframe.nn.norm import Norm
 from megaframe.nn.ring import ring_attention
-from megaframe.nn.tiles import attend, attend_backward
+from megaframe.nn.tiles import attend, attend_backward, in_products
 from megaframe.parameter import Module
 
 
@@ -101,8 +101,9 @@ def _among_here(
 ) -> Tensor:
     """Attention among tokens that are all here, [B, S, N, V]."""
     uneven = query_BSND.device.type == "cpu" and query_BSND.shape[3] != value_BSGV.shape[3]
-    if uneven or query_BSND.is_meta:  # torch's own would make all scores for shapes alone
-        return _Uneven.apply(query_BSND, key_BSGD, value_BSGV, mask, scale)
+    # Torch's own would make all scores for shapes alone.
+    if uneven or query_BSND.is_meta or in_products(query_BSND, key_BSGD, mask):
+        return _Tile.apply(query_BSND, key_BSGD, value_BSGV, mask, scale)
     out_BNSV = F.scaled_dot_product_attention(
         query_BSND.transpose(1, 2),
         key_BSGD.transpose(1, 2),
@@ -115,8 +116,8 @@ def _among_here(
     return out_BNSV.transpose(1, 2)
 
 
-class _Uneven(torch.autograd.Function):
-    """One tile of everything. Torch's own attention for CPUs would make all scores at once, and
+class _Tile(torch.autograd.Function):
+    """One tile of everything, on a CPU. Torch's own attention would make all scores at once, and
     keep them, where values are not as wide as queries and keys."""
 
     @staticmethod
