@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from megaframe.config.model import Model
 from megaframe.config.schema import Optim, RunConfig
 from megaframe.plan.experts import has_experts
-from megaframe.plan.room import CHUNK, ROOMS, moment_width, moments, passing_width
+from megaframe.plan.room import CHUNK, ROOMS, moment_width, moments, passing_width, state_width
 from megaframe.plan.stages import StagePlan, head_widths, latent_width
 from megaframe.schedule import Action, Kind
 
@@ -236,6 +236,14 @@ def state_bytes(optim: Optim, held: Held, own: int, master: int, *, saved: bool 
         share = (held.total - held.matrices) / max(1, held.total)
         total += own * share * (2 - moments(optim)) * moment
     return math.ceil(total)
+
+
+def away_width(optim: Optim, precision: str) -> float:
+    """Bytes of each element that the host keeps (`optim.offload`): its state, under Muon that of
+    matrices, and the weight in master precision where the model computes with another."""
+    width = WIDTH[precision]
+    master = max(4, width)
+    return state_width(optim, master) + (master if width < master else 0)
 
 
 def _activations(
