@@ -91,9 +91,9 @@ class Held:
         return self.dense + sum(self.experts)
 
     @property
-    def matrices(self) -> int:
-        """All of them that are in blocks."""
-        return sum((*self.blocks, *self.experts, *self.whole, *self.shared))
+    def ends(self) -> int:
+        """Those that are no matrices of blocks."""
+        return self.vectors + sum(self.tables)
 
     def own(self, ranks: int, expert_ranks: int) -> int:
         """What is left of them where `ranks` ranks divide a copy, and `expert_ranks` experts."""
@@ -149,6 +149,7 @@ def memory(
     master = max(4, width)
     stage = config.parallel.zero
     own = held.own(ranks, expert_ranks) if stage else held.total
+    ends = -(-held.ends // ranks) if stage else held.ends
     values = held.vectors + held.lent_values if stage == 3 else held.total
     if width == master:  # then the own weights are among the values, but for what is only lent
         values -= -(-held.vectors // ranks) if stage == 3 else own
@@ -160,7 +161,7 @@ def memory(
     tensor = config.parallel.tensor
     vocab = -(-(config.model.vocab or 0) // tensor)
     chunk = min(tokens, max(1, most_logits(host=host) // max(1, vocab)))
-    state = state_bytes(config.optim, held, own, master)
+    state = state_bytes(config.optim, own, ends, master)
     away = config.optim.offload and not host
     rounded = away and width < master  # then what weights are rounded to is kept here instead
     if rounded and stage == 3:
@@ -177,7 +178,8 @@ def memory(
     saved = 0
     if host and config.checkpoint.every:
         alone = held.own(ranks, expert_ranks)
-        saved = alone * master + state_bytes(config.optim, held, alone, master, saved=True)
+        ends = -(-held.ends // ranks)
+        saved = alone * master + state_bytes(config.optim, alone, ends, master, saved=True)
     return Memory(
         weights=0 if rounded else own * master,
         values=values * width,
@@ -227,14 +229,13 @@ def _rooms(held: Held, ranks: int, expert_ranks: int, stage: int) -> int:
     return sum(_in_use(sizes, 2) for sizes in parts) + sum(set(rest))
 
 
-def state_bytes(optim: Optim, held: Held, own: int, master: int, *, saved: bool = False) -> int:
-    """Bytes that the optimizer remembers of `own` of the parameters; saved: as a checkpoint has
-    them, which knows no blocks."""
+def state_bytes(optim: Optim, own: int, ends: int, master: int, *, saved: bool = False) -> int:
+    """Bytes that the optimizer remembers of so many parameters, of which `ends` are no matrices of
+    blocks; saved: as a checkpoint has them, which knows no blocks of numbers."""
     moment = 4.0 if saved and optim.state == "int8" else moment_width(optim, master)
     total = own * (moments(optim) * moment + (master if optim.ema is not None else 0))
     if optim.name == "muon":  # what is no matrix is AdamW's
-        share = (held.total - held.matrices) / max(1, held.total)
-        total += own * share * (2 - moments(optim)) * moment
+        total += ends * (2 - moments(optim)) * moment
     return math.ceil(total)
 
 

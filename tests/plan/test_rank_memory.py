@@ -15,6 +15,7 @@ from megaframe.schedule import lower
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 4}
 LATENT = {"kv_rank": 64, "head_dim": 32, "rotary_dim": 16, "value_dim": 32, "query_rank": 96}
 MOE = {**LLAMA, "moe": {"experts": 16, "ffn": 160}}
+SHARED = {**LLAMA, "moe": {"experts": 16, "ffn": 160, "shared": 1, "first": 3}}
 INTERLEAVED = {"pipeline": 4, "chunks": 2, "schedule": "interleaved"}
 CASES = {
     "one rank": (1, {}, {}, {}),
@@ -37,6 +38,10 @@ CASES = {
         {},
         {"zero": 1, "tensor": 2, "pipeline": 2},
     ),
+    "muon": (4, LLAMA, {}, {"zero": 1, "tensor": 2}, {"name": "muon", "ema": 0.9}),
+    "muon, experts": (8, MOE, {}, {"expert": 4, "zero": 2}, {"name": "muon", "state": "bf16"}),
+    "muon, experts, tensor": (8, MOE, {}, {"tensor": 2, "zero": 1}, {"name": "muon"}),
+    "shared experts, tensor": (8, SHARED, {}, {"tensor": 2, "expert": 2}),
     "away": (4, LLAMA, {}, {}, {"offload": True}),
     "away, zero 1, tied": (
         4,
