@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from megaframe.config.model import Model
-from megaframe.config.schema import Optim, RunConfig
+from megaframe.config.schema import Optim, Parallel, RunConfig
 from megaframe.plan.experts import has_experts
 from megaframe.plan.room import CHUNK, ROOMS, moment_width, moments, passing_width, state_width
 from megaframe.plan.stages import StagePlan, head_widths, latent_width
@@ -30,12 +30,12 @@ def most_logits(*, host: bool) -> int:
 @dataclass(frozen=True)
 class Memory:
     """Bytes on one rank. weights: in master precision. values: what the model computes with beside
-    them. activations: what the backward of the microbatches in flight needs. logits: the chunk.
-    messages: on their way between stages. rooms: for gradients that arrive, on a CPU, and for what
-    comes from the host's memory. checkpoint: the copy that is written, where that is in the same
-    memory. temporaries: of single operations. overhead: what the device's software takes for
-    itself, and what its allocator cannot use. host: what is kept in the host's memory, where that
-    is another."""
+    them. gradients: with what compression has not sent of them. activations: what the backward of
+    the microbatches in flight needs. logits: the chunk. messages: on their way between stages.
+    rooms: for gradients that arrive, on a CPU, and for what comes from the host's memory.
+    checkpoint: the copy that is written, where that is in the same memory. temporaries: of single
+    operations. overhead: what the device's software takes for itself, and what its allocator cannot
+    use. host: what is kept in the host's memory, where that is another."""
 
     weights: int
     values: int
@@ -157,6 +157,8 @@ def memory(
     if stage >= 2:
         passes = len({action.microbatch for action in actions if action.microbatch is not None})
         gradients = held.vectors + held.lent_gradients(passes) + own - held.vectors // ranks
+    unsent = _unsent(config.parallel, held, ranks, expert_ranks)
+    gradients += unsent
     tokens = config.train.microbatch * config.train.seq
     tensor = config.parallel.tensor
     vocab = -(-(config.model.vocab or 0) // tensor)
@@ -179,7 +181,8 @@ def memory(
     if host and config.checkpoint.every:
         alone = held.own(ranks, expert_ranks)
         ends = -(-held.ends // ranks)
-        saved = alone * master + state_bytes(config.optim, alone, ends, master, saved=True)
+        saved = (alone + unsent) * master
+        saved += state_bytes(config.optim, alone, ends, master, saved=True)
     return Memory(
         weights=0 if rounded else own * master,
         values=values * width,
@@ -227,6 +230,22 @@ def _rooms(held: Held, ranks: int, expert_ranks: int, stage: int) -> int:
     # One part is still on its way when the next one starts.
     rest = others((*held.tables, held.vectors), ranks)
     return sum(_in_use(sizes, 2) for sizes in parts) + sum(set(rest))
+
+
+def _unsent(parallel: Parallel, held: Held, ranks: int, expert_ranks: int) -> int:
+    """Elements of what compression hands on from step to step: of all matrices what a rank sends,
+    which between replicas is its own part."""
+    if parallel.compress == "none":
+        return 0
+    if parallel.data_replicate > 1:
+        return held.own(ranks, expert_ranks) - held.vectors // ranks
+    sent = (
+        (ranks, (*held.blocks, *held.tables)),
+        (ranks * held.tensor, held.whole),
+        (ranks * held.copies, held.shared),
+        (expert_ranks, held.experts),
+    )
+    return sum(sum(sizes) for among, sizes in sent if among > 1)
 
 
 def state_bytes(optim: Optim, own: int, ends: int, master: int, *, saved: bool = False) -> int:
