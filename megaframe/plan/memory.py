@@ -7,7 +7,8 @@ operations come on top.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from megaframe.config.model import Model
@@ -19,6 +20,10 @@ from megaframe.schedule import Action, Kind
 
 WIDTH = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 """Bytes of a value or an activation, by `train.precision`."""
+
+
+_ON_THEIR_WAY = 3
+"""Parts of a stage whose gradients are whole at a time."""
 
 
 def most_logits(*, host: bool) -> int:
@@ -67,8 +72,7 @@ class Held:
     part of a block, attention and what comes after it, the matrices that tensor ranks divide.
     tables: each embedding table, and the head. experts: the matrices of experts in each part, 0
     where there are none. whole: those that all `tensor` ranks have; shared: those that each
-    `copies` neighbours of them have. around: whether a microbatch begins and ends with tables of
-    one size, or with one."""
+    `copies` neighbours of them have."""
 
     vectors: int
     blocks: tuple[int, ...]
@@ -78,7 +82,6 @@ class Held:
     shared: tuple[int, ...] = ()
     tensor: int = 1
     copies: int = 1
-    around: bool = False
 
     @property
     def dense(self) -> int:
@@ -117,11 +120,24 @@ class Held:
         of_parts = (self.blocks, self.experts, self.whole, self.shared)
         return sum(map(_in_use, of_parts)) + sum(set(self.tables))
 
-    def lent_gradients(self, microbatches: int) -> int:
-        """The same of gradients, where those of the two parts before are still on their way; and so
-        are the tables at the end of a microbatch while the next one begins."""
-        around = self.tables[0] if self.around and microbatches > 1 else 0
-        return self.lent_values + around
+    def parts(self, config: RunConfig, plans: Sequence[StagePlan]) -> dict[int, list[list[int]]]:
+        """Of each of these stages, which are the rank's, the parts in the order of a backward pass,
+        and of each part the sizes of its buckets."""
+        rows = [*zip(self.blocks, self.experts, self.whole, self.shared, strict=True)]
+        sizes = [[size for size in row if size] for row in rows]
+        found, start = {}, 0
+        for plan in plans:
+            stop = start + 2 * len(plan.blocks)
+            found[plan.number], start = sizes[start:stop][::-1], stop
+            if plan.first:
+                learned = config.model.position == "learned"
+                found[plan.number].append([*self.tables[: 1 + learned]])
+        for plan in plans:
+            if plan.last:
+                ahead = sizes[start:][::-1]  # the predictors, which look tokens up
+                ends = [[self.tables[0]], *ahead, *([[self.tables[0]]] if ahead else [])]
+                found[plan.number] = ends + found[plan.number]
+        return found
 
 
 def _in_use(sizes: Sequence[int], last: int = 4) -> int:
@@ -155,8 +171,8 @@ def memory(
         values -= -(-held.vectors // ranks) if stage == 3 else own
     gradients = held.total
     if stage >= 2:
-        passes = len({action.microbatch for action in actions if action.microbatch is not None})
-        gradients = held.vectors + held.lent_gradients(passes) + own - held.vectors // ranks
+        lent = _lent_gradients(held.parts(config, plans), actions)
+        gradients = held.vectors + lent + own - held.vectors // ranks
     unsent = _unsent(config.parallel, held, ranks, expert_ranks)
     gradients += unsent
     tokens = config.train.microbatch * config.train.seq
@@ -199,6 +215,27 @@ def memory(
         ),
         host=(own * master if rounded else 0) + (state if away else 0),
     )
+
+
+def _lent_gradients(parts: Mapping[int, list[list[int]]], actions: Sequence[Action]) -> int:
+    """Elements of the buffers that hold whole gradients where ZeRO divides them: of the part that
+    is computed, and of the two before it, which are still on their way."""
+    split = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.W}
+    order = [
+        action.stage
+        for action in actions
+        if action.stage is not None
+        and action.kind is (Kind.W if (action.stage, action.microbatch) in split else Kind.B)
+    ]
+    most: Counter[int] = Counter()
+    for stages in {tuple(order[at : at + _ON_THEIR_WAY]) for at in range(len(order))}:
+        behind = [part for stage in stages for part in parts[stage]]
+        for at in range(len(behind)):
+            window = behind[at : at + _ON_THEIR_WAY]
+            if all(part is window[0] for part in window):
+                window = window[:2]  # what has one part alone waits for that of the pass before
+            most |= Counter(size for part in window for size in part)
+    return sum(size * count for size, count in most.items())
 
 
 def widest(config: RunConfig) -> int:
