@@ -14,6 +14,7 @@ from functools import partial
 from megaframe.comm.place import Place
 from megaframe.config import RunConfig
 from megaframe.errors import LostRanks
+from megaframe.faults.leaving import Launcher
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
 from megaframe.trainer import Trainer
@@ -23,7 +24,7 @@ def train(config: RunConfig, layout: Layout, notes: Sequence[str] = ()) -> None:
     """This rank's part in a run, to its end. notes: what is to be said at its start. Raises what
     `Mesh` and `Trainer` raise, but for `LostRanks` of a run that has begun, which ends the process
     (`Mesh.leave`) or begins it again."""
-    often, last = 0, -1
+    often, last, launcher = 0, -1, Launcher()
     while True:
         mesh = Mesh(
             layout,
@@ -34,7 +35,7 @@ def train(config: RunConfig, layout: Layout, notes: Sequence[str] = ()) -> None:
         )
         trainer: Trainer | None = None
         try:
-            trainer = Trainer(config, mesh, notes)
+            trainer = Trainer(config, mesh, notes, launcher)
             if config.checkpoint.resume == "latest" and often < config.faults.restarts:
                 mesh.may_begin_again(partial(_came_further, mesh.place, last))
             trainer.run()

@@ -103,6 +103,7 @@ class Mesh:
         if check_collectives:
             self._order = Order(self.store, self.rank, self.place)
         self._groups: dict[frozenset[str], Group] = {}
+        self._members: dict[frozenset[str], Sequence[tuple[int, ...]]] = {}
         self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._counted: list[tuple[str, Group]] = []
         self.add_groups(axis_sets)
@@ -133,8 +134,18 @@ class Mesh:
         it."""
         for axes in axis_sets:
             if self._key(axes) not in self._groups:
-                made = self._make_group(axes, self.layout.groups(*axes), shared=True)
-                self._groups[self._key(axes)] = made
+                self._add_group(axes, self.layout.groups(*axes))
+
+    def _add_group(self, axes: tuple[str, ...], members: Sequence[tuple[int, ...]]) -> None:
+        key = self._key(axes)
+        self._groups[key] = self._make_group(axes, members, shared=True)
+        self._members[key] = members
+
+    def indices(self, ranks: Iterable[int], *axes: str) -> list[int]:
+        """The index of each of `ranks` in its own group over `axes`."""
+        every = self._members[self._key(axes)]
+        found = {rank: index for members in every for index, rank in enumerate(members)}
+        return [found[rank] for rank in ranks]
 
     def divide_experts(self, neighbours: int) -> tuple[Group, Group]:
         """Make groups of so many neighbours on the expert axis, and of those with the same place
@@ -154,8 +165,7 @@ class Mesh:
             for ranks in self.layout.groups("data_shard", "context", "tensor")
             for part in range(self.layout.tensor // copies)
         ]
-        axes = ("data_shard", "context", "tensor_copies")
-        self._groups[self._key(axes)] = self._make_group(axes, alike, shared=True)
+        self._add_group(("data_shard", "context", "tensor_copies"), alike)
 
     def divide_context(self, neighbours: int) -> tuple[Group, Ring]:
         """Make groups of so many neighbours on the context axis, and rings of the ranks with the

@@ -22,7 +22,7 @@ from megaframe.data.tokenizer import load_tokenizer
 from megaframe.engine import Outcome
 from megaframe.errors import Unreadable, UserError
 from megaframe.faults.guard import Guard
-from megaframe.faults.leaving import exit_status, heeding_signals
+from megaframe.faults.leaving import Launcher, exit_status, heeding_signals
 from megaframe.faults.ledger import Ledger
 from megaframe.mesh import Mesh, ranks_on_this_node
 from megaframe.meter import Meter, StepTimer
@@ -50,10 +50,16 @@ _JUMP = 1.5
 
 
 class Trainer:
-    """One rank's part in one run. notes: what is to be said at its start. Raises `UserError` for
-    whatever of the config cannot work."""
+    """One rank's part in one run. notes: what is to be said at its start. launcher: of the process,
+    which may be older than this. Raises `UserError` for whatever of the config cannot work."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh, notes: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: Mesh,
+        notes: Sequence[str] = (),
+        launcher: Launcher | None = None,
+    ) -> None:
         self.config, self.mesh = config, mesh
         _set_determinism(config)
         self.folder = Path(config.run.dir)
@@ -99,7 +105,9 @@ class Trainer:
             if warning is not None:
                 self.meter.note(f"warning: {warning}")
         self.saving.begin(source)
-        self.guard = Guard(config, mesh, self.pipeline, self.meter, ledger, self._go_back)
+        self.guard = Guard(
+            config, mesh, self.pipeline, self.meter, ledger, self._go_back, launcher or Launcher()
+        )
         self.guard.starts_after(self.step, state)
         if mesh.rank == 0:
             (self.folder / "config.yaml").write_text(dump(config), encoding="utf-8")

@@ -43,6 +43,9 @@ CASES = {
     "pipeline": ({"tie_embeddings": True}, {}, {"pipeline": 4}),
     "zb-v": (LLAMA, {}, {"pipeline": 2, "chunks": 2, "schedule": "zb-v", "tensor": 2}),
     "interleaved": ({}, {}, {"pipeline": 2, "chunks": 2, "schedule": "interleaved", "zero": 2}),
+    "muon": ({}, {}, {"zero": 1}, {"name": "muon"}),
+    "muon, few heads": (LLAMA, {}, {"tensor": 4, "zero": 1}, {"name": "muon", "ema": 0.9}),
+    "muon, zero 3": (LLAMA, {}, {"tensor": 2, "context": 2, "zero": 3}, {"name": "muon"}),
 }
 WITH_EXPERTS = {
     "experts": (MOE, {}, {"expert": 4}),

@@ -74,12 +74,13 @@ class Guard:
         meter: Meter,
         ledger: Ledger,
         go_back: GoBack,
+        launcher: Launcher,
     ) -> None:
         self._faults, self._mesh, self._pipeline = config.faults, mesh, pipeline
         self._meter, self._ledger, self._return = meter, ledger, go_back
         self.history = History(config.faults)
         self.told = 0
-        self._launcher = Launcher()
+        self._launcher = launcher
         self._unjudged: deque[_Done] = deque()
         self._compared = self._ways_back = 0
         self._saving = 0.0

@@ -55,7 +55,8 @@ def heeding_signals(place: Place) -> Iterator[None]:
 
 class Launcher:
     """The torchrun that started this process, where one did. One that is killed cannot ask its
-    ranks to leave, which would then keep their devices from those that are started next."""
+    ranks to leave, which would then keep their devices from those that are started next. To be
+    made once, as early as can be: only who knew it notices that it is gone."""
 
     def __init__(self) -> None:
         self._number = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None

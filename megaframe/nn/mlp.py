@@ -48,9 +48,7 @@ class MLP(Module):
 
 def activate(kind: str, x: Tensor, kernels: Kernels = NO_KERNELS) -> Tensor:
     """x [..., F] to [..., F]; for swiglu x [..., 2F] = (gate, up) to silu(gate) * up [..., F]."""
-    if run := kernels.find("activation", x, kind):
-        return run(x, kind)
-    return kernels.piece(_activated, _activated_simply)(kind, x)
+    return _chosen(kind, x, kernels)(kind, x)
 
 
 def activate_again(
@@ -58,15 +56,22 @@ def activate_again(
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """In a backward pass: what `activate` makes of x, and what makes the gradient of x of that of
     it, once."""
-    plain = kernels.piece(_activated, _activated_simply) is _activated
-    if kind == "swiglu" and plain and not kernels.has("activation"):
+    run = _chosen(kind, x, kernels)
+    if kind == "swiglu" and run is _activated:
         gate, up = x.chunk(2, -1)
         silu = F.silu(gate)
         return silu * up, partial(_swiglu_back, x, silu)
     x = x.detach().requires_grad_()
     with torch.enable_grad():
-        y = activate(kind, x, kernels)
+        y = run(kind, x)
     return y.detach(), lambda dy: torch.autograd.grad(y, x, dy)[0]
+
+
+def _chosen(kind: str, x: Tensor, kernels: Kernels) -> Callable[[str, Tensor], Tensor]:
+    """What computes it of a kind and of tensors like x."""
+    if run := kernels.find("activation", x, kind):
+        return lambda kind, x: run(x, kind)
+    return kernels.piece(_activated, _activated_simply)
 
 
 def _activated(kind: str, x: Tensor) -> Tensor:

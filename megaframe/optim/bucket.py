@@ -11,8 +11,7 @@ by the rule, which rounds each while it is there.
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,12 +21,13 @@ from megaframe.comm import Group, Pending
 from megaframe.comm.flat import all_gather_, part
 from megaframe.init import fill
 from megaframe.optim.buffers import Buffers
+from megaframe.optim.division import Division
 from megaframe.optim.route import STAYS, Route
 from megaframe.optim.rule import Rule, Step
 from megaframe.optim.wire import Wire
 from megaframe.optim.wiring import PLAIN, Wiring
 from megaframe.parameter import Parameter, Precision
-from megaframe.spec import Box, ParamSpec, runs
+from megaframe.spec import Box, ParamSpec
 
 _ALIGNMENT = 64
 """Bytes on which each parameter starts."""
@@ -63,7 +63,7 @@ class Bucket:
     def __init__(
         self,
         parameters: Sequence[Parameter],
-        boxes: Mapping[str, Box],
+        boxes: Sequence[Box],
         precision: Precision,
         sharing: Sharing,
         buffers: Buffers,
@@ -74,14 +74,9 @@ class Bucket:
     ) -> None:
         self.parameters, self.sharing, self.replica = tuple(parameters), sharing, replica
         self._precision, self._buffers, self.device = precision, buffers, buffers.device
-        self._starts, self.length = _positions(
-            [boxes[p.spec.name].size for p in parameters],
-            _ALIGNMENT // precision.compute.itemsize,
-            sharing.shard.size,
-        )
-        share = self.length // sharing.shard.size
-        self.own = slice(sharing.shard.index * share, (sharing.shard.index + 1) * share)
-        self.kept = self.own if sharing.stage else slice(0, self.length)
+        self.division = self.divided(boxes, sharing.shard.index)
+        self.length, self.own = self.division.length, self.division.own
+        self.kept = self.division.kept
         self._values: Tensor | None = None
         self._grads: Tensor | None = None
         if sharing.stage < 3:
@@ -101,8 +96,8 @@ class Bucket:
         elif self.away:
             self._rounded = buffers.take(count, precision.compute)
         place = None if rule is None else self._whole_grads
-        for parameter in parameters:
-            parameter.bind(boxes[parameter.spec.name], place)
+        for parameter, box in zip(parameters, boxes, strict=True):
+            parameter.bind(box, place)
         if self._values is not None:
             self._show(self._values)
         self.optimizer = None if rule is None else rule(self)
@@ -111,7 +106,7 @@ class Bucket:
         if rule is not None and sharing.stage < 2:
             self.sums = self._whole_grads()[self.kept]
         elif rule is not None:
-            self.sums = buffers.take(share, precision.master)
+            self.sums = buffers.take(self.own.stop - self.own.start, precision.master)
         self._over_shard = self._over_replicas = Wire(sharing.shard)
         if rule is not None:
             self._over_shard = self._wire(sharing.shard, slice(0, self.length))
@@ -142,21 +137,16 @@ class Bucket:
             self.optimizer.start(self.weights)
         self.renew()
 
-    @property
-    def spans(self) -> list[slice]:
-        """Where each parameter lies."""
-        starts = zip(self.parameters, self._starts, strict=True)
-        return [slice(start, start + p.box.size) for p, start in starts]
+    def divided(self, boxes: Sequence[Box], index: int) -> Division:
+        """How it lies on the rank of this index among those that share it, which has these boxes
+        of the parameters."""
+        step, shard = _ALIGNMENT // self._precision.compute.itemsize, self.sharing.shard
+        return Division.of(boxes, step, shard.size, index, divided=self.sharing.stage > 0)
 
     def pieces(self, flat: Tensor, span: slice) -> Iterator[tuple[Parameter, Box, Tensor]]:
         """What `flat`, which holds `span` of the bucket, has of each parameter, in boxes."""
-        for parameter, start in zip(self.parameters, self._starts, strict=True):
-            low = max(span.start, start)
-            high = min(span.stop, start + parameter.box.size)
-            for box in runs(parameter.box, low - start, high - start):
-                at = low - span.start
-                yield parameter, box, flat[at : at + box.size].view(box.shape)
-                low += box.size
+        for number, box, place in self.division.pieces(span):
+            yield self.parameters[number], box, flat[place].view(box.shape)
 
     def tensors(self, *, owned: bool) -> Iterator[tuple[str, ParamSpec, Box, Tensor]]:
         """What a checkpoint has of this bucket, as key, spec, box and piece: all that this rank
@@ -178,7 +168,7 @@ class Bucket:
         sharing = self.sharing
         place = [
             (p.spec.name, p.box.offset, p.box.shape, start)
-            for p, start in zip(self.parameters, self._starts, strict=True)
+            for p, start in zip(self.parameters, self.division.starts, strict=True)
         ]
         groups = [(group.ranks, group.index) for group in (sharing.shard, sharing.replicas)]
         text = repr((groups, sharing.stage, sharing.wiring, self.length, place))
@@ -254,10 +244,10 @@ class Bucket:
         if self._grads is None:
             self._grads = grads = self._buffers.take(self.length, self._precision.master)
             end = 0
-            for parameter, start in zip(self.parameters, self._starts, strict=True):
-                grads[end:start].zero_()  # padding is summed, and must change no norm
-                end = start + parameter.box.size
-                parameter.grad = grads[start:end].view(parameter.box.shape)
+            for parameter, span in zip(self.parameters, self.division.spans, strict=True):
+                grads[end : span.start].zero_()  # padding is summed, and must change no norm
+                end = span.stop
+                parameter.grad = grads[span].view(parameter.box.shape)
             grads[end:].zero_()
         return self._grads
 
@@ -330,9 +320,8 @@ class Bucket:
             self.take()
 
     def _show(self, values: Tensor) -> None:
-        for parameter, start in zip(self.parameters, self._starts, strict=True):
-            box = parameter.box
-            parameter.value = values[start : start + box.size].view(box.shape)
+        for parameter, span in zip(self.parameters, self.division.spans, strict=True):
+            parameter.value = values[span].view(parameter.box.shape)
 
     def _bring(self, values: Tensor) -> None:
         mine = values[self.kept]
@@ -341,13 +330,3 @@ class Bucket:
             mine.copy_(source)
         if self.sharing.stage:
             self._arriving = all_gather_(values, self.sharing.shard)
-
-
-def _positions(sizes: Sequence[int], step: int, parts: int) -> tuple[list[int], int]:
-    """Where things of these sizes start when each starts at a multiple of `step`, and the length of
-    all, a multiple of `parts * step`."""
-    starts, end = [], 0
-    for size in sizes:
-        starts.append(end)
-        end += step * math.ceil(size / step)
-    return starts, parts * step * math.ceil(end / (parts * step))

@@ -23,6 +23,7 @@ from megaframe.optim.adamw import AdamW, AdamWOptions
 from megaframe.optim.balance import Balance
 from megaframe.optim.bucket import Bucket
 from megaframe.optim.codes import codes
+from megaframe.optim.division import Division
 from megaframe.optim.elementwise import (
     Average,
     Change,
@@ -71,7 +72,7 @@ class Choices:
         self._moe, self._kernels = config.model.moe, kernels
         self._precision = PRECISIONS[config.train.precision]
         self._frozen = frozen_names(config)
-        self.owners = mesh.group("data_shard", "context", "tensor")
+        self._mesh, self.owners = mesh, mesh.group("data_shard", "context", "tensor")
         """The ranks that hold one copy of what a stage has, and own its matrices."""
         self.route = route_of(optim, mesh.device)
         """By which what is kept away from the device comes to it."""
@@ -89,13 +90,24 @@ class Choices:
     def _make(self, kind: Kind, bucket: Bucket) -> Rule:
         if kind.rule == "balance":
             assert self._moe is not None, "a model with routers has experts"
-            return Balance(self._moe, bucket.spans)
+            return Balance(self._moe, bucket.division.spans)
         optim, keeping = self._optim, self._keeping
         average = [] if optim.ema is None else [Average(optim.ema)]
         if kind.rule == "muon":
             speed = momentum_options(optim, kind.rates)
-            return Muon(bucket, speed, keeping, self._precision, self.owners, average)
+            divisions = self._on_owners(bucket)
+            return Muon(bucket, speed, keeping, self._precision, self.owners, divisions, average)
         return Elementwise(bucket.weights, [*self._changes(kind), *average], keeping)
+
+    def _on_owners(self, bucket: Bucket) -> list[Division]:
+        """How the bucket lies on each of the owners."""
+        layout, ranks = self._mesh.layout, self.owners.ranks
+        places, sizes = map(layout.place, ranks), layout.sizes
+        indices = self._mesh.indices(ranks, *bucket.sharing.shard.axes)
+        return [
+            bucket.divided([p.spec.local(place, sizes) for p in bucket.parameters], index)
+            for place, index in zip(places, indices, strict=True)
+        ]
 
     def _changes(self, kind: Kind) -> list[Change]:
         """Of a rule that changes each element on its own."""

@@ -1,7 +1,7 @@
 """Exchange: pieces of matrices on their way to the one rank that works on the whole, and back.
 
-A rank holds flat parts of slices of a weight, in boxes. Each rank tells its boxes once, so that no
-rank has to know how another came to them: any layout is the same list of boxes.
+A rank holds flat parts of slices of a weight, in boxes. Every rank knows those of all others, but
+not how they came to them: any layout is the same list of boxes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaframe.comm import Group, Pending, all_gather, all_reduce
+from megaframe.comm import Group, Pending
 from megaframe.comm.uneven import all_to_all_uneven
 from megaframe.spec import Box
 
@@ -92,23 +92,6 @@ class Exchange:
         return all_to_all_uneven(flat, out, into, self._group)
 
 
-def boxes_of_all(
-    gives: Sequence[Piece], takes: Sequence[Piece], group: Group, device: torch.device
-) -> Boxes:
-    """What each rank of the group says here of itself. All of them call it."""
-    found = []
-    for pieces in (gives, takes):
-        rows = [[p.tensor, len(p.box.shape), *p.box.offset, *p.box.shape] for p in pieces]
-        size = torch.tensor([len(rows), max(map(len, rows), default=0)])
-        most, width = all_reduce(size.to(device), group, "max").wait().tolist()
-        table = torch.full((1, most, width), -1)
-        for index, row in enumerate(rows):
-            table[0, index, : len(row)] = torch.tensor(row)
-        every = all_gather(table.to(device), group).wait().tolist()
-        found.append([[_piece(row) for row in rank if row[0] >= 0] for rank in every])
-    return Boxes(*found)
-
-
 def deal(work: Sequence[float], ranks: int) -> list[int]:
     """A rank for each piece of work: the largest first, each to the one with the least so far."""
     loads = [(0.0, rank) for rank in range(ranks)]
@@ -161,8 +144,3 @@ def _parts(flat: Tensor, cuts: Sequence[Sequence[_Cut]]) -> Iterator[tuple[_Cut,
         for cut in of_rank:
             yield cut, flat[start : start + cut.box.size].view(cut.box.shape)
             start += cut.box.size
-
-
-def _piece(row: Sequence[int]) -> Piece:
-    dims = row[1]
-    return Piece(row[0], Box(tuple(row[2 : 2 + dims]), tuple(row[2 + dims : 2 + 2 * dims])))

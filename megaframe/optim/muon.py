@@ -16,8 +16,9 @@ from torch import Tensor
 
 from megaframe.comm import Group
 from megaframe.optim.bucket import Bucket
+from megaframe.optim.division import Division
 from megaframe.optim.elementwise import Change, Descent, Elementwise, MomentumOptions, Speed
-from megaframe.optim.exchange import Exchange, Piece, boxes_of_all, deal
+from megaframe.optim.exchange import Boxes, Exchange, Piece, deal
 from megaframe.optim.moments import Keeping
 from megaframe.optim.rule import Step
 from megaframe.parameter import Precision
@@ -31,8 +32,8 @@ _SCALE = 0.2
 
 
 class Muon:
-    """Of a bucket of matrices. group: the ranks that hold one copy of them together, all of which
-    make the same one. after: changes that come after its own."""
+    """Of a bucket of matrices. group: the ranks that hold one copy of them together. divisions: how
+    it lies on each of these. after: changes that come after its own."""
 
     def __init__(
         self,
@@ -41,6 +42,7 @@ class Muon:
         keeping: Keeping,
         precision: Precision,
         group: Group,
+        divisions: Sequence[Division],
         after: Sequence[Change] = (),
     ) -> None:
         self._bucket, self._group = bucket, group
@@ -50,15 +52,10 @@ class Muon:
         # Entries of a large matrix of norm 1 are too small for fp16.
         half = precision.compute == torch.float16
         self._dtype = torch.float32 if half else precision.compute
-        number = {parameter: index for index, parameter in enumerate(bucket.parameters)}
-        gives, takes = (
-            [Piece(number[p], box) for p, box, _ in bucket.pieces(flat, span)]
-            for flat, span in (
-                (self._own(bucket.weights), bucket.own),
-                (bucket.weights, bucket.kept),
-            )
+        self._boxes = Boxes(
+            [_within(division, division.own) for division in divisions],
+            [_within(division, division.kept) for division in divisions],
         )
-        self._boxes = boxes_of_all(gives, takes, group, bucket.device)
         self._wholes = [
             Piece(index, box)
             for index, parameter in enumerate(bucket.parameters)
@@ -131,6 +128,10 @@ class Muon:
         sides = self._sides(self._wholes[index])
         scale = _SCALE * math.sqrt(max(sides))
         return orthogonal(whole.view(sides)).mul_(scale).view(whole.shape)
+
+
+def _within(division: Division, span: slice) -> list[Piece]:
+    return [Piece(number, box) for number, box, _ in division.pieces(span)]
 
 
 def orthogonal(matrix_OI: Tensor) -> Tensor:

@@ -171,7 +171,7 @@ class Optimizer:
         sharing = Sharing(mesh.group(*shard), mesh.group("data_replicate"), stage, wiring)
         return Bucket(
             parameters,
-            {p.spec.name: p.spec.local(mesh.coordinate, sizes) for p in parameters},
+            [p.spec.local(mesh.coordinate, sizes) for p in parameters],
             precision,
             sharing,
             self.buffers,

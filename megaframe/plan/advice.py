@@ -59,7 +59,8 @@ def said(choice: Choice, cluster: Cluster) -> Iterator[str]:
         f"{used:.1f} of {cluster.chip.memory / _GIB:.0f} GiB{there}."
     )
     tokens = train.steps * train.global_batch * train.seq
-    state = sum(prediction.memory_bytes.get(kind, 0) for kind in ("weights", "optimizer"))
+    state = prediction.host_bytes
+    state += sum(prediction.memory_bytes.get(kind, 0) for kind in ("weights", "optimizer"))
     run = goodput(cluster, choice.layout.world, prediction.tokens_per_second, tokens, state)
     yield (
         f"{tokens:.3g} tokens take {run.days:.3g} days and ${run.dollars:,.0f}, with "

@@ -22,7 +22,8 @@ class Chip:
     peaks: dense FLOP/s by type (`train.precision`, and `fp8` where there is one). memory: bytes.
     bandwidth: of that memory, bytes/s. units: processors that share the tiles of a product.
     watts: its limit. product_watts: what large products would take at the clock of the peak.
-    idle_watts: what it takes doing nothing. family: whose `constants` it has.
+    idle_watts: what it takes doing nothing. family: whose `constants` it has. host_link: bytes/s to
+    the host's memory, and as many back at the same time; None where that is not known.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Chip:
     watts: float
     product_watts: float
     idle_watts: float = 0.0
+    host_link: float | None = None
 
     @property
     def is_host(self) -> bool:
@@ -59,20 +61,26 @@ def _peaks(bf16: float, fp32: float, fp64: float, fp8: float | None = None) -> d
     return {kind: 1e12 * value for kind, value in peaks.items()}
 
 
-_H100 = _peaks(989.4, 494.7, 67, 1978.9)
+_PCIE4, _PCIE5 = 31.5e9, 63.0e9
+"""PCI Express of 16 lanes: 16 or 32 GT/s each, of which 128 bits in 130 are data (PCI-SIG, base
+specifications 4.0 and 5.0). Which of them, datasheets of NVIDIA say."""
+_C2C = 225e9
+"""NVLink-C2C: 900 GB/s there and back together (datasheet of the GB200), which two GPUs share."""
+_A100, _H100 = _peaks(312, 156, 19.5), _peaks(989.4, 494.7, 67, 1978.9)
+_B200, _GB200 = _peaks(2250, 1100, 37, 4500), _peaks(2500, 1250, 40, 5000)
 _GB = 2.0**30
 CHIPS: Mapping[str, Chip] = {
     chip.name: chip
     for chip in (
         # fp32 is what products of fp32 are made in by default: TF32 where there are tensor cores.
-        Chip("a100-40gb", "a100", _peaks(312, 156, 19.5), 40 * _GB, 1.555e12, 108, 400, 400, 60),
-        Chip("a100-80gb", "a100", _peaks(312, 156, 19.5), 80 * _GB, 2.039e12, 108, 400, 400, 60),
-        Chip("h100", "h100", _H100, 80 * _GB, 3.35e12, 132, 700, 1000, 100),
+        Chip("a100-40gb", "a100", _A100, 40 * _GB, 1.555e12, 108, 400, 400, 60, _PCIE4),
+        Chip("a100-80gb", "a100", _A100, 80 * _GB, 2.039e12, 108, 400, 400, 60, _PCIE4),
+        Chip("h100", "h100", _H100, 80 * _GB, 3.35e12, 132, 700, 1000, 100, _PCIE5),
         # Parts with slower memory and a limit of 500 W, as torchtitan's tables were made on.
-        Chip("h100-500w", "h100", _H100, 96 * _GB, 2.4e12, 132, 500, 1000, 100),
-        Chip("h200", "h200", _H100, 141 * _GB, 4.8e12, 132, 700, 1000, 100),
-        Chip("b200", "b200", _peaks(2250, 1100, 37, 4500), 180 * _GB, 8e12, 148, 1000, 1300, 140),
-        Chip("gb200", "b200", _peaks(2500, 1250, 40, 5000), 186 * _GB, 8e12, 152, 1200, 1500, 140),
+        Chip("h100-500w", "h100", _H100, 96 * _GB, 2.4e12, 132, 500, 1000, 100, _PCIE5),
+        Chip("h200", "h200", _H100, 141 * _GB, 4.8e12, 132, 700, 1000, 100, _PCIE5),
+        Chip("b200", "b200", _B200, 180 * _GB, 8e12, 148, 1000, 1300, 140, _PCIE5),
+        Chip("gb200", "b200", _GB200, 186 * _GB, 8e12, 152, 1200, 1500, 140, _C2C),
         Chip("tpu-v5p", "tpu", _peaks(459, 57, 0.5), 95 * _GB, 2.765e12, 8, 500, 500, 50),
         Chip("cpu", "cpu", _peaks(0.9, 0.4, 0.1), 4 * _GB, 10e9, 1, 100, 100),
     )

@@ -34,6 +34,7 @@ _BY_NAME = {
 """Clusters by a part of the name of a device."""
 FOLDER = CONFIGS / "clusters"
 _MAX_BYTES = 100_000
+_OF_CHIP = ("memory", "bandwidth", "watts", "host_link")
 
 TierKind = Literal["switch", "rail", "torus"]
 """switch: any rank of the tier reaches any other alike. rail: only the rank of the same number in
@@ -140,6 +141,7 @@ class _ClusterFile(Section):
     memory: _Above | None = None
     bandwidth: _Above | None = None
     watts: _Above | None = None
+    host_link: _Above | None = None
     peaks: dict[str, _Above] | None = None
 
 
@@ -152,8 +154,8 @@ def likely_cluster(device: str) -> str | None:
 def load_cluster(name: str = DEFAULT) -> Cluster:
     """The cluster of a file: `configs/clusters/NAME.yaml`, or a path.
 
-    `memory`, `bandwidth`, `watts` and `peaks` (of types) replace those of the chip that it names.
-    Raises `UserError` with every mistake.
+    `memory`, `bandwidth`, `watts`, `host_link` and `peaks` (of types) replace those of the chip
+    that it names. Raises `UserError` with every mistake.
     """
     path = (
         Path(name) if "/" in name or name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
@@ -170,7 +172,7 @@ def load_cluster(name: str = DEFAULT) -> Cluster:
             "or one of these with memory, bandwidth, watts and peaks of its own"
         )
     chip = CHIPS[given.chip]
-    own = {key: getattr(given, key) for key in ("memory", "bandwidth", "watts")}
+    own = {key: getattr(given, key) for key in _OF_CHIP}
     chip = replace(chip, **{key: value for key, value in own.items() if value is not None})
     if given.peaks is not None:
         chip = replace(chip, peaks={**chip.peaks, **given.peaks})

@@ -68,7 +68,6 @@ def held(config: RunConfig, layout: Layout, plans: Sequence[StagePlan]) -> Held:
         tuple(part.shared for part in parts),
         layout.tensor,
         copies,
-        first and last,
     )
 
 

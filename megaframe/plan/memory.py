@@ -7,18 +7,23 @@ operations come on top.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from megaframe.config.model import Model
-from megaframe.config.schema import Optim, RunConfig
+from megaframe.config.schema import Optim, Parallel, RunConfig
 from megaframe.plan.experts import has_experts
-from megaframe.plan.room import CHUNK, ROOMS, moment_width, moments, passing_width
+from megaframe.plan.room import CHUNK, ROOMS, moment_width, moments, passing_width, state_width
 from megaframe.plan.stages import StagePlan, head_widths, latent_width
 from megaframe.schedule import Action, Kind
 
 WIDTH = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 """Bytes of a value or an activation, by `train.precision`."""
+
+
+_ON_THEIR_WAY = 3
+"""Parts of a stage whose gradients are whole at a time."""
 
 
 def most_logits(*, host: bool) -> int:
@@ -30,12 +35,12 @@ def most_logits(*, host: bool) -> int:
 @dataclass(frozen=True)
 class Memory:
     """Bytes on one rank. weights: in master precision. values: what the model computes with beside
-    them. activations: what the backward of the microbatches in flight needs. logits: the chunk.
-    messages: on their way between stages. rooms: for gradients that arrive, on a CPU, and for what
-    comes from the host's memory. checkpoint: the copy that is written, where that is in the same
-    memory. temporaries: of single operations. overhead: what the device's software takes for
-    itself, and what its allocator cannot use. host: what is kept in the host's memory, where that
-    is another."""
+    them. gradients: with what compression has not sent of them. activations: what the backward of
+    the microbatches in flight needs. logits: the chunk. messages: on their way between stages.
+    rooms: for gradients that arrive, on a CPU, and for what comes from the host's memory.
+    checkpoint: the copy that is written, where that is in the same memory. temporaries: of single
+    operations. overhead: what the device's software takes for itself, and what its allocator cannot
+    use. host: what is kept in the host's memory, where that is another."""
 
     weights: int
     values: int
@@ -67,8 +72,7 @@ class Held:
     part of a block, attention and what comes after it, the matrices that tensor ranks divide.
     tables: each embedding table, and the head. experts: the matrices of experts in each part, 0
     where there are none. whole: those that all `tensor` ranks have; shared: those that each
-    `copies` neighbours of them have. around: whether a microbatch begins and ends with tables of
-    one size, or with one."""
+    `copies` neighbours of them have."""
 
     vectors: int
     blocks: tuple[int, ...]
@@ -78,7 +82,6 @@ class Held:
     shared: tuple[int, ...] = ()
     tensor: int = 1
     copies: int = 1
-    around: bool = False
 
     @property
     def dense(self) -> int:
@@ -91,9 +94,9 @@ class Held:
         return self.dense + sum(self.experts)
 
     @property
-    def matrices(self) -> int:
-        """All of them that are in blocks."""
-        return sum((*self.blocks, *self.experts, *self.whole, *self.shared))
+    def ends(self) -> int:
+        """Those that are no matrices of blocks."""
+        return self.vectors + sum(self.tables)
 
     def own(self, ranks: int, expert_ranks: int) -> int:
         """What is left of them where `ranks` ranks divide a copy, and `expert_ranks` experts."""
@@ -117,11 +120,24 @@ class Held:
         of_parts = (self.blocks, self.experts, self.whole, self.shared)
         return sum(map(_in_use, of_parts)) + sum(set(self.tables))
 
-    def lent_gradients(self, microbatches: int) -> int:
-        """The same of gradients, where those of the two parts before are still on their way; and so
-        are the tables at the end of a microbatch while the next one begins."""
-        around = self.tables[0] if self.around and microbatches > 1 else 0
-        return self.lent_values + around
+    def parts(self, config: RunConfig, plans: Sequence[StagePlan]) -> dict[int, list[list[int]]]:
+        """Of each of these stages, which are the rank's, the parts in the order of a backward pass,
+        and of each part the sizes of its buckets."""
+        rows = [*zip(self.blocks, self.experts, self.whole, self.shared, strict=True)]
+        sizes = [[size for size in row if size] for row in rows]
+        found, start = {}, 0
+        for plan in plans:
+            stop = start + 2 * len(plan.blocks)
+            found[plan.number], start = sizes[start:stop][::-1], stop
+            if plan.first:
+                learned = config.model.position == "learned"
+                found[plan.number].append([*self.tables[: 1 + learned]])
+        for plan in plans:
+            if plan.last:
+                ahead = sizes[start:][::-1]  # the predictors, which look tokens up
+                ends = [[self.tables[0]], *ahead, *([[self.tables[0]]] if ahead else [])]
+                found[plan.number] = ends + found[plan.number]
+        return found
 
 
 def _in_use(sizes: Sequence[int], last: int = 4) -> int:
@@ -149,18 +165,21 @@ def memory(
     master = max(4, width)
     stage = config.parallel.zero
     own = held.own(ranks, expert_ranks) if stage else held.total
+    ends = -(-held.ends // ranks) if stage else held.ends
     values = held.vectors + held.lent_values if stage == 3 else held.total
     if width == master:  # then the own weights are among the values, but for what is only lent
         values -= -(-held.vectors // ranks) if stage == 3 else own
     gradients = held.total
     if stage >= 2:
-        passes = len({action.microbatch for action in actions if action.microbatch is not None})
-        gradients = held.vectors + held.lent_gradients(passes) + own - held.vectors // ranks
+        lent = _lent_gradients(held.parts(config, plans), actions)
+        gradients = held.vectors + lent + own - held.vectors // ranks
+    unsent = _unsent(config.parallel, held, ranks, expert_ranks)
+    gradients += unsent
     tokens = config.train.microbatch * config.train.seq
     tensor = config.parallel.tensor
     vocab = -(-(config.model.vocab or 0) // tensor)
     chunk = min(tokens, max(1, most_logits(host=host) // max(1, vocab)))
-    state = state_bytes(config.optim, held, own, master)
+    state = state_bytes(config.optim, own, ends, master)
     away = config.optim.offload and not host
     rounded = away and width < master  # then what weights are rounded to is kept here instead
     if rounded and stage == 3:
@@ -177,7 +196,9 @@ def memory(
     saved = 0
     if host and config.checkpoint.every:
         alone = held.own(ranks, expert_ranks)
-        saved = alone * master + state_bytes(config.optim, held, alone, master, saved=True)
+        ends = -(-held.ends // ranks)
+        saved = (alone + unsent) * master
+        saved += state_bytes(config.optim, alone, ends, master, saved=True)
     return Memory(
         weights=0 if rounded else own * master,
         values=values * width,
@@ -194,6 +215,27 @@ def memory(
         ),
         host=(own * master if rounded else 0) + (state if away else 0),
     )
+
+
+def _lent_gradients(parts: Mapping[int, list[list[int]]], actions: Sequence[Action]) -> int:
+    """Elements of the buffers that hold whole gradients where ZeRO divides them: of the part that
+    is computed, and of the two before it, which are still on their way."""
+    split = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.W}
+    order = [
+        action.stage
+        for action in actions
+        if action.stage is not None
+        and action.kind is (Kind.W if (action.stage, action.microbatch) in split else Kind.B)
+    ]
+    most: Counter[int] = Counter()
+    for stages in {tuple(order[at : at + _ON_THEIR_WAY]) for at in range(len(order))}:
+        behind = [part for stage in stages for part in parts[stage]]
+        for at in range(len(behind)):
+            window = behind[at : at + _ON_THEIR_WAY]
+            if all(part is window[0] for part in window):
+                window = window[:2]  # what has one part alone waits for that of the pass before
+            most |= Counter(size for part in window for size in part)
+    return sum(size * count for size, count in most.items())
 
 
 def widest(config: RunConfig) -> int:
@@ -227,15 +269,38 @@ def _rooms(held: Held, ranks: int, expert_ranks: int, stage: int) -> int:
     return sum(_in_use(sizes, 2) for sizes in parts) + sum(set(rest))
 
 
-def state_bytes(optim: Optim, held: Held, own: int, master: int, *, saved: bool = False) -> int:
-    """Bytes that the optimizer remembers of `own` of the parameters; saved: as a checkpoint has
-    them, which knows no blocks."""
+def _unsent(parallel: Parallel, held: Held, ranks: int, expert_ranks: int) -> int:
+    """Elements of what compression hands on from step to step: of all matrices what a rank sends,
+    which between replicas is its own part."""
+    if parallel.compress == "none":
+        return 0
+    if parallel.data_replicate > 1:
+        return held.own(ranks, expert_ranks) - held.vectors // ranks
+    sent = (
+        (ranks, (*held.blocks, *held.tables)),
+        (ranks * held.tensor, held.whole),
+        (ranks * held.copies, held.shared),
+        (expert_ranks, held.experts),
+    )
+    return sum(sum(sizes) for among, sizes in sent if among > 1)
+
+
+def state_bytes(optim: Optim, own: int, ends: int, master: int, *, saved: bool = False) -> int:
+    """Bytes that the optimizer remembers of so many parameters, of which `ends` are no matrices of
+    blocks; saved: as a checkpoint has them, which knows no blocks of numbers."""
     moment = 4.0 if saved and optim.state == "int8" else moment_width(optim, master)
     total = own * (moments(optim) * moment + (master if optim.ema is not None else 0))
     if optim.name == "muon":  # what is no matrix is AdamW's
-        share = (held.total - held.matrices) / max(1, held.total)
-        total += own * share * (2 - moments(optim)) * moment
+        total += ends * (2 - moments(optim)) * moment
     return math.ceil(total)
+
+
+def away_width(optim: Optim, precision: str) -> float:
+    """Bytes of each element that the host keeps (`optim.offload`): its state, under Muon that of
+    matrices, and the weight in master precision where the model computes with another."""
+    width = WIDTH[precision]
+    master = max(4, width)
+    return state_width(optim, master) + (master if width < master else 0)
 
 
 def _activations(

@@ -24,9 +24,11 @@ def reasons(
     cluster: Cluster,
     breakdown: Mapping[str, float],
     needed: Mapping[str, int],
+    host: int,
 ) -> Iterator[str]:
-    """Sentences about one predicted step: memory first where it does not fit, then what takes more
-    than a fiftieth of the step beside compute, the longest first."""
+    """Sentences about one predicted step: memory first, of the device and, where so many bytes lie
+    there, of the host, then what takes more than a fiftieth of the step beside compute, the longest
+    first."""
     step = sum(breakdown.values())
     total, there = sum(needed.values()), cluster.chip.memory
     kinds = sorted(needed, key=lambda kind: -needed[kind])[:2]
@@ -41,6 +43,8 @@ def reasons(
             f"fits with {(there - total) / 2**30:.1f} GiB to spare: {total / 2**30:.1f} GiB of "
             f"{there / 2**30:.1f} GiB, mostly {most}"
         )
+    if host:
+        yield _from_host(host, cluster, breakdown["optimizer"])
     yield f"compute is {breakdown['compute'] / step:.0%} of the step of {step:.3g} s"
     for part in sorted(breakdown, key=lambda name: -breakdown[name]):
         share = breakdown[part] / step
@@ -64,6 +68,15 @@ def _of_part(part: str, share: float, config: RunConfig, layout: Layout, cluster
     if part == "tensor" and tier is not cluster.tiers[0]:
         return f"tensor {size} crosses nodes of {cluster.node}: {what}"
     return f"{what} ({part} {size})"
+
+
+def _from_host(host: int, cluster: Cluster, seconds: float) -> str:
+    link, name = cluster.chip.host_link, cluster.chip.name
+    what = f"{host / 2**30:.1f} GiB of a GPU's weights and state lie in the host's memory"
+    if link is None:
+        return f"{what}; the link of a {name} there is not known, so the update counts as without"
+    how = f"come and go at {link / 1e9:g} GB/s each way"
+    return f"{what} and {how}: the update takes {seconds:.2g} s"
 
 
 def span(axis: str, layout: Layout) -> tuple[int, int]:

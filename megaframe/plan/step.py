@@ -60,6 +60,7 @@ class Prediction:
     mfu, hfu: of the chip's dense peak, with causal attention; None where no peak is known.
     tflops_per_gpu: of the model, causal attention counted as half.
     memory_bytes: by kind, of the rank that needs most. fits: whether that is within the chip.
+    host_bytes: that it keeps in the host's memory.
     reasons: sentences with numbers, the most important first.
     """
 
@@ -71,6 +72,7 @@ class Prediction:
     tokens_per_second: float
     memory_bytes: Mapping[str, int]
     fits: bool
+    host_bytes: int
     reasons: tuple[str, ...]
 
 
@@ -94,7 +96,7 @@ def predict(
     timeline = simulate(schedule, _schedule_costs(machine, parts))
     breakdown = _breakdown(machine, plans, parts, schedule, timeline)
     needed = worst_memory(config, layout, schedule, cluster.chip)
-    return _told(config, layout, cluster, breakdown, by_kind(needed))
+    return _told(config, layout, cluster, breakdown, by_kind(needed), needed.host)
 
 
 def _by_layer(machine: Machine, function: Callable[[Machine, int], T]) -> list[T]:
@@ -210,6 +212,7 @@ def _told(
     cluster: Cluster,
     breakdown: dict[str, float],
     needed: dict[str, int],
+    host: int,
 ) -> Prediction:
     step = float(sum(breakdown.values()))
     tokens = config.train.global_batch * config.train.seq
@@ -226,5 +229,6 @@ def _told(
         tokens_per_second=tokens / step,
         memory_bytes=needed,
         fits=fits,
-        reasons=tuple(reasons(config, layout, cluster, breakdown, needed)),
+        host_bytes=host,
+        reasons=tuple(reasons(config, layout, cluster, breakdown, needed, host)),
     )

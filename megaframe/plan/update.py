@@ -16,7 +16,7 @@ from megaframe.plan.collectives import hop_seconds
 from megaframe.plan.experts import has_experts
 from megaframe.plan.kernels import moving_seconds, three_products
 from megaframe.plan.machine import Machine, Part, Passes
-from megaframe.plan.memory import WIDTH
+from megaframe.plan.memory import WIDTH, away_width
 from megaframe.plan.sizes import Sizes
 from megaframe.plan.stages import attention_matrices
 from megaframe.plan.traffic import hidden_by
@@ -134,12 +134,15 @@ def data_seconds(machine: Machine, held: Owned, window: Passes, passes: Number) 
 
 
 def update_seconds(machine: Machine, held: Owned) -> Number:
-    """The optimizer's own time: it reads and writes its state once."""
+    """The optimizer's own time: it reads and writes its state once; where the host keeps that, or
+    as long as it takes to come, while what is done with goes back, if that is longer."""
     sizes = machine.sizes
-    divided = np.where(sizes.zero >= 1, sizes.shard, 1.0)
-    return moving_seconds(
-        machine.rate, machine.software.state_bytes * (held.dense + held.experts) / divided
-    )
+    own = (held.dense + held.experts) / np.where(sizes.zero >= 1, sizes.shard, 1.0)
+    computing = moving_seconds(machine.rate, machine.software.state_bytes * own)
+    link, config = machine.cluster.chip.host_link, machine.config
+    if not config.optim.offload or link is None:
+        return computing
+    return np.maximum(computing, away_width(config.optim, config.train.precision) * own / link)
 
 
 def waiting_seconds(machine: Machine) -> Number:

@@ -156,7 +156,7 @@ def _end_bytes(config: RunConfig, chip: Chip, end: _End) -> Array:
     own = (vectors + split + ends) / ranks + whole / (ranks * c.tensor)
     own = own + shared / (ranks * of.largest("copies"))
     own = own + experts / np.maximum(1, replicas // c.data_replicate)
-    own = np.where(c.zero > 0, own, total)
+    alone, own = own - vectors / ranks, np.where(c.zero > 0, own, total)
     lent = 2 * sum(of.largest(name) for name in names[1:]) + of.table
     values = np.where(c.zero == 3, vectors + lent, total)
     kept = master + state_width(config.optim, master)
@@ -167,6 +167,8 @@ def _end_bytes(config: RunConfig, chip: Chip, end: _End) -> Array:
         values = values + np.where((c.zero == 3) & (width < master), own, 0.0)
     around = of.table * (both & (c.microbatches > 1))
     gradients = np.where(c.zero >= 2, vectors + lent + around + own, total)
+    if config.parallel.compress != "none":
+        gradients = gradients + np.where(c.data_replicate > 1, alone, total - vectors)
     static = own * kept + values * width + gradients * master
     passing = _passing(config, end, most_logits(host=chip.is_host))
     return static + passing + overhead(chip)

@@ -2,12 +2,13 @@
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from fault_runs import lines, losses, main, told
-from program import Program
+from fault_runs import lines, log, losses, main, once, told
+from program import Program, places
 
 from megaframe.comm.place import Place
 from megaframe.faults import leaving
@@ -54,21 +55,28 @@ def test_the_same_request_by_two_ways_is_one(heard, monkeypatch):
         assert heard == [signal.SIGUSR1]
 
 
-def launch(folder):
-    """A launcher of one rank, which writes down its number and what became of it."""
-    rank = os.fork()
-    if not rank:
-        import pretrain_gpt
+def launch(folder, environments, fault=None):
+    """A launcher of ranks, the first of which meets the fault, that writes down their numbers and
+    what became of them."""
+    ranks = []
+    for number, environment in enumerate(environments):
+        ranks.append(os.fork())
+        if not ranks[-1]:
+            os.environ.update(environment)
+            (folder / f"status-{number}").write_text(str(main(sys.argv[1:], fault, 0)))
+            os._exit(0)
+    (folder / "ranks").write_text(" ".join(map(str, ranks)))
+    for rank in ranks:
+        os.waitpid(rank, 0)
 
-        status = 0
-        try:
-            pretrain_gpt.main()
-        except SystemExit as ended:
-            status = ended.code
-        (folder / "status").write_text(str(status))
-        os._exit(0)
-    (folder / "rank").write_text(str(rank))
-    os.waitpid(rank, 0)
+
+def statuses(folder, deadline):
+    """Of all ranks, when they have ended."""
+    ranks = (folder / "ranks").read_text().split()
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    return [(folder / f"status-{number}").read_text() for number in range(len(ranks))]
 
 
 @pytest.mark.parametrize(("names", "status"), [({"TORCHELASTIC_RUN_ID": "1"}, "143"), ({}, "0")])
@@ -76,16 +84,35 @@ def test_a_rank_whose_launcher_is_killed_saves_and_ends(names, status, overrides
     """But one that a shell started goes on without it."""
     steps = 10**6 if names else 40
     keys = overrides(train__steps=steps, checkpoint__every=10**6, checkpoint__resume="latest")
-    launcher = Program(launch, tmp_path, words=keys, environment=names)
+    launcher = Program(launch, tmp_path, [{}], words=keys, environment=names)
     metrics, deadline = Path(tmp_path / "run/metrics.jsonl"), time.monotonic() + 60
     while not metrics.exists() or metrics.read_text().count("\n") < 2:
         assert time.monotonic() < deadline and launcher.poll() is None
         time.sleep(0.02)
     launcher.kill()
-    rank = int((tmp_path / "rank").read_text())
-    while Path(f"/proc/{rank}").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not Path(f"/proc/{rank}").exists()
+    assert statuses(tmp_path, deadline) == [status]
     assert (metrics.read_text().count("\n") == steps) == (status == "0")
-    assert (tmp_path / "status").read_text() == status
     assert (tmp_path / "run/checkpoints/latest").exists()
+
+
+def end_launcher_and_break(trainer):
+    """So that the ranks begin again with another parent."""
+    if once(trainer, 3):
+        launcher = os.getppid()
+        os.kill(launcher, signal.SIGKILL)
+        while os.getppid() == launcher:
+            time.sleep(0.001)
+        trainer.mesh.connections.cut()
+
+
+def test_so_do_ranks_that_begin_again_without_the_launcher_that_started_them(overrides, tmp_path):
+    keys = overrides(train__steps=12, parallel__pipeline=2, checkpoint__resume="latest")
+    names = {"TORCHELASTIC_RUN_ID": "1"}
+    arguments = tmp_path, [*places(2)], end_launcher_and_break
+    launcher = Program(launch, *arguments, words=keys, environment=names)
+    deadline = time.monotonic() + 60
+    while launcher.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert statuses(tmp_path, deadline) == ["143"] * 2
+    assert "begun again in the same processes" in log(tmp_path / "run")
+    assert len(lines(tmp_path / "run")) < 12

@@ -2,8 +2,17 @@
 fp64, under what data ranks divide, tensor, context and pipeline ranks, and replicas.
 """
 
+from contextlib import contextmanager, nullcontext
+
 import pytest
 from training import FEW, MODELS, assert_same, run
+
+from megaframe.config import RunConfig
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh, world_size
+from megaframe.optim.exchange import Piece
+from megaframe.optim.muon import Muon
+from megaframe.pipeline import Pipeline
 
 OPTIMIZERS = {
     "muon": {"name": "muon", "ema": 0.7},
@@ -71,27 +80,59 @@ def test_every_rank_owns_some_of_the_matrices(pool):
     assert max(work) < 1.5 * min(work)
 
 
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"zero": 0},
+        {"tensor": 4, "zero": 1},
+        {"tensor": 2, "context": 2, "zero": 3},
+        {"data_replicate": 2, "zero": 2},
+        {"expert": 2, "expert_tensor": 2, "zero": 1},
+        {"expert": 2, "tensor": 2, "zero": 3},
+    ],
+    ids=str,
+)
+def test_every_rank_knows_the_boxes_of_all_without_asking(parallel, pool):
+    ranks = pool.run(4, boxes_known, parallel)
+    assert len(ranks[0]) >= 3
+    for of_bucket in zip(*ranks, strict=True):
+        for known, members, _ in of_bucket:
+            assert known == [of_bucket[rank][2] for rank in members]
+
+
 def matrices_owned(parallel):
     """The work of the matrices that this rank owns."""
-    from megaframe.config import RunConfig
-    from megaframe.layout import Layout
-    from megaframe.mesh import Mesh, world_size
-    from megaframe.optim.muon import Muon
-    from megaframe.optim.optimizer import Optimizer
-    from megaframe.stage import whole_model
+    with muons(parallel) as found:
+        rules = [bucket.optimizer for bucket in found]
+        return [rule.work[index] for rule in rules for index in rule._exchange._owned]
 
+
+def boxes_known(parallel):
+    """Of each bucket the boxes of all that own its matrices with it, who these are, and the boxes
+    that are here: those that a rank gives, and those that it takes."""
+    model = {"moe": {"experts": 4, "ffn": 10, "top_k": 2}} if "expert" in parallel else {}
+    with muons(parallel, **model) as found:
+        known = []
+        for bucket in found:
+            rule, numbers = bucket.optimizer, {p: n for n, p in enumerate(bucket.parameters)}
+            kept = bucket.pieces(bucket.weights, bucket.kept)
+            own = bucket.pieces(bucket.own_sums, bucket.own)
+            here = [[Piece(numbers[p], box) for p, box, _ in pieces] for pieces in (own, kept)]
+            every = [list(each) for each in zip(rule._boxes.gives, rule._boxes.takes, strict=True)]
+            known.append((every, rule._group.ranks, here))
+        return known
+
+
+@contextmanager
+def muons(parallel, **model):
+    """The buckets of this rank whose matrices several own together."""
     config = RunConfig(
-        model={**MODELS["llama"], **MODEL, "vocab": 37},
+        model={**MODELS["llama"], **MODEL, "vocab": 37, **model},
         optim={"name": "muon"},
         parallel=parallel,
         train={"precision": "fp64"},
     )
     mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu")
-    optimizer = Optimizer(config, mesh, {0: whole_model(config).units})
-    found = []
-    for bucket in optimizer.buckets:
-        rule = bucket.optimizer
-        if isinstance(rule, Muon):
-            found += [rule.work[index] for index in rule._exchange._owned]
+    optimizer = Pipeline(config, mesh, lambda part: nullcontext()).optimizer
+    yield [bucket for bucket in optimizer.buckets if isinstance(bucket.optimizer, Muon)]
     mesh.close()
-    return found

@@ -70,7 +70,7 @@ def tiny(zero):
     keeping = Keeping(*codes("master"))
     bucket = Bucket(
         [used, unused],
-        {"a": Box((0,), (3,)), "b": Box((0,), (3,))},
+        [Box((0,), (3,))] * 2,
         PRECISIONS["fp64"],
         Sharing(mesh.group("data_shard", "context"), mesh.group("data_replicate"), zero),
         Buffers(mesh.device),

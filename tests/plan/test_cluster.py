@@ -37,8 +37,9 @@ def test_the_default_is_eight_h100_with_400_gigabits_each():
 
 
 def test_figures_of_its_own_replace_those_of_the_chip(read):
-    cluster = read(GOOD + "memory: 1e11\nwatts: 500\npeaks: {bf16: 5e14}\n")
-    assert cluster.chip.memory == 1e11 and cluster.chip.peaks["bf16"] == 5e14
+    cluster = read(GOOD + "memory: 1e11\nwatts: 500\nhost_link: 2e10\npeaks: {bf16: 5e14}\n")
+    assert (cluster.chip.memory, cluster.chip.host_link) == (1e11, 2e10)
+    assert cluster.chip.peaks["bf16"] == 5e14
     assert cluster.chip.peaks["fp8"] == load_cluster().chip.peaks["fp8"]
     assert cluster.chip.power_share < read(GOOD).chip.power_share
 

@@ -61,11 +61,15 @@ def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
 
 
 @pytest.mark.parametrize(
-    ("model", "gpus", "batch", "offload"),
-    [*((*world, False) for world in WORLDS), (*WORLDS[1], True)],
+    ("model", "gpus", "batch", "sections"),
+    [
+        *((*world, {}) for world in WORLDS),
+        (*WORLDS[1], {"optim": {"offload": True}}),
+        (*WORLDS[1], {"parallel": {"compress": "topk"}}),
+    ],
 )
-def test_estimates_are_what_simulation_says(model, gpus, batch, offload):
-    config = made(model, batch, optim={"offload": offload})
+def test_estimates_are_what_simulation_says(model, gpus, batch, sections):
+    config = made(model, batch, **sections)
     every = candidates(config, gpus, CLUSTER)
     every = every.taken(np.array(drawn(len(every), 50)))
     found = estimate(config, CLUSTER, CONSTANTS, every)

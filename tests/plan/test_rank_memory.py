@@ -13,8 +13,10 @@ from megaframe.rehearsal import rehearse
 from megaframe.schedule import lower
 
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 4}
+FEW_HEADS = {**LLAMA, "kv_heads": 2}
 LATENT = {"kv_rank": 64, "head_dim": 32, "rotary_dim": 16, "value_dim": 32, "query_rank": 96}
 MOE = {**LLAMA, "moe": {"experts": 16, "ffn": 160}}
+SHARED = {**LLAMA, "moe": {"experts": 16, "ffn": 160, "shared": 1, "first": 3}}
 INTERLEAVED = {"pipeline": 4, "chunks": 2, "schedule": "interleaved"}
 CASES = {
     "one rank": (1, {}, {}, {}),
@@ -24,7 +26,7 @@ CASES = {
     "zero 3": (4, LLAMA, {"microbatch": 2}, {"zero": 3}),
     "zero 3, fp32": (4, LLAMA, {"precision": "fp32"}, {"zero": 3, "data_replicate": 2}),
     "tensor": (8, LLAMA, {}, {"tensor": 4}),
-    "shared heads": (8, {**LLAMA, "kv_heads": 2}, {}, {"tensor": 4, "zero": 1}),
+    "shared heads": (8, FEW_HEADS, {}, {"tensor": 4, "zero": 1}),
     "context": (8, LLAMA, {"recompute": "selective"}, {"context": 2, "zero": 2}),
     "pipeline": (8, LLAMA, {}, {"pipeline": 4, "zero": 1}),
     "interleaved": (16, LLAMA, {}, {**INTERLEAVED, "zero": 1, "tensor": 2}),
@@ -37,6 +39,21 @@ CASES = {
         {},
         {"zero": 1, "tensor": 2, "pipeline": 2},
     ),
+    "zero 2, a block a stage": (8, {**LLAMA, "layers": 4}, {}, {"pipeline": 4, "zero": 2}),
+    "zero 3, a block a chunk": (16, {**LLAMA, "layers": 6}, {}, {**INTERLEAVED, "zero": 3}),
+    "zero 2, tied, learned": (
+        4,
+        {"position": "learned", "tie_embeddings": True, "layers": 2},
+        {},
+        {"zero": 2},
+    ),
+    "muon": (4, LLAMA, {}, {"zero": 1, "tensor": 2}, {"name": "muon", "ema": 0.9}),
+    "muon, experts": (8, MOE, {}, {"expert": 4, "zero": 2}, {"name": "muon", "state": "bf16"}),
+    "muon, experts, tensor": (8, MOE, {}, {"tensor": 2, "zero": 1}, {"name": "muon"}),
+    "shared experts, tensor": (8, SHARED, {}, {"tensor": 2, "expert": 2}),
+    "powersgd, few heads": (8, FEW_HEADS, {}, {"tensor": 4, "zero": 1, "compress": "powersgd"}),
+    "powersgd": (8, SHARED, {}, {"expert": 4, "zero": 1, "compress": "powersgd"}),
+    "topk, replicas": (8, SHARED, {}, {"zero": 3, "data_replicate": 2, "compress": "topk"}),
     "away": (4, LLAMA, {}, {}, {"offload": True}),
     "away, zero 1, tied": (
         4,

@@ -9,11 +9,13 @@ import pytest
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.layout import Layout
+from megaframe.plan.advice import said
 from megaframe.plan.candidates import SCHEDULES, Candidates
 from megaframe.plan.cluster import load_cluster
 from megaframe.plan.constants import CONSTANTS, constants_of
 from megaframe.plan.fast import bubble, estimate
 from megaframe.plan.machine import Passes
+from megaframe.plan.search import Choice
 from megaframe.plan.sizes import RECOMPUTE, Sizes
 from megaframe.plan.step import model_flops, predict
 from megaframe.schedule import generate
@@ -146,6 +148,62 @@ def test_what_does_not_fit_is_said():
     found = predicted(config_of({**GPT, "layers": 200}), 8)
     assert not found.fits and found.reasons[0].startswith("does not fit: ")
     assert found.memory_bytes["optimizer"] > 80e9
+
+
+@pytest.mark.parametrize(
+    ("optim", "precision", "width"),
+    [
+        ({}, "bf16", 12),
+        ({}, "fp32", 8),  # weights are what the model computes with
+        ({"name": "lion", "ema": 0.9}, "bf16", 12),
+        ({"name": "muon", "state": "bf16"}, "fp16", 6),
+    ],
+)
+@pytest.mark.parametrize(("name", "link"), [("a100-ib", 31.5e9), ("gb200-nvl72", 225e9)])
+def test_what_the_host_keeps_comes_and_goes_in_the_update(name, link, optim, precision, width):
+    """Matrices [hidden, 12 hidden] of 24 layers and two tables, divided by 4 ranks."""
+    cluster = load_cluster(name)
+    constants = constants_of(cluster.chip.family)
+    parameters = 24 * 12 * 4096**2 + 2 * 32000 * 4096
+
+    def update(**chip):
+        there = replace(cluster, chip=replace(cluster.chip, **chip))
+        sections = {"train": {"seq": 64, "global_batch": 4, "precision": precision}}
+        config = RunConfig(model=GPT, parallel={"zero": 1}, optim=optim, **sections)
+        away = config.model_copy(
+            update={"optim": RunConfig(optim={**optim, "offload": True}).optim}
+        )
+        return [predicted(one, 4, there, constants) for one in (config, away)]
+
+    here, away = update()
+    assert away.breakdown["optimizer"] == pytest.approx(parameters / 4 * width / link)
+    assert here.breakdown["optimizer"] < away.breakdown["optimizer"] / 2
+    if optim.get("name") != "muon":  # whose tables have more state than its matrices
+        assert away.host_bytes == pytest.approx(parameters / 4 * width, rel=0.01)
+    assert here.host_bytes == 0
+    text = (
+        f"{away.host_bytes / 2**30:.1f} GiB of a GPU's weights and state lie in the host's memory"
+    )
+    assert away.reasons[1].startswith(f"{text} and come and go at {link / 1e9:g} GB/s each way: ")
+    # As long as the longer of both.
+    here, away = update(host_link=1e15)
+    assert away.breakdown["optimizer"] == here.breakdown["optimizer"]
+    here, away = update(host_link=None)
+    assert away.breakdown["optimizer"] == here.breakdown["optimizer"]
+    assert "is not known" in away.reasons[1] and len(away.reasons) == len(here.reasons) + 1
+
+
+def test_a_checkpoint_holds_what_the_host_keeps():
+    texts = []
+    for offload in (False, True):
+        config = config_of(zero=1).model_copy(
+            update={"optim": RunConfig(optim={"offload": offload}).optim}
+        )
+        layout = Layout.from_parallel(config.parallel, 64)
+        prediction = predict(config, layout, CLUSTER, CONSTANTS_H100)
+        *_, times = said(Choice(config, layout, prediction), CLUSTER)
+        texts.append(times.rpartition("a checkpoint every ")[2])
+    assert texts[0] == texts[1]
 
 
 def test_impossible_questions():

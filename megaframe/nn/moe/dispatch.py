@@ -103,13 +103,15 @@ def _direct(choice: _Choice) -> Route:
     axis = choice.places.axis
     pairs_P, load_E = _sorted(choice.chosen_RK.flatten(), choice.experts)
     loads_XE = all_gather(load_E[None], axis).wait()
-    exchange = Exchange(
-        axis,
-        _by_rank(load_E, choice.owner_E, axis.size),
-        loads_XE[:, choice.mine].sum(1).tolist(),
+    exchange = _among(
+        Exchange(
+            axis,
+            _by_rank(load_E, choice.owner_E, axis.size),
+            loads_XE[:, choice.mine].sum(1).tolist(),
+        )
     )
     first, gates = _leaving(choice, pairs_P)
-    return _arriving(choice, [first, exchange], [gates, exchange], loads_XE[:, choice.mine])
+    return _arriving(choice, [first, *exchange], [gates, *exchange], loads_XE[:, choice.mine])
 
 
 def _gathered(choice: _Choice) -> Route:
@@ -119,9 +121,9 @@ def _gathered(choice: _Choice) -> Route:
     every = all_gather_uneven(chosen, sizes, axis).wait()
     here = torch.where(_within(every, choice.mine), every - choice.mine.start, SENT_NOWHERE)
     pairs_P, load = _sorted(here.flatten(), choice.mine.stop - choice.mine.start)
-    gather = Gather(axis, sizes)
-    rows: list[Step] = [gather, Pick(pairs_P // choice.choices, len(every))]
-    gates: list[Step] = [gather, Choose(pairs_P, len(every), choice.choices)]
+    gather = _among(Gather(axis, sizes))
+    rows: list[Step] = [*gather, Pick(pairs_P // choice.choices, len(every))]
+    gates: list[Step] = [*gather, Choose(pairs_P, len(every), choice.choices)]
     return _arriving(choice, rows, gates, load[None])
 
 
@@ -154,7 +156,7 @@ def _hierarchical(choice: _Choice) -> Route:
         grid[:, :, choice.mine].sum((1, 2)).tolist(),
     )
     leaving, gates = _leaving(choice, pairs_P)
-    steps: list[Step] = [first, Pick(regroup, len(regroup)), second]
+    steps = [*_among(first), Pick(regroup, len(regroup)), *_among(second)]
     # Node after node, and of each, as they were regrouped: expert after expert of all neighbours.
     arrivals = grid[:, :, choice.mine].sum(1)
     return _arriving(choice, [leaving, *steps], [gates, *steps], arrivals)
@@ -186,8 +188,12 @@ def _deduplicated(choice: _Choice) -> Route:
         _by_rank(load, choice.owner_E[experts] % near.size, near.size),
         loads[:, mine].sum(1).tolist(),
     )
-    rows: list[Step] = [first, across, Pick(pairs_P // choice.choices, len(arrived)), within]
-    gates: list[Step] = [first, across, Choose(pairs_P, len(arrived), choice.choices), within]
+    pick, choose = (
+        Pick(pairs_P // choice.choices, len(arrived)),
+        Choose(pairs_P, len(arrived), choice.choices),
+    )
+    before, after = [first, *_among(across)], _among(within)
+    rows, gates = [*before, pick, *after], [*before, choose, *after]
     return _arriving(choice, rows, gates, loads[:, mine])
 
 
@@ -197,6 +203,11 @@ _KINDS: Mapping[str, Callable[[_Choice], Route]] = {
     "hierarchical": _hierarchical,
     "deduplicated": _deduplicated,
 }
+
+
+def _among(step: Exchange | Gather) -> list[Step]:
+    """Nothing is to be done among one rank."""
+    return [step] if step.travels else []
 
 
 def _leaving(choice: _Choice, pairs_P: Tensor) -> tuple[Step, Step]:
@@ -221,9 +232,9 @@ def _arriving(choice: _Choice, rows: list[Step], gates: list[Step], arrivals_SL:
     if len(arrivals_SL) > 1:
         order = _transposed(arrivals_SL)
         rows, gates = [*rows, Pick(order, len(order))], [*gates, Pick(order, len(order))]
-    while not isinstance(last := rows[-1], Pick):
-        rows = rows[:-1]  # an exchange among one rank: what comes from many is picked
-    return Route(rows[:-1], last, gates, arrivals_SL.sum(0).tolist())
+    *rows, last = rows
+    assert isinstance(last, Pick), "what comes from one source alone was picked here"
+    return Route(rows, last, gates, arrivals_SL.sum(0).tolist())
 
 
 def _sorted(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
