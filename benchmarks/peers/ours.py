@@ -66,7 +66,7 @@ def overrides_of(precision: str, steps: int, prefix: Path) -> list[str]:
         f"train.microbatch={shape.batch}",
         f"train.precision={precision}",
         "train.recompute=selective",
-        "train.recompute_blocks=3",
+        "train.recompute_blocks=2",
         f"optim.lr={shape.learning_rate}",
         "optim.schedule=constant",
         f"optim.beta1={shape.beta1}",
