@@ -19,12 +19,12 @@ from published_tables import Row
 
 @dataclass(frozen=True)
 class Cost:
-    """Rank seconds of a layer and sample of a row without its bubble. bubble: seconds of a step
-    for each of them."""
+    """Rank seconds of a layer and sample of a row without its bubble. layers: that the pipeline
+    runs one after the other in a step."""
 
     row: Row
     seconds: float
-    bubble: float
+    layers: float
 
     @property
     def tensor(self) -> int:
@@ -35,6 +35,11 @@ class Cost:
     def microbatch(self) -> int:
         """Samples of a pass."""
         return self.row.configs[0].train.microbatch
+
+    @property
+    def bubble(self) -> float:
+        """Seconds of a step for each second of the cost."""
+        return self.layers * self.microbatch / self.tensor
 
 
 def costs(rows: Sequence[Row], hidden: int) -> list[Cost]:
@@ -47,9 +52,9 @@ def costs(rows: Sequence[Row], hidden: int) -> list[Cost]:
         parallel, train = config.parallel, config.train
         data = row.world // (parallel.tensor * parallel.pipeline)
         many = train.global_batch // (train.microbatch * data)
-        passes = many + parallel.pipeline - 1
-        step = passes / many * train.global_batch * config.model.layers / row.world
-        found.append(Cost(row, row.seconds / step, step))
+        layers = (many + parallel.pipeline - 1) * config.model.layers / parallel.pipeline
+        step = layers * train.microbatch / parallel.tensor
+        found.append(Cost(row, row.seconds / step, layers))
     return found
 
 
@@ -115,38 +120,53 @@ def least_loss(known: Sequence[Cost], dearer: float) -> float:
 
 WIDTH, APART = 8192, 1.1
 """Of the rows that contradict each other; and by how much others may differ."""
+ALIKE = (4, 6)
+"""Tensor ranks and microbatch of three rows that differ in stages alone."""
 
 
 def told(rows: Sequence[Row]) -> str:
     """These bounds in words, for the page."""
     known = costs(rows, WIDTH)
-    dearer = smaller(costs(rows, 3072), 4)
+    mean, order = _mean_told(known, len(rows)), _order_told(known, costs(rows, 3072))
+    return f"  - Mean: {mean}\n  - Order: {order}"
+
+
+def _mean_told(known: Sequence[Cost], rows: int) -> str:
+    alike = sorted(
+        (cost for cost in known if (cost.tensor, cost.microbatch) == ALIKE),
+        key=lambda cost: cost.layers,
+    )
+    took = ", ".join(f"{cost.layers:.0f} in {cost.row.seconds:.1f} s" for cost in alike)
     pairs = list(contradictions(known, APART))
+    return (
+        f"with tensor {ALIKE[0]} and microbatches of {ALIKE[1]}, so many layers one after the "
+        f"other took: {took}. In {len(pairs)} pairs of rows a layer and sample costs over "
+        f"{APART - 1:.0%} more with no more tensor ranks and no smaller microbatches, which leaves "
+        f"{least_error(known, APART) / rows:.1%} of mean error to any prediction that knows no "
+        "reason for it (`benchmarks/published_bounds.py`). Six rows of 39.1 billion parameters "
+        "with tensor 2 and 4 are more than half of the error."
+    )
+
+
+def _order_told(known: Sequence[Cost], thin: Sequence[Cost]) -> str:
+    one = next(cost for cost in known if cost.tensor == 1)
     alone, most, dearest = _ends(known)
     fastest = min(cost.row.seconds for cost in known)
-    two = [c for c in known if c.tensor == 2 and most_seconds(known, c, dearer) < fastest]
-    limits = " and ".join(f"{most_seconds(known, cost, dearer):.1f}" for cost in two)
-    took = " and ".join(f"{cost.row.seconds:.1f}" for cost in two)
-    needed = max(fastest / cost.bubble for cost in two) / alone - 1
-    thin = {(cost.tensor, cost.microbatch): cost.seconds for cost in costs(rows, 3072)}
-    narrow = thin[2, 2] / thin[1, 2] - 1
-    pair = f"{APART - 1:.0%}"
+    two = min((cost for cost in known if cost.tensor == 2), key=lambda cost: cost.bubble)
+    dearer = smaller(thin, 4)
+    adds = (most_seconds(known, two, dearer) / two.bubble / alone) - 1
+    price = {(cost.tensor, cost.microbatch): cost.seconds for cost in thin}
+    narrow = price[2, 2] / price[1, 2] - 1
     return (
-        "What no prediction can do is computed from these rows (`benchmarks/published_bounds.py`). "
-        "A layer and sample, without the bubble and times the tensor ranks, should not cost more "
-        "with fewer tensor ranks and microbatches at least as large. "
-        f"{len(pairs)} pairs of rows, all different, say that it costs over {pair} more, and leave "
-        f"{least_error(known, APART) / len(rows):.1%} of mean error, beyond those {pair}, to any "
-        f"prediction of this kind. The cost is {alone:.3f} s with tensor 1 and at most "
-        f"{dearest:.3f} s with tensor {most}. What tensor ranks add to it (bytes of transfers, "
-        "kernels that are not divided, beginnings of products) grows as their number less one, or "
-        f"faster, so that tensor 2 adds at most 1/{most - 1} of what tensor {most} does. With "
-        f"{dearer - 1:.1%} more for small microbatches, as at width 3072, this is {limits} s for "
-        f"two rows that took {took} s; the fastest row took {fastest:.1f} s. So a prediction that "
-        f"is right about tensor 1 and {most} chooses one of the two, and loses "
-        f"{least_loss(known, dearer):.1%} or more. To choose rightly, tensor 2 would have to cost "
-        f"{needed:.0%} more than tensor 1; the authors' own table of all-reduces (0.405 ms for "
-        "64 MiB on 2 GPUs; six for a layer and microbatch) makes it 3%, and what it cost more at "
-        f"width 3072, {narrow:.0%}, becomes {narrow * 3072 / WIDTH:.0%} where it falls with the "
-        "width."
+        f"the row with tensor 1 takes {alone:.4f} s for a layer and sample ({one.layers:.0f} "
+        f"layers of {one.microbatch} one after the other in {one.row.seconds:.1f} s). One with "
+        f"tensor 2 ({two.layers:.0f} layers of {two.microbatch}) is then "
+        f"{alone * two.bubble:.1f} s if two ranks take half as long, and the fastest row read, "
+        f"{fastest:.1f} s with tensor {most}, is chosen only if two ranks cost "
+        f"{fastest / two.bubble / alone - 1:.0%} more than one. They cost 3% more by the authors' "
+        "own all-reduces (six of 0.405 ms for a layer and microbatch), "
+        f"{adds:.0%} if what tensor {most} costs more ({dearest / alone - 1:.0%} at most) grows as "
+        f"the ranks less one, and {narrow * 3072 / WIDTH:.0%} if the {narrow:.0%} of width 3072 "
+        f"fall with the width. It took {two.row.seconds:.1f} s: whoever is right about tensor 1 "
+        f"and {most} chooses it or a slower one, and loses {least_loss(known, dearer):.1%} or more."
     )

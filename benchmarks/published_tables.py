@@ -486,6 +486,8 @@ def _vtrain(name: str, recompute: str, cluster: str, table: str) -> Iterator[Row
             data=data,
             **_even(layers, pipeline, 1),
         )
+        # Measured with Megatron-DeepSpeed (data/README.md of VIA-Research/vTrain), whose layers
+        # were those of Megatron-LM of 2021 until July 2023.
         rivals = f"{layers} layers of {hidden}, {batch} on {gpus}"
         label = f"{rivals}, {micro} a pass, t{tensor} d{data} p{pipeline}"
         seconds = number["iteration time (ms)"] / 1e3

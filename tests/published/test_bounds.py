@@ -18,6 +18,7 @@ from published_bounds import (
     smaller,
     told,
 )
+from published_page import absent_line
 from published_tables import TABLES, gpt
 
 from megaframe.plan.constants import CONSTANTS
@@ -91,6 +92,17 @@ def test_the_right_choice_is_beyond_a_price_for_tensor_ranks():
     loss = least_loss(known, dearer)
     assert loss == pytest.approx(max(losses(published.lines_of("vtrain_multi"))))
     assert least_loss(known, dearer * 1.02) == loss > least_loss(known, dearer * 1.05) == 0
+
+
+def test_the_fastest_row_that_is_not_read_is_predicted_to_be_the_fastest():
+    rows()  # or skip
+    lines = published.lines_of("vtrain_multi")
+    absent = absent_line(lines)
+    rivals = [line for line in lines if line.row.rivals == absent.row.rivals]
+    assert len(rivals) == 22
+    assert absent.row.seconds < min(line.row.seconds for line in rivals)
+    assert absent.seconds < min(line.seconds for line in rivals)
+    assert abs(absent.error) < 0.04
 
 
 def test_the_page_tells_the_bounds():
