@@ -59,7 +59,7 @@ def wide_products(left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
     if left_HMK.dtype is not torch.bfloat16:
         return products(left_HMK, right_HKN)
     # Numbers that bf16 holds lose nothing where oneDNN takes fp32 for bf16, and torch asks it then.
-    matmul = torch.backends.mkldnn.matmul
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # put there at import
     before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
     try:
         return torch.bmm(left_HMK.float(), right_HKN.float())

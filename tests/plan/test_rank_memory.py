@@ -16,7 +16,8 @@ LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 4}
 FEW_HEADS = {**LLAMA, "kv_heads": 2}
 LATENT = {"kv_rank": 64, "head_dim": 32, "rotary_dim": 16, "value_dim": 32, "query_rank": 96}
 MOE = {**LLAMA, "moe": {"experts": 16, "ffn": 160}}
-SHARED = {**LLAMA, "moe": {"experts": 16, "ffn": 160, "shared": 1, "first": 3}}
+SHORT, SHORT_MOE = {**LLAMA, "layers": 2}, {**MOE, "layers": 2}
+SHARED = {**MOE, "layers": 4, "moe": {**MOE["moe"], "shared": 1, "first": 3}}
 INTERLEAVED = {"pipeline": 4, "chunks": 2, "schedule": "interleaved"}
 CASES = {
     "one rank": (1, {}, {}, {}),
@@ -47,9 +48,15 @@ CASES = {
         {},
         {"zero": 2},
     ),
-    "muon": (4, LLAMA, {}, {"zero": 1, "tensor": 2}, {"name": "muon", "ema": 0.9}),
-    "muon, experts": (8, MOE, {}, {"expert": 4, "zero": 2}, {"name": "muon", "state": "bf16"}),
-    "muon, experts, tensor": (8, MOE, {}, {"tensor": 2, "zero": 1}, {"name": "muon"}),
+    "muon": (4, SHORT, {}, {"zero": 1, "tensor": 2}, {"name": "muon", "ema": 0.9}),
+    "muon, experts": (
+        8,
+        SHORT_MOE,
+        {},
+        {"expert": 4, "zero": 2},
+        {"name": "muon", "state": "bf16"},
+    ),
+    "muon, experts, tensor": (8, SHORT_MOE, {}, {"tensor": 2, "zero": 1}, {"name": "muon"}),
     "shared experts, tensor": (8, SHARED, {}, {"tensor": 2, "expert": 2}),
     "powersgd, few heads": (8, FEW_HEADS, {}, {"tensor": 4, "zero": 1, "compress": "powersgd"}),
     "powersgd": (8, SHARED, {}, {"expert": 4, "zero": 1, "compress": "powersgd"}),
