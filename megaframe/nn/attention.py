@@ -101,7 +101,7 @@ def _among_here(
 ) -> Tensor:
     """Attention among tokens that are all here, [B, S, N, V]."""
     uneven = query_BSND.device.type == "cpu" and query_BSND.shape[3] != value_BSGV.shape[3]
-    # Torch's own would make all scores for shapes alone.
+    # Of shapes alone torch's own would make all scores.
     if uneven or query_BSND.is_meta or in_products(query_BSND, key_BSGD, mask):
         return _Tile.apply(query_BSND, key_BSGD, value_BSGV, mask, scale)
     out_BNSV = F.scaled_dot_product_attention(

@@ -32,9 +32,9 @@ _LOG2_E = math.log2(math.e)
 
 
 def pays(query_BNQD: Tensor, key_BGKD: Tensor) -> bool:
-    """Whether this is faster than the fused attention."""
+    """Whether this is faster than the fused attention, on a CPU."""
     if query_BNQD.dtype is torch.bfloat16:
-        return fast_bf16(query_BNQD.device)
+        return fast_bf16()
     return query_BNQD.dtype is torch.float32 and query_BNQD.shape[2] * key_BGKD.shape[2] >= _ENOUGH
 
 
@@ -118,7 +118,7 @@ def _heads(
     members = heads // groups
     room = max(1, _SCORES // (_rows(queries, keys) * keys))
     together = min(groups, max(1, room // members))
-    size = min(room, members) if together == 1 else together * members
+    size = min(room, together * members)
     many = max(1, room // heads)
     for first in range(0, samples, many):
         piece = slice(first, first + many)

@@ -70,10 +70,11 @@ def attend(
     itself and what is before. scale: of the scores.
     """
     query, key, value = _heads_first(query_BQND, key_BKGD, value_BKGV)
-    alike = _alike(query, key, value)
     if in_products(query_BQND, key_BKGD, mask):
         out, lse = tile_products.attend(query, key, value, causal=causal, scale=scale)
-    elif query.device.type in _HOSTS:
+        return out.transpose(1, 2), lse
+    alike = _alike(query, key, value)
+    if query.device.type in _HOSTS:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *alike, 0.0, causal, attn_mask=_additive(mask, query.dtype), scale=scale
         )
@@ -109,14 +110,15 @@ def attend_backward(
     """
     heads = query, _, _ = _heads_first(query_BQND, key_BKGD, value_BKGV)
     d_out, out = d_out.transpose(1, 2), out_BQNV.transpose(1, 2)
-    alike = _alike(*heads)
-    d_alike, out_alike = (_padded(end, alike[0].shape[-1]) for end in (d_out, out))
     gradients: tuple[Tensor, ...]
     if in_products(query_BQND, key_BKGD, mask):
         gradients = tile_products.attend_backward(
             d_out, *heads, out, lse_BNQ, causal=causal, scale=scale
         )
-    elif query.device.type in _HOSTS:
+        return _heads_behind(gradients, heads)
+    alike = _alike(*heads)
+    d_alike, out_alike = (_padded(end, alike[0].shape[-1]) for end in (d_out, out))
+    if query.device.type in _HOSTS:
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             d_alike,
             *alike,
@@ -132,11 +134,7 @@ def attend_backward(
     else:
         bias = _additive(_or_causal(mask, query, causal), None)
         gradients = _plain_backward(d_out, *heads, out, lse_BNQ, bias, scale)
-    d_query, d_key, d_value = (
-        gradient[..., : head.shape[-1]].transpose(1, 2)
-        for gradient, head in zip(gradients, heads, strict=True)
-    )
-    return d_query, d_key, d_value
+    return _heads_behind(gradients, heads)
 
 
 def merge(out_BQND: Tensor, lse_BNQ: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:
@@ -151,6 +149,17 @@ def merge(out_BQND: Tensor, lse_BNQ: Tensor, tile_out: Tensor, tile_lse: Tensor)
 
 def _heads_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+
+def _heads_behind(
+    gradients: tuple[Tensor, ...], heads: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As they came, without what was padded."""
+    d_query, d_key, d_value = (
+        gradient[..., : head.shape[-1]].transpose(1, 2)
+        for gradient, head in zip(gradients, heads, strict=True)
+    )
+    return d_query, d_key, d_value
 
 
 def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
