@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -75,6 +76,11 @@ class Ledger(TorchDispatchMode):
 class Hollow(Ledger):
     """Runs operators on hollow tensors."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._shapes: dict[Any, Any] = {}
+        """What operators make, by what they are given: blocks and microbatches are alike."""
+
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Real where nothing hollow is among the arguments, else for the shapes only."""
         if not any(tensor.is_meta for tensor in _tensors((args, kwargs))):
@@ -88,12 +94,27 @@ class Hollow(Ledger):
         args, kwargs = _hollow(args), _hollow(kwargs)
         if kwargs.get("device") is not None:
             kwargs["device"] = _META
-        out = func(*args, **kwargs)
+        out = self._shaped(func, args, kwargs)
         if kept and func._schema.arguments and _writes(func):
             return kept[0]  # numbers written into real ones are as good as those before
         if func in _CHOICES:
             values, indices = out
             return values, _dealt(indices, args, func)
+        return out
+
+    def _shaped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The operator on hollow tensors. Much of torch finds shapes in Python, in up to a
+        millisecond, so it is asked once for each kind of call, and not where nothing is made."""
+        if _fills(func):
+            return args[0] if func._schema.returns else None
+        if not _makes(func):
+            return func(*args, **kwargs)
+        key = (func, _kind(args), _kind(kwargs))
+        if key in self._shapes:
+            return _mapped(self._shapes[key], _another)
+        out = func(*args, **kwargs)
+        if all(_is_plain(tensor) for tensor in _tensors(out)):
+            self._shapes[key] = _mapped(out, _another)
         return out
 
     def _of_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -115,15 +136,14 @@ class Hollow(Ledger):
         return func(*args, **{**kwargs, "dtype": dtype, "device": torch.device("cpu")})
 
 
+_RANGES = {_ATEN.arange.default, _ATEN.arange.start, _ATEN.arange.start_step}
 _FACTORIES = {
+    *_RANGES,
     _ATEN.empty.memory_format,
     _ATEN.empty_strided.default,
     _ATEN.zeros.default,
     _ATEN.ones.default,
     _ATEN.full.default,
-    _ATEN.arange.default,
-    _ATEN.arange.start,
-    _ATEN.arange.start_step,
     _ATEN.scalar_tensor.default,
     _ATEN.randint.default,
     _ATEN.randint.low,
@@ -147,8 +167,7 @@ def _is_whole(func: Any, args: Sequence[Any], dtype: torch.dtype | None) -> bool
     """Whether a factory makes numbers that decide, few enough to be real."""
     if dtype is None:
         numbers = [n for n in args if isinstance(n, int | float)]
-        ranges = func in (_ATEN.arange.default, _ATEN.arange.start, _ATEN.arange.start_step)
-        ranges = ranges or func in (_ATEN.randint.default, _ATEN.randint.low)
+        ranges = func in _RANGES or func in (_ATEN.randint.default, _ATEN.randint.low)
         return ranges and all(isinstance(n, int) for n in numbers)
     sizes = next((a for a in args if isinstance(a, list | tuple)), ())
     elements = 1
@@ -178,6 +197,44 @@ def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return tree
 
 
+@cache
+def _fills(func: Any) -> bool:
+    """Whether an operator of torch writes into its first argument and leaves its shape."""
+    name, schema = func._schema.name, func._schema
+    in_place = name.startswith("aten::") and name.endswith("_") and len(schema.returns) < 2
+    return in_place and torch.Tag.inplace_view not in func.tags
+
+
+@cache
+def _makes(func: Any) -> bool:
+    """Whether an operator of torch returns new tensors and writes into none."""
+    schema = func._schema
+    return func.namespace == "aten" and not any(
+        one.alias_info is not None for one in (*schema.arguments, *schema.returns)
+    )
+
+
+def _kind(given: Any) -> Any:
+    """What of an argument the shapes of results depend on. 1, 1.0 and True are three kinds."""
+    if isinstance(given, Tensor):
+        return given.shape, given.stride(), given.dtype
+    if isinstance(given, list | tuple):
+        return tuple(map(_kind, given))
+    if isinstance(given, dict):
+        return tuple((name, _kind(value)) for name, value in given.items())
+    return type(given), given
+
+
+def _another(tensor: Tensor) -> Tensor:
+    """A hollow tensor of the same shape."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether `_another` of a hollow tensor is like it."""
+    return tensor.untyped_storage().nbytes() == _another(tensor).untyped_storage().nbytes()
+
+
 def _to_host(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operator takes something of a device to the memory of the host."""
     device = kwargs.get("device")
@@ -187,14 +244,7 @@ def _to_host(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 def _hollow(tree: Any) -> Any:
     """The same with every tensor hollow; numbers without dims may stay as they are."""
-    return _mapped(
-        tree,
-        lambda one: (
-            one
-            if one.is_meta
-            else torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=_META)
-        ),
-    )
+    return _mapped(tree, lambda one: one if one.is_meta else _another(one))
 
 
 def _places(args: tuple[Any, ...]) -> tuple[Any, ...]:

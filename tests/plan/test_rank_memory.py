@@ -1,5 +1,7 @@
 """The memory plan of a rank, from integers alone, against a rank that is played alone."""
 
+import math
+
 import pytest
 
 from megaframe.config import RunConfig
@@ -76,10 +78,18 @@ CASES = {
 }
 
 
-def made(model, train, parallel, optim=None):
+def made(world, model, train, parallel, optim=None):
+    """A config whose data ranks have two microbatches each, in pipelines eight."""
+    parts = [parallel.get(axis, 1) for axis in ("tensor", "context", "pipeline")]
+    each = (8 if parts[-1] > 1 else 2) * train.get("microbatch", 1)
     return RunConfig(
         model={"layers": 8, "hidden": 256, "heads": 8, "vocab": 4096, **model},
-        train={"seq": 256, "global_batch": 16, "microbatch": 1, **train},
+        train={
+            "seq": 256,
+            "global_batch": each * world // math.prod(parts),
+            "microbatch": 1,
+            **train,
+        },
         parallel={"node_size": 8, **parallel},
         optim=optim or {},
     )
@@ -101,9 +111,10 @@ def assert_moved(counted, planned, layout, config):
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is_what_a_rank_counts_within_one_percent(name):
     world, *sections = CASES[name]
-    config = made(*sections)
+    config = made(world, *sections)
     layout = Layout.from_parallel(config.parallel, world)
-    schedule = step_schedule(config, 16 // config.train.microbatch // layout.data)
+    train = config.train
+    schedule = step_schedule(config, train.global_batch // train.microbatch // layout.data)
     plans, lowered = stage_plans(config), lower(schedule)
     for rank in {0, world - 1}:
         found = rehearse(config, layout, rank)
@@ -125,7 +136,9 @@ def test_the_plan_is_what_a_rank_counts_within_one_percent(name):
 
 
 def test_a_dry_run_says_what_is_on_the_host_and_counts_it_for_no_gpu():
-    away, here = (made(LLAMA, {}, {"zero": 1}, {"offload": offload}) for offload in (True, False))
+    away, here = (
+        made(4, LLAMA, {}, {"zero": 1}, {"offload": offload}) for offload in (True, False)
+    )
 
     def sizes(config, **options):
         rows = describe(config, Layout(data=4), **options).partition("memory per rank")[2]
