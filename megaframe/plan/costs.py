@@ -32,7 +32,8 @@ def block(machine: Machine, layer: int) -> Part:
     moe = model.moe
     experts = moe is not None and has_experts(moe, layer)
     attention = _attention(machine)
-    if machine.software.parallel_block and model.latent is None and not experts:
+    joined = machine.software.parallel_block and model.latent is None and not experts
+    if joined:
         linears = _joined_linears(machine)
     else:
         linears = _attention_linears(machine)
@@ -41,7 +42,9 @@ def block(machine: Machine, layer: int) -> Part:
     again = Passes(0.0, _again(machine, linears, attention, stream), 0.0)
     compute = linears + attention + stream + again
     expert = expert_traffic(machine) if experts else Passes()
-    tensor = tensor_traffic(machine, linears)
+    # Rows go to experts from the rank that has them.
+    routed = moe is not None and experts and not moe.shared
+    tensor = tensor_traffic(machine, linears, sums=1 if joined or routed else 2)
     full = sizes.recompute == 2
     tensor = tensor + Passes(0.0, np.where(full, tensor.forward, 0.0), 0.0)
     context = context_traffic(machine, attention)

@@ -18,15 +18,14 @@ Number = Any
 """A float, or a numpy array of them."""
 
 
-def tensor_traffic(machine: Machine, linears: Passes) -> Passes:
-    """Exposed transfers of the tensor axis: two sums of the stream in forward and two in backward,
-    each as a gather and a scatter where rows are divided; with rows divided backward also gathers
-    two saved inputs again, beside products."""
+def tensor_traffic(machine: Machine, linears: Passes, sums: int) -> Passes:
+    """Exposed transfers of the tensor axis: so many `sums` of the stream in forward and in backward,
+    two of attention and an MLP that follow each other, each as a gather and a scatter where rows
+    are divided; with rows divided backward also gathers as many saved inputs again, beside
+    products."""
     model, software, sizes = machine.config.model, machine.software, machine.sizes
-    size = machine.rate.width * machine.tokens * model.hidden
+    size = machine.rate.width * machine.tokens * model.hidden * sums / 2
     parts = software.tensor_parts(machine.config)
-    if software.parallel_block:
-        size = size / 2
     one = machine.seconds("all_gather", size, "tensor")
     if not software.sequence_parallel:
         half = machine.seconds("all_reduce", size, "tensor")

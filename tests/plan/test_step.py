@@ -121,6 +121,15 @@ def test_tensor_ranks_of_two_nodes_are_slower_and_it_is_said():
     assert any("tensor 16 crosses nodes of 8" in reason for reason in across.reasons)
 
 
+def test_rows_reach_experts_without_tensor_ranks_but_shared_ones_as_an_mlp():
+    def exposed(**more):
+        model = {**GPT, "moe": {**MOE["moe"], "first": 0, **more}}
+        return predicted(config_of(model, tensor=8, expert=8), 8).breakdown["tensor"]
+
+    routed, shared = exposed(), exposed(shared=1)
+    assert 0.45 * shared < routed < 0.6 * shared  # both ends of the model have sums of their own
+
+
 def test_gradients_of_a_chunk_leave_in_one_message():
     """12 blocks a rank, 3 a chunk: three times as many latencies of data ranks, in the prediction
     of one layout and in the estimate of many."""
