@@ -19,10 +19,11 @@ Number = Any
 
 
 def tensor_traffic(machine: Machine, linears: Passes, sums: int) -> Passes:
-    """Exposed transfers of the tensor axis: so many `sums` of the stream in forward and in backward,
-    two of attention and an MLP that follow each other, each as a gather and a scatter where rows
-    are divided; with rows divided backward also gathers as many saved inputs again, beside
-    products."""
+    """Exposed transfers of the tensor axis: so many `sums` of the stream in forward and again in
+    backward, two of attention and an MLP that follow each other, each as a gather and a scatter
+    where rows are divided; with rows divided backward also gathers as many saved inputs again,
+    beside products. One sum has half of the bytes of two and, as the constants were fitted, all of
+    their latencies."""
     model, software, sizes = machine.config.model, machine.software, machine.sizes
     size = machine.rate.width * machine.tokens * model.hidden * sums / 2
     parts = software.tensor_parts(machine.config)

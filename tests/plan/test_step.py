@@ -127,7 +127,8 @@ def test_rows_reach_experts_without_tensor_ranks_but_shared_ones_as_an_mlp():
         return predicted(config_of(model, tensor=8, expert=8), 8).breakdown["tensor"]
 
     routed, shared = exposed(), exposed(shared=1)
-    assert 0.45 * shared < routed < 0.6 * shared  # both ends of the model have sums of their own
+    # Half of the bytes, but all latencies, and both ends of the model have sums of their own.
+    assert 0.5 * shared < routed < 0.7 * shared
 
 
 def test_gradients_of_a_chunk_leave_in_one_message():
