@@ -1,11 +1,14 @@
 """A rank that plays alone counts what the same rank counts among real ones over gloo."""
 
 import pytest
+import torch
+from torch import Tensor
 
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh, world_size
 from megaframe.rehearsal import Ledger, counted_step, rehearse
+from megaframe.rehearsal.hollow import Hollow
 
 MODEL = {"hidden": 64, "heads": 4, "vocab": 320}
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2}
@@ -97,6 +100,19 @@ def test_what_is_put_away_is_not_counted_and_what_needs_a_gpu_is_left_out():
     inputs = 2 * 32 * 64 * 2  # of each block in bf16
     assert kept() - kept(offload=True) == inputs
     assert kept(cuda_graph=True, compile="inductor") == kept()
+
+
+def test_shapes_that_do_not_fit_are_found_again_and_again():
+    """Also after calls that fit, and where nothing is made."""
+    with Hollow():
+        for right in (torch.empty(3), torch.empty(4), torch.empty(4)):
+            left = torch.empty(2, 3)
+            if len(right) == 3:
+                assert (left + right).shape == left.add_(right).shape == (2, 3)
+                continue
+            for call in (torch.add, Tensor.add_):
+                with pytest.raises(RuntimeError):
+                    call(left, right)
 
 
 @pytest.mark.parametrize("rank", [0, 3000, 4095])

@@ -104,18 +104,19 @@ class Hollow(Ledger):
 
     def _shaped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The operator on hollow tensors. Much of torch finds shapes in Python, in up to a
-        millisecond, so it is asked once for each kind of call, and not where nothing is made."""
-        if _fills(func):
-            return args[0] if func._schema.returns else None
-        if not _makes(func):
+        millisecond, so it is asked once for each kind of call: what does not fit is found then."""
+        fills = _fills(func)
+        if not fills and not _makes(func):
             return func(*args, **kwargs)
         key = (func, _kind(args), _kind(kwargs))
-        if key in self._shapes:
-            return _mapped(self._shapes[key], _another)
-        out = func(*args, **kwargs)
-        if all(_is_plain(tensor) for tensor in _tensors(out)):
-            self._shapes[key] = _mapped(out, _another)
-        return out
+        if key not in self._shapes:
+            out = func(*args, **kwargs)
+            if fills or all(_is_plain(tensor) for tensor in _tensors(out)):
+                self._shapes[key] = None if fills else _mapped(out, _another)
+            return out
+        if fills:
+            return args[0] if func._schema.returns else None
+        return _mapped(self._shapes[key], _another)
 
     def _of_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device, dtype = kwargs.get("device"), kwargs.get("dtype")
@@ -215,14 +216,14 @@ def _makes(func: Any) -> bool:
 
 
 def _kind(given: Any) -> Any:
-    """What of an argument the shapes of results depend on. 1, 1.0 and True are three kinds."""
+    """What of an argument the results depend on. 1 and 1.0 are of one kind, as floats take both."""
     if isinstance(given, Tensor):
         return given.shape, given.stride(), given.dtype
     if isinstance(given, list | tuple):
         return tuple(map(_kind, given))
     if isinstance(given, dict):
         return tuple((name, _kind(value)) for name, value in given.items())
-    return type(given), given
+    return given
 
 
 def _another(tensor: Tensor) -> Tensor:
