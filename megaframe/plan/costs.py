@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.plan.experts import has_experts
+from megaframe.plan.experts import has_experts, has_mlp
 from megaframe.plan.kernels import Rates, grouped_product_seconds, moving_seconds, three_products
 from megaframe.plan.machine import Machine, Part, Passes
 from megaframe.plan.stages import head_widths, latent_width, mean_keys
@@ -42,9 +42,8 @@ def block(machine: Machine, layer: int) -> Part:
     again = Passes(0.0, _again(machine, linears, attention, stream), 0.0)
     compute = linears + attention + stream + again
     expert = expert_traffic(machine) if experts else Passes()
-    # Rows go to experts from the rank that has them.
-    routed = moe is not None and experts and not moe.shared
-    tensor = tensor_traffic(machine, linears, sums=1 if joined or routed else 2)
+    sums = 1 if joined or not has_mlp(model, layer) else 2
+    tensor = tensor_traffic(machine, linears, sums)
     full = sizes.recompute == 2
     tensor = tensor + Passes(0.0, np.where(full, tensor.forward, 0.0), 0.0)
     context = context_traffic(machine, attention)

@@ -16,6 +16,13 @@ def has_experts(moe: Moe, layer: int) -> bool:
     return layer >= moe.first and (layer - moe.first) % moe.every == moe.every - 1
 
 
+def has_mlp(model: Model, layer: int) -> bool:
+    """Whether all rows of a layer go through an MLP, which tensor ranks divide: of a layer with
+    experts its shared ones. Rows go to the others from the rank that has them."""
+    moe = model.moe
+    return moe is None or moe.shared > 0 or not has_experts(moe, layer)
+
+
 def expert_layers(model: Model) -> int:
     """Number of layers that have experts."""
     return sum(model.moe is not None and has_experts(model.moe, i) for i in range(model.layers))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from megaframe.config.schema import RunConfig
 from megaframe.layout import Layout
-from megaframe.plan.experts import has_experts
+from megaframe.plan.experts import has_mlp
 from megaframe.plan.held import held
 from megaframe.plan.memory import WIDTH
 from megaframe.plan.stages import StagePlan, latent_width
@@ -44,16 +44,15 @@ def moved(
 def _of_stage(config: RunConfig, plan: StagePlan) -> float:
     """Elements of a token that travel over tensor ranks: each of two linears of attention and of an
     MLP once in each direction, the input of one gathered again in backward, and those of forward
-    where a block runs again; at either end two more. Rows go to experts from the rank that has
-    them."""
-    model, moe = config.model, config.model.moe
+    where a block runs again; at either end two more."""
+    model = config.model
     attention, latent = 5 * model.hidden, model.latent
     if latent is not None:
         whole = model.hidden * (latent.query_rank is None)
         attention = 2 * model.hidden + 3 * (whole + latent_width(latent)) - latent.rotary_dim
     depth = model.mtp_depth * plan.last  # each is a layer, and has both ends
     layers = [*plan.blocks, *range(model.layers, model.layers + depth)]
-    mlps = [moe is None or moe.shared > 0 or not has_experts(moe, layer) for layer in layers]
+    mlps = [has_mlp(model, layer) for layer in layers]
     again = 2 * model.hidden * (plan.recomputed + sum(mlps[: plan.recomputed]))
     ends = 2 * model.hidden * (plan.first + plan.last + 2 * depth)
     return len(layers) * attention + sum(mlps) * 5 * model.hidden + again + ends

@@ -95,7 +95,7 @@ class Hollow(Ledger):
         if kwargs.get("device") is not None:
             kwargs["device"] = _META
         out = self._shaped(func, args, kwargs)
-        if kept and func._schema.arguments and _writes(func):
+        if kept and _writes(func):
             return kept[0]  # numbers written into real ones are as good as those before
         if func in _CHOICES:
             values, indices = out
@@ -199,10 +199,18 @@ def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 @cache
+def _writes(func: Any) -> bool:
+    """Whether an operator writes into its first argument."""
+    arguments = func._schema.arguments
+    alias = arguments[0].alias_info if arguments else None
+    return alias is not None and alias.is_write
+
+
+@cache
 def _fills(func: Any) -> bool:
-    """Whether an operator of torch writes into its first argument and leaves its shape."""
-    name, schema = func._schema.name, func._schema
-    in_place = name.startswith("aten::") and name.endswith("_") and len(schema.returns) < 2
+    """Whether an operator of torch writes into its first argument, leaves its shape and returns no
+    other."""
+    in_place = func.namespace == "aten" and _writes(func) and len(func._schema.returns) < 2
     return in_place and torch.Tag.inplace_view not in func.tags
 
 
@@ -257,11 +265,6 @@ def _places(args: tuple[Any, ...]) -> tuple[Any, ...]:
         else:
             indices.append(index)
     return args[0], indices, *args[2:]
-
-
-def _writes(func: Any) -> bool:
-    alias = func._schema.arguments[0].alias_info
-    return alias is not None and alias.is_write
 
 
 def _dealt(indices: Tensor, args: Sequence[Any], func: Any) -> Tensor:
