@@ -198,11 +198,8 @@ def _row_backward(
         dx.add(frame.input_gradient(part, linear.matrix()))
         dy_TO.add(part)
 
-    def weight() -> None:
-        frame.add_weight_gradient(linear.weight, dy_TO.rows, x)
-        linear.add_bias_gradient(dy)
-
-    frame.later.do(weight)
+    linear.add_bias_gradient(dy)  # now: what waits for the weight's keeps the rows of all ranks
+    frame.later.do(lambda: frame.add_weight_gradient(linear.weight, dy_TO.rows, x))
     return dx.rows
 
 

@@ -112,6 +112,8 @@ class Bucket:
             self._over_shard = self._wire(sharing.shard, slice(0, self.length))
             self._over_replicas = self._wire(sharing.replicas, self.own)
         self._summed = False
+        self.lends = False
+        """Whether a reduction needs a buffer of whole gradients until it is further."""
         self._reduction: Iterator[Pending[Tensor]] | None = None
         self._pending: Pending[Tensor] | None = None
         self._arriving: Pending[Tensor] | None = None
@@ -218,7 +220,7 @@ class Bucket:
             yield from self._over_shard.sum(grads)
             return
         if stage >= 2:  # what is added from now on is of the next reduction
-            self._grads = None
+            self._grads, self.lends = None, True
             for parameter in self.parameters:
                 parameter.let_go_of_grad()
         yield from self._over_shard.sum_part(grads)
@@ -258,7 +260,7 @@ class Bucket:
             self.sums.add_(own)
         else:
             self.sums.copy_(own)
-        self._summed = True
+        self._summed, self.lends = True, False
         self._buffers.give(grads)
 
     # Weights.

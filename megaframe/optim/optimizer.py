@@ -9,7 +9,6 @@ not finite leaves every weight as it was, and the host hears of it when it asks.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -101,7 +100,8 @@ class Optimizer:
         self._reader: Callable[[], None] | None = None
         self.buffers = Buffers(mesh.device)
         self._residents = Residents()
-        self._in_flight: deque[Sequence[Bucket]] = deque()
+        self._in_flight: dict[int, Sequence[Bucket]] = {}
+        """Those whose reductions were started, the last one behind."""
         self.buckets: list[Bucket] = []
         """All, in the order of the stages and their units, gains and biases of a stage first."""
         self._owned: dict[int, list[Bucket]] = {}
@@ -246,18 +246,25 @@ class Optimizer:
     def _start(self, buckets: Sequence[Bucket], last: bool) -> None:
         if not buckets:
             return
-        if self._in_parts and len(self._in_flight) > 1:
-            for bucket in self._in_flight[-2]:
-                bucket.advance()  # it has had the time in which two others were computed
+        self._in_flight.pop(id(buckets), None)
+        if self._in_parts:
+            # A transfer has had the time in which two others were computed. What comes behind it
+            # can wait for the end of the step, unless it keeps a buffer.
+            others = [*self._in_flight.values()]
+            for before in (2, 4)[: len(others) // 2]:
+                for bucket in others[-before]:
+                    if before == 2 or bucket.lends:
+                        bucket.advance()
         for bucket in buckets:
             bucket.reduce(last=last)
-        self._in_flight.append(buckets)
+        self._in_flight[id(buckets)] = buckets
 
     def wait(self) -> None:
         """Return when every reduction is done."""
-        while self._in_flight:
-            for bucket in self._in_flight.popleft():
+        for buckets in self._in_flight.values():
+            for bucket in buckets:
                 bucket.wait()
+        self._in_flight.clear()
         if self._tied is not None and self._tied_bucket is not None:
             all_reduce(self._tied_bucket.sums, self._tied.ends).wait()
 

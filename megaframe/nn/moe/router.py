@@ -160,6 +160,7 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (x_RH,), weight, dy = ctx.saved_tensors, ctx.weight, gradients[0]
+        x_RH = x_RH.detach()  # or what waits for a weight pass keeps the graph behind it
         ctx.frame.later.do(lambda: weight.add_product(dy, x_RH.to(dy.dtype)))
         return (dy @ weight.value.to(dy.dtype)).to(x_RH.dtype), None, None
 
