@@ -13,13 +13,8 @@ from fractions import Fraction
 
 from megaframe.config import RunConfig
 from megaframe.model import vocabulary
-from megaframe.plan.stages import (
-    block_work,
-    head_widths,
-    join_matrix,
-    mean_keys,
-    stage_plans,
-)
+from megaframe.plan.matrices import head_widths
+from megaframe.plan.stages import block_work, join_matrix, mean_keys, stage_plans
 from megaframe.spec import ParamSpec
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from megaframe.config.numbers import either
 
+WIDTH = {"fp8": 1, "fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+"""Bytes of a value by its type, as `train.precision` names it."""
 CLOCK_EXPONENT = 0.4
 """A clock grows as the power that it takes to this exponent, voltage rising with it."""
 

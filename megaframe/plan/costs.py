@@ -12,7 +12,8 @@ import numpy as np
 from megaframe.plan.experts import has_experts, has_mlp
 from megaframe.plan.kernels import Rates, grouped_product_seconds, moving_seconds, three_products
 from megaframe.plan.machine import Machine, Part, Passes
-from megaframe.plan.stages import head_widths, latent_width, mean_keys
+from megaframe.plan.matrices import head_widths, latent_width
+from megaframe.plan.stages import mean_keys
 from megaframe.plan.traffic import context_traffic, expert_traffic, tensor_traffic
 
 Number = Any

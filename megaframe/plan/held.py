@@ -13,8 +13,9 @@ from megaframe.config.model import Model
 from megaframe.config.schema import RunConfig
 from megaframe.layout import Layout
 from megaframe.plan.experts import has_experts
+from megaframe.plan.matrices import head_widths, latent_width
 from megaframe.plan.memory import Held, Memory, memory
-from megaframe.plan.stages import StagePlan, head_widths, join_matrix, latent_width
+from megaframe.plan.stages import StagePlan, join_matrix
 from megaframe.schedule import Schedule
 
 
@@ -39,13 +40,13 @@ def held(config: RunConfig, layout: Layout, plans: Sequence[StagePlan]) -> Held:
         counts = [part for layer in layers for part in _block(model, layer, layout)]
     predictors: list[_Count] = []
     tables: list[int] = []
-    vectors = 0
+    vectors = positions = 0
     first, last = any(plan.first for plan in plans), any(plan.last for plan in plans)
     table = dealt(model.vocab or 0, layout.tensor) * model.hidden
     if first:
         tables.append(table)
         if model.position == "learned":
-            tables.append((model.positions or config.train.seq) * model.hidden)
+            positions = (model.positions or config.train.seq) * model.hidden
     if last:
         depths = range(model.mtp_depth)
         predictors = [part for index in depths for part in _predictor(model, index, layout)]
@@ -66,6 +67,7 @@ def held(config: RunConfig, layout: Layout, plans: Sequence[StagePlan]) -> Held:
         tuple(part.experts for part in parts),
         tuple(part.whole for part in parts),
         tuple(part.shared for part in parts),
+        positions,
         layout.tensor,
         copies,
     )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megaframe.errors import UserError
-from megaframe.plan.chips import Chip
+from megaframe.plan.chips import WIDTH, Chip
 from megaframe.plan.constants import Constants
 
 Number = Any
@@ -22,7 +22,6 @@ Number = Any
 
 _TILE = 128 * 256
 """Elements of a tile that one unit of a chip makes at a time: that of the fast kernels of GPUs."""
-_WIDTH = {"fp8": 1, "fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def rates(chip: Chip, constants: Constants, kind: str) -> Rates:
         memory=chip.bandwidth * constants.memory,
         read=chip.bandwidth,
         launch=constants.launch,
-        width=_WIDTH[kind],
+        width=WIDTH[kind],
     )
 
 

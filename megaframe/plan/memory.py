@@ -7,23 +7,16 @@ operations come on top.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
-from megaframe.config.model import Model
 from megaframe.config.schema import Optim, Parallel, RunConfig
-from megaframe.plan.experts import has_experts
+from megaframe.plan.activations import activations
+from megaframe.plan.chips import WIDTH
+from megaframe.plan.lent import Bucket, StageUnits, Unit, lent
 from megaframe.plan.room import CHUNK, ROOMS, moment_width, moments, passing_width, state_width
-from megaframe.plan.stages import StagePlan, head_widths, latent_width
-from megaframe.schedule import Action, Kind
-
-WIDTH = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
-"""Bytes of a value or an activation, by `train.precision`."""
-
-
-_ON_THEIR_WAY = 3
-"""Parts of a stage whose gradients are whole at a time."""
+from megaframe.plan.stages import StagePlan
+from megaframe.schedule import Action
 
 
 def most_logits(*, host: bool) -> int:
@@ -71,8 +64,8 @@ class Held:
     """Parameters of one rank, undivided by ZeRO. vectors: all gains and biases. blocks: of each
     part of a block, attention and what comes after it, the matrices that tensor ranks divide.
     tables: each embedding table, and the head. experts: the matrices of experts in each part, 0
-    where there are none. whole: those that all `tensor` ranks have; shared: those that each
-    `copies` neighbours of them have."""
+    where there are none. whole: those that all `tensor` ranks have, as they have the table of
+    positions; shared: those that each `copies` neighbours of them have."""
 
     vectors: int
     blocks: tuple[int, ...]
@@ -80,13 +73,15 @@ class Held:
     experts: tuple[int, ...] = ()
     whole: tuple[int, ...] = ()
     shared: tuple[int, ...] = ()
+    positions: int = 0
     tensor: int = 1
     copies: int = 1
 
     @property
     def dense(self) -> int:
         """All but the experts."""
-        return self.vectors + sum((*self.blocks, *self.tables, *self.whole, *self.shared))
+        matrices = (*self.blocks, *self.tables, *self.whole, *self.shared)
+        return self.vectors + sum(matrices) + self.positions
 
     @property
     def total(self) -> int:
@@ -96,48 +91,58 @@ class Held:
     @property
     def ends(self) -> int:
         """Those that are no matrices of blocks."""
-        return self.vectors + sum(self.tables)
+        return self.vectors + sum(self.tables) + self.positions
+
+    def own_ends(self, ranks: int) -> int:
+        """What is left of these, as of `own`."""
+        positions = -(-self.positions // (ranks * self.tensor))
+        return -(-(self.vectors + sum(self.tables)) // ranks) + positions
 
     def own(self, ranks: int, expert_ranks: int) -> int:
         """What is left of them where `ranks` ranks divide a copy, and `expert_ranks` experts."""
         divided = self.vectors + sum(self.blocks) + sum(self.tables)
         return (
             -(-divided // ranks)
-            + -(-sum(self.whole) // (ranks * self.tensor))
+            + -(-(sum(self.whole) + self.positions) // (ranks * self.tensor))
             + -(-sum(self.shared) // (ranks * self.copies))
             + -(-sum(self.experts) // expert_ranks)
         )
 
     def largest(self, ranks: int, expert_ranks: int) -> int:
         """Of one bucket at most, where so many ranks divide a copy."""
-        dense = max(self.vectors, *self.blocks, *self.tables, *self.whole, *self.shared)
+        tables = (*self.tables, self.positions)
+        dense = max(self.vectors, *self.blocks, *tables, *self.whole, *self.shared)
         return max(-(-dense // ranks), -(-max(self.experts, default=0) // expert_ranks))
 
-    @property
-    def lent_values(self) -> int:
-        """The buffers that hold whole values where ZeRO divides them: those of two blocks that
-        follow each other, and one for each size of table."""
-        of_parts = (self.blocks, self.experts, self.whole, self.shared)
-        return sum(map(_in_use, of_parts)) + sum(set(self.tables))
-
-    def parts(self, config: RunConfig, plans: Sequence[StagePlan]) -> dict[int, list[list[int]]]:
-        """Of each of these stages, which are the rank's, the parts in the order of a backward pass,
-        and of each part the sizes of its buckets."""
-        rows = [*zip(self.blocks, self.experts, self.whole, self.shared, strict=True)]
-        sizes = [[size for size in row if size] for row in rows]
+    def units(self, config: RunConfig, plans: Sequence[StagePlan]) -> dict[int, StageUnits]:
+        """The buckets of each of these stages, which are the rank's."""
+        parts = zip(self.blocks, self.experts, self.whole, self.shared, strict=True)
+        buckets = [_buckets(number, sizes) for number, sizes in enumerate(parts)]
+        blocks = [Unit(late, rest) for rest, late in zip(buckets[::2], buckets[1::2], strict=True)]
+        tables = _buckets(-1, self.tables)
+        tokens, tied = tables[:1], config.model.tie_embeddings
+        first = any(plan.first for plan in plans)
+        layers = sum(len(plan.blocks) for plan in plans)
+        # Who has the tokens first reduces them: the embedding, a predictor, or a tied head.
+        predictors = [replace(unit, tables=tokens) for unit in blocks[layers:]]
+        if predictors and not first:
+            predictors[0] = replace(predictors[0], own=tokens)
+        used = tokens if tied else tables[-1:]
+        head = Unit(tables=used, own=() if tied and (first or predictors) else used)
+        embeddings = tokens + _buckets(-2, [self.positions])
+        embedding = Unit(tables=embeddings, own=embeddings)
         found, start = {}, 0
         for plan in plans:
-            stop = start + 2 * len(plan.blocks)
-            found[plan.number], start = sizes[start:stop][::-1], stop
-            if plan.first:
-                learned = config.model.position == "learned"
-                found[plan.number].append([*self.tables[: 1 + learned]])
-        for plan in plans:
-            if plan.last:
-                ahead = sizes[start:][::-1]  # the predictors, which look tokens up
-                ends = [[self.tables[0]], *ahead, *([[self.tables[0]]] if ahead else [])]
-                found[plan.number] = ends + found[plan.number]
+            stop = start + len(plan.blocks)
+            here, start = (*blocks[start:stop], *(predictors if plan.last else ())), stop
+            ends = embedding if plan.first else None, head if plan.last else None
+            found[plan.number] = StageUnits(ends[0], here, ends[1])
         return found
+
+
+def _buckets(part: int, sizes: Sequence[int]) -> tuple[Bucket, ...]:
+    """Those of a part of a rank that has so many elements of each kind."""
+    return tuple(Bucket((part, kind), size) for kind, size in enumerate(sizes) if size)
 
 
 def _in_use(sizes: Sequence[int], last: int = 4) -> int:
@@ -165,14 +170,16 @@ def memory(
     master = max(4, width)
     stage = config.parallel.zero
     own = held.own(ranks, expert_ranks) if stage else held.total
-    ends = -(-held.ends // ranks) if stage else held.ends
-    values = held.vectors + held.lent_values if stage == 3 else held.total
+    ends = held.own_ends(ranks) if stage else held.ends
+    values, gradients = held.total, held.total
+    if stage >= 2:
+        units = held.units(config, plans)
+        waits, kinds = _transfers(config.parallel), {"values": stage == 3, "alike": width == master}
+        lent_values, lent_gradients = lent(units, actions, waits, **kinds)
+        gradients = held.vectors + lent_gradients + own - held.vectors // ranks
+        values = held.vectors + lent_values if stage == 3 else values
     if width == master:  # then the own weights are among the values, but for what is only lent
         values -= -(-held.vectors // ranks) if stage == 3 else own
-    gradients = held.total
-    if stage >= 2:
-        lent = _lent_gradients(held.parts(config, plans), actions)
-        gradients = held.vectors + lent + own - held.vectors // ranks
     unsent = _unsent(config.parallel, held, ranks, expert_ranks)
     gradients += unsent
     tokens = config.train.microbatch * config.train.seq
@@ -192,11 +199,11 @@ def memory(
         )
     # Tokens are dealt to the context ranks; rows, heads and widths to the tensor ranks.
     dealt = tensor * config.parallel.context
-    kept, messages = _activations(config, plans, actions)
+    kept, messages = activations(config, plans, actions)
     saved = 0
     if host and config.checkpoint.every:
         alone = held.own(ranks, expert_ranks)
-        ends = -(-held.ends // ranks)
+        ends = held.own_ends(ranks)
         saved = (alone + unsent) * master
         saved += state_bytes(config.optim, alone, ends, master, saved=True)
     return Memory(
@@ -217,25 +224,9 @@ def memory(
     )
 
 
-def _lent_gradients(parts: Mapping[int, list[list[int]]], actions: Sequence[Action]) -> int:
-    """Elements of the buffers that hold whole gradients where ZeRO divides them: of the part that
-    is computed, and of the two before it, which are still on their way."""
-    split = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.W}
-    order = [
-        action.stage
-        for action in actions
-        if action.stage is not None
-        and action.kind is (Kind.W if (action.stage, action.microbatch) in split else Kind.B)
-    ]
-    most: Counter[int] = Counter()
-    for stages in {tuple(order[at : at + _ON_THEIR_WAY]) for at in range(len(order))}:
-        behind = [part for stage in stages for part in parts[stage]]
-        for at in range(len(behind)):
-            window = behind[at : at + _ON_THEIR_WAY]
-            if all(part is window[0] for part in window):
-                window = window[:2]  # what has one part alone waits for that of the pass before
-            most |= Counter(size for part in window for size in part)
-    return sum(size * count for size, count in most.items())
+def _transfers(parallel: Parallel) -> int:
+    """One after the other, of which a reduction consists until a rank has its part."""
+    return 2 if parallel.compress == "powersgd" and parallel.data_replicate == 1 else 1
 
 
 def widest(config: RunConfig) -> int:
@@ -266,6 +257,7 @@ def _rooms(held: Held, ranks: int, expert_ranks: int, stage: int) -> int:
     )
     # One part is still on its way when the next one starts.
     rest = others((*held.tables, held.vectors), ranks)
+    rest += others((held.positions,), ranks * held.tensor)
     return sum(_in_use(sizes, 2) for sizes in parts) + sum(set(rest))
 
 
@@ -278,7 +270,7 @@ def _unsent(parallel: Parallel, held: Held, ranks: int, expert_ranks: int) -> in
         return held.own(ranks, expert_ranks) - held.vectors // ranks
     sent = (
         (ranks, (*held.blocks, *held.tables)),
-        (ranks * held.tensor, held.whole),
+        (ranks * held.tensor, (*held.whole, held.positions)),
         (ranks * held.copies, held.shared),
         (expert_ranks, held.experts),
     )
@@ -301,178 +293,3 @@ def away_width(optim: Optim, precision: str) -> float:
     width = WIDTH[precision]
     master = max(4, width)
     return state_width(optim, master) + (master if width < master else 0)
-
-
-def _activations(
-    config: RunConfig, plans: Sequence[StagePlan], actions: Sequence[Action]
-) -> tuple[int, int]:
-    """Most bytes kept between forward and backward at any time, and, where a block runs again,
-    everything of that one; and how much more are messages, from the posting of a receive to the end
-    of its consumer and from a producer to its send."""
-    size = {plan.number: _stage_bytes(config, plan) for plan in plans}
-    stream = config.train.microbatch * config.train.seq * config.model.hidden
-    stream *= WIDTH[config.train.precision]
-    split = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.W}
-    sent = {(a.kind, a.stage, a.microbatch) for a in actions if a.kind in _SENDS}
-    kept = waiting = most = together = 0
-    arriving: set[tuple[Kind, int | None, int | None]] = set()
-    for action in actions:
-        kind, stage, number = action.kind, action.stage, action.microbatch
-        if stage is None:
-            continue
-        if kind is Kind.F:
-            kept += size[stage]
-        elif kind is (Kind.W if (stage, number) in split else Kind.B):
-            kept -= size[stage]
-        if kind in _RECEIVED:
-            waiting += stream
-            arriving.add((_RECEIVED[kind], stage, number))
-        elif (kind, stage, number) in arriving:
-            waiting -= stream
-        if kind in _SENDS:
-            waiting -= stream
-        elif (_SENT.get(kind), stage, number) in sent:
-            waiting += stream
-        most, together = max(most, kept), max(together, kept + waiting)
-    again = [
-        block_bytes(config, layer) for plan in plans for layer in plan.blocks[: plan.recomputed]
-    ]
-    if config.train.recompute == "full" and any(plan.last for plan in plans):
-        again += [predictor_bytes(config, index) for index in range(config.model.mtp_depth)]
-    brought = 0
-    if config.train.offload and again:  # the one in use and the one that comes before it
-        tokens = config.train.microbatch * config.train.seq
-        brought = min(2, len(again)) * tokens * config.model.hidden * WIDTH[config.train.precision]
-    return most + max(again, default=0) + brought, together - most
-
-
-_SENT = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B}
-_SENDS = (Kind.SEND_F, Kind.SEND_B)
-_RECEIVED = {Kind.RECV_F: Kind.F, Kind.RECV_B: Kind.B}
-
-
-def _stage_bytes(config: RunConfig, plan: StagePlan) -> int:
-    """Bytes that a stage keeps of one microbatch: each block's input, all else of the blocks that
-    do not run again, the tables of rotation, and for each depth the head's input with its gradient,
-    and all else of the predictors."""
-    tokens = config.train.microbatch * config.train.seq
-    stream = tokens * config.model.hidden * WIDTH[config.train.precision]
-    whole = sum(block_bytes(config, layer) for layer in plan.blocks[plan.recomputed :])
-    depth = config.model.mtp_depth * plan.last
-    streams = len(plan.blocks) + 2 * (plan.last + depth)
-    if config.train.offload:
-        streams -= plan.recomputed  # which are in the host's memory
-    # Every tensor rank has the tables of rotation, all of them.
-    whole += config.parallel.tensor * rotary_bytes(config)
-    predictors = depth * tokens * _norm_bytes(config)
-    if config.train.recompute != "full":
-        predictors += sum(predictor_bytes(config, index) for index in range(depth))
-    return streams * stream + whole + predictors
-
-
-def rotary_bytes(config: RunConfig) -> int:
-    """Bytes of the cosines and sines of a microbatch, which are alike for all of its samples."""
-    model = config.model
-    if model.position != "rotary" or model.emulate is not None:
-        return 0
-    width = model.rotary_fraction * model.head_dim
-    if model.latent is not None:
-        width = model.latent.rotary_dim
-    return config.train.seq * round(width) * WIDTH[config.train.precision]
-
-
-def predictor_bytes(config: RunConfig, index: int) -> int:
-    """Bytes that a predictor keeps of a microbatch beside the stream that it starts from: that
-    after the norm of the depth before, the embeddings ahead, both normalised, what they are joined
-    into, and all that its block and three norms keep."""
-    tokens = config.train.microbatch * config.train.seq
-    streams = 5 * config.model.hidden * WIDTH[config.train.precision]
-    block = block_bytes(config, config.model.layers + index)
-    return block + tokens * (streams + 3 * _norm_bytes(config))
-
-
-def _norm_bytes(config: RunConfig) -> int:
-    """Statistics that a norm keeps of a token: one in at least fp32, or the two of layernorm, which
-    on a CPU are as wide as a value."""
-    width = WIDTH[config.train.precision]
-    return 2 * width if config.model.norm == "layernorm" else max(4, width)
-
-
-def block_bytes(config: RunConfig, layer: int) -> int:
-    """Bytes that one block keeps of a microbatch beside its input.
-
-    What attention keeps, the stream between attention and MLP, and the MLP before its activation;
-    unless they are computed again, also both norms' outputs with their statistics, and the MLP
-    after its activation. Statistics are in at least fp32, but for those of layernorm on a CPU. Of
-    experts as if all were equally busy, and without what their routes take.
-    """
-    model, width = config.model, WIDTH[config.train.precision]
-    tokens = config.train.microbatch * config.train.seq
-    selective = config.train.recompute == "selective"
-    if model.latent is None:
-        elements, statistics = _attention_keeps(model, max(model.kv_heads, config.parallel.tensor))
-    else:
-        elements, statistics = _latent_attention_keeps(model, selective)
-    experts = model.moe is not None and has_experts(model.moe, layer)
-    norms = (0 if selective else 1) + (experts or not selective)
-    elements += (1 + norms) * model.hidden
-    if model.norm == "layernorm":
-        elements += 2 * norms
-    else:
-        statistics += norms
-    size = elements * width + statistics * max(4, width)
-    up = 2 if model.activation == "swiglu" else 1
-    inner = up + (not selective)
-    size += _expert_bytes(config, up, inner) if experts else inner * model.ffn * width
-    return tokens * size
-
-
-def _expert_bytes(config: RunConfig, up: int, inner: int) -> int:
-    """Bytes that experts and their router keep of a token beside what it normalises. up, inner:
-    times that an expert and a shared one keep their inner width."""
-    model, width = config.model, WIDTH[config.train.precision]
-    moe = model.moe
-    assert moe is not None
-    of_one = moe.ffn or model.ffn
-    parallel = config.parallel
-    copies = parallel.expert_tensor  # each of these has the rows of all, and part of a width
-    arrive = moe.top_k * copies
-    if parallel.expert * copies == 1:
-        arrive = 0  # experts pick from the rows that are normalised
-    elif parallel.dispatch == "all_gather" and copies == 1:
-        arrive = parallel.expert
-    elements = arrive * model.hidden + moe.top_k * (copies + up * of_one)
-    elements += moe.shared * inner * of_one
-    if moe.jitter:
-        elements += 2 * model.hidden
-    balanced = moe.balance_loss > 0 and moe.balance != "none"
-    scores = moe.experts * (1 + balanced) + balanced
-    scores += (moe.top_k + 2) * moe.normalise + (moe.z_loss > 0)
-    return elements * width + scores * max(4, width) + 8 * moe.top_k + balanced
-
-
-def _attention_keeps(model: Model, groups: int) -> tuple[int, int]:
-    """Elements and statistics of a token: queries, keys and values of so many groups, the output
-    with one log-sum-exp a head, and of queries and keys what was before their norms."""
-    queries = model.heads * model.head_dim
-    qkv = queries + 2 * groups * model.head_dim
-    elements, statistics = qkv + queries, model.heads
-    if model.qk_norm:
-        elements += qkv
-        statistics += model.heads + groups
-    elif model.position != "rotary" and 1 < model.kv_heads < model.heads:
-        elements += queries
-    return elements, statistics
-
-
-def _latent_attention_keeps(model: Model, selective: bool) -> tuple[int, int]:
-    """The same; of the latents too, and unless they are computed again those that are normalised,
-    with a statistic each."""
-    latent = model.latent
-    assert latent is not None
-    elements = latent_width(latent) + 2 * model.heads * sum(head_widths(model))
-    statistics = model.heads
-    if not selective:
-        elements += latent_width(latent) - latent.rotary_dim
-        statistics += 1 + (latent.query_rank is not None)
-    return elements, statistics

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 
 from megaframe.config.schema import RunConfig
 from megaframe.layout import Layout
+from megaframe.plan.chips import WIDTH
 from megaframe.plan.experts import has_mlp
 from megaframe.plan.held import held
-from megaframe.plan.memory import WIDTH
-from megaframe.plan.stages import StagePlan, latent_width
+from megaframe.plan.matrices import latent_width
+from megaframe.plan.stages import StagePlan
 from megaframe.schedule import Action, Kind
 
 _SENDS = (Kind.SEND_F, Kind.SEND_B)
@@ -66,7 +67,8 @@ def _data(
     width = WIDTH[config.train.precision]
     wire = 2 if config.parallel.reduce_precision == "bf16" else max(4, width)
     here = held(config, layout, plans)
-    vectors, rest = here.vectors, here.dense - here.vectors - sum(here.whole)
+    whole = sum(here.whole) + here.positions * (layout.tensor > 1)  # over these ranks as well
+    vectors, rest = here.vectors, here.dense - here.vectors - whole
     share = (ranks - 1) / ranks
     if zero == 0:
         return 2 * wire * (vectors + rest) * share

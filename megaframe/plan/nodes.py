@@ -6,8 +6,8 @@ from math import gcd
 
 from megaframe.config.schema import RunConfig
 from megaframe.layout import Layout
-from megaframe.plan.memory import WIDTH
-from megaframe.plan.stages import latent_width
+from megaframe.plan.chips import WIDTH
+from megaframe.plan.matrices import latent_width
 
 BETWEEN_NODES = 50e9
 """Bytes a second of one rank to another node: a 400 Gb/s adapter per rank."""

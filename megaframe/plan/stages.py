@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from megaframe.config.model import Latent, Model
+from megaframe.config.model import Model
 from megaframe.config.schema import RunConfig
 from megaframe.plan.experts import has_experts
+from megaframe.plan.matrices import attention_matrices, head_widths
 from megaframe.schedule.costs import Costs
 
 
@@ -171,31 +172,6 @@ def block_matrices(model: Model, layer: int) -> int:
         return attention_matrices(model) + mlp * model.ffn
     width = (moe.top_k + moe.shared) * (moe.ffn or model.ffn)
     return attention_matrices(model) + mlp * width + moe.experts * model.hidden
-
-
-def attention_matrices(model: Model) -> int:
-    """Elements of the matrices of one block's attention."""
-    latent = model.latent
-    if latent is None:
-        return 2 * model.hidden * (model.heads + model.kv_heads) * model.head_dim
-    query, value = head_widths(model)
-    of_queries = model.heads * query * (latent.query_rank or model.hidden)
-    of_keys_and_values = model.heads * (latent.head_dim + value) * latent.kv_rank
-    output = model.heads * value * model.hidden
-    return model.hidden * latent_width(latent) + of_queries + of_keys_and_values + output
-
-
-def latent_width(latent: Latent) -> int:
-    """Elements of a token's latents, the rotated part of its keys among them."""
-    return (latent.query_rank or 0) + latent.kv_rank + latent.rotary_dim
-
-
-def head_widths(model: Model) -> tuple[int, int]:
-    """Widths of a query or key head and of a value head."""
-    latent = model.latent
-    if latent is None:
-        return model.head_dim, model.head_dim
-    return latent.rotary_dim + latent.head_dim, latent.value_dim
 
 
 def mean_keys(seq: int, window: int | None) -> float:

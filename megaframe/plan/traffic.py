@@ -12,7 +12,7 @@ import numpy as np
 
 from megaframe.plan.collectives import hop_seconds
 from megaframe.plan.machine import Machine, Passes
-from megaframe.plan.stages import head_widths
+from megaframe.plan.matrices import head_widths
 
 Number = Any
 """A float, or a numpy array of them."""

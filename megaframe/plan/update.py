@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from megaframe.plan.chips import WIDTH
 from megaframe.plan.collectives import hop_seconds
 from megaframe.plan.experts import has_experts
 from megaframe.plan.kernels import moving_seconds, three_products
 from megaframe.plan.machine import Machine, Part, Passes
-from megaframe.plan.memory import WIDTH, away_width
+from megaframe.plan.matrices import attention_matrices
+from megaframe.plan.memory import away_width
 from megaframe.plan.sizes import Sizes
-from megaframe.plan.stages import attention_matrices
 from megaframe.plan.traffic import hidden_by
 
 Number = Any

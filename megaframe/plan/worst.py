@@ -6,26 +6,21 @@ fullest. A device that is the host has rooms for transfers and a checkpoint's co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megaframe.config.schema import RunConfig
 from megaframe.layout import Layout
+from megaframe.plan.activations import block_bytes, left_bytes, rotary_bytes
 from megaframe.plan.candidates import SCHEDULES
-from megaframe.plan.chips import Chip
+from megaframe.plan.chips import WIDTH, Chip
 from megaframe.plan.division import division
 from megaframe.plan.experts import has_experts
 from megaframe.plan.held import held, rank_memory
-from megaframe.plan.memory import (
-    WIDTH,
-    Memory,
-    block_bytes,
-    most_logits,
-    rotary_bytes,
-    widest,
-)
+from megaframe.plan.memory import Memory, most_logits, widest
 from megaframe.plan.room import room, state_width
 from megaframe.plan.sizes import RECOMPUTE, Sizes
 from megaframe.plan.stages import StagePlan, stage_plans
@@ -57,26 +52,44 @@ def by_kind(of: Memory) -> dict[str, int]:
 
 
 def memory_bytes(config: RunConfig, chip: Chip, c: Sizes, schedule: Array) -> Array:
-    """Bytes of the rank that needs most, for each candidate: that of the first or of the last
-    stage, as if all stages had as many blocks as the fullest. schedule: indices into `SCHEDULES`.
-    Within a few percent of `worst_memory`, which says what fits in the end."""
-    of = _Blocks(config, c)
-    v_shaped = np.isin(schedule, _V_SHAPED)
-    first = _end_bytes(config, chip, _End(c, of, live_stages(c, schedule, True), True, v_shaped))
-    last = _End(c, of, live_stages(c, schedule, False), False, v_shaped)
-    return np.maximum(first, _end_bytes(config, chip, last))
+    """Bytes of the rank that needs most, for each candidate: that of the first stage, of the last
+    one, or of those between where weight passes wait longest, as if all had as many blocks as the
+    fullest. schedule: indices into `SCHEDULES`. Within a few percent of `worst_memory`, which says
+    what fits in the end."""
+    of, alone = _Blocks(config, c), c.pipeline == 1
+    v_shaped, nobody = _among(schedule, *_V_SHAPED), np.zeros(len(schedule), dtype=bool)
+    ranks = (
+        _Rank(c, of, _held_first(c, schedule), ~nobody, alone | v_shaped, True),
+        _Rank(c, of, _held_last(c, schedule), alone, ~nobody, False),
+        _Rank(c, of, _held_between(c, schedule), nobody, nobody, True),
+    )
+    return np.maximum.reduce([_rank_bytes(config, chip, rank) for rank in ranks])
+
+
+def _among(schedule: Array, *names: str) -> Array:
+    return np.isin(schedule, [SCHEDULES.index(name) for name in names])
+
+
+class _Live(NamedTuple):
+    """Stages of microbatches that a rank holds at most: `kept` for backward passes, `left` by these
+    for weight passes, and `either`, whichever is more."""
+
+    kept: Array
+    left: Array
+    either: Array
 
 
 @dataclass(frozen=True)
-class _End:
-    """The rank with the first stage, or that with the last. live: stages of microbatches whose
-    activations it holds at most. v_shaped: where it has both stages."""
+class _Rank:
+    """Of each candidate one rank. first, last: where it has these stages. full: with as many blocks
+    as the fullest, else as the last stage."""
 
     c: Sizes
     of: _Blocks
-    live: Array
-    first: bool
-    v_shaped: Array
+    live: _Live
+    first: Array
+    last: Array
+    full: bool
 
 
 class _Blocks:
@@ -88,19 +101,19 @@ class _Blocks:
         kinds = [model.moe is not None and has_experts(model.moe, n) for n in range(model.layers)]
         self.layers = {kind: kinds.index(kind) for kind in set(kinds)}
         self.number = {kind: kinds.count(kind) for kind in self.layers}
-        keys = np.stack([c.tensor, c.expert, c.expert_tensor, c.recompute])
+        keys = np.stack([c.tensor, c.context, c.expert, c.expert_tensor, c.recompute])
         different, place = np.unique(keys, axis=1, return_inverse=True)
         place = place.reshape(-1)
         rows: dict[tuple[bool, str], list[int]] = {}
         tables = []
-        for tensor, expert, expert_tensor, recompute in different.T.tolist():
+        for tensor, context, expert, expert_tensor, recompute in different.T.tolist():
             layout = Layout(
                 tensor=tensor,
                 data=expert * expert_tensor,
                 expert=expert,
                 expert_tensor=expert_tensor,
             )
-            sizes = _with(config, tensor, expert_tensor, RECOMPUTE[recompute])
+            sizes = _with(config, tensor, context, expert_tensor, RECOMPUTE[recompute])
             for kind, layer in self.layers.items():
                 one = held(config, layout, [StagePlan(1, 3, range(layer, layer + 1))])
                 found = {
@@ -110,6 +123,7 @@ class _Blocks:
                     "shared": sum(one.shared),
                     "experts": sum(one.experts),
                     "keeps": 0 if recompute == 2 else block_bytes(sizes, layer),
+                    "left": left_bytes(sizes, [layer]),
                     "again": block_bytes(sizes, layer) if recompute == 2 else 0,
                     "copies": one.copies,
                 }
@@ -118,7 +132,7 @@ class _Blocks:
             tables.append(-(-(config.model.vocab or 0) // tensor) * config.model.hidden)
         self._of = {key: np.asarray(values, dtype=float)[place] for key, values in rows.items()}
         self.table = np.asarray(tables, dtype=float)[place]
-        self.rotary = float(rotary_bytes(_with(config, 1, 1, "none")))
+        self.rotary = float(rotary_bytes(_with(config, 1, 1, 1, "none")))
         divided = division(config, c)
         self.here = {True: divided.middle, False: divided.end}
 
@@ -136,19 +150,17 @@ class _Blocks:
         return np.maximum.reduce([self._of[kind, name] for kind in self.layers])
 
 
-def _end_bytes(config: RunConfig, chip: Chip, end: _End) -> Array:
-    c, of, first = end.c, end.of, end.first
+def _rank_bytes(config: RunConfig, chip: Chip, rank: _Rank) -> Array:
+    c, of, full = rank.c, rank.of, rank.full
     model, train = config.model, config.train
     width = WIDTH[train.precision]
     master = max(4, width)
-    both = (c.pipeline == 1) | (first & end.v_shaped)
     positions = (model.positions or train.seq) * model.hidden if model.position == "learned" else 0
-    head = of.table * (1 - model.tie_embeddings)
-    ends = of.table + positions * first + np.where(both, head, 0.0)
-    if not first:
-        ends = np.where(both, of.table + head + positions, of.table)
+    both, tied = rank.first & rank.last, model.tie_embeddings
+    tables = rank.first * 1 + rank.last - both * tied
+    ends = of.table * tables + positions * rank.first
     names = ("vectors", "split", "whole", "shared", "experts")
-    vectors, split, whole, shared, experts = (of.total(name, first) for name in names)
+    vectors, split, whole, shared, experts = (of.total(name, full) for name in names)
     dense = vectors + split + whole + shared + ends
     total = dense + experts
     ranks = c.data * c.context // c.data_replicate
@@ -170,58 +182,98 @@ def _end_bytes(config: RunConfig, chip: Chip, end: _End) -> Array:
     if config.parallel.compress != "none":
         gradients = gradients + np.where(c.data_replicate > 1, alone, total - vectors)
     static = own * kept + values * width + gradients * master
-    passing = _passing(config, end, most_logits(host=chip.is_host))
+    passing = _passing(config, rank, most_logits(host=chip.is_host))
     return static + passing + overhead(chip)
 
 
-_V_SHAPED = [SCHEDULES.index(name) for name in ("zb-v", "v-half", "dualpipe-v")]
+_V_SHAPED = ("zb-v", "v-half", "dualpipe-v")
+"""Schedules whose first rank has the last stage as well."""
 
 
-def _passing(config: RunConfig, end: _End, most: int) -> Array:
+def _passing(config: RunConfig, rank: _Rank, most: int) -> Array:
     """Bytes that come and go in a step: activations, messages, logits, `most` at once, and
     temporaries."""
-    c, of = end.c, end.of
+    c, of, last = rank.c, rank.of, rank.last
     model, train = config.model, config.train
     width, dealt = WIDTH[train.precision], c.tensor * c.context
     rows = c.microbatch * train.seq
     stream = rows * model.hidden * width
-    keeps = of.total("keeps", end.first) * c.microbatch / c.chunks
-    stage = keeps + of.rotary * c.tensor
+    stage, left = (
+        of.total(name, rank.full) * c.microbatch / c.chunks + of.rotary * c.tensor
+        for name in ("keeps", "left")
+    )
     if not train.offload:  # which takes the inputs of all blocks away
-        stage = stage + of.here[end.first] / c.chunks * stream
-    last = (c.pipeline == 1) | end.v_shaped if end.first else np.full(len(c.tensor), True)
+        stage = stage + of.here[rank.full] / c.chunks * stream
     vocab = np.ceil((model.vocab or 0) / c.tensor)
     logits = np.minimum(rows, np.maximum(1, most // np.maximum(1, vocab))) * vocab * width
     temporaries = np.maximum(2 * rows * widest(config) * width / dealt, logits * last)
     messages = np.where(c.pipeline > 1, 2 * stream / dealt, 0.0)
     inputs = 2 * stream * (last + train.offload)
-    kept = (end.live * stage + of.largest("again") * c.microbatch + inputs) / dealt
+    live = rank.live
+    held = live.kept * stage + live.left * left + live.either * np.maximum(stage, left)
+    kept = (held + of.largest("again") * c.microbatch + inputs) / dealt
     return kept + messages + logits * last + temporaries
 
 
-def live_stages(c: Sizes, schedule: Array, first: bool) -> Array:
-    """Stages of microbatches whose activations the first rank holds at most, or the last one."""
+def _held_first(c: Sizes, schedule: Array) -> _Live:
+    """By the first rank."""
     p, v, m = c.pipeline, c.chunks, c.microbatches
-    turns = (v - 1) * p + 1
-    by_name = {
-        "gpipe": m,
-        "1f1b": np.minimum(p if first else 1, m),
-        "interleaved": np.minimum(m * v, turns + 2 * (p - 1) * first),
-        "breadth-first": m * v,
-        "zb-h1": np.minimum(p, m),
-        "zb-h2": np.minimum(2 * p - 1 if first else p, m),
-        "zb-v": np.minimum(2 * p, 2 * m),
-        "v-half": np.minimum(p + 2, 2 * m),
-        "dualpipe-v": np.minimum(2 * p + 1, 2 * m),
-    }
-    table = np.stack([by_name[name] * np.ones_like(p) for name in SCHEDULES])
-    return np.where(p > 1, table[schedule, np.arange(len(p))], 1)
+    many = _chosen(
+        c,
+        schedule,
+        {
+            "gpipe": m,
+            "1f1b": np.minimum(p, m),
+            "interleaved": np.minimum(m * v, (v + 1) * p - 1),
+            "breadth-first": m * v,
+            "zb-h1": np.minimum(p, m),
+            "zb-h2": np.minimum(2 * p - 1, m),
+            "zb-v": np.minimum(2 * p, m + 1),
+            "v-half": np.minimum(p + 2, m + 1),
+            "dualpipe-v": np.minimum(2 * p, m + 1),
+        },
+    )
+    either = _among(schedule, "zb-h1", "zb-h2", "zb-v", "dualpipe-v") + 2 * _among(
+        schedule, "v-half"
+    )
+    either = either * (p > 1)
+    return _Live(many - either, 0 * many, either)
 
 
-def _with(config: RunConfig, tensor: int, expert_tensor: int, recompute: str) -> RunConfig:
+def _held_last(c: Sizes, schedule: Array) -> _Live:
+    """By the rank with the last stage, where that is not the first one: of zb-h1 and zb-h2 hardly
+    anything but what waits for weight passes."""
+    p, v, m = c.pipeline, c.chunks, c.microbatches
+    waits = _among(schedule, "zb-h1", "zb-h2") & (p > 1)
+    interleaved = np.minimum(m * v, (v - 1) * p + 1)
+    kept = {"gpipe": m, "interleaved": interleaved, "breadth-first": m * v}
+    rest = _held_first(c, schedule).kept * waits
+    return _Live(_chosen(c, schedule, kept) * ~waits, rest, waits * 1)
+
+
+def _held_between(c: Sizes, schedule: Array) -> _Live:
+    """By the one before the last of zb-h1 and zb-h2, and by the last of the ranks of those whose
+    stages go to and fro; other schedules hold less here than on their first ranks."""
+    p, some = c.pipeline, c.pipeline > 1
+    one_by_one = _among(schedule, "zb-h1", "zb-h2") & (p > 2)
+    first = _held_first(c, schedule)
+    left = (first.kept - 1) * one_by_one + (2 * p - 2) * _among(schedule, "zb-v") * some
+    left = left + (p - 1) * _among(schedule, "dualpipe-v") * some
+    return _Live(one_by_one * 1, left, one_by_one | _among(schedule, "zb-v", "dualpipe-v") & some)
+
+
+def _chosen(c: Sizes, schedule: Array, by_name: Mapping[str, Array]) -> Array:
+    """That of each one's schedule, 1 where there is none."""
+    table = [by_name.get(name, 1) * np.ones_like(c.pipeline) for name in SCHEDULES]
+    return np.where(c.pipeline > 1, np.stack(table)[schedule, np.arange(len(schedule))], 1)
+
+
+def _with(
+    config: RunConfig, tensor: int, context: int, expert_tensor: int, recompute: str
+) -> RunConfig:
     """The config of one sample on a microbatch, with these sizes."""
     parallel = config.parallel.model_copy(
-        update={"tensor": tensor, "expert_tensor": expert_tensor, "context": 1}
+        update={"tensor": tensor, "expert_tensor": expert_tensor, "context": context}
     )
     train = config.train.model_copy(update={"microbatch": 1, "recompute": recompute})
     return config.model_copy(update={"parallel": parallel, "train": train})

@@ -25,7 +25,13 @@ LAYOUTS = [
 def counted(config, layout, plan):
     """As `by_specs`, by the plan."""
     found = held(config, layout, [plan])
-    parts = (found.tables, found.blocks, found.whole, found.shared, found.experts)
+    parts = (
+        (*found.tables, found.positions),
+        found.blocks,
+        found.whole,
+        found.shared,
+        found.experts,
+    )
     return (found.vectors, *map(sum, parts))
 
 

@@ -11,8 +11,9 @@ from megaframe.mesh import Mesh, world_size
 from megaframe.meter import StepTimer
 from megaframe.microbatch import Microbatch, look_ahead
 from megaframe.pipeline import Pipeline
+from megaframe.plan.activations import block_bytes
 from megaframe.plan.held import held
-from megaframe.plan.memory import Held, block_bytes, memory
+from megaframe.plan.memory import Held, memory
 from megaframe.plan.stages import stage_plans
 from megaframe.schedule import Action, Kind
 

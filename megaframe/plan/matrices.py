@@ -1,0 +1,73 @@
+"""Matrices of a block, one by one, and the widths that they have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megaframe.config.model import Latent, Model
+from megaframe.plan.experts import has_experts
+
+
+class Matrix(NamedTuple):
+    """A whole one: its sides, and how many of them a block has."""
+
+    outputs: int
+    inputs: int
+    number: int = 1
+
+    @property
+    def elements(self) -> int:
+        """Of all of them."""
+        return self.outputs * self.inputs * self.number
+
+
+def matrices(model: Model, layer: int) -> list[Matrix]:
+    """Those of the block of a layer; predictors' blocks count on behind the last one."""
+    if model.emulate is not None:
+        return []
+    moe, found = model.moe, [*_attention(model)]
+    if moe is None or not has_experts(moe, layer):
+        return [*found, *_mlp(model, model.ffn)]
+    width = moe.ffn or model.ffn
+    found += [Matrix(moe.experts, model.hidden), *_mlp(model, width, moe.experts)]
+    return [*found, *(_mlp(model, moe.shared * width) if moe.shared else [])]
+
+
+def attention_matrices(model: Model) -> int:
+    """Elements of the matrices of one block's attention."""
+    return sum(matrix.elements for matrix in _attention(model))
+
+
+def _attention(model: Model) -> Iterator[Matrix]:
+    hidden, heads, latent = model.hidden, model.heads, model.latent
+    query, value = head_widths(model)
+    yield Matrix(hidden, heads * value)
+    if latent is None:
+        yield Matrix(heads * query, hidden)
+        yield Matrix(model.kv_heads * query, hidden, 2)
+        return
+    yield Matrix(heads * query, latent.query_rank or hidden)
+    yield Matrix(heads * latent.head_dim, latent.kv_rank)
+    yield Matrix(heads * value, latent.kv_rank)
+    for rank in (latent.query_rank, latent.kv_rank, latent.rotary_dim):
+        if rank:
+            yield Matrix(rank, hidden)
+
+
+def _mlp(model: Model, width: int, number: int = 1) -> list[Matrix]:
+    up = 2 if model.activation == "swiglu" else 1
+    return [Matrix(width, model.hidden, up * number), Matrix(model.hidden, width, number)]
+
+
+def latent_width(latent: Latent) -> int:
+    """Elements of a token's latents, the rotated part of its keys among them."""
+    return (latent.query_rank or 0) + latent.kv_rank + latent.rotary_dim
+
+
+def head_widths(model: Model) -> tuple[int, int]:
+    """Widths of a query or key head and of a value head."""
+    latent = model.latent
+    if latent is None:
+        return model.head_dim, model.head_dim
+    return latent.rotary_dim + latent.head_dim, latent.value_dim
