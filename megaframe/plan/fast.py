@@ -8,7 +8,7 @@ bubbles of the named schedules, the activations that they keep.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -76,10 +76,10 @@ def _estimate(
     end = head(machine)
     share = _share(machine, one, end)
     rank = one.times(share.blocks) + end.times(share.heads)
-    held = Owned(
-        owned.dense * share.blocks + table_owned(machine) * _tables(config, machine.sizes),
-        owned.experts * share.blocks,
-        machine.buckets(sizes.chunks, share.blocks),
+    held = replace(
+        owned.times(share.blocks),
+        tables=table_owned(machine) * _tables(config, machine.sizes),
+        buckets=machine.buckets(sizes.chunks, share.blocks),
     )
     breakdown = _breakdown(machine, rank, held, schedule)
     memory = memory_bytes(config, cluster.chip, sizes, schedule)
@@ -92,7 +92,7 @@ def _mean_block(machine: Machine) -> tuple[Part, Owned]:
     """Costs and parameters of a layer, on average over dense ones and those with experts."""
     model = machine.config.model
     share = expert_layers(model) / model.layers
-    whole, owned = Part(Passes()), Owned(0.0, 0.0)
+    whole, owned = Part(Passes()), Owned()
     for experts, weight in ((False, 1 - share), (True, share)):
         if not weight:
             continue
@@ -101,9 +101,8 @@ def _mean_block(machine: Machine) -> tuple[Part, Owned]:
             for n in range(model.layers)
             if (model.moe is not None and has_experts(model.moe, n)) == experts
         )
-        one = block_owned(machine, layer)
         whole = whole + block(machine, layer).times(weight)
-        owned = Owned(owned.dense + weight * one.dense, owned.experts + weight * one.experts)
+        owned = owned + block_owned(machine, layer).times(weight)
     return whole, owned
 
 

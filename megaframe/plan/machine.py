@@ -107,6 +107,7 @@ class Machine:
             "tensor": self.group(1, sizes.tensor),
             "context": self.group(sizes.tensor, sizes.context),
             "shard": self.group(sizes.tensor, sizes.shard),
+            "owners": self.group(1, sizes.tensor * sizes.shard),
             "replicas": self.group(sizes.tensor * sizes.shard, sizes.data_replicate),
             "expert": self.group(sizes.expert_tensor, sizes.expert),
             "expert_tensor": self.group(1, sizes.expert_tensor),

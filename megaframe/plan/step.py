@@ -13,7 +13,7 @@ works `estimate` only bounds.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from megaframe.config.schema import RunConfig
@@ -181,14 +181,13 @@ def _end_of_step(
     """Exposed exchange of data ranks, and the update, of a rank with these stages. window: what it
     computes for one microbatch."""
     tied = machine.config.model.tie_embeddings
-    dense = experts = 0.0
-    for plan in plans:
-        for layer in plan.blocks:
-            dense, experts = dense + owned[layer].dense, experts + owned[layer].experts
-        tables = plan.first + (plan.last and not (plan.first and tied))
-        dense = dense + tables * table_owned(machine)
-    blocks = sum(len(plan.blocks) for plan in plans)
-    held = Owned(dense, experts, machine.buckets(len(plans), blocks))
+    layers = [layer for plan in plans for layer in plan.blocks]
+    tables = sum(plan.first + (plan.last and not (plan.first and tied)) for plan in plans)
+    held = replace(
+        sum((owned[layer] for layer in layers), Owned()),
+        tables=tables * table_owned(machine),
+        buckets=machine.buckets(len(plans), len(layers)),
+    )
     passes = passes_beside(machine.sizes, machine.config.parallel.schedule in CIRCLING)
     data = float(data_seconds(machine, held, window, passes))
     return data, float(update_seconds(machine, held))

@@ -7,7 +7,7 @@ the first forward pass, at 2 and 3 they travel in every pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from megaframe.plan.kernels import moving_seconds, three_products
 from megaframe.plan.machine import Machine, Part, Passes
 from megaframe.plan.matrices import attention_matrices
 from megaframe.plan.memory import away_width
+from megaframe.plan.orthogonal import muon_seconds, orthogonal_seconds
 from megaframe.plan.sizes import Sizes
 from megaframe.plan.traffic import hidden_by
 
@@ -55,28 +56,58 @@ def _launched(machine: Machine, forward: Number, backward: Number, weight: Numbe
 
 @dataclass(frozen=True)
 class Owned:
-    """Parameters of one rank before data ranks divide them: dense, and those of experts. buckets:
-    in which they are exchanged."""
+    """Parameters of one rank before data ranks divide them: dense ones and experts of blocks, and
+    tables. buckets: in which they are exchanged. whole, longest: see `orthogonal_seconds`."""
 
-    dense: Number
-    experts: Number
+    dense: Number = 0.0
+    experts: Number = 0.0
+    tables: Number = 0.0
     buckets: Number = 1.0
+    whole: Number = 0.0
+    longest: Number = 0.0
+
+    def __add__(self, other: Owned) -> Owned:
+        return Owned(
+            self.dense + other.dense,
+            self.experts + other.experts,
+            self.tables + other.tables,
+            self.buckets,
+            self.whole + other.whole,
+            np.maximum(self.longest, other.longest),
+        )
+
+    def times(self, factor: Number) -> Owned:
+        """Of so many blocks like this."""
+        return replace(
+            self,
+            dense=self.dense * factor,
+            experts=self.experts * factor,
+            whole=self.whole * factor,
+        )
+
+    @property
+    def total(self) -> Number:
+        """Of all kinds."""
+        return self.dense + self.experts + self.tables
 
 
 def block_owned(machine: Machine, layer: int) -> Owned:
     """Of one block; gains and biases are few and left out."""
     model, sizes = machine.config.model, machine.sizes
     if model.emulate is not None:
-        return Owned(0.0, 0.0)
+        return Owned()
     moe = model.moe
+    whole, longest = orthogonal_seconds(machine, layer)
     shape = 3 if model.activation == "swiglu" else 2
     attention = attention_matrices(model) / sizes.tensor
     if moe is None or not has_experts(moe, layer):
-        return Owned(attention + shape * model.hidden * model.ffn / sizes.tensor, 0.0)
+        dense = attention + shape * model.hidden * model.ffn / sizes.tensor
+        return Owned(dense, whole=whole, longest=longest)
     one = shape * model.hidden * (moe.ffn or model.ffn)
     shared = moe.shared * one / sizes.tensor + moe.experts * model.hidden
     here = np.ceil(moe.experts / sizes.expert)
-    return Owned(attention + shared, here * one / sizes.expert_tensor)
+    experts = here * one / sizes.expert_tensor
+    return Owned(attention + shared, experts, whole=whole, longest=longest)
 
 
 def table_owned(machine: Machine) -> Number:
@@ -104,7 +135,7 @@ def data_seconds(machine: Machine, held: Owned, window: Passes, passes: Number) 
     if wire is None:
         half = machine.config.parallel.reduce_precision == "bf16"
         wire = 2 if half else max(4, width)
-    size = held.dense + held.experts
+    size = held.total
     times = held.buckets if software.overlap_data else 1.0
     scatter = machine.seconds("reduce_scatter", wire * size, "shard", times)
     gather = machine.seconds("all_gather", width * size, "shard", times)
@@ -135,15 +166,17 @@ def data_seconds(machine: Machine, held: Owned, window: Passes, passes: Number) 
 
 
 def update_seconds(machine: Machine, held: Owned) -> Number:
-    """The optimizer's own time: it reads and writes its state once; where the host keeps that, or
-    as long as it takes to come, while what is done with goes back, if that is longer."""
+    """The optimizer's own time: it reads and writes its state once, or where the host keeps that,
+    as long as it takes to come, while what is done with goes back, if that is longer; and what Muon
+    takes to make matrices orthogonal."""
     sizes = machine.sizes
-    own = (held.dense + held.experts) / np.where(sizes.zero >= 1, sizes.shard, 1.0)
-    computing = moving_seconds(machine.rate, machine.software.state_bytes * own)
+    own = held.total / np.where(sizes.zero >= 1, sizes.shard, 1.0)
+    moving = moving_seconds(machine.rate, machine.software.state_bytes * own)
     link, config = machine.cluster.chip.host_link, machine.config
-    if not config.optim.offload or link is None:
-        return computing
-    return np.maximum(computing, away_width(config.optim, config.train.precision) * own / link)
+    if config.optim.offload and link is not None:
+        coming = away_width(config.optim, config.train.precision) * own / link
+        moving = np.maximum(moving, coming)
+    return moving + muon_seconds(machine, held.dense + held.experts, held.whole, held.longest)
 
 
 def waiting_seconds(machine: Machine) -> Number:
