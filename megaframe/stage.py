@@ -30,7 +30,7 @@ from megaframe.model import Block, Embedding, EmulatedBlock, Head
 from megaframe.nn.context import Context
 from megaframe.nn.dropout import dropout_key
 from megaframe.nn.eight_bits import EightBits
-from megaframe.nn.frame import Frame, make_frame
+from megaframe.nn.frame import Frame, Left, do_all, make_frame
 from megaframe.nn.moe.dispatch import Places
 from megaframe.nn.scratch import Scratch
 from megaframe.nn.seam import Seam
@@ -89,7 +89,7 @@ class Flight:
     outputs: list[GradientEdge | None] = field(default_factory=list)
     embedded: GradientEdge | None = None
     end: Kept | None = None
-    left: list[tuple[Module, list[Callable[[], None]]]] = field(default_factory=list)
+    left: list[tuple[Module, list[Left]]] = field(default_factory=list)
 
 
 class Stage:
@@ -273,9 +273,10 @@ class Stage:
     def weight_backward(self, number: int, done: Done | None = None) -> None:
         """The weight gradients that the backward of microbatch `number` left."""
         flight = self._flights.pop(number)
+        works = do_all(one for _, left in flight.left for one in left)
         for unit, left in flight.left:
-            for work in left:
-                work()
+            for _ in zip(left, works, strict=False):
+                pass  # those of the unit, and what the next one begins with is on its way
             left.clear()
             if done is not None:
                 if unit.late is not None:

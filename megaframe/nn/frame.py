@@ -6,14 +6,15 @@ the block, so they are made once and handed to every block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.comm import Group
+from megaframe.comm import Group, Pending
 from megaframe.config import Model
 from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.microbatch import IGNORE, Microbatch
@@ -36,25 +37,48 @@ _FILLING = 2**31 - 1
 """The number of the document that filling is."""
 
 
+class Left(NamedTuple):
+    """Work that is left for later. fetch: starts bringing what it needs of other ranks, which it is
+    given then."""
+
+    work: Callable[..., None]
+    fetch: Callable[[], Pending[Tensor]] | None
+
+
 class Later:
     """Work of a backward pass that nothing waits for: the gradients of weights. It is done at once,
     or with `hold` kept until somebody takes it."""
 
     def __init__(self) -> None:
         self.hold = False
-        self._held: list[Callable[[], None]] = []
+        self._held: list[Left] = []
 
-    def do(self, work: Callable[[], None]) -> None:
-        """Do `work` now, or keep it."""
-        if self.hold:
-            self._held.append(work)
-        else:
-            work()
+    def do(
+        self, work: Callable[..., None], fetch: Callable[[], Pending[Tensor]] | None = None
+    ) -> None:
+        """Do `work` now, or keep it. fetch: as in `Left`."""
+        self._held.append(Left(work, fetch))
+        if not self.hold:
+            for _ in do_all(self.take()):
+                pass
 
-    def take(self) -> list[Callable[[], None]]:
+    def take(self) -> list[Left]:
         """What is kept, in order; the next work starts a new list."""
         held, self._held = self._held, []
         return held
+
+
+def do_all(left: Iterable[Left]) -> Iterator[None]:
+    """Do work that was left, one after the other; what the next one needs is on its way by then."""
+    ahead = ((one.work, None if one.fetch is None else one.fetch()) for one in left)
+    here = next(ahead, None)
+    while here is not None:
+        (work, coming), here = here, next(ahead, None)
+        if coming is None:
+            work()
+        else:
+            work(coming.wait())
+        yield
 
 
 @dataclass(frozen=True)

@@ -180,26 +180,32 @@ def _column_backward(linear: Linear, frame: Frame, dy: Tensor, x: Tensor) -> Ten
     gathered = None if later.hold else all_gather(x, group)
     scattered = _scatter(dy, lambda part: frame.input_gradient(part, linear.matrix()), frame)
 
-    def weight() -> None:
-        rows = (gathered or all_gather(x, group)).wait()
-        frame.add_weight_gradient(linear.weight, dy, rows)
+    def weight(rows_TI: Tensor) -> None:
+        frame.add_weight_gradient(linear.weight, dy, rows_TI)
         linear.add_bias_gradient(dy)
 
-    later.do(weight)
+    later.do(weight, lambda: gathered or all_gather(x, group))
     return arrived(scattered)
 
 
 def _row_backward(
     linear: Linear, frame: Frame, dy: Tensor, coming: Iterator[Tensor], x: Tensor
 ) -> Tensor:
-    """`coming` is `dy` of all ranks, whose first part was on its way while `x` was made."""
+    """`coming` is `dy` of all ranks, whose first part was on its way while `x` was made. What waits
+    for a weight pass keeps the rows of this rank only, and gathers them again."""
     dy_TO, dx = Whole(frame), Whole(frame)
+    hold = frame.later.hold
     for part in coming:
         dx.add(frame.input_gradient(part, linear.matrix()))
-        dy_TO.add(part)
+        if not hold:
+            dy_TO.add(part)
 
-    linear.add_bias_gradient(dy)  # now: what waits for the weight's keeps the rows of all ranks
-    frame.later.do(lambda: frame.add_weight_gradient(linear.weight, dy_TO.rows, x))
+    def weight(rows_TO: Tensor) -> None:
+        frame.add_weight_gradient(linear.weight, rows_TO, x)
+        linear.add_bias_gradient(dy)
+
+    group = frame.tensor
+    frame.later.do(weight, lambda: all_gather(dy, group) if hold else Pending(dy_TO.rows))
     return dx.rows
 
 

@@ -112,7 +112,7 @@ def left_bytes(config: RunConfig, layers: Sequence[int]) -> int:
 
 
 def _block_left(config: RunConfig, layer: int) -> int:
-    """Bytes of a token; what row linears make gradients of has been gathered from all ranks."""
+    """Bytes of a token."""
     model, tensor, width = config.model, config.parallel.tensor, WIDTH[config.train.precision]
     hidden, latent = model.hidden, model.latent
     query, value = head_widths(model)
@@ -122,14 +122,14 @@ def _block_left(config: RunConfig, layer: int) -> int:
     else:
         heads = latent_width(latent) + latent.kv_rank + (latent.query_rank or 0)
         heads += model.heads * (query + latent.head_dim + value)
-    elements = hidden + heads + model.heads * value + tensor * hidden
+    elements = 2 * hidden + heads + model.heads * value
     moe, up = model.moe, 2 if model.activation == "swiglu" else 1
     if moe is None or not has_experts(moe, layer):
-        return (elements + hidden + (up + 1) * model.ffn + tensor * hidden) * width
+        return (elements + 2 * hidden + (up + 1) * model.ffn) * width
     of_one, copies = moe.ffn or model.ffn, config.parallel.expert_tensor
     elements += hidden + moe.top_k * (2 * copies * hidden + (up + 1) * of_one)
     if moe.shared:
-        elements += (up + 1) * moe.shared * of_one + tensor * hidden
+        elements += (up + 1) * moe.shared * of_one + hidden
     return elements * width + moe.experts * max(4, width)
 
 

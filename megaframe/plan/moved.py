@@ -6,6 +6,7 @@ rest. Gradients and values count with the padding to whole parts left out as wel
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from megaframe.config.schema import RunConfig
@@ -35,8 +36,13 @@ def moved(
     many = len({a.microbatch for a in actions if a.microbatch is not None})
     sent = sum(action.kind in _SENDS for action in actions)
     share = (tensor - 1) / tensor
+    later = Counter(action.stage for action in actions if action.kind is Kind.W)
+    rows = sum(
+        many * _of_stage(config, plan) + later[plan.number] * _for_weights(config, plan)
+        for plan in plans
+    )
     return {
-        "tensor": many * share * sum(_of_stage(config, plan) for plan in plans) * tokens * width,
+        "tensor": share * rows * tokens * width,
         "pipeline": sent * stream / tensor,
         "data": _data(config, layout, plans, many),
     }
@@ -46,17 +52,29 @@ def _of_stage(config: RunConfig, plan: StagePlan) -> float:
     """Elements of a token that travel over tensor ranks: each of two linears of attention and of an
     MLP once in each direction, the input of one gathered again in backward, and those of forward
     where a block runs again; at either end two more."""
-    model = config.model
+    model, layers = config.model, _layers(config, plan)
     attention, latent = 5 * model.hidden, model.latent
     if latent is not None:
         whole = model.hidden * (latent.query_rank is None)
         attention = 2 * model.hidden + 3 * (whole + latent_width(latent)) - latent.rotary_dim
-    depth = model.mtp_depth * plan.last  # each is a layer, and has both ends
-    layers = [*plan.blocks, *range(model.layers, model.layers + depth)]
+    depth = model.mtp_depth * plan.last  # each has both ends
     mlps = [has_mlp(model, layer) for layer in layers]
     again = 2 * model.hidden * (plan.recomputed + sum(mlps[: plan.recomputed]))
     ends = 2 * model.hidden * (plan.first + plan.last + 2 * depth)
     return len(layers) * attention + sum(mlps) * 5 * model.hidden + again + ends
+
+
+def _for_weights(config: RunConfig, plan: StagePlan) -> int:
+    """Elements of a token that travel again for a weight pass that comes later: of a linear of
+    attention and of an MLP the gradients of what came of it."""
+    model = config.model
+    return model.hidden * sum(1 + has_mlp(model, layer) for layer in _layers(config, plan))
+
+
+def _layers(config: RunConfig, plan: StagePlan) -> list[int]:
+    """Those of a stage, predictors among them, each of which is one."""
+    model = config.model
+    return [*plan.blocks, *range(model.layers, model.layers + model.mtp_depth * plan.last)]
 
 
 def _data(
