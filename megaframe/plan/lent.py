@@ -9,7 +9,7 @@ followed through it. Passes of a stage that begin alike are alike, and are follo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -146,38 +146,62 @@ class _Walk:
     @property
     def state(self) -> _State:
         """As it is now."""
-        lists = tuple(self._travelling), tuple(self._blocks)
-        return _State(lists[0], frozenset(self._adding), lists[1], frozenset(self._here))
+        return _State(
+            tuple(self._travelling),
+            frozenset(self._adding),
+            tuple(self._blocks),
+            frozenset(self._here),
+        )
 
     def go(self, stage: StageUnits, one: _Pass) -> None:
         """Do the pass."""
-        if one.kind is Kind.W:
-            for unit in stage.units(backward=True):
-                self._add(unit.late + unit.rest)  # all of it, and then its parts leave
-                self._reduce(unit.late)
-                self._reduce(unit.rest + unit.own)
+        if one.kind is Kind.F:
+            self._forward(stage, one)
+        elif one.kind is Kind.B:
+            self._backward(stage, one)
         else:
-            units = stage.units(backward=one.kind is Kind.B)
-            for unit, after in zip(units, [*units[1:], one.following], strict=False):
-                self._fetch(unit)
-                self._fetch(after)
-                if one.kind is Kind.B and not one.split:
-                    self._add(unit.late)
-                    self._reduce(unit.late)
-                    self._add(unit.rest)
-                if one.kind is Kind.B or unit is stage.head:
-                    self._add(unit.tables)
-                self._leave(unit)
-                if one.kind is Kind.B and not one.split:
-                    self._reduce(unit.rest + unit.own)
-        if one.kind is Kind.F and stage.head is not None:
+            self._weights(stage)
+        if one.last:
+            self._reduce((Bucket((one.stage, _VECTORS), 0),))
+
+    def _forward(self, stage: StageUnits, one: _Pass) -> None:
+        for unit in self._in_turn(stage.units(backward=False), one.following):
+            if unit is stage.head:
+                self._add(unit.tables)
+        if stage.head is not None:
             self._reduce(stage.head.own)
-        if one.kind is not Kind.F and stage.embedding is not None:  # which needs no values
+
+    def _backward(self, stage: StageUnits, one: _Pass) -> None:
+        """Where weight passes come later it adds to tables only."""
+        for unit in self._in_turn(stage.units(backward=True), one.following):
+            if not one.split:
+                self._add(unit.late)
+                self._reduce(unit.late)
+                self._add(unit.rest)
+            self._add(unit.tables)
+            if not one.split:
+                self._reduce(unit.rest + unit.own)
+        if stage.embedding is not None:  # which needs no values
             self._add(stage.embedding.tables)
             if not one.split:
                 self._reduce(stage.embedding.own)
-        if one.last:
-            self._reduce((Bucket((one.stage, _VECTORS), 0),))
+
+    def _weights(self, stage: StageUnits) -> None:
+        for unit in stage.units(backward=True):
+            self._add(unit.late + unit.rest)  # all of it, and then its parts leave
+            self._reduce(unit.late)
+            self._reduce(unit.rest + unit.own)
+        if stage.embedding is not None:
+            self._reduce(stage.embedding.own)
+
+    def _in_turn(self, units: Sequence[Unit], following: Unit | None) -> Iterator[Unit]:
+        """Each unit, whose values are here then, with those of the next one on their way."""
+        for unit, after in zip(units, [*units[1:], following], strict=False):
+            self._fetch(unit)
+            self._fetch(after)
+            yield unit
+            if unit.tables:  # used once
+                self._here -= {*unit.buckets}
 
     def _add(self, buckets: Sequence[Bucket]) -> None:
         """Add to their gradients."""
@@ -203,11 +227,6 @@ class _Walk:
             self._blocks.append(unit)
         self._here |= {*unit.buckets}
         self._count()
-
-    def _leave(self, unit: Unit) -> None:
-        """What has tables is used once."""
-        if unit.tables:
-            self._here -= {*unit.buckets}
 
     def _count(self) -> None:
         travelling = [bucket for some in self._travelling for bucket in some]

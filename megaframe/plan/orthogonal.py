@@ -43,8 +43,15 @@ def muon_seconds(machine: Machine, elements: Number, whole: Number, longest: Num
     if machine.config.optim.name != "muon":
         return 0.0
     sizes = machine.sizes
-    size = machine.rate.width * elements
-    collect = machine.seconds("all_to_all", size / sizes.shard, "owners")
-    everywhere = machine.seconds("all_gather", size, "owners")
+    given, taken = muon_bytes(machine, elements)
+    collect = machine.seconds("all_to_all", given, "owners")
+    everywhere = machine.seconds("all_gather", taken, "owners")
     spread = np.where(sizes.zero == 0, everywhere, collect)
     return np.maximum(whole / (sizes.shard * sizes.tensor), longest) + collect + spread
+
+
+def muon_bytes(machine: Machine, elements: Number) -> tuple[Number, Number]:
+    """What a rank gives to owners, its part of the gradients, and what it takes from them: all that
+    it keeps of the weights."""
+    size, sizes = machine.rate.width * elements, machine.sizes
+    return size / sizes.shard, np.where(sizes.zero == 0, size, size / sizes.shard)

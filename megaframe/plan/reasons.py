@@ -27,8 +27,8 @@ def reasons(
     host: int,
 ) -> Iterator[str]:
     """Sentences about one predicted step: memory first, of the device and, where so many bytes lie
-    there, of the host, then what takes more than a fiftieth of the step beside compute, the longest
-    first."""
+    there, of the host, then what is not planned, then what takes more than a fiftieth of the step
+    beside compute, the longest first."""
     step = sum(breakdown.values())
     total, there = sum(needed.values()), cluster.chip.memory
     kinds = sorted(needed, key=lambda kind: -needed[kind])[:2]
@@ -45,6 +45,11 @@ def reasons(
         )
     if host:
         yield _from_host(host, cluster, breakdown["optimizer"])
+    if config.optim.frozen:
+        yield (
+            "all of it is planned as if everything were trained: what optim.frozen names needs no "
+            "gradients and no state, which a dry run of a rank counts"
+        )
     yield f"compute is {breakdown['compute'] / step:.0%} of the step of {step:.3g} s"
     for part in sorted(breakdown, key=lambda name: -breakdown[name]):
         share = breakdown[part] / step

@@ -65,6 +65,7 @@ def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
     [
         *((*world, {}) for world in WORLDS),
         (*WORLDS[1], {"optim": {"offload": True}}),
+        (*WORLDS[1], {"optim": {"name": "muon"}}),
         (*WORLDS[1], {"parallel": {"compress": "topk"}}),
     ],
 )

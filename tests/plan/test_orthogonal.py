@@ -18,7 +18,7 @@ from megaframe.plan.constants import constants_of
 from megaframe.plan.kernels import Rates
 from megaframe.plan.machine import Machine
 from megaframe.plan.matrices import Matrix, matrices
-from megaframe.plan.orthogonal import muon_seconds, orthogonal_seconds, seconds_of
+from megaframe.plan.orthogonal import muon_bytes, muon_seconds, orthogonal_seconds, seconds_of
 from megaframe.plan.sizes import sizes_of
 from megaframe.plan.step import predict
 from megaframe.rehearsal import rehearse
@@ -82,12 +82,11 @@ def test_pieces_travel_as_often_as_planned(name):
     without = config.model_copy(update={"optim": config.optim.model_copy(update={"name": "lion"})})
     other = [rehearse(without, layout, rank).traffic for rank in range(world)]
     sent = sum(one.get(axes, 0) - two.get(axes, 0) for one, two in zip(found, other, strict=True))
-    elements = sum(
-        m.elements for n in range(config.model.layers) for m in matrices(config.model, n)
-    )
-    copies = layout.data if config.parallel.zero == 0 else 1
-    all_of_it = 2 * elements * (1 + copies)
-    assert 0.6 * all_of_it < sent <= all_of_it
+    machine = Machine(config, CLUSTER, constants_of("h100"), sizes_of(config, layout))
+    layers = [matrices(config.model, n) for n in range(config.model.layers)]
+    elements = sum(m.elements for layer in layers for m in layer) / layout.tensor
+    planned = world * float(sum(muon_bytes(machine, elements)))
+    assert 0.6 * planned < sent <= planned
 
 
 def test_who_works_most_is_bound_by_all_and_by_the_largest():

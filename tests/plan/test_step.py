@@ -69,6 +69,16 @@ def test_parts_add_up_to_the_step(model, parallel, world):
     assert found.reasons and str(round(found.breakdown["compute"] / found.step_seconds * 100))
 
 
+def test_a_plan_says_what_it_does_not_know_of_what_is_frozen():
+    config = config_of(GPT, zero=1)
+    frozen = config.optim.model_copy(update={"frozen": ("blocks.0.*",)})
+    plain, some = (
+        predicted(one, 8) for one in (config, config.model_copy(update={"optim": frozen}))
+    )
+    assert some.memory_bytes == plain.memory_bytes
+    assert "optim.frozen" in some.reasons[1] and some.reasons[2:] == plain.reasons[1:]
+
+
 def test_emulated_blocks_take_what_the_simulator_says():
     times = {"forward": 0.1, "backward": 0.2, "weight": 0.1}
     model = {"layers": 8, "hidden": 8, "heads": 1, "vocab": 16, "emulate": times}
