@@ -23,7 +23,7 @@ def activations(
     and how much more are messages, from the posting of a receive, or their producer, to the end of
     their consumer or to their send."""
     size = {plan.number: _stage_bytes(config, plan) for plan in plans}
-    left = {plan.number: _left_by(config, plan) for plan in plans}
+    left = {plan.number: _stage_left(config, plan) for plan in plans}
     again = {plan.number: _again_bytes(config, plan) for plan in plans}
     stream = config.train.microbatch * config.train.seq * config.model.hidden
     stream *= WIDTH[config.train.precision]
@@ -92,7 +92,7 @@ def _stage_bytes(config: RunConfig, plan: StagePlan) -> int:
     return streams * stream + whole + predictors
 
 
-def _left_by(config: RunConfig, plan: StagePlan) -> int:
+def _stage_left(config: RunConfig, plan: StagePlan) -> int:
     """Bytes that a stage's backward of one microbatch leaves for its weight pass."""
     model = config.model
     ahead = range(model.layers, model.layers + model.mtp_depth * plan.last)
@@ -112,7 +112,7 @@ def left_bytes(config: RunConfig, layers: Sequence[int]) -> int:
 
 
 def _block_left(config: RunConfig, layer: int) -> int:
-    """Bytes of a token."""
+    """Bytes of a token of one block."""
     model, tensor, width = config.model, config.parallel.tensor, WIDTH[config.train.precision]
     hidden, latent = model.hidden, model.latent
     query, value = head_widths(model)
@@ -120,7 +120,8 @@ def _block_left(config: RunConfig, layer: int) -> int:
         groups = max(model.kv_heads, tensor)
         heads = groups * (model.heads // model.kv_heads + 2) * query
     else:
-        heads = latent_width(latent) + latent.kv_rank + (latent.query_rank or 0)
+        again = model.hidden * (config.train.recompute == "selective")  # normalised for both
+        heads = latent_width(latent) + latent.kv_rank + (latent.query_rank or again)
         heads += model.heads * (query + latent.head_dim + value)
     elements = 2 * hidden + heads + model.heads * value
     moe, up = model.moe, 2 if model.activation == "swiglu" else 1
@@ -129,7 +130,7 @@ def _block_left(config: RunConfig, layer: int) -> int:
     of_one, copies = moe.ffn or model.ffn, config.parallel.expert_tensor
     elements += hidden + moe.top_k * (2 * copies * hidden + (up + 1) * of_one)
     if moe.shared:
-        elements += (up + 1) * moe.shared * of_one + hidden
+        elements += (up + 1) * moe.shared * of_one + hidden * (1 + (moe.jitter > 0))
     return elements * width + moe.experts * max(4, width)
 
 
@@ -204,8 +205,8 @@ def _expert_bytes(config: RunConfig, up: int, inner: int) -> int:
         arrive = parallel.expert
     elements = arrive * model.hidden + moe.top_k * (copies + up * of_one)
     elements += moe.shared * inner * of_one
-    if moe.jitter:
-        elements += 2 * model.hidden
+    if moe.jitter:  # rows that travel are not kept as they were normalised, but for shared experts
+        elements += (1 + (arrive == 0 or moe.shared > 0)) * model.hidden
     balanced = moe.balance_loss > 0 and moe.balance != "none"
     scores = moe.experts * (1 + balanced) + balanced
     scores += (moe.top_k + 2) * moe.normalise + (moe.z_loss > 0)
