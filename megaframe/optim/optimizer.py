@@ -32,6 +32,7 @@ from megaframe.optim.rule import Step
 from megaframe.optim.scale import LossScale
 from megaframe.optim.wiring import PLAIN, Wiring
 from megaframe.parameter import PRECISIONS, Module, Parameter, Precision
+from megaframe.plan.lent import WAITED
 from megaframe.spec import Box, ParamSpec
 
 _NAMES = 512
@@ -251,9 +252,9 @@ class Optimizer:
             # A transfer has had the time in which two others were computed. What comes behind it
             # can wait for the end of the step, unless it keeps a buffer.
             others = [*self._in_flight.values()]
-            for before in (2, 4)[: len(others) // 2]:
+            for before in (WAITED, 2 * WAITED)[: len(others) // WAITED]:
                 for bucket in others[-before]:
-                    if before == 2 or bucket.lends:
+                    if before == WAITED or bucket.lends:
                         bucket.advance()
         for bucket in buckets:
             bucket.reduce(last=last)

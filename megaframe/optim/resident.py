@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megaframe.optim.bucket import Bucket
+from megaframe.plan.lent import BLOCKS
 
 TABLES = ("embedding", "head")
 """Roles of what is used at one end of the model only."""
-_ROOM = 2
-"""Blocks: the one that computes, and the next one on its way."""
 
 
 class Residents:
@@ -28,7 +27,7 @@ class Residents:
         """Start bringing the unit's values, if they are not here."""
         if not _at_the_ends(unit):
             self._blocks = [other for other in self._blocks if other is not unit]
-            if len(self._blocks) == _ROOM:
+            if len(self._blocks) == BLOCKS:
                 _drop(self._blocks.pop(0))
             self._blocks.append(unit)
         for bucket in unit:

@@ -12,7 +12,7 @@ from megaframe.plan.chips import WIDTH
 from megaframe.plan.context import exchanging_ranks
 from megaframe.plan.experts import has_experts
 from megaframe.plan.matrices import head_widths, latent_width
-from megaframe.plan.stages import StagePlan
+from megaframe.plan.stages import StagePlan, stage_layers
 from megaframe.schedule import Action, Kind
 
 
@@ -95,11 +95,10 @@ def _stage_bytes(config: RunConfig, plan: StagePlan) -> int:
 def _stage_left(config: RunConfig, plan: StagePlan) -> int:
     """Bytes that a stage's backward of one microbatch leaves for its weight pass."""
     model = config.model
-    ahead = range(model.layers, model.layers + model.mtp_depth * plan.last)
-    joins = 3 * len(ahead) * model.hidden * WIDTH[config.train.precision]
+    joins = 3 * model.mtp_depth * plan.last * model.hidden * WIDTH[config.train.precision]
     joins *= config.train.microbatch * config.train.seq
     rotary = config.parallel.tensor * rotary_bytes(config)
-    return left_bytes(config, [*plan.blocks, *ahead]) + joins + rotary
+    return left_bytes(config, stage_layers(model, plan)) + joins + rotary
 
 
 def left_bytes(config: RunConfig, layers: Sequence[int]) -> int:
@@ -113,12 +112,11 @@ def left_bytes(config: RunConfig, layers: Sequence[int]) -> int:
 
 def _block_left(config: RunConfig, layer: int) -> int:
     """Bytes of a token of one block."""
-    model, tensor, width = config.model, config.parallel.tensor, WIDTH[config.train.precision]
+    model, width = config.model, WIDTH[config.train.precision]
     hidden, latent = model.hidden, model.latent
     query, value = head_widths(model)
     if latent is None:
-        groups = max(model.kv_heads, tensor)
-        heads = groups * (model.heads // model.kv_heads + 2) * query
+        heads = _queries_keys_values(config)
     else:
         again = model.hidden * (config.train.recompute == "selective")  # normalised for both
         heads = latent_width(latent) + latent.kv_rank + (latent.query_rank or again)
@@ -233,9 +231,17 @@ def _attention_keeps(config: RunConfig) -> tuple[int, int]:
     else:
         elements = queries * made + keys * (turned or normed) + keys * turned
         seen = normed or not turned
-    elements += groups * (each + 2) * model.head_dim * seen + queries * (apart and normed)
+    elements += _queries_keys_values(config) * seen + queries * (apart and normed)
     elements += queries * (1 + (sharing > 1))  # given, and given back
     return elements, model.heads + normed * (model.heads + groups)
+
+
+def _queries_keys_values(config: RunConfig) -> int:
+    """Elements of a token that come of the product before attention; where there are fewer groups
+    than tensor ranks, neighbours make the same ones."""
+    model = config.model
+    groups = max(model.kv_heads, config.parallel.tensor)
+    return groups * (model.heads // model.kv_heads + 2) * model.head_dim
 
 
 def _latent_attention_keeps(config: RunConfig) -> tuple[int, int]:

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from megaframe.schedule import Action, Kind
 
-_WAITED = 2
+WAITED = 2
 """Reductions that are started until a transfer of the first of them is waited for."""
-_BLOCKS = 2
+BLOCKS = 2
 """Whose values are here: the one that computes, and the next one."""
 _VECTORS = -1
 """In the name of what holds the gains and biases of a stage, whose gradients stay whole."""
@@ -81,7 +81,7 @@ def lent(
     most: Counter[tuple[bool, int]] = Counter()
     for one in _passes(stages, actions):
         if (state, one) not in known:
-            walk = _Walk(state, _WAITED * transfers, values, alike)
+            walk = _Walk(state, WAITED * transfers, values, alike)
             walk.go(stages[one.stage], one)
             most |= walk.most
             known[state, one] = walk.state
@@ -222,7 +222,7 @@ class _Walk:
             return
         if not unit.tables:
             self._blocks = [block for block in self._blocks if block != unit]
-            if len(self._blocks) == _BLOCKS:
+            if len(self._blocks) == BLOCKS:
                 self._here -= {*self._blocks.pop(0).buckets}
             self._blocks.append(unit)
         self._here |= {*unit.buckets}

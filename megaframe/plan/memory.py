@@ -135,8 +135,9 @@ class Held:
         for plan in plans:
             stop = start + len(plan.blocks)
             here, start = (*blocks[start:stop], *(predictors if plan.last else ())), stop
-            ends = embedding if plan.first else None, head if plan.last else None
-            found[plan.number] = StageUnits(ends[0], here, ends[1])
+            found[plan.number] = StageUnits(
+                embedding if plan.first else None, here, head if plan.last else None
+            )
         return found
 
 
@@ -145,10 +146,9 @@ def _buckets(part: int, sizes: Sequence[int]) -> tuple[Bucket, ...]:
     return tuple(Bucket((part, kind), size) for kind, size in enumerate(sizes) if size)
 
 
-def _in_use(sizes: Sequence[int], last: int = 4) -> int:
-    """Buffers of these sizes, one after the other, of which so many last ones are in use at a time:
-    those of two blocks have four parts."""
-    windows = [sizes[i : i + last] for i in range(max(1, len(sizes) - last + 1))]
+def _in_use(sizes: Sequence[int]) -> int:
+    """Elements of buffers of these sizes, one after the other, two of which are used at a time."""
+    windows = [sizes[i : i + 2] for i in range(max(1, len(sizes) - 1))]
     return sum(size * max(window.count(size) for window in windows) for size in set(sizes))
 
 
@@ -173,9 +173,13 @@ def memory(
     ends = held.own_ends(ranks) if stage else held.ends
     values, gradients = held.total, held.total
     if stage >= 2:
-        units = held.units(config, plans)
-        waits, kinds = _transfers(config.parallel), {"values": stage == 3, "alike": width == master}
-        lent_values, lent_gradients = lent(units, actions, waits, **kinds)
+        lent_values, lent_gradients = lent(
+            held.units(config, plans),
+            actions,
+            _transfers(config.parallel),
+            values=stage == 3,
+            alike=width == master,
+        )
         gradients = held.vectors + lent_gradients + own - held.vectors // ranks
         values = held.vectors + lent_values if stage == 3 else values
     if width == master:  # then the own weights are among the values, but for what is only lent
@@ -258,7 +262,7 @@ def _rooms(held: Held, ranks: int, expert_ranks: int, stage: int) -> int:
     # One part is still on its way when the next one starts.
     rest = others((*held.tables, held.vectors), ranks)
     rest += others((held.positions,), ranks * held.tensor)
-    return sum(_in_use(sizes, 2) for sizes in parts) + sum(set(rest))
+    return sum(map(_in_use, parts)) + sum(set(rest))
 
 
 def _unsent(parallel: Parallel, held: Held, ranks: int, expert_ranks: int) -> int:

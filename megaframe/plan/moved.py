@@ -15,7 +15,7 @@ from megaframe.plan.chips import WIDTH
 from megaframe.plan.experts import has_mlp
 from megaframe.plan.held import held
 from megaframe.plan.matrices import latent_width
-from megaframe.plan.stages import StagePlan
+from megaframe.plan.stages import StagePlan, stage_layers
 from megaframe.schedule import Action, Kind
 
 _SENDS = (Kind.SEND_F, Kind.SEND_B)
@@ -52,7 +52,7 @@ def _of_stage(config: RunConfig, plan: StagePlan) -> float:
     """Elements of a token that travel over tensor ranks: each of two linears of attention and of an
     MLP once in each direction, the input of one gathered again in backward, and those of forward
     where a block runs again; at either end two more."""
-    model, layers = config.model, _layers(config, plan)
+    model, layers = config.model, stage_layers(config.model, plan)
     attention, latent = 5 * model.hidden, model.latent
     if latent is not None:
         whole = model.hidden * (latent.query_rank is None)
@@ -68,13 +68,7 @@ def _for_weights(config: RunConfig, plan: StagePlan) -> int:
     """Elements of a token that travel again for a weight pass that comes later: of a linear of
     attention and of an MLP the gradients of what came of it."""
     model = config.model
-    return model.hidden * sum(1 + has_mlp(model, layer) for layer in _layers(config, plan))
-
-
-def _layers(config: RunConfig, plan: StagePlan) -> list[int]:
-    """Those of a stage, predictors among them, each of which is one."""
-    model = config.model
-    return [*plan.blocks, *range(model.layers, model.layers + model.mtp_depth * plan.last)]
+    return model.hidden * sum(1 + has_mlp(model, layer) for layer in stage_layers(model, plan))
 
 
 def _data(

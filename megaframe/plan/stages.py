@@ -163,6 +163,11 @@ def join_matrix(model: Model) -> int:
     return 2 * model.hidden * model.hidden
 
 
+def stage_layers(model: Model, plan: StagePlan) -> list[int]:
+    """Those of a stage, each of its predictors as one that counts on behind the last layer."""
+    return [*plan.blocks, *range(model.layers, model.layers + model.mtp_depth * plan.last)]
+
+
 def block_matrices(model: Model, layer: int) -> int:
     """Elements of the matrices of the block of a layer that one token meets; predictors' blocks
     count on behind the last layer."""

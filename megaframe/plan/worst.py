@@ -58,16 +58,18 @@ def memory_bytes(config: RunConfig, chip: Chip, c: Sizes, schedule: Array) -> Ar
     what fits in the end."""
     of, alone = _Blocks(config, c), c.pipeline == 1
     v_shaped, nobody = _among(schedule, *_V_SHAPED), np.zeros(len(schedule), dtype=bool)
+    first = _held_first(c, schedule)
     ranks = (
-        _Rank(c, of, _held_first(c, schedule), ~nobody, alone | v_shaped, True),
-        _Rank(c, of, _held_last(c, schedule), alone, ~nobody, False),
-        _Rank(c, of, _held_between(c, schedule), nobody, nobody, True),
+        _Rank(c, of, first, ~nobody, alone | v_shaped, True),
+        _Rank(c, of, _held_last(c, schedule, first), alone, ~nobody, False),
+        _Rank(c, of, _held_between(c, schedule, first), nobody, nobody, True),
     )
     return np.maximum.reduce([_rank_bytes(config, chip, rank) for rank in ranks])
 
 
 def _among(schedule: Array, *names: str) -> Array:
-    return np.isin(schedule, [SCHEDULES.index(name) for name in names])
+    """Where the schedule is one of these."""
+    return np.array([name in names for name in SCHEDULES])[schedule]
 
 
 class _Live(NamedTuple):
@@ -233,33 +235,29 @@ def _held_first(c: Sizes, schedule: Array) -> _Live:
             "dualpipe-v": np.minimum(2 * p, m + 1),
         },
     )
-    either = _among(schedule, "zb-h1", "zb-h2", "zb-v", "dualpipe-v") + 2 * _among(
-        schedule, "v-half"
-    )
-    either = either * (p > 1)
+    either = _among(schedule, "zb-h1", "zb-h2", "zb-v", "dualpipe-v") * 1
+    either = (either + 2 * _among(schedule, "v-half")) * (p > 1)
     return _Live(many - either, 0 * many, either)
 
 
-def _held_last(c: Sizes, schedule: Array) -> _Live:
-    """By the rank with the last stage, where that is not the first one: of zb-h1 and zb-h2 hardly
+def _held_last(c: Sizes, schedule: Array, first: _Live) -> _Live:
+    """By the rank with the last stage, where that is not the `first` one: of zb-h1 and zb-h2 hardly
     anything but what waits for weight passes."""
     p, v, m = c.pipeline, c.chunks, c.microbatches
     waits = _among(schedule, "zb-h1", "zb-h2") & (p > 1)
     interleaved = np.minimum(m * v, (v - 1) * p + 1)
     kept = {"gpipe": m, "interleaved": interleaved, "breadth-first": m * v}
-    rest = _held_first(c, schedule).kept * waits
-    return _Live(_chosen(c, schedule, kept) * ~waits, rest, waits * 1)
+    return _Live(_chosen(c, schedule, kept) * ~waits, first.kept * waits, waits * 1)
 
 
-def _held_between(c: Sizes, schedule: Array) -> _Live:
+def _held_between(c: Sizes, schedule: Array, first: _Live) -> _Live:
     """By the one before the last of zb-h1 and zb-h2, and by the last of the ranks of those whose
-    stages go to and fro; other schedules hold less here than on their first ranks."""
-    p, some = c.pipeline, c.pipeline > 1
-    one_by_one = _among(schedule, "zb-h1", "zb-h2") & (p > 2)
-    first = _held_first(c, schedule)
-    left = (first.kept - 1) * one_by_one + (2 * p - 2) * _among(schedule, "zb-v") * some
-    left = left + (p - 1) * _among(schedule, "dualpipe-v") * some
-    return _Live(one_by_one * 1, left, one_by_one | _among(schedule, "zb-v", "dualpipe-v") & some)
+    stages go to and fro; other schedules hold less here than on their `first` ranks."""
+    p = c.pipeline
+    round_about = _among(schedule, "zb-h1", "zb-h2") & (p > 2)
+    zb_v, dualpipe_v = (_among(schedule, name) & (p > 1) for name in ("zb-v", "dualpipe-v"))
+    left = (first.kept - 1) * round_about + (2 * p - 2) * zb_v + (p - 1) * dualpipe_v
+    return _Live(round_about * 1, left, round_about | zb_v | dualpipe_v)
 
 
 def _chosen(c: Sizes, schedule: Array, by_name: Mapping[str, Array]) -> Array:
