@@ -1,7 +1,8 @@
-"""Style and types; imports point downward, kernels stand alone, floor 0 has no torch, and the
-config stays small."""
+"""Style and types; imports point downward, kernels stand alone, floor 0 has no torch, the design
+names every module, and the config stays small."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,3 +50,22 @@ def test_a_run_has_under_150_fields():
         return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
     assert 50 < count(RunConfig) < 150
+
+
+def test_the_house_names_every_module():
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    house = text[text.index("## The house") : text.index("## Contracts")]
+    named = set(re.findall(r"[a-z_]+(?:\.py|/)", house))
+    modules = {path.name for path in (ROOT / "megaframe").glob("*.py")} - {"__init__.py"}
+    rooms = {f"{path.parent.name}/" for path in (ROOT / "megaframe").glob("*/__init__.py")}
+    assert modules | rooms <= named, sorted((modules | rooms) - named)
+    for line in house.splitlines():
+        listed = re.match(r"    ([a-z_/]+(?:\.py|/))  ", line)
+        if listed:
+            assert (ROOT / "megaframe" / listed[1]).exists(), line
+
+
+def test_no_merge_is_left_open():
+    command = ["git", "grep", "-nE", "^(<{7}|>{7}) "]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout
