@@ -51,7 +51,7 @@ def cluster_of(config: RunConfig) -> Cluster:
     if config.parallel.cluster is not None:
         return load_cluster(config.parallel.cluster)
     device, here = config.run.device, torch.cuda.is_available()
-    if device == "cpu" or (device == "auto" and not here):
+    if device == "cpu" or (device != "cuda" and not here):
         return load_cluster("cpu")
     name = torch.cuda.get_device_name() if here else ""
     return load_cluster(likely_cluster(name) or DEFAULT)

@@ -17,17 +17,21 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
 def device_of(wanted: str) -> torch.device:
-    """The torch device of this process; on a GPU machine one per local rank."""
+    """The torch device of this process; on a GPU machine one per local rank. shared: the first GPU
+    for all of them, or the CPU where there is none."""
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise UserError("run.device=cuda, but torch sees no GPU here; use run.device=cpu or auto")
     if wanted == "cpu" or not available:
         return torch.device("cpu")
     local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if wanted == "shared":
+        local = 0
     if local >= count:
         raise UserError(
             f"local rank {local} has no GPU: this machine has {count}; "
-            f"start torchrun with --nproc-per-node {count} or fewer"
+            f"start torchrun with --nproc-per-node {count} or fewer, or let ranks share one "
+            "(run.device=shared: slow, for trying layouts)"
         )
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)

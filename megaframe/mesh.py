@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megaframe.comm import Group, Ring, Waits
 from megaframe.comm.alike import Alike
 from megaframe.comm.connections import Connections
+from megaframe.comm.ferry import Ferry
 from megaframe.comm.order import Order
 from megaframe.comm.place import Place
 from megaframe.comm.start import fresh_store, launcher_store
@@ -83,7 +84,7 @@ class Mesh:
         self.layout = layout
         self.rank = global_rank() if alone is None else alone
         self.device = device_of(device) if alone is None else torch.device("meta")
-        self._alone = alone is not None
+        self._alone, self._ferried = alone is not None, device == "shared"
         if self.device.type == "cpu":
             keep_freed_memory()
             finish_before_others()
@@ -287,7 +288,7 @@ class Mesh:
         # The launcher may have started more ranks than the layout uses (`faults.elastic`).
         store, rank, world = launcher_store(self.rank, self.layout.world, self._timeout)
         store = fresh_store(store, rank, world, self._timeout)
-        kind = "nccl" if self.device.type == "cuda" else "gloo"
+        kind = "nccl" if self.device.type == "cuda" and not self._ferried else "gloo"
         with self.connections.made():
             dist.init_process_group(kind, store=store, rank=rank, world_size=world, timeout=limit)
         return dist.PrefixStore("megaframe", store)
@@ -327,7 +328,14 @@ class Mesh:
             if self.rank in ranks:
                 index = ranks.index(self.rank)
                 mine = Group(
-                    axes, ranks, index, handle, self._serial, place=self.place, order=self._order
+                    axes,
+                    ranks,
+                    index,
+                    handle,
+                    self._serial,
+                    place=self.place,
+                    order=self._order,
+                    ferried=isinstance(handle, Ferry),
                 )
         if any(len(ranks) > 1 for ranks in members):
             self._counted.append((self._label(axes), mine))
@@ -339,7 +347,9 @@ class Mesh:
             return Alike(ranks.index(self.rank), len(ranks)) if self.rank in ranks else None
         with self._gathering(), self.connections.made():
             limit = timedelta(seconds=self._timeout)
-            return dist.new_group(ranks, timeout=limit, backend=backend)
+            made = dist.new_group(ranks, timeout=limit, backend=backend)
+        # Of other ranks' groups torch gives a number in the place of a group.
+        return Ferry(made) if self._ferried and not backend and self.rank in ranks else made
 
     def _label(self, axes: tuple[str, ...]) -> str:
         """The axes with more than one rank; `world` for groups of all ranks on all axes."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaframe.comm.group import ALONE, Group, Ring
+from megaframe.comm.group import ALONE, Group, Ring, gather_single, scatter_single
 from megaframe.comm.pending import Pending, started
 from megaframe.comm.traffic import Traffic, Waits
 
@@ -67,14 +67,14 @@ def all_gather(tensor: Tensor, group: Group) -> Pending[Tensor]:
     tensor = tensor.contiguous()
     out = tensor.new_empty((group.size * tensor.shape[0], *tensor.shape[1:]))
     group.traffic.count(tensor.nbytes * (group.size - 1))
-    if tensor.device.type == "cpu":
+    if group.in_pairs(tensor):
         parts = out.view(group.size, *tensor.shape)
         parts[group.index].copy_(tensor)
         return to_each(out, [tensor] * group.size, parts, group, kind="all_gather", like=out)
     return collective(
         out,
         group,
-        lambda: dist.all_gather_into_tensor(out, tensor, group.handle, async_op=True),
+        lambda: gather_single(out, tensor, group.handle, async_op=True),
         "all_gather",
     )
 
@@ -86,7 +86,7 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Pending[Tensor]:
     tensor = tensor.contiguous()
     out = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:]))
     group.traffic.count(out.nbytes * (group.size - 1))
-    if tensor.device.type == "cpu":
+    if group.in_pairs(tensor):
         leaving = tensor.view(group.size, *out.shape)
         coming = list(torch.empty_like(leaving))
         coming[group.index] = leaving[group.index]
@@ -95,7 +95,7 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Pending[Tensor]:
     return collective(
         out,
         group,
-        lambda: dist.reduce_scatter_tensor(out, tensor, group=group.handle, async_op=True),
+        lambda: scatter_single(out, tensor, group=group.handle, async_op=True),
         "reduce_scatter",
     )
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaframe.comm import Group, Pending, collective, to_each
+from megaframe.comm.group import gather_single, scatter_single
 
 
 def part(flat: Tensor, group: Group) -> Tensor:
@@ -25,11 +26,11 @@ def reduce_scatter_(flat: Tensor, group: Group, room: Tensor | None = None) -> P
     if group.handle is None:
         return Pending(own)
     group.traffic.count(own.nbytes * (group.size - 1))
-    if flat.device.type != "cpu":
+    if not group.in_pairs(flat):
         return collective(
             own,
             group,
-            lambda: dist.reduce_scatter_tensor(own, flat, group=group.handle, async_op=True),
+            lambda: scatter_single(own, flat, group=group.handle, async_op=True),
             "reduce_scatter",
         )
     parts = flat.view(group.size, -1)
@@ -49,11 +50,11 @@ def all_gather_(flat: Tensor, group: Group) -> Pending[Tensor]:
         return Pending(flat)
     own = part(flat, group)
     group.traffic.count(own.nbytes * (group.size - 1))
-    if flat.device.type != "cpu":
+    if not group.in_pairs(flat):
         return collective(
             flat,
             group,
-            lambda: dist.all_gather_into_tensor(flat, own, group.handle, async_op=True),
+            lambda: gather_single(flat, own, group.handle, async_op=True),
             "all_gather",
         )
     parts = flat.view(group.size, -1)

@@ -11,6 +11,10 @@ from megaframe.comm.order import Order
 from megaframe.comm.place import Place
 from megaframe.comm.traffic import Traffic
 
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Parts of one size in one tensor, by the name that torch has for it from 2.13 on, or before."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -19,6 +23,7 @@ class Group:
     `handle` is the process group of torch, None when the group is this rank alone.
     `serial` finishes every collective before returning, in the order of the calls.
     `place` is told of every wait. `order`, where there is one, compares what the ranks start.
+    `ferried`: the handle is a `Ferry`, with the collectives of GPUs for the host's tensors too.
     """
 
     axes: tuple[str, ...]
@@ -29,6 +34,7 @@ class Group:
     traffic: Traffic = field(default_factory=Traffic)
     place: Place = field(default_factory=Place)
     order: Order | None = None
+    ferried: bool = False
 
     @property
     def size(self) -> int:
@@ -39,6 +45,10 @@ class Group:
     def others(self) -> tuple[int, ...]:
         """All ranks but this one."""
         return self.ranks[: self.index] + self.ranks[self.index + 1 :]
+
+    def in_pairs(self, tensor: Tensor) -> bool:
+        """Whether gathering and scattering such a tensor is made of messages between all pairs."""
+        return tensor.device.type == "cpu" and not self.ferried
 
     def begin(self, kind: str, tensor: Tensor | None, *, alike: bool = True) -> None:
         """Something is about to start; raises `OutOfStep` where ranks are compared and differ.

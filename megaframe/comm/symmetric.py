@@ -25,7 +25,7 @@ def available(group: Group, node_size: int) -> bool:
     """Whether this group's products can be fused: GPUs of one node, with NCCL for what is not
     fused, new enough, and with access to each other's memory. The same on all its ranks, if their
     GPUs are alike."""
-    if group.handle is None or dist.get_backend(group.handle) != "nccl":
+    if group.handle is None or group.ferried or dist.get_backend(group.handle) != "nccl":
         return False
     import torch.distributed._symmetric_memory  # defines the operators
 

@@ -42,7 +42,7 @@ def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], group: Group) -> Pen
     out = tensor.new_empty((sum(sizes), *tensor.shape[1:]))
     parts = list(out.split(list(sizes)))
     group.traffic.count(tensor.nbytes * (group.size - 1))
-    if tensor.device.type != "cpu":
+    if not group.in_pairs(tensor):
         return collective(
             out,
             group,
@@ -63,7 +63,7 @@ def reduce_scatter_uneven(tensor: Tensor, sizes: Sequence[int], group: Group) ->
     own = leaving[group.index]
     out = torch.empty_like(own)
     group.traffic.count(tensor.nbytes - own.nbytes)
-    if tensor.device.type != "cpu":
+    if not group.in_pairs(tensor):
         return collective(
             out,
             group,

@@ -21,8 +21,10 @@ class Run(Section):
     """Seed of initial weights, data order and dropout. The same seed gives the same run."""
     deterministic: bool = False
     """Use deterministic algorithms only, so that two runs are bitwise equal on a GPU too."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train: `auto` takes the GPU when there is one."""
+    device: Literal["auto", "cpu", "cuda", "shared"] = "auto"
+    """Where to train: `auto` takes a GPU for each rank when there are GPUs. `shared`: all ranks of
+    a machine compute on its first GPU, or on the CPU where there is none, and exchange through the
+    host's memory, by the calls of GPUs: slow, for trying layouts."""
 
 
 class Parallel(Section):

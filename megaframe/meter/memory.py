@@ -32,6 +32,16 @@ def peak_memory(device: torch.device) -> float:
     return float(peak if sys.platform == "darwin" else peak * 1024)
 
 
+def allocator(device: torch.device) -> dict[str, float]:
+    """Bytes that torch's allocator took from a GPU, and those of them that lay unused in pieces of
+    what it cannot give back (fragmentation), each the most so far; nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    found = torch.cuda.memory_stats(device)
+    names = {"reserved_bytes": "reserved_bytes", "fragmented_bytes": "inactive_split_bytes"}
+    return {name: float(found[f"{of}.all.peak"]) for name, of in names.items()}
+
+
 def memory_rows(held: Mapping[str, int], device: torch.device) -> dict[str, float]:
     """What a rank tells of its memory: its peak, and what it holds by kind."""
     return {"memory_bytes": peak_memory(device), **{f"held/{k}": v for k, v in held.items()}}

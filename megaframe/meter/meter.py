@@ -17,7 +17,7 @@ from megaframe.meter.console import ConsoleSink
 from megaframe.meter.environment import write_environment
 from megaframe.meter.flops import count_flops
 from megaframe.meter.links import free_seconds
-from megaframe.meter.memory import memory_rows, peak_memory
+from megaframe.meter.memory import allocator, memory_rows, peak_memory
 from megaframe.meter.peaks import device_peak
 from megaframe.meter.profile import Profiler
 from megaframe.meter.prometheus import PrometheusSink
@@ -108,6 +108,8 @@ class Meter:
         self._trace.end(step, split)
         self._profiler.end(step)
         self._records.add("memory_bytes", peak_memory(self._device), "max")
+        for name, value in allocator(self._device).items():
+            self._records.add(f"allocator/{name}", value, "max")
         self._records.add("at", time.time(), "last")
         for axes, size in self._mesh.take_traffic().items():
             self._records.add(_BYTES + axes, size, "max")

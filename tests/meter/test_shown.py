@@ -12,7 +12,7 @@ from megaframe.config import load
 from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
-from megaframe.meter.memory import out_of_memory
+from megaframe.meter.memory import allocator, out_of_memory
 from megaframe.meter.prometheus import PrometheusSink, exposition
 from megaframe.pipeline import Pipeline
 from megaframe.trainer import Trainer
@@ -81,6 +81,22 @@ def test_out_of_memory_leaves_a_snapshot_on_a_gpu(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {
         "memory-rank-3.txt", "memory-rank-3.pickle"
     }  # fmt: skip
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")
+def test_a_gpu_tells_of_fragmentation():
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = allocator(torch.device("cuda"))
+    kept = [torch.empty(3 << 20, dtype=torch.uint8, device="cuda") for _ in range(12)]
+    del kept[::2]  # holes of 3 MiB between blocks that are in use
+    after = allocator(torch.device("cuda"))
+    assert after["reserved_bytes"] >= before["reserved_bytes"] + (36 << 20) - (20 << 20)
+    assert after["fragmented_bytes"] >= 3 << 20
+
+
+def test_a_cpu_has_no_allocator_of_torchs_to_tell_of():
+    assert allocator(torch.device("cpu")) == {}
 
 
 def test_out_of_memory_says_what_held_it_and_what_to_change(overrides, monkeypatch):

@@ -48,10 +48,11 @@ def run(
     packed=False,
     optim=None,
     kernels=None,
+    device="cpu",
 ):
     """This rank's part of two steps -> Result. ragged: samples, which then are microbatches of
     their own, have four different lengths. packed: samples are several documents each.
-    kernels: implementations by name."""
+    kernels: implementations by name. device: as of `run.device`."""
     config = RunConfig(
         model={"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.2, **model},
         train={
@@ -66,15 +67,15 @@ def run(
         kernels=kernels or {},
     )
     layout = Layout.from_parallel(config.parallel, world_size())
-    mesh = Mesh(layout, device="cpu", serial=serial, timeout=60)
+    mesh = Mesh(layout, device=device, serial=serial, timeout=60)
     group, everywhere = mesh.group("data"), mesh.world
     pipeline = Pipeline(config, mesh, StepTimer().time)
     pipeline.optimizer.initialise(config.run.seed)
     losses, norms = [], []
     for step in range(STEPS):
-        whole = global_batch(config, step)
+        whole = on(mesh.device, global_batch(config, step))
         if packed:
-            whole = with_documents(whole, step)
+            whole = on(mesh.device, with_documents(whole, step))
         every = [
             share(whole, config.train.microbatch, index, group.size, ragged)
             for index in range(group.size)
@@ -88,7 +89,7 @@ def run(
     evaluation = float(all_reduce(pipeline.evaluate(mine), everywhere).wait()) / valid
     weights = {}
     for name, _, box, piece in pipeline.optimizer.tensors():
-        weights.setdefault(name, []).append((box, piece.clone()))
+        weights.setdefault(name, []).append((box, piece.to("cpu", copy=True)))
     mesh.close()
     return Result(losses, norms, evaluation, weights, traffic)
 
@@ -104,6 +105,12 @@ def global_batch(config, step):
         IGNORE
     )
     return Microbatch(tokens, labels, torch.arange(samples) + step * samples)
+
+
+def on(device, batch):
+    """The batch there."""
+    given = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+    return replace(batch, **{name: value.to(device) for name, value in given.items()})
 
 
 def with_documents(batch, step):

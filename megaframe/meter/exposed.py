@@ -1,0 +1,143 @@
+"""What of a GPU's transfers nothing hides, read from a trace that torch's profiler wrote."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megaframe.errors import UserError
+
+MOST_BYTES = 4 << 30
+"""Of a trace, unpacked; that of a step of a large model is a hundredth of it."""
+_COPIES = ("gpu_memcpy", "gpu_memset")
+
+
+class Span(NamedTuple):
+    """From when to when something ran on a device, in microseconds, and what it was."""
+
+    start: float
+    end: float
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """Seconds of one device. span: from the first to the last thing that it did, which is compute,
+    exposed communication, exposed copies and idle time together. communication, copies: all of
+    them, whatever runs beside. exposed_communication: beside no compute; exposed_copies: beside
+    neither. gaps: the longest times without anything."""
+
+    device: int
+    span: float
+    compute: float
+    communication: float
+    exposed_communication: float
+    copies: float
+    exposed_copies: float
+    idle: float
+    gaps: tuple[Gap, ...] = ()
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A time in which a device does nothing, between two things that it does."""
+
+    seconds: float
+    before: str
+    after: str
+
+
+def exposed(path: Path, gaps: int = 0) -> list[Exposed]:
+    """By device, in their order, with so many of the longest gaps. path: a trace (Chrome's JSON,
+    packed by gzip or not). Raises `UserError` for what is none, or has nothing of a GPU."""
+    spans: dict[int, dict[str, list[Span]]] = {}
+    events = _events(path)
+    for device, kind, span in _spans(path, events):
+        spans.setdefault(device, {}).setdefault(kind, []).append(span)
+    if not spans:
+        raise UserError(
+            f"{path} has {len(events)} events and none of a GPU; profile a step on one "
+            "(run.device=cuda, meter.profile=10)"
+        )
+    return [_of_device(device, spans[device], gaps) for device in sorted(spans)]
+
+
+def _of_device(device: int, by_kind: dict[str, list[Span]], gaps: int) -> Exposed:
+    compute = merged(by_kind.get("compute", ()))
+    with_communication = merged([*compute, *by_kind.get("communication", ())])
+    everything = merged([*with_communication, *by_kind.get("copies", ())])
+    busy = [_length(spans) for spans in (compute, with_communication, everything)]
+    span = everything[-1].end - everything[0].start
+    every = sorted(one for found in by_kind.values() for one in found)
+    return Exposed(
+        device,
+        span / 1e6,
+        busy[0] / 1e6,
+        _length(merged(by_kind.get("communication", ()))) / 1e6,
+        (busy[1] - busy[0]) / 1e6,
+        _length(merged(by_kind.get("copies", ()))) / 1e6,
+        (busy[2] - busy[1]) / 1e6,
+        (span - busy[2]) / 1e6,
+        tuple(_gaps(every, gaps)),
+    )
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The times in which at least one of them runs, in their order."""
+    found: list[Span] = []
+    for span in sorted(spans):
+        if found and span.start <= found[-1].end:
+            found[-1] = Span(found[-1].start, max(found[-1].end, span.end))
+        else:
+            found.append(Span(span.start, span.end))
+    return found
+
+
+def _length(spans: Sequence[Span]) -> float:
+    return sum(span.end - span.start for span in spans)
+
+
+def _gaps(spans: Sequence[Span], most: int) -> Iterator[Gap]:
+    """The longest gaps between spans that are in the order of their starts, longest first."""
+    found, last = [], spans[0]
+    for span in spans[1:]:
+        if span.start > last.end:
+            found.append(Gap((span.start - last.end) / 1e6, last.name, span.name))
+        last = max(last, span, key=lambda one: one.end)
+    yield from sorted(found, key=lambda gap: -gap.seconds)[:most]
+
+
+def _spans(path: Path, events: Iterable[dict[str, Any]]) -> Iterator[tuple[int, str, Span]]:
+    """What devices did: which one, what kind, and when."""
+    for event in events:
+        category = event.get("cat")
+        if event.get("ph") != "X" or category not in ("kernel", *_COPIES):
+            continue
+        try:
+            start, lasted, name = float(event["ts"]), float(event["dur"]), str(event["name"])
+            device = int(event["args"]["device"])
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{path}: a {category} without time, name or device: {event}") from None
+        kind = "communication" if "nccl" in name.lower() else "compute"
+        yield device, "copies" if category in _COPIES else kind, Span(start, start + lasted, name)
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            text = file.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise UserError(
+                f"{path} is a trace of over {MOST_BYTES >> 30} GiB; profile fewer steps"
+            )
+        found = json.loads(text)
+        events = found["traceEvents"] if isinstance(found, dict) else found
+    except (OSError, EOFError, ValueError, KeyError) as error:
+        raise UserError(f"{path} is no trace of torch's profiler: {error}") from None
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise UserError(f"{path} is no trace of torch's profiler: no list of events in it")
+    return events

@@ -1,0 +1,118 @@
+"""Main layouts by the collectives of GPUs, on one GPU that all ranks share; on the CPU where there
+is none (`run.device=shared`): 1e-10 in fp64, and overlapped as serial to the last bit.
+"""
+
+import pytest
+import torch
+from training import MODELS, assert_same, run
+
+from megaframe.comm import all_gather, all_reduce, all_to_all, barrier, reduce_scatter
+from megaframe.comm.collect import collect
+from megaframe.comm.ferry import Ferry
+from megaframe.comm.flat import all_gather_, reduce_scatter_
+from megaframe.comm.uneven import all_gather_uneven, all_to_all_uneven, reduce_scatter_uneven
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh, world_size
+
+EXPERTS = {**MODELS["llama"], "moe": {"experts": 4, "top_k": 2, "balance_loss": 0.01}}
+LAYOUTS = [
+    ("gpt2", 2, {"zero": 0}),
+    ("gpt2", 2, {"zero": 1}),
+    ("gpt2", 4, {"zero": 2, "data_replicate": 2}),
+    ("llama", 4, {"zero": 3, "tensor": 2}),
+    ("gpt2", 2, {"tensor": 2, "tensor_chunks": 2}),
+    ("llama", 4, {"tensor": 4}),
+    ("llama", 4, {"context": 4, "zero": 3}),
+    ("llama", 2, {"context": 2, "context_kind": "all_to_all"}),
+    ("gpt2", 2, {"pipeline": 2, "chunks": 2, "schedule": "interleaved"}),
+    ("gpt2", 4, {"pipeline": 2, "chunks": 2, "schedule": "zb-v", "zero": 2}),
+    ("experts", 4, {"expert": 4}),
+    ("experts", 4, {"expert": 2, "expert_tensor": 2, "dispatch": "all_gather"}),
+]
+
+
+@pytest.fixture(scope="module")
+def expected(pool):
+    return {
+        name: pool.run(1, run, {**model, "layers": 4}, {"microbatch": 8})[0]
+        for name, model in {**MODELS, "experts": EXPERTS}.items()
+    }
+
+
+@pytest.mark.parametrize(("name", "ranks", "parallel"), LAYOUTS)
+def test_no_layout_changes_the_answer(name, ranks, parallel, pool, expected):
+    model = {**({**MODELS, "experts": EXPERTS}[name]), "layers": 4}
+    found = pool.run(ranks, shared, model, {"microbatch": 1}, parallel)
+    assert_same(found, expected[name])
+
+
+def shared(model, train, parallel, serial=False):
+    """The step with what it computes by plain code, which is as exact as fp64."""
+    return run(model, train, parallel, serial, device="shared")
+
+
+@pytest.mark.parametrize(("name", "ranks", "parallel"), [LAYOUTS[3], LAYOUTS[9], LAYOUTS[10]])
+def test_serial_and_overlapped_are_bitwise_equal(name, ranks, parallel, pool):
+    model = {**({**MODELS, "experts": EXPERTS}[name]), "layers": 4}
+    given = (model, {"microbatch": 1}, parallel)
+    for one, other in zip(
+        pool.run(ranks, shared, *given), pool.run(ranks, shared, *given, True), strict=True
+    ):
+        assert one.losses == other.losses and one.norms == other.norms
+        for parameter, pieces in one.weights.items():
+            for (_, mine), (_, theirs) in zip(pieces, other.weights[parameter], strict=True):
+                assert torch.equal(mine, theirs), parameter
+
+
+def each_call():
+    """What every call gives on this rank of three, numbers that tell of rank and place."""
+    mesh = Mesh(Layout(data=world_size()), device="shared", timeout=60, check_collectives=True)
+    group, here = mesh.group("data"), mesh.device
+    assert isinstance(group.handle, Ferry)
+
+    def numbers(count, dtype=torch.float64):
+        return torch.arange(count, dtype=dtype, device=here) + 100 * mesh.rank
+
+    flat = numbers(6)
+    gathered = numbers(6)
+    found = {
+        "all_reduce": all_reduce(numbers(3), group).wait(),
+        "largest": all_reduce(numbers(3), group, "max").wait(),
+        "all_gather": all_gather(numbers(2, torch.bfloat16), group).wait(),
+        "reduce_scatter": reduce_scatter(numbers(6), group).wait(),
+        "all_to_all": all_to_all(numbers(6).view(3, 2), group).wait(),
+        "flat": reduce_scatter_(flat, group).wait(),
+        "spread": all_gather_(gathered, group).wait(),
+        "gather_uneven": all_gather_uneven(numbers(mesh.rank + 1), [1, 2, 3], group).wait(),
+        "scatter_uneven": reduce_scatter_uneven(numbers(6), [1, 2, 3], group).wait(),
+    }
+    leaving = [[1, 0, 2], [2, 1, 0], [0, 3, 1]]
+    coming = [row[mesh.rank] for row in leaving]
+    parts = numbers(sum(leaving[mesh.rank]))
+    exchanged = all_to_all_uneven(parts, leaving[mesh.rank], coming, group)
+    found["to_all_uneven"] = exchanged.wait()
+    barrier(group)
+    texts = collect(bytes([mesh.rank]) * (mesh.rank + 1), group, here)
+    mesh.close()
+    return {name: value.tolist() for name, value in found.items()} | {"texts": texts}
+
+
+def test_each_call_gives_what_its_name_says(pool):
+    found = pool.run(3, each_call)
+    bases = [0, 100, 200]
+    for rank, one in enumerate(found):
+        assert one["all_reduce"] == [300.0, 303.0, 306.0]
+        assert one["largest"] == [200.0, 201.0, 202.0]
+        assert one["all_gather"] == [base + i for base in bases for i in range(2)]
+        assert one["reduce_scatter"] == one["flat"] == [300 + 3 * (2 * rank + i) for i in range(2)]
+        assert one["all_to_all"] == [[base + 2 * rank + i for i in range(2)] for base in bases]
+        assert one["spread"] == [100 * r + 2 * r + i for r in range(3) for i in range(2)]
+        assert one["gather_uneven"] == [100 * r + i for r in range(3) for i in range(r + 1)]
+        start = (0, 1, 3)[rank]
+        assert one["scatter_uneven"] == [300 + 3 * i for i in range(start, start + rank + 1)]
+    assert [one["to_all_uneven"] for one in found] == [
+        [0.0, 100.0, 101.0],
+        [102.0, 200.0, 201.0, 202.0],
+        [1.0, 2.0, 203.0],
+    ]
+    assert [one["texts"] for one in found] == [[b"\0", b"\1\1", b"\2\2\2"], [], []]

@@ -1,0 +1,91 @@
+"""What of a step's transfers nothing hides, and how long each GPU does nothing.
+
+python pretrain_gpt.py --config run.yaml meter.profile=20
+python tools/exposed.py runs/default/profile
+
+Reads what torch's profiler wrote of the steps in `meter.profile`: files, or all of a folder. A
+transfer is hidden as long as the same GPU computes; compute, exposed communication, exposed copies
+and idle time add up to the span from the first to the last thing that it did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megaframe.errors import UserError, reported
+from megaframe.meter.exposed import Exposed, exposed
+
+
+def main() -> None:
+    """Print the table, or its numbers as JSON."""
+    given = parse_arguments()
+    with reported():
+        found = [(path, one) for path in traces(given.traces) for one in exposed(path, given.gaps)]
+        if given.json:
+            print(json.dumps([{"trace": str(path), **asdict(one)} for path, one in found]))
+            return
+        console = Console()
+        console.print(worst(found), highlight=False)
+        console.print(table(found))
+        for path, one in found:
+            for gap in one.gaps:
+                print(f"{path.stem}: idle {1e6 * gap.seconds:,.0f} us: {gap.before} | {gap.after}")
+
+
+def traces(paths: Iterable[Path]) -> Iterator[Path]:
+    """Each file, and each trace of a folder. Raises `UserError` where there is none."""
+    for path in paths:
+        if not path.is_dir():
+            yield path
+            continue
+        here = sorted((*path.glob("*.json"), *path.glob("*.json.gz")))
+        if not here:
+            raise UserError(
+                f"{path} has no trace: a run writes them for the steps of meter.profile"
+            )
+        yield from here
+
+
+def worst(found: Sequence[tuple[Path, Exposed]]) -> str:
+    """In words, what there is to gain at most."""
+    path, one = max(found, key=lambda each: 1 - each[1].compute / each[1].span)
+    return (
+        f"{path.stem}, GPU {one.device}, computes least: {one.compute / one.span:.1%} of its time; "
+        f"{one.exposed_communication / one.span:.1%} are exposed communication (of "
+        f"{one.communication / one.span:.1%}), {one.exposed_copies / one.span:.1%} exposed copies, "
+        f"{one.idle / one.span:.1%} nothing."
+    )
+
+
+def table(found: Iterable[tuple[Path, Exposed]]) -> Table:
+    """Milliseconds of each GPU and trace."""
+    made = Table("trace", "GPU", box=None, header_style="bold")
+    for name in ("span ms", "compute", "communication", "exposed", "copies", "exposed", "idle"):
+        made.add_column(name, justify="right")
+    for path, one in found:
+        seconds = (one.span, one.compute, one.communication, one.exposed_communication)
+        seconds += (one.copies, one.exposed_copies, one.idle)
+        made.add_row(path.stem, str(one.device), *(f"{1e3 * each:,.2f}" for each in seconds))
+    return made
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("traces", nargs="+", type=Path, help="files, or folders of them")
+    parser.add_argument("--gaps", type=int, default=3, help="of the longest idle times (default 3)")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
