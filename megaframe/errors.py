@@ -7,10 +7,13 @@ different exit statuses, so that a launcher can tell what may work when it is tr
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 
 class UserError(Exception):
@@ -39,6 +42,22 @@ EXIT_LOST_RANKS = 3
 """Another rank is gone or stuck; the same command may work once its cause is mended."""
 EXIT_INTERRUPTED = 130
 _PATIENCE = 2.0
+
+
+def leave(error: BaseException, rank: int) -> NoReturn:
+    """Tell of an error as a program does that ends with it, and end the process at once: nothing is
+    cleaned up, nobody waited for."""
+    status: object = 1
+    try:
+        with reported(rank):
+            raise error
+    except SystemExit as told:
+        status = told.code
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else 1)
 
 
 @contextmanager
