@@ -131,9 +131,10 @@ class Train(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     """What backward computes again instead of keeping it: `selective` norms and activations (about
     3% of a step for a third of the activations), `full` each block from its input."""
-    recompute_blocks: NonNegative | tuple[NonNegative, ...] = 0
+    recompute_blocks: NonNegative | tuple[NonNegative, ...] | Literal["auto"] = 0
     """Blocks at the start of each stage (one number, or one per stage) that are computed again from
-    their input whatever `recompute` says."""
+    their input whatever `recompute` says. `auto`: as few of each stage as fit into the memory of
+    the chip (`parallel.cluster`), by the plan."""
     offload: bool = False
     """Keep the inputs of blocks that run again in host memory until then; on a CPU they are there
     anyway."""
