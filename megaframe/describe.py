@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from megaframe.config import RunConfig, dump
 from megaframe.layout import Layout
 from megaframe.optim.choice import choices_table
-from megaframe.plan.experts import dropping
 from megaframe.plan.held import rank_memory
 from megaframe.plan.nodes import crossing
+from megaframe.plan.promise import promise_note
 from megaframe.plan.schedules import pipeline_summary, step_schedule
 from megaframe.plan.stages import stage_plans
 from megaframe.schedule import Schedule, lower
@@ -26,7 +26,7 @@ def describe(config: RunConfig, layout: Layout, *, host: bool = False) -> str:
     microbatches = train.global_batch // (train.microbatch * layout.data)
     schedule = step_schedule(config, microbatches)
     node = config.parallel.node_size or layout.world
-    warnings = (crossing(config, layout, node), dropping(config.model))
+    warning = crossing(config, layout, node)
     lines = [
         dump(config),
         f"layout      {layout}",
@@ -36,7 +36,8 @@ def describe(config: RunConfig, layout: Layout, *, host: bool = False) -> str:
         *choices_table(config, specs),
         *pipeline_summary(config, schedule),
         *_memory(config, layout, schedule, host),
-        *(f"warning: {warning}" for warning in warnings if warning is not None),
+        *(() if warning is None else (f"warning: {warning}",)),
+        *promise_note(config),
     ]
     return "\n".join(lines)
 

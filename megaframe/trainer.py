@@ -30,8 +30,8 @@ from megaframe.meter.memory import out_of_memory
 from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.optim.bucket import UNSENT
 from megaframe.pipeline import Pipeline
-from megaframe.plan.experts import dropping
 from megaframe.plan.nodes import crossing
+from megaframe.plan.promise import promise_note
 from megaframe.plan.schedules import pipeline_summary
 from megaframe.run_state import (
     RunState,
@@ -99,9 +99,10 @@ class Trainer:
         if config.train.offload and mesh.device.type == "cpu":
             self.meter.note("train.offload=true does nothing on a CPU but copy")
         node = config.parallel.node_size or ranks_on_this_node()
-        for warning in (crossing(config, mesh.layout, node), dropping(config.model)):
-            if warning is not None:
-                self.meter.note(f"warning: {warning}")
+        if (warning := crossing(config, mesh.layout, node)) is not None:
+            self.meter.note(f"warning: {warning}")
+        for line in promise_note(config):
+            self.meter.note(line)
         self.saving.begin(source)
         self.guard = Guard(
             config, mesh, self.pipeline, self.meter, ledger, self._go_back, launcher or Launcher()
