@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megaframe_kernels.device import ceil_div, launch, power_of_2, rows_of
+from megaframe_kernels.direct import direct
 from megaframe_kernels.installed import missing_liger, missing_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, never, refuse_types
 
@@ -170,10 +171,17 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-    return _backward_op(gradients[0], *ctx.saved_tensors, ctx.kind), None
+    return _direct_backward(gradients[0], *ctx.saved_tensors, ctx.kind), None
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_keep)
+_direct_forward = direct(_forward_op, launch_forward, _keep, _differentiate)
+_direct_backward = direct(_backward_op, launch_backward)
+
+
+def run_triton(x: Tensor, kind: str = "swiglu") -> Tensor:
+    """As the reference."""
+    return _direct_forward(x, kind)
 
 
 def run_liger(x: Tensor, kind: str) -> Tensor:
@@ -199,7 +207,7 @@ KERNEL = Kernel(
     "activation",
     reference,
     {
-        "triton": Implementation("triton", _forward_op, missing_nothing, _refuses),
+        "triton": Implementation("triton", run_triton, missing_nothing, _refuses),
         "torch": Implementation("torch", reference, missing_nothing, never),
         "liger": Implementation("liger", run_liger, missing_liger, _liger_refuses),
     },

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megaframe_kernels.device import ceil_div, launch, power_of_2
 from megaframe_kernels.device_math import tanh
+from megaframe_kernels.direct import direct
 from megaframe_kernels.installed import missing_liger, missing_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_place, refuse_types
 
@@ -312,10 +313,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-    return _backward_op(*gradients, *ctx.saved_tensors, *ctx.rest), None, None, None, None, None
+    return _direct_backward(*gradients, *ctx.saved_tensors, *ctx.rest), None, None, None, None, None
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_keep)
+_direct_forward = direct(_forward_op, launch_forward, _keep, _differentiate)
+_direct_backward = direct(_backward_op, _gradient)
 
 
 def run_triton(
@@ -331,7 +334,9 @@ def run_triton(
 ) -> Tensor:
     """As the reference."""
     whole = vocab or logits_TV.shape[1]
-    partition_T, label_T = _forward_op(logits_TV, labels_T, start, whole, label_smoothing, softcap)
+    partition_T, label_T = _direct_forward(
+        logits_TV, labels_T, start, whole, label_smoothing, softcap
+    )
     if join is not None:
         partition_T, label_T = joined(partition_T, label_T, join)
     return losses(partition_T, label_T, labels_T, z_loss)

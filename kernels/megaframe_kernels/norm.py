@@ -22,6 +22,7 @@ from megaframe_kernels.device import (
     processors,
     rows_of,
 )
+from megaframe_kernels.direct import direct
 from megaframe_kernels.installed import missing_liger, missing_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, never, refuse_types
 
@@ -189,7 +190,7 @@ def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, 
     total, gain, means, scales = ctx.saved_tensors
     d_y, d_total = gradients[0], gradients[1] if ctx.added else None
     d_y = torch.zeros_like(total) if d_y is None else d_y
-    d_x, d_gain, d_bias = _backward_op(d_y, d_total, total, gain, means, scales, ctx.with_bias)
+    d_x, d_gain, d_bias = _direct_backward(d_y, d_total, total, gain, means, scales, ctx.with_bias)
     return (
         d_x,
         d_x if ctx.added else None,
@@ -201,6 +202,8 @@ def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, 
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_keep)
+_direct_forward = direct(_forward_op, launch_forward, _keep, _differentiate)
+_direct_backward = direct(_backward_op, launch_backward)
 
 
 def run_triton(
@@ -213,7 +216,7 @@ def run_triton(
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
     """As the reference."""
-    y, total, _, _ = _forward_op(x, residual, gain, bias, kind == "layernorm", eps)
+    y, total, _, _ = _direct_forward(x, residual, gain, bias, kind == "layernorm", eps)
     return y, x if residual is None else total
 
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megaframe_kernels.device import ceil_div, launch, power_of_2
+from megaframe_kernels.direct import direct
 from megaframe_kernels.installed import missing_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, never, refuse_types
 
@@ -131,15 +132,16 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-    return _turn_op(gradients[0], *ctx.saved_tensors, not ctx.back), None, None, None
+    return _direct_turn(gradients[0], *ctx.saved_tensors, not ctx.back), None, None, None
 
 
 _turn_op.register_autograd(_differentiate, setup_context=_keep)
+_direct_turn = direct(_turn_op, launch_turn, _keep, _differentiate)
 
 
 def run_triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """As the reference."""
-    return _turn_op(x, cos.detach(), sin.detach(), False)
+    return _direct_turn(x, cos.detach(), sin.detach(), False)
 
 
 KERNEL = Kernel(

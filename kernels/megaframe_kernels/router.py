@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megaframe_kernels.device import ceil_div, launch, power_of_2
+from megaframe_kernels.direct import direct
 from megaframe_kernels.installed import missing_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
@@ -229,11 +230,13 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-    d_logits = _backward_op(gradients[0], *ctx.saved_tensors, ctx.sigmoid, ctx.normalise)
+    d_logits = _direct_backward(gradients[0], *ctx.saved_tensors, ctx.sigmoid, ctx.normalise)
     return d_logits, None, None, None, None
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_keep)
+_direct_forward = direct(_forward_op, launch_forward, _keep, _differentiate)
+_direct_backward = direct(_backward_op, launch_backward)
 
 
 def run_triton(
@@ -245,7 +248,7 @@ def run_triton(
     normalise: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """As the reference."""
-    return _forward_op(logits_TE, k, bias_E, score == "sigmoid", normalise)
+    return _direct_forward(logits_TE, k, bias_E, score == "sigmoid", normalise)
 
 
 def _refuses(logits_TE: Tensor, k: int, bias_E: Tensor | None = None, **_: Any) -> str | None:

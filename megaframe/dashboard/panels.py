@@ -63,7 +63,12 @@ PANELS = (
         help="How much longer than the median of its step each rank worked, waits not counted.",
     ),
     Panel("stages", "Work and bubble by pipeline rank", "bars", unit="ms a step"),
-    Panel("memory", "Peak memory", "lines", ("memory_bytes", "allocator/"), "GiB", 2.0**-30),
+    Panel("memory", "Peak memory", "lines", ("memory_bytes",), "GiB", 2.0**-30),
+    Panel(
+        "allocator", "Memory of a GPU's allocator", "lines", ("allocator/",), "GiB", 2.0**-30,
+        "Reserved is what it took from the GPU; fragmented is what of it lay in pieces that it "
+        "could neither use nor give back. Both at their most.",
+    ),
     Panel("memory_ranks", "Memory by kind and rank", "bars", unit="GiB"),
     Panel("bytes", "Sent by a rank in a step", "lines", ("bytes/",), "MiB", 2.0**-20),
     Panel("bandwidth", "Bandwidth where something waited", "lines", ("bandwidth/",), "GB/s", 1e-9),

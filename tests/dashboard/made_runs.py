@@ -25,6 +25,7 @@ def lines(steps, ranks=4, stages=2, every=10, start=0, seed=0):
             "grad_norm": 1 + draw.random(), "lr": 1e-3, "tokens": 1024,
             "tokens_per_second": 1024 / seconds, "tflops_per_second": 100 * mfu, "mfu": mfu,
             "mfu_full_attention": 1.1 * mfu, "hfu": 1.2 * mfu, "memory_bytes": 1 << 30,
+            "allocator": {"reserved_bytes": 2 << 30, "fragmented_bytes": 1 << 28},
             "bytes": {"data": 1 << 20, "tensor": 1 << 21}, "seconds": seconds, "time": time,
             "stages": {"work": [0.5] * stages, "work_max": [0.6] * stages,
                        "bubble": [0.01] * stages},
