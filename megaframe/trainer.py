@@ -246,6 +246,12 @@ class Trainer:
                     totals[2] += self._token_bytes[microbatch.labels_BS[valid]].sum()
         totals = all_reduce(totals, self.mesh.world).wait()
         nats, tokens, size = totals.tolist()
+        if not tokens:
+            self.meter.note(
+                f"step {self.step}: no token of the evaluation has a label (data.mask_eod masks "
+                "those at which a document begins); nothing is recorded of it"
+            )
+            return
         self.meter.record("eval_loss", nats / tokens, "last")
         self.meter.record("eval_perplexity", math.exp(min(nats / tokens, 700.0)), "last")
         if size:

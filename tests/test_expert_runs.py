@@ -13,7 +13,8 @@ from megaframe.trainer import Trainer, resolve
 EXPERTS = {
     "model__layers": 4,
     "model__activation": "swiglu",
-    "model__moe": "{experts: 6, ffn: 12, shared: 1, first: 1, balance_rate: 0.05, jitter: 0.1}",
+    "model__moe": "{experts: 6, ffn: 12, shared: 1, first: 1, balance_rate: 0.05, jitter: 0.1, "
+    "z_loss: 0.05}",
     "model__mtp_depth": 1,
     "optim__schedule": "constant",
     "train__microbatch": 1,
@@ -39,7 +40,7 @@ def test_a_run_goes_on_under_other_layouts_of_experts(pool, overrides, tmp_path)
         more = {"train__steps": 2 * part, "checkpoint__every": 2, "checkpoint__resume": "latest"}
         pool.run(ranks, train, overrides(**EXPERTS, **more, **keys))
     for line, other in zip(lines(tmp_path / "run"), lines(tmp_path / "whole"), strict=True):
-        for key in ("loss", "mtp_loss", "grad_norm"):
+        for key in ("loss", "aux_loss", "mtp_loss", "grad_norm"):
             assert line[key] == pytest.approx(other[key], rel=1e-10)
         for key in ("max_load", "entropy", "bias_norm"):
             assert line["experts"][key] == pytest.approx(other["experts"][key], rel=1e-10)
@@ -52,6 +53,19 @@ def test_a_run_goes_on_under_other_layouts_of_experts(pool, overrides, tmp_path)
             # Of six experts some of four ranks have two.
             assert 1.0 <= line["experts"]["rank_load"][int(place)] <= worst * 4 / 3 + 1e-9
     assert other["experts"]["rank_load"] == [1.0] * 4
+
+
+def test_what_routers_add_to_the_loss_is_told_apart(pool, overrides, tmp_path):
+    moe, none = "experts: 6, ffn: 12, balance: sequence", "balance_loss: 0"
+    runs = {"with": f"{{{moe}, balance_loss: 0.1, z_loss: 0.05}}", "without": f"{{{moe}, {none}}}"}
+    found = {}
+    for name, experts in runs.items():
+        keys = {**EXPERTS, "model__moe": experts, "train__steps": 1}
+        pool.run(2, train, overrides(run__dir=tmp_path / name, **keys))
+        (found[name],) = lines(tmp_path / name)
+    assert found["with"]["aux_loss"] > 0.1 and found["without"]["aux_loss"] == 0
+    rest = found["with"]["loss"] - found["with"]["aux_loss"]
+    assert rest == pytest.approx(found["without"]["loss"], rel=1e-12)
 
 
 def test_what_is_dropped_is_metered(pool, overrides, tmp_path):
