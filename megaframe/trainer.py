@@ -23,11 +23,12 @@ from megaframe.engine import Outcome
 from megaframe.errors import Unreadable, UserError
 from megaframe.faults.guard import Guard
 from megaframe.faults.leaving import Launcher, exit_status, heeding_signals
-from megaframe.faults.ledger import Ledger
+from megaframe.faults.ledger import Ledger, last_saved
 from megaframe.mesh import Mesh, ranks_on_this_node
 from megaframe.meter import Meter, StepTimer
 from megaframe.meter.experts import ExpertMeter
 from megaframe.meter.memory import out_of_memory
+from megaframe.meter.sinks import METRICS_FILE, set_aside
 from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.optim.bucket import UNSENT
 from megaframe.pipeline import Pipeline
@@ -81,6 +82,9 @@ class Trainer:
         source = self.saving.newest()
         state = self._restore_or_initialise(source)
         barrier(mesh.world)  # all have seen the run folder as it was before any rank writes to it
+        aside = None
+        if state is None and mesh.rank == 0:
+            aside = set_aside(self.folder / METRICS_FILE)
         specs = model_specs(config)
         self.meter = Meter(
             config, mesh, specs, timer, start_step=self.step, held=self.optimizer.held
@@ -94,6 +98,12 @@ class Trainer:
             self.meter.note(
                 "what compression had not sent yet is dropped: it belongs to another layout"
             )
+        if aside is not None:
+            kept, lines = aside
+            self.meter.note(
+                f"begun anew, for no checkpoint was saved before; the {lines} lines of the start "
+                f"before are in {kept}"
+            )
         for line in (*self._new_state, *self.saving.take_notes()):
             self.meter.note(line)
         if config.optim.offload and mesh.device.type == "cpu":
@@ -104,7 +114,7 @@ class Trainer:
         for warning in (crossing(config, mesh.layout, node), dropping(config.model)):
             if warning is not None:
                 self.meter.note(f"warning: {warning}")
-        self.saving.begin(source)
+        self.saving.begin(source, ledger.saved)
         self.guard = Guard(
             config, mesh, self.pipeline, self.meter, ledger, self._go_back, launcher or Launcher()
         )
@@ -294,7 +304,10 @@ class Trainer:
 
     def _restore_or_initialise(self, source: Checkpoint | None) -> RunState | None:
         if source is None:
-            self._refuse_to_overwrite()
+            if self.config.checkpoint.resume is None:
+                self._refuse_to_overwrite()
+            else:
+                self._refuse_to_begin_again()
             self.optimizer.draw(self.config.run.seed)
             self._start_warm()
             self.optimizer.begin()
@@ -355,12 +368,22 @@ class Trainer:
             weights = (one for one in self.optimizer.tensors() if one[0] == one[1].name)
             checkpoint.load(starting_parts(weights, checkpoint, saved, self.config))
 
+    def _refuse_to_begin_again(self) -> None:
+        """A run that had a checkpoint continues from one; only one that never had may begin anew,
+        as when it is killed before its first."""
+        found = last_saved(self.folder)
+        if found is not None:
+            reached, saved = found
+            raise UserError(
+                f"run.dir={self.folder} holds a run up to step {reached} whose last checkpoint was "
+                f"of step {saved}, and there is none in {self.saving.home}: bring its checkpoints "
+                f"back there, give another run.dir, or delete {self.folder} to begin anew"
+            )
+
     def _refuse_to_overwrite(self) -> None:
         """A fresh start must not destroy another run's records, or its checkpoints."""
         key = self.config.checkpoint
-        if key.resume is not None:
-            return
-        if (self.folder / "metrics.jsonl").exists():
+        if (self.folder / METRICS_FILE).exists():
             raise UserError(
                 f"run.dir={self.folder} already holds a run; continue it with "
                 "checkpoint.resume=latest, or give another run.dir"
