@@ -70,7 +70,7 @@ class Trainer:
         self._last: Outcome | None = None
         self._loss_before: float | None = None
         self._dropped = False
-        self._new_state: list[str] = []
+        self._differences: list[str] = []
         timer = StepTimer.on(mesh.device)
         self.pipeline = Pipeline(config, mesh, timer.time, lambda text: self.meter.note(text))
         self.pipeline.follow(timer.follow)
@@ -104,7 +104,7 @@ class Trainer:
                 f"begun anew, for no checkpoint was saved before; the {lines} lines of the start "
                 f"before are in {kept}"
             )
-        for line in (*self._new_state, *self.saving.take_notes()):
+        for line in (*self._differences, *self.saving.take_notes()):
             self.meter.note(line)
         if config.optim.offload and mesh.device.type == "cpu":
             self.meter.note("optim.offload=true does nothing on a CPU: all memory is the host's")
@@ -341,7 +341,7 @@ class Trainer:
         if wrong:
             return self._restore(self.saving.before(source, wrong))
         self.optimizer.load_state(state.optimizer)
-        self.loader.load(state.data)
+        self._differences += self.loader.load(state.data)
         self._loss_before = state.loss
         return state
 
@@ -354,7 +354,7 @@ class Trainer:
             unsent = [part for part in self._unsent() if part.name in checkpoint.tensors]
             alone = {(part.name, part.box) for part in self._slices(owned_only=True)}
             checkpoint.load([*without_missing(slices, checkpoint.tensors), *unsent], alone)
-            self._new_state = list(new_state(slices, checkpoint.tensors))
+            self._differences = list(new_state(slices, checkpoint.tensors))
             self._dropped = not unsent and any(n.startswith(UNSENT) for n in checkpoint.tensors)
             self.step = checkpoint.step
         return state

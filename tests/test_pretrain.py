@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import signal
 import sys
 import time
@@ -295,3 +296,16 @@ def test_explain_and_help(capsys, monkeypatch):
         pretrain_gpt.main()
     assert status.value.code == 0
     assert "train.seq" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_when_its_data_has_moved(pool, overrides, corpus, tmp_path):
+    pool.run(1, train, overrides(run__dir=tmp_path / "whole"))
+    keys = {"checkpoint__every": 6, "checkpoint__resume": "latest"}
+    pool.run(2, train, overrides(**keys, train__steps=6, optim__decay=12))
+    (tmp_path / "there").mkdir()
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{corpus}{suffix}", tmp_path / "there")
+    there = tmp_path / "there" / Path(corpus).name
+    pool.run(2, train, overrides(**keys, data__sources=f"[{{path: {there}}}]"))
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)
+    assert f"{corpus} is now {there}" in (tmp_path / "run/run.log").read_text()
