@@ -37,7 +37,7 @@ from megaframe.plan.nodes import crossing
 from megaframe.plan.schedules import pipeline_summary
 from megaframe.run_state import (
     RunState,
-    check_same_model,
+    check_same_run,
     new_state,
     read_state,
     without_missing,
@@ -269,7 +269,7 @@ class Trainer:
 
     def _save(self, writer: Writer | MemoryWriter) -> None:
         state = RunState(
-            config=self.config.model_dump(mode="json"),
+            config=self.config,
             data=self.loader.state,
             optimizer=self.optimizer.state(),
             loss=self._global_loss(),
@@ -349,7 +349,7 @@ class Trainer:
         """Fill this rank's tensors from a checkpoint. Returns what else is in it."""
         with source as checkpoint:
             state = read_state(checkpoint)
-            check_same_model(state.config, self.config, checkpoint.path)
+            check_same_run(state.config, self.config, checkpoint.path)
             slices = self._slices(owned_only=False)
             unsent = [part for part in self._unsent() if part.name in checkpoint.tensors]
             alone = {(part.name, part.box) for part in self._slices(owned_only=True)}

@@ -68,6 +68,21 @@ def test_what_routers_add_to_the_loss_is_told_apart(pool, overrides, tmp_path):
     assert rest == pytest.approx(found["without"]["loss"], rel=1e-12)
 
 
+def test_how_experts_are_trained_may_change_and_what_they_are_may_not(pool, overrides, tmp_path):
+    moe, before = "experts: 6, ffn: 12", "capacity: 4.0, z_loss: 0.5"
+    keys = {**EXPERTS, "checkpoint__every": 1, "checkpoint__resume": "latest"}
+    pool.run(
+        1, train, overrides(**{**keys, "model__moe": f"{{{moe}, {before}}}", "train__steps": 1})
+    )
+    other = "balance_rate: 0.01, balance_loss: 0.01, z_loss: 0.1, jitter: 0.1, capacity: null"
+    wrong = {"model__moe": f"{{{moe}, top_k: 1, {other}}}", "train__steps": 2}
+    with pytest.raises(AssertionError) as caught:
+        pool.run(1, refused, overrides(**{**keys, **wrong}))
+    assert "model.moe.top_k: 2 there, 1 here" in str(caught.value)
+    assert "balance_rate" not in str(caught.value).partition("another run")[2]
+    pool.run(1, train, overrides(**{**keys, "model__moe": f"{{{moe}, {other}}}"}))
+
+
 def test_what_is_dropped_is_metered(pool, overrides, tmp_path):
     keys = {**EXPERTS, "model__moe": "{experts: 6, ffn: 12, capacity: 0.5}"}
     pool.run(2, train, overrides(train__steps=2, **keys))
@@ -145,7 +160,7 @@ def test_what_cannot_be_upcycled_is_said_at_once(pool, overrides, tmp_path):
         pool.run(1, refused, wrong)
     for line in (
         "does not fit",
-        "model.ffn is 24 there and 20 here",
+        "model.ffn: 24 there, 20 here",
         "model.moe.ffn=16 does not divide the model.ffn=20 whose parts experts are to be",
         "model.moe.shared=1 has nothing to start from; use model.moe.shared=0",
     ):
