@@ -110,5 +110,5 @@ def check_same_run(saved: RunConfig, config: RunConfig, path: Place) -> None:
         *differences(saved.data.split, config.data.split, (), "data.split"),
     ]
     if other:
-        start = f"a new run can start from its weights, with checkpoint.weights={path}"
+        start = f"to start a new run from its weights, where they fit: checkpoint.weights={path}"
         raise UserError("\n  ".join([f"{path} is a checkpoint of another run:", *other, start]))
