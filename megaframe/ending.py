@@ -122,7 +122,7 @@ class End:
         return taken
 
     def evaluate(self, x: Tensor, microbatch: Microbatch, frame: Frame, values: Values) -> Tensor:
-        """The loss sum of the next token, without gradients."""
+        """The cross-entropy of the next token, summed, without gradients."""
         with values(self.head):
             normed = self.head.norm(x, frame.kernels)
             return self.head.loss(normed, microbatch.labels_BS, None, frame).loss

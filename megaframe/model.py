@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -164,8 +165,9 @@ class Head(Module):
                 axes={0: "tensor"},
             )
             self.weight = Parameter(spec)
-        self.options = LossOptions(
-            config.train.label_smoothing, config.train.z_loss, model.logit_softcap
+        self.plain = LossOptions(softcap=model.logit_softcap)
+        self.options = replace(
+            self.plain, label_smoothing=config.train.label_smoothing, z_loss=config.train.z_loss
         )
 
     @property
@@ -174,15 +176,17 @@ class Head(Module):
         return [self.norm, *self.norms_ahead]
 
     def loss(self, y: Tensor, labels_BS: Tensor, scale: float | None, frame: Frame) -> HeadResult:
-        """Loss sum of normalised hidden states y [rows, hidden]; see `head_loss`."""
+        """Loss sum of normalised hidden states y [rows, hidden]; see `head_loss`. Without a scale
+        nothing is trained, and the loss is cross-entropy alone."""
         labels = frame.fill(labels_BS.flatten(), IGNORE)
-        given = (y.detach(), labels, self.weight, self.options, scale, frame.tensor)
+        options = self.plain if scale is None else self.options
+        given = (y.detach(), labels, self.weight, options, scale, frame.tensor)
         return head_loss(*given, frame.kernels)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits in fp32 of hidden states [..., hidden]; for sampling, not for training."""
         logits = (self.norm(x) @ self.weight.value.t()).float()
-        cap = self.options.softcap
+        cap = self.plain.softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
 

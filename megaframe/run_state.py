@@ -11,13 +11,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megaframe.checkpoint import Checkpoint, Place, Slice
 from megaframe.config import RunConfig
+from megaframe.config.compare import TRAINING_ONLY, differences
 from megaframe.errors import UserError
 from megaframe.optim.optimizer import OptimizerState
 
 STATE, AVERAGE = "optimizer.", "optimizer.ema/"
 """How the names of tensors begin that are state of the optimizer, and averages of weights."""
-_FREE_KEYS = {"dropout", "init_std"}
-"""Keys of the model section that may change when a run resumes: no weight depends on them."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,13 @@ class HistoryState:
 
 
 class RunState(BaseModel):
-    """config: of the run, resolved. data: of the loader. loss and grad_norm: of the last step, with
-    which the first step after a load is compared."""
+    """config: of the run, resolved; keys that its version did not have yet are at their defaults.
+    data: of the loader. loss and grad_norm: of the last step, with which the first step after a
+    load is compared."""
 
     model_config = ConfigDict(extra="forbid")
 
-    config: dict[str, dict[str, Any]]
+    config: RunConfig
     data: dict[str, Any]
     optimizer: OptimizerState
     loss: float
@@ -47,7 +47,7 @@ class RunState(BaseModel):
 def initial_state(config: RunConfig) -> RunState:
     """Of a run that has not begun, for weights that come from elsewhere."""
     return RunState(
-        config=config.model_dump(mode="json"),
+        config=config,
         data={},
         optimizer=OptimizerState(0, 1.0, 0),
         loss=math.nan,
@@ -60,6 +60,16 @@ def read_state(checkpoint: Checkpoint) -> RunState:
     try:
         return RunState.model_validate(checkpoint.state)
     except ValidationError as error:
+        unknown = [
+            ".".join(map(str, one["loc"][1:]))
+            for one in error.errors()
+            if one["type"] == "extra_forbidden" and one["loc"][0] == "config"
+        ]
+        if unknown:
+            raise UserError(
+                f"{checkpoint.path} is of a run with keys that this version of megaframe does not "
+                f"know: {', '.join(unknown)}; use the version that saved it, or a later one"
+            ) from None
         raise UserError(f"{checkpoint.path} holds no state of a run: {error}") from None
 
 
@@ -91,15 +101,14 @@ def new_state(slices: Sequence[Slice], saved: Collection[str]) -> Iterator[str]:
         )
 
 
-def check_same_model(saved: dict[str, dict[str, Any]], config: RunConfig, path: Place) -> None:
-    """Refuse a checkpoint whose model, or whose cut of the data into samples, is another."""
-    now = config.model_dump(mode="json")
-    keys = [("model", key) for key in now["model"] if key not in _FREE_KEYS]
-    keys += [("train", "seq"), ("data", "split")]
+def check_same_run(saved: RunConfig, config: RunConfig, path: Place) -> None:
+    """Refuse a checkpoint of another model, or of other data or another order of them."""
     other = [
-        f"  {section}.{key}: {saved[section].get(key)} there, {now[section][key]} here"
-        for section, key in keys
-        if saved[section].get(key) != now[section][key]
+        *differences(saved.model, config.model, TRAINING_ONLY, "model"),
+        *differences(saved.run.seed, config.run.seed, (), "run.seed"),
+        *differences(saved.train.seq, config.train.seq, (), "train.seq"),
+        *differences(saved.data.split, config.data.split, (), "data.split"),
     ]
     if other:
-        raise UserError(f"{path} is a checkpoint of another run:\n" + "\n".join(other))
+        start = f"to start a new run from its weights, where they fit: checkpoint.weights={path}"
+        raise UserError("\n  ".join([f"{path} is a checkpoint of another run:", *other, start]))

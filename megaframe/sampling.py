@@ -33,10 +33,10 @@ def load_model(
     if path is None:
         raise UserError(f"--checkpoint {given}: there is no checkpoint in this folder")
     with open_checkpoint(path) as checkpoint:
-        saved_config = read_state(checkpoint).config
+        config = read_state(checkpoint).config
         if precision is not None:
-            saved_config["train"] |= {"precision": precision, "fp8": "none"}
-        config = RunConfig.model_validate(saved_config)
+            train = config.train.model_copy(update={"precision": precision, "fp8": "none"})
+            config = config.model_copy(update={"train": train})
         stage = whole_model(config)
         saved = checkpoint.tensors
         if ema and not any(name.startswith(AVERAGE) for name in saved):

@@ -56,7 +56,7 @@ class Saving:
     def newest(self) -> Checkpoint | None:
         """What `checkpoint.resume` asks for, open; None for a fresh start."""
         wanted = self._config.checkpoint.resume
-        path = find(self.home, wanted) if wanted else None
+        path = find(self.home, wanted, self._notes.append) if wanted else None
         saved = None if path is None else open_checkpoint(path)
         if wanted != "latest" or self._group is None or self._ram is None:
             return saved
@@ -111,9 +111,10 @@ class Saving:
             store.set(key, text)
         return store.get(key).decode()
 
-    def begin(self, source: Checkpoint | None) -> None:
+    def begin(self, source: Checkpoint | None, saved: Callable[[int], None]) -> None:
         """Get ready to save. All ranks call it, when none needs anything any more that is saved but
-        `source`, from which the run continues."""
+        `source`, from which the run continues. saved: is told on the first rank of the step of each
+        checkpoint that is there."""
         config, mesh = self._config, self._mesh
         if config.checkpoint.every:
             self._writer = Writer(
@@ -125,6 +126,7 @@ class Saving:
                 keep_every=config.checkpoint.keep_every,
                 read_back=config.checkpoint.read_back,
                 timeout=config.parallel.timeout,
+                saved=saved,
             )
         if self._group is not None and self._ram is not None:
             size = config.parallel.node_size or ranks_on_this_node()

@@ -286,7 +286,7 @@ class Stage:
     @torch.no_grad()
     def evaluate(self, microbatch: Microbatch, x: Tensor | None = None) -> Tensor:
         """Without dropout and without gradients: the output for the next stage, or on the last one
-        the loss sum over valid tokens, fp64 scalar."""
+        the cross-entropy summed over valid tokens, fp64 scalar."""
         x = self.hidden(microbatch, x)
         if self.end is None:
             return x

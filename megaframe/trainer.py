@@ -22,11 +22,12 @@ from megaframe.engine import Outcome
 from megaframe.errors import Unreadable, UserError
 from megaframe.faults.guard import Guard
 from megaframe.faults.leaving import Launcher, exit_status, heeding_signals
-from megaframe.faults.ledger import Ledger
+from megaframe.faults.ledger import Ledger, last_saved
 from megaframe.mesh import Mesh, ranks_on_this_node
 from megaframe.meter import Meter, StepTimer
 from megaframe.meter.experts import ExpertMeter
 from megaframe.meter.memory import out_of_memory
+from megaframe.meter.sinks import METRICS_FILE, set_aside
 from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.optim.bucket import UNSENT
 from megaframe.pipeline import Pipeline
@@ -35,7 +36,7 @@ from megaframe.plan.promise import promise_note
 from megaframe.plan.schedules import pipeline_summary
 from megaframe.run_state import (
     RunState,
-    check_same_model,
+    check_same_run,
     new_state,
     read_state,
     without_missing,
@@ -67,7 +68,7 @@ class Trainer:
         self._last: Outcome | None = None
         self._loss_before: float | None = None
         self._dropped = False
-        self._new_state: list[str] = []
+        self._differences: list[str] = []
         timer = StepTimer.on(mesh.device)
         self.pipeline = Pipeline(config, mesh, timer.time, lambda text: self.meter.note(text))
         self.pipeline.follow(timer.follow)
@@ -79,6 +80,9 @@ class Trainer:
         source = self.saving.newest()
         state = self._restore_or_initialise(source)
         barrier(mesh.world)  # all have seen the run folder as it was before any rank writes to it
+        aside = None
+        if state is None and mesh.rank == 0:
+            aside = set_aside(self.folder / METRICS_FILE)
         specs = model_specs(config)
         self.meter = Meter(
             config, mesh, specs, timer, start_step=self.step, held=self.optimizer.held
@@ -92,7 +96,13 @@ class Trainer:
             self.meter.note(
                 "what compression had not sent yet is dropped: it belongs to another layout"
             )
-        for line in (*self._new_state, *self.saving.take_notes()):
+        if aside is not None:
+            kept, lines = aside
+            self.meter.note(
+                f"begun anew, for no checkpoint was saved before; the {lines} lines of the start "
+                f"before are in {kept}"
+            )
+        for line in (*self._differences, *self.saving.take_notes()):
             self.meter.note(line)
         if config.optim.offload and mesh.device.type == "cpu":
             self.meter.note("optim.offload=true does nothing on a CPU: all memory is the host's")
@@ -103,7 +113,7 @@ class Trainer:
             self.meter.note(f"warning: {warning}")
         for line in promise_note(config):
             self.meter.note(line)
-        self.saving.begin(source)
+        self.saving.begin(source, ledger.saved)
         self.guard = Guard(
             config, mesh, self.pipeline, self.meter, ledger, self._go_back, launcher or Launcher()
         )
@@ -245,6 +255,12 @@ class Trainer:
                     totals[2] += self._token_bytes[microbatch.labels_BS[valid]].sum()
         totals = all_reduce(totals, self.mesh.world).wait()
         nats, tokens, size = totals.tolist()
+        if not tokens:
+            self.meter.note(
+                f"step {self.step}: no token of the evaluation has a label (data.mask_eod masks "
+                "those at which a document begins); nothing is recorded of it"
+            )
+            return
         self.meter.record("eval_loss", nats / tokens, "last")
         self.meter.record("eval_perplexity", math.exp(min(nats / tokens, 700.0)), "last")
         if size:
@@ -252,7 +268,7 @@ class Trainer:
 
     def _save(self, writer: Writer | MemoryWriter) -> None:
         state = RunState(
-            config=self.config.model_dump(mode="json"),
+            config=self.config,
             data=self.loader.state,
             optimizer=self.optimizer.state(),
             loss=self._global_loss(),
@@ -287,7 +303,10 @@ class Trainer:
 
     def _restore_or_initialise(self, source: Checkpoint | None) -> RunState | None:
         if source is None:
-            self._refuse_to_overwrite()
+            if self.config.checkpoint.resume is None:
+                self._refuse_to_overwrite()
+            else:
+                self._refuse_to_begin_again()
             self.optimizer.draw(self.config.run.seed)
             self._start_warm()
             self.optimizer.begin()
@@ -321,7 +340,7 @@ class Trainer:
         if wrong:
             return self._restore(self.saving.before(source, wrong))
         self.optimizer.load_state(state.optimizer)
-        self.loader.load(state.data)
+        self._differences += self.loader.load(state.data)
         self._loss_before = state.loss
         return state
 
@@ -329,12 +348,12 @@ class Trainer:
         """Fill this rank's tensors from a checkpoint. Returns what else is in it."""
         with source as checkpoint:
             state = read_state(checkpoint)
-            check_same_model(state.config, self.config, checkpoint.path)
+            check_same_run(state.config, self.config, checkpoint.path)
             slices = self._slices(owned_only=False)
             unsent = [part for part in self._unsent() if part.name in checkpoint.tensors]
             alone = {(part.name, part.box) for part in self._slices(owned_only=True)}
             checkpoint.load([*without_missing(slices, checkpoint.tensors), *unsent], alone)
-            self._new_state = list(new_state(slices, checkpoint.tensors))
+            self._differences = list(new_state(slices, checkpoint.tensors))
             self._dropped = not unsent and any(n.startswith(UNSENT) for n in checkpoint.tensors)
             self.step = checkpoint.step
         return state
@@ -348,12 +367,22 @@ class Trainer:
             weights = (one for one in self.optimizer.tensors() if one[0] == one[1].name)
             checkpoint.load(starting_parts(weights, checkpoint, saved, self.config))
 
+    def _refuse_to_begin_again(self) -> None:
+        """A run that had a checkpoint continues from one; only one that never had may begin anew,
+        as when it is killed before its first."""
+        found = last_saved(self.folder)
+        if found is not None:
+            reached, saved = found
+            raise UserError(
+                f"run.dir={self.folder} holds a run up to step {reached} whose last checkpoint was "
+                f"of step {saved}, and there is none in {self.saving.home}: bring its checkpoints "
+                f"back there, give another run.dir, or delete {self.folder} to begin anew"
+            )
+
     def _refuse_to_overwrite(self) -> None:
         """A fresh start must not destroy another run's records, or its checkpoints."""
         key = self.config.checkpoint
-        if key.resume is not None:
-            return
-        if (self.folder / "metrics.jsonl").exists():
+        if (self.folder / METRICS_FILE).exists():
             raise UserError(
                 f"run.dir={self.folder} already holds a run; continue it with "
                 "checkpoint.resume=latest, or give another run.dir"

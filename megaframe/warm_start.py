@@ -9,35 +9,34 @@ first answer is that of the dense one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from torch import Tensor
 
 from megaframe.checkpoint import Checkpoint, Slice
-from megaframe.config import RunConfig
+from megaframe.config import Model, RunConfig
+from megaframe.config.compare import TRAINING_ONLY, differences
 from megaframe.errors import UserError
 from megaframe.spec import Box, ParamSpec
 
 _EXPERTS, _DENSE = ".moe.experts.", ".mlp."
 """In the names of what experts have, and of what it is made of."""
-_FREE = {"moe", "dropout", "init_std", "mtp_depth", "rotary_base", "rotary_scaling", "window"}
-"""Keys of the model that may differ from those of the checkpoint's: experts can be made, and on the
-others no weight depends, so that a model can go on with longer samples."""
-_FREE_MOE = {"balance", "balance_rate", "balance_loss", "z_loss", "jitter", "capacity"}
-"""The same of its experts."""
+_OTHERS = ("mtp_depth", "rotary_base", "rotary_scaling", "window", "moe.balance")
+_FREE = TRAINING_ONLY | {f"model.{key}" for key in _OTHERS}
+"""Keys of the model that may differ from those of the checkpoint's: no weight depends on them, but
+those of predictors, which can be made, so that a model can go on with longer samples."""
 
 
 def starting_parts(
     weights: Iterable[tuple[str, ParamSpec, Box, Tensor]],
     checkpoint: Checkpoint,
-    saved: Any,
+    saved: RunConfig,
     config: RunConfig,
 ) -> list[Slice]:
     """What to load of a checkpoint into these pieces of weights. saved: the config of its run.
 
     Raises `UserError` where the two models do not fit.
     """
-    mistakes = list(_mistakes(saved["model"], config))
+    mistakes = list(_mistakes(saved.model, config))
     if mistakes:
         raise UserError(
             "\n  ".join([f"checkpoint.weights={checkpoint.path} does not fit", *mistakes])
@@ -65,20 +64,14 @@ def _of_experts(spec: ParamSpec, box: Box, tensor: Tensor, ffn: int) -> Iterator
         yield Slice(name, tuple(whole[1:]), tuple(offset[1:]), tensor[place])
 
 
-def _mistakes(saved: dict[str, Any], config: RunConfig) -> Iterator[str]:
-    now = config.model.model_dump(mode="json")
-    for key in now:
-        if key not in _FREE and saved.get(key) != now[key]:
-            yield f"model.{key} is {saved.get(key)} there and {now[key]} here"
-    there, here = saved.get("moe"), now["moe"]
-    if there is None and here is not None:
+def _mistakes(saved: Model, config: RunConfig) -> Iterator[str]:
+    now = config.model
+    both = saved.moe is not None and now.moe is not None
+    yield from differences(saved, now, _FREE if both else _FREE | {"model.moe"}, "model")
+    if saved.moe is None and now.moe is not None:
         yield from _cannot_become_experts(config)
-    elif there is not None and here is None:
+    elif saved.moe is not None and now.moe is None:
         yield "it has experts, and this run has none"
-    elif there is not None:
-        for key in here:
-            if key not in _FREE_MOE and there.get(key) != here[key]:
-                yield f"model.moe.{key} is {there.get(key)} there and {here[key]} here"
 
 
 def _cannot_become_experts(config: RunConfig) -> Iterator[str]:

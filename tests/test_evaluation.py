@@ -90,6 +90,7 @@ def test_windows_count_every_token_once_and_with_all_that_fits_before_it(length,
     ("layout", "heed"),
     [
         ({"parallel__tensor": 2}, {}),
+        ({"train__label_smoothing": 0.1, "train__z_loss": 0.05, "model__logit_softcap": 2.0}, {}),
         (
             {"parallel__zero": 3},
             {"data__reset_attention": True, "data__reset_positions": True, "data__mask_eod": True},
@@ -112,6 +113,17 @@ def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrid
     _, low = load_model(place(str(tmp_path / "run/checkpoints")), precision="bf16")
     (rounded,) = score(low, [passage], context=16, stride=16, data=config.data)
     assert rounded.loss == pytest.approx(found.loss, rel=0.01) and rounded != found
+
+
+def test_an_evaluation_without_a_label_is_said_and_the_run_goes_on(pool, overrides, tmp_path):
+    """Documents of one token, whose labels are all the first of a document."""
+    seen = [np.append(numbers(n, 30, 60), 60) for n in range(80)]
+    source = write(tmp_path / "all", [*seen, *([60] for _ in range(20))])
+    every = {"train__steps": 2, "train__eval_every": 1, "data__mask_eod": True}
+    pool.run(2, train, overrides(**every, data__sources=f"[{{path: {source}}}]"))
+    assert "eval_loss" not in lines(tmp_path / "run")[-1]
+    said = (tmp_path / "run/run.log").read_text()
+    assert "no token of the evaluation has a label" in said
 
 
 def test_a_stride_of_one_gives_every_token_a_whole_window_before_it(build):

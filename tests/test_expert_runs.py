@@ -13,7 +13,8 @@ from megaframe.trainer import Trainer, resolve
 EXPERTS = {
     "model__layers": 4,
     "model__activation": "swiglu",
-    "model__moe": "{experts: 6, ffn: 12, shared: 1, first: 1, balance_rate: 0.05, jitter: 0.1}",
+    "model__moe": "{experts: 6, ffn: 12, shared: 1, first: 1, balance_rate: 0.05, jitter: 0.1, "
+    "z_loss: 0.05}",
     "model__mtp_depth": 1,
     "optim__schedule": "constant",
     "train__microbatch": 1,
@@ -39,7 +40,7 @@ def test_a_run_goes_on_under_other_layouts_of_experts(pool, overrides, tmp_path)
         more = {"train__steps": 2 * part, "checkpoint__every": 2, "checkpoint__resume": "latest"}
         pool.run(ranks, train, overrides(**EXPERTS, **more, **keys))
     for line, other in zip(lines(tmp_path / "run"), lines(tmp_path / "whole"), strict=True):
-        for key in ("loss", "mtp_loss", "grad_norm"):
+        for key in ("loss", "aux_loss", "mtp_loss", "grad_norm"):
             assert line[key] == pytest.approx(other[key], rel=1e-10)
         for key in ("max_load", "entropy", "bias_norm"):
             assert line["experts"][key] == pytest.approx(other["experts"][key], rel=1e-10)
@@ -52,6 +53,34 @@ def test_a_run_goes_on_under_other_layouts_of_experts(pool, overrides, tmp_path)
             # Of six experts some of four ranks have two.
             assert 1.0 <= line["experts"]["rank_load"][int(place)] <= worst * 4 / 3 + 1e-9
     assert other["experts"]["rank_load"] == [1.0] * 4
+
+
+def test_what_routers_add_to_the_loss_is_told_apart(pool, overrides, tmp_path):
+    moe, none = "experts: 6, ffn: 12, balance: sequence", "balance_loss: 0"
+    runs = {"with": f"{{{moe}, balance_loss: 0.1, z_loss: 0.05}}", "without": f"{{{moe}, {none}}}"}
+    found = {}
+    for name, experts in runs.items():
+        keys = {**EXPERTS, "model__moe": experts, "train__steps": 1}
+        pool.run(2, train, overrides(run__dir=tmp_path / name, **keys))
+        (found[name],) = lines(tmp_path / name)
+    assert found["with"]["aux_loss"] > 0.1 and found["without"]["aux_loss"] == 0
+    rest = found["with"]["loss"] - found["with"]["aux_loss"]
+    assert rest == pytest.approx(found["without"]["loss"], rel=1e-12)
+
+
+def test_how_experts_are_trained_may_change_and_what_they_are_may_not(pool, overrides, tmp_path):
+    moe, before = "experts: 6, ffn: 12", "capacity: 4.0, z_loss: 0.5"
+    keys = {**EXPERTS, "checkpoint__every": 1, "checkpoint__resume": "latest"}
+    pool.run(
+        1, train, overrides(**{**keys, "model__moe": f"{{{moe}, {before}}}", "train__steps": 1})
+    )
+    other = "balance_rate: 0.01, balance_loss: 0.01, z_loss: 0.1, jitter: 0.1, capacity: null"
+    wrong = {"model__moe": f"{{{moe}, top_k: 1, {other}}}", "train__steps": 2}
+    with pytest.raises(AssertionError) as caught:
+        pool.run(1, refused, overrides(**{**keys, **wrong}))
+    assert "model.moe.top_k: 2 there, 1 here" in str(caught.value)
+    assert "balance_rate" not in str(caught.value).partition("another run")[2]
+    pool.run(1, train, overrides(**{**keys, "model__moe": f"{{{moe}, {other}}}"}))
 
 
 def test_what_is_dropped_is_metered(pool, overrides, tmp_path):
@@ -132,7 +161,7 @@ def test_what_cannot_be_upcycled_is_said_at_once(pool, overrides, tmp_path):
         pool.run(1, refused, wrong)
     for line in (
         "does not fit",
-        "model.ffn is 24 there and 20 here",
+        "model.ffn: 24 there, 20 here",
         "model.moe.ffn=16 does not divide the model.ffn=20 whose parts experts are to be",
         "model.moe.shared=1 has nothing to start from; use model.moe.shared=0",
     ):

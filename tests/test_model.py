@@ -135,8 +135,8 @@ def test_loss_and_gradients_equal_autograd(name, recompute, documents, build, ma
             )
 
 
-def test_evaluation_is_the_training_loss_without_dropout(build, make_microbatch):
-    built = build(train=TRAIN)
+def test_evaluation_is_the_plain_training_loss_without_dropout(build, make_microbatch):
+    built = build()
     microbatch = make_microbatch(built.config)
     loss = built.stage.forward(0, microbatch, 0, 1.0)
     torch.testing.assert_close(built.stage.evaluate(microbatch), loss, rtol=1e-14, atol=0)

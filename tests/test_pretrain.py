@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import pretrain_gpt  # noqa: E402
+from megaframe.checkpoint.manifest import MANIFEST, decode, encode  # noqa: E402
 
 LEARN = {"train__steps": 60, "train__global_batch": 32, "train__microbatch": 16, "optim__lr": 0.03}
 
@@ -263,7 +265,22 @@ class TestMistakes:
     def test_another_model(self, mistake, pool, overrides):
         pool.run(1, train, overrides(checkpoint__every=12))
         mistake("model.layers", "2", "3", model__layers=3, checkpoint__resume="latest")
-        mistake("model.norm_eps", model__norm_eps=1e-3, checkpoint__resume="latest")
+        text = mistake("model.norm_eps: 1e-05 there, 0.001 here", "checkpoint.weights=",
+                       model__norm_eps=1e-3, checkpoint__resume="latest")  # fmt: skip
+        assert "model.hidden" not in text
+        mistake("train.seq: 16 there, 8 here", train__seq=8, checkpoint__resume="latest")
+        mistake("run.seed: 1234 there, 5 here", run__seed=5, checkpoint__resume="latest")
+        inside = {"model__rotary_scaling": "{kind: yarn, factor: 2.0}"}
+        text = mistake("model.rotary_scaling.factor: 1.0 there, 2.0 here",
+                       **inside, checkpoint__resume="latest")  # fmt: skip
+        assert "{" not in text
+
+    def test_a_checkpoint_of_a_newer_version(self, mistake, pool, overrides, tmp_path):
+        pool.run(1, train, overrides(checkpoint__every=12))
+        path = tmp_path / "run/checkpoints/step-00000012"
+        rewrite(path, lambda config: config["model"].update(newer=True))
+        mistake(path, "model.newer", "version", checkpoint__resume="latest")
+        mistake("model.newer", run__dir=tmp_path / "new", checkpoint__weights=path)
 
     def test_a_fresh_start_over_another_run(self, mistake, pool, overrides, tmp_path):
         pool.run(1, train, overrides())
@@ -295,3 +312,41 @@ def test_explain_and_help(capsys, monkeypatch):
         pretrain_gpt.main()
     assert status.value.code == 0
     assert "train.seq" in capsys.readouterr().out
+
+
+def rewrite(path, change):
+    """Change the config in a checkpoint, as another version would have written it."""
+    manifest = decode((path / MANIFEST).read_bytes(), path)
+    change(manifest.state["config"])
+    (path / MANIFEST).write_bytes(encode(manifest))
+
+
+def test_a_checkpoint_from_before_a_key_was_there(pool, overrides, tmp_path):
+    """A key that was added since has its default, by which the run trains as it did before."""
+    constant = {"optim__schedule": "constant", "checkpoint__every": 6}
+    pool.run(1, train, overrides(run__dir=tmp_path / "whole", **constant))
+    pool.run(1, train, overrides(**constant, train__steps=6))
+    path = tmp_path / "run/checkpoints/step-00000006"
+
+    def older(config):
+        del config["model"]["mtp_depth"], config["model"]["rotary_scaling"]["mscale"]
+        del config["run"]["seed"], config["data"]["mask_eod"], config["faults"]
+
+    rewrite(path, older)
+    pool.run(1, train, overrides(**constant, checkpoint__resume="latest"))
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    warm = {"run__dir": tmp_path / "warm", "checkpoint__weights": path, "train__steps": 1}
+    pool.run(1, train, overrides(**warm))
+
+
+def test_a_run_goes_on_when_its_data_has_moved(pool, overrides, corpus, tmp_path):
+    pool.run(1, train, overrides(run__dir=tmp_path / "whole"))
+    keys = {"checkpoint__every": 6, "checkpoint__resume": "latest"}
+    pool.run(2, train, overrides(**keys, train__steps=6, optim__decay=12))
+    (tmp_path / "there").mkdir()
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{corpus}{suffix}", tmp_path / "there")
+    there = tmp_path / "there" / Path(corpus).name
+    pool.run(2, train, overrides(**keys, data__sources=f"[{{path: {there}}}]"))
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)
+    assert f"{corpus} is now {there}" in (tmp_path / "run/run.log").read_text()

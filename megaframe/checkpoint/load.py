@@ -7,9 +7,9 @@ so small that this costs little, and so no byte is used whose checksum was not s
 
 from __future__ import annotations
 
-import warnings
+import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from types import TracebackType
 from typing import IO
@@ -199,17 +199,21 @@ def _require_files(path: Place, manifest: Manifest) -> None:
             )
 
 
-def find(home: Place, resume: str) -> Place | None:
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def find(home: Place, resume: str, note: Callable[[str], None] = _say) -> Place | None:
     """The checkpoint that `checkpoint.resume` asks for.
 
-    `latest` is the one that the pointer in `home` names, or else the newest whole one (with a
-    warning); None where there is none yet. Anything else is the path or URL of a checkpoint. Raises
-    UserError where what was asked for is missing or damaged, or its place cannot be reached.
+    `latest` is the one that the pointer in `home` names, or else the newest whole one, and `note`
+    is told why; None where there is none yet. Anything else is the path or URL of a checkpoint.
+    Raises UserError where what was asked for is missing or damaged, or its place cannot be reached.
     """
     if resume != "latest":
         return given(resume, "checkpoint.resume")
     try:
-        return _newest(home)
+        return _newest(home, note)
     except OSError as error:
         raise UserError(f"cannot look for checkpoints in {home}: {error.strerror}") from None
 
@@ -244,7 +248,7 @@ def _checked(path: Place, key: str) -> Place:
     return path
 
 
-def _newest(folder: Place) -> Place | None:
+def _newest(folder: Place, note: Callable[[str], None]) -> Place | None:
     named = read_pointer(folder)
     found = checkpoints(folder)
     if named is None and not found:
@@ -259,7 +263,7 @@ def _newest(folder: Place) -> Place | None:
             problems.append(str(error))
             continue
         if problems:
-            warnings.warn(f"resuming from {path}: {'; '.join(problems)}", stacklevel=2)
+            note(f"warning: resuming from {path}: {'; '.join(problems)}")
         return path
     raise UserError(
         f"checkpoint.resume=latest: no whole checkpoint is left in {folder}: "

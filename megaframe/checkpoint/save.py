@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -57,6 +57,7 @@ class Writer(Background):
     read_back:  check what the disk gives, before checkpoints that are older go (in a store that
                 cannot take back what it has, before this one counts).
     timeout:    seconds to wait for another rank before a save is given up.
+    saved:      is told by rank 0, in the background, of the step of each checkpoint that is there.
     Whatever goes wrong in the background is raised by the next `save`, `wait` or `poll`: UserError
     for what a user can mend. The writer can be used again after that.
     Its thread ends with the process: call `wait` before leaving.
@@ -73,6 +74,7 @@ class Writer(Background):
         keep_every: int = 0,
         read_back: bool = True,
         timeout: float = 600.0,
+        saved: Callable[[int], None] = lambda step: None,
     ) -> None:
         super().__init__()
         self._home = home
@@ -85,7 +87,7 @@ class Writer(Background):
         later = self._storage.keeps_replaced
         self._verifies = read_back and not later
         self._stages = (WRITE, READ_BACK) if read_back and later else (WRITE,)
-        self._timeout = timeout
+        self._timeout, self._saved = timeout, saved
         if rank == 0:
             with _explained(f"cannot use {home} for checkpoints", home):
                 self._storage.prepare(home)
@@ -131,6 +133,7 @@ class Writer(Background):
                 final = commit(draft, self._home, job.step, job.state, files, attempt)
                 if READ_BACK in self._stages:
                     self._prove(meeting, attempt, job, final, before)
+                self._saved(job.step)
                 prune(self._home, final, self._keep, self._keep_every, attempt)
             failure = ""
         except Exception as error:

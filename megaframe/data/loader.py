@@ -92,11 +92,13 @@ class Loader:
         """Samples that each source has given, in the order of `data.sources`."""
         return self._handed_out.blend.consumed
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Continue after the step that `state` belongs to; see `progress.restore`."""
-        progress = restore(state, self._roster)
+    def load(self, state: Mapping[str, Any]) -> list[str]:
+        """Continue after the step that `state` belongs to, and return what is to be said of it; see
+        `progress.restore`."""
+        progress, notes = restore(state, self._roster)
         self.close()
         self._handed_out = self._made = progress
+        return notes
 
     def global_batch(self, samples_seen: int) -> int:
         """See the function of this name."""

@@ -2,13 +2,16 @@
 
 Counts are kept by the source's path, also for sources that a later blend leaves out, so that a
 source never repeats a sample within an epoch however the blend changes from one resume to the next.
+A source whose files have moved is known by their name, of which its order is a function too, and by
+its number of samples.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +19,6 @@ from numpy.typing import NDArray
 
 from megaframe.data.blend import Blend
 from megaframe.errors import UserError
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,24 +63,52 @@ class Progress:
         }
 
 
-def restore(state: Mapping[str, Any], roster: Roster) -> Progress:
-    """The progress that `state` holds, for the sources of `roster`.
+def restore(state: Mapping[str, Any], roster: Roster) -> tuple[Progress, list[str]]:
+    """The progress that `state` holds, for the sources of `roster`, and what is to be said of it.
 
     With the same sources and weights the sequence continues as if never stopped. Otherwise the
     weights begin to count now, each known source continues after the samples that it has given, a
-    new one starts at its first, and one log line says so. Raises `UserError` for a malformed state.
+    new one starts at its first, and a line says so. Raises `UserError` for a malformed state.
     """
     _check(state)
-    consumed = {path: count for path, count in state["consumed"].items()}
+    moved = _moved(state["sizes"], roster)
+    consumed, base, weights, sizes = (
+        {moved.get(path, path): value for path, value in state[key].items()}
+        for key in ("consumed", "base", "weights", "sizes")
+    )
     counts = tuple(consumed.get(path, 0) for path in roster.paths)
     left = {path: count for path, count in consumed.items() if path not in set(roster.paths)}
     blend = Blend.start(roster.weights, counts)
-    if state["weights"] == roster.by_path(roster.weights):
-        blend = replace(blend, base=tuple(state["base"][path] for path in roster.paths))
+    notes = []
+    if moved:
+        pairs = ", ".join(f"{old} is now {new}" for old, new in moved.items())
+        notes.append(f"files of data.sources have moved, and are continued: {pairs}")
+    if weights == roster.by_path(roster.weights):
+        blend = replace(blend, base=tuple(base[path] for path in roster.paths))
     else:
-        _log_change(state["weights"], roster, state["samples"])
-    _log_sizes(state["sizes"], roster)
-    return Progress(roster, blend, state["samples"], left)
+        notes.append(_change(weights, roster, state["samples"]))
+    notes += _other_sizes(sizes, roster)
+    return Progress(roster, blend, state["samples"], left), notes
+
+
+def _moved(before: Mapping[str, int], roster: Roster) -> dict[str, str]:
+    """The paths now of sources of before that are at another one: the files have the same name, and
+    as many samples; of several such, those whose paths end most alike."""
+    gone = [path for path in before if path not in set(roster.paths)]
+    found: dict[str, str] = {}
+    for path, size in zip(roster.paths, roster.sizes, strict=True):
+        same = [old for old in gone if Path(old).name == Path(path).name and before[old] == size]
+        if path not in before and same:
+            old = max(same, key=lambda old: _alike(old, path))
+            gone.remove(old)
+            found[old] = path
+    return found
+
+
+def _alike(one: str, other: str) -> int:
+    """How many parts at their ends two paths share."""
+    pairs = zip(reversed(Path(one).parts), reversed(Path(other).parts), strict=False)
+    return sum(takewhile(bool, (here == there for here, there in pairs)))
 
 
 def _check(state: Mapping[str, Any]) -> None:
@@ -110,29 +139,26 @@ def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-def _log_change(before: Mapping[str, float], roster: Roster, samples: int) -> None:
+def _change(before: Mapping[str, float], roster: Roster, samples: int) -> str:
     now = roster.by_path(roster.weights)
     parts = {
         "added": [path for path in now if path not in before],
         "removed": [path for path in before if path not in now],
         "other weight": [path for path in now if path in before and now[path] != before[path]],
     }
-    logger.warning(
-        "data.sources changed after sample %d: %s; each source continues after what it has given",
-        samples,
-        "; ".join(f"{what} {', '.join(paths)}" for what, paths in parts.items() if paths),
+    what = "; ".join(f"{what} {', '.join(paths)}" for what, paths in parts.items() if paths)
+    return (
+        f"data.sources changed after sample {samples}: {what}; each source continues after what it "
+        "has given"
     )
 
 
-def _log_sizes(before: Mapping[str, int], roster: Roster) -> None:
+def _other_sizes(before: Mapping[str, int], roster: Roster) -> Iterator[str]:
     now = roster.by_path(roster.sizes)
     other = [path for path in now if path in before and now[path] != before[path]]
     if other:
-        logger.warning(
-            "%d sources are cut into another number of samples than before (%s: %d, before %d), by "
-            "their files, train.seq or data.split; their order is a new one and may repeat samples",
-            len(other),
-            other[0],
-            now[other[0]],
-            before[other[0]],
+        yield (
+            f"{len(other)} sources are cut into another number of samples than before "
+            f"({other[0]}: {now[other[0]]}, before {before[other[0]]}), by their files, train.seq "
+            "or data.split; their order is a new one and may repeat samples"
         )

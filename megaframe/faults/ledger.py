@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,10 @@ class Ledger:
         self._mark = now
         self._write({"event": "back", "step": to, "reached": self._reached, "why": why})
 
+    def saved(self, step: int) -> None:
+        """A checkpoint is there, so that a start that finds none is no first one."""
+        self._write({"event": "saved", "step": step})
+
     def step(self, number: int, saving: float) -> dict[str, float]:
         """A step is done, of which `saving` seconds were waits for saves. Returns the time lost by
         cause since the step before, for its line."""
@@ -99,9 +103,8 @@ class Ledger:
                 self._reached = max(self._reached, entry["reached"])
             if isinstance(entry.get("since"), float):
                 self._first = min(self._first, entry["since"])
-        for entry in _entries(self._run / METRICS_FILE, last=True):
-            if isinstance(entry.get("step"), int):
-                self._reached = max(self._reached, entry["step"])
+        lines = _steps(_entries(self._run / METRICS_FILE, last=True))
+        self._reached = max((self._reached, *lines))
 
     def _since_last_sign(self) -> None:
         """Lose the time since the last line of the process before."""
@@ -121,6 +124,19 @@ class Ledger:
                 file.write(json.dumps({"at": self._clock(), **entry}) + "\n")
         except OSError as error:
             raise cannot_write(path, error) from None
+
+
+def last_saved(run: Path) -> tuple[int, int] | None:
+    """The last steps of which the run in a folder has a line, and a checkpoint has been saved; None
+    where it has saved none, or has no metrics any more."""
+    lines = _steps(_entries(run / METRICS_FILE, last=True))
+    entries = _entries(run / FAULTS / LEDGER_FILE)
+    saved = _steps(entry for entry in entries if entry.get("event") == "saved")
+    return (max(lines), saved[-1]) if lines and saved else None
+
+
+def _steps(entries: Iterable[dict[str, Any]]) -> list[int]:
+    return [entry["step"] for entry in entries if isinstance(entry.get("step"), int)]
 
 
 def _entries(path: Path, *, last: bool = False) -> list[dict[str, Any]]:

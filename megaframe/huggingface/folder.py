@@ -50,7 +50,7 @@ def export(checkpoint: Checkpoint, folder: Path, dtype: str = "bf16") -> None:
     model is the same, or the folder is there."""
     if folder.exists():
         raise UserError(f"{folder} is there already; remove it or give another folder")
-    run = RunConfig.model_validate(read_state(checkpoint).config)
+    run = read_state(checkpoint).config
     config = {**config_of(run.model), "dtype": str(_TYPES[dtype]).removeprefix("torch.")}
     theirs = tensors_of(run.model, model_specs(run))
     temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")

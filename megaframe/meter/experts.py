@@ -59,13 +59,16 @@ class ExpertMeter:
             )
             if self._moe.balance == "bias":
                 rows["bias_norm"][place] = kept_E.norm()
-        dropped = torch.zeros((), dtype=torch.float64, device=device)
+        dropped, added = torch.zeros(2, dtype=torch.float64, device=device)
         for tally in tallies:
+            if tally.loss is not None:
+                added += tally.loss
             for name, value in tally.counts.items():
                 if name == "dropped_choices":
                     dropped += value
                 else:
                     rows["entropy"][self._place[name]] += value / tokens
+        yield "aux_loss", added / tokens, "sum"
         for name, row in rows.items():
             yield f"experts/{name}", row, "sum" if name == "entropy" else "max"
         choices = tokens * self._moe.top_k * len(self._place)

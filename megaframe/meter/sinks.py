@@ -13,10 +13,12 @@ import math
 import netrc
 import os
 import re
+import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -154,6 +156,22 @@ def truncate_after(path: Path, step: int) -> None:
         new.flush()
         os.fsync(new.fileno())
     os.replace(kept, path)
+
+
+def set_aside(path: Path) -> tuple[Path, int] | None:
+    """Keep the lines of a run that begins anew under the next free name, `metrics.1.jsonl`. Returns
+    it with their number; None where there are none. Raises what `truncate_after` raises."""
+    try:
+        truncate_after(path, sys.maxsize)
+        lines = path.read_bytes().count(b"\n") if path.exists() else 0
+        if not lines:
+            return None
+        names = (path.with_suffix(f".{number}{path.suffix}") for number in count(1))
+        kept = next(name for name in names if not name.exists())
+        path.rename(kept)
+    except OSError as error:
+        raise cannot_write(path, error) from None
+    return kept, lines
 
 
 class TensorBoardSink:

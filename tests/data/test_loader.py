@@ -1,5 +1,4 @@
 import json
-import logging
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -193,24 +192,69 @@ def test_changed_blends_never_repeat_a_sample_within_an_epoch(data):
             assert len(set(ours[start : start + windows])) == len(ours[start : start + windows])
 
 
-def test_a_changed_blend_is_one_log_line_and_the_same_blend_none(paths, caplog):
+def moved(paths, folder):
+    """The files of these sources, copied with their last folder into another one."""
+    found = []
+    for path in map(Path, paths):
+        there = folder / path.parent.name
+        there.mkdir(parents=True, exist_ok=True)
+        for suffix in (".bin", ".idx"):
+            shutil.copy(f"{path}{suffix}", there)
+        found.append(str(there / path.name))
+    return found
+
+
+def test_sources_that_have_moved_continue_where_they_were(paths, tmp_path):
+    """Also with one left out meanwhile, another order, and a new weight for one."""
+    steps = take(Loader(config_of(paths), 0, 1), 4)
+    there = moved(paths, tmp_path / "elsewhere")
+    resumed = Loader(config_of(there), 0, 1)
+    (note,) = resumed.load(json.loads(json.dumps(steps[1].state)))
+    assert all(f"{old} is now {new}" in note for old, new in zip(paths, there, strict=True))
+    assert samples_of(take(resumed, 2)) == samples_of(steps[2:])
+    turned = Loader(config_of([there[2], paths[0]], (1.0, 5.0)), 0, 1)
+    one, two = turned.load(steps[1].state)
+    assert f"{paths[2]} is now {there[2]}" in one and f"removed {paths[1]}" in two
+    consumed = steps[1].state["consumed"]
+    assert turned.consumed == (consumed[paths[2]], consumed[paths[0]])
+
+
+def test_sources_of_one_name_are_told_apart_by_size_and_by_folder(tmp_path):
+    lengths = {"a": [30, 90], "b": [200, 30], "c": [30, 90]}
+    paths = []
+    for name, of in lengths.items():
+        (tmp_path / name).mkdir()
+        paths.append(write_token_file(tmp_path / name / "tokens", counting_documents(of)))
+    state = take(Loader(config_of(paths, (1.0, 2.0, 5.0)), 0, 1), 4)[-1].state
+    there = moved(paths, tmp_path / "elsewhere")
+    for chosen in ([0, 1, 2], [1, 2], [2, 0]):
+        resumed = Loader(config_of([there[i] for i in chosen]), 0, 1)
+        resumed.load(state)
+        assert resumed.consumed == tuple(state["consumed"][paths[i]] for i in chosen)
+
+
+def test_another_file_of_the_same_name_is_a_new_source(paths, tmp_path):
+    state = take(Loader(config_of(paths[:1]), 0, 1), 2)[-1].state
+    (tmp_path / "other").mkdir()
+    other = write_token_file(tmp_path / "other" / Path(paths[0]).name, counting_documents([500]))
+    loader = Loader(config_of([other]), 0, 1)
+    (note,) = loader.load(state)
+    assert f"added {other}; removed {paths[0]}" in note and loader.consumed == (0,)
+
+
+def test_a_changed_blend_is_one_note_and_the_same_blend_none(paths):
     state = take(Loader(config_of(paths[:2]), 0, 1), 3)[-1].state
-    with caplog.at_level(logging.WARNING):
-        Loader(config_of(paths[:2]), 0, 1).load(state)
-        assert not caplog.records
-        Loader(config_of(paths[1:], (3.0, 1.0)), 0, 1).load(state)
-    (record,) = caplog.records
+    assert Loader(config_of(paths[:2]), 0, 1).load(state) == []
+    (note,) = Loader(config_of(paths[1:], (3.0, 1.0)), 0, 1).load(state)
     added, removed = f"added {paths[2]}", f"removed {paths[0]}"
     for part in ("after sample 24", added, removed, f"other weight {paths[1]}"):
-        assert part in record.getMessage()
+        assert part in note
 
 
-def test_another_cut_of_a_source_is_said(paths, caplog):
+def test_another_cut_of_a_source_is_said(paths):
     state = take(Loader(config_of(paths[:1]), 0, 1), 1)[-1].state
-    with caplog.at_level(logging.WARNING):
-        Loader(config_of(paths[:1], train={"seq": 4}), 0, 1).load(state)
-    (record,) = caplog.records
-    assert f"{paths[0]}: 51, before 25" in record.getMessage()
+    (note,) = Loader(config_of(paths[:1], train={"seq": 4}), 0, 1).load(state)
+    assert f"{paths[0]}: 51, before 25" in note
 
 
 @pytest.mark.parametrize(

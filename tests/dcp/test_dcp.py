@@ -364,7 +364,7 @@ def test_a_config_makes_foreign_weights_those_of_a_run(config, tmp_path):
     same(held(done.path), weights)
     with open_checkpoint(done.path) as checkpoint:
         assert checkpoint.step == 0
-        assert read_state(checkpoint).config["model"]["hidden"] == 16
+        assert read_state(checkpoint).config.model.hidden == 16
     name, weight = weights.popitem()
     weights["other"] = weights.pop(next(iter(weights)))
     torch_dcp.save(weights, checkpoint_id=tmp_path / "less", no_dist=True)

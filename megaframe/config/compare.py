@@ -1,0 +1,34 @@
+"""Two configs compared, key by key."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from pydantic import BaseModel
+
+TRAINING_ONLY = frozenset(
+    {
+        "model.dropout",
+        "model.init_std",
+        "model.moe.balance_rate",
+        "model.moe.balance_loss",
+        "model.moe.z_loss",
+        "model.moe.jitter",
+        "model.moe.capacity",
+    }
+)
+"""Keys of the model that say how it is trained: with others the same weights are as good."""
+
+
+def differences(
+    there: object, here: object, free: Collection[str], name: str = ""
+) -> Iterator[str]:
+    """A line for each key that is not the same in two sections, or values, called `name`; nothing
+    of the keys in `free` and what is inside of them."""
+    if name in free:
+        return
+    if isinstance(there, BaseModel) and isinstance(here, BaseModel):
+        for key in type(here).model_fields:
+            yield from differences(getattr(there, key), getattr(here, key), free, f"{name}.{key}")
+    elif there != here:
+        yield f"{name}: {there} there, {here} here"
