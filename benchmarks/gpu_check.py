@@ -32,9 +32,8 @@ from kernel_bench import Measurement  # noqa: E402
 from limited import LAST, run_limited, told, write_json  # noqa: E402
 
 _MINUTES = 7.8
-_TESTS_MINUTES = 2.0
-_TRAINING_MINUTES = 4.0
-"""Kept for whole steps where they follow: of the rows that matter most."""
+_OF_TESTS, _OF_TRAINING = 0.25, 0.5
+"""Shares of the time: what tests get at most, and what is kept for whole steps that follow."""
 _QUIET_SECONDS = 60.0
 """Of one implementation on one case, which may have to be compiled first."""
 _LEAST_SECONDS = 12.0
@@ -92,15 +91,20 @@ def line_of(m: dict[str, Any]) -> str:
 
 
 def commit() -> str:
-    """Of this checkout, with a + where it differs from it."""
+    """Of this checkout, with a + where it differs from it in more than results."""
     if given := os.environ.get("MEGAFRAME_COMMIT"):
         return given
-    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=12"]
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.strip()
+
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        found = git("describe", "--always", "--abbrev=12")
+        changed = git("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results")
     except OSError:
         return "unknown"
-    return done.stdout.strip() or "unknown"
+    return f"{found}{'+' if changed else ''}" or "unknown"
 
 
 @dataclass
@@ -206,15 +210,16 @@ def check_kernels(results: Results, only: Sequence[str], until: float, dry: bool
             measure_group([*command, *(["--dry"] if dry else [])], names, results, until)
 
 
-def check_training(results: Results, until: float, dry: bool) -> None:
-    """All rows of whole steps."""
+def check_training(results: Results, only: Sequence[str], until: float, dry: bool) -> None:
+    """All rows of whole steps, or some. Those that are left out stay as an earlier call found
+    them."""
     traces = results.path.with_suffix("") if results.path and not dry else None
-    rows: list[dict[str, Any]] = []
-    results.known["training"] = []
-    for row in training_gpu.measure(dry, until=until, traces=traces):
-        rows.append(row)
+    rows = {row["row"]: row for row in results.known["training"]}
+    for row in training_gpu.measure(dry, only, until, traces):
         print(training_gpu.line_of(row), flush=True)
-        results.add(training=training_gpu.with_ratios(rows))
+        if "trouble" not in row or row["row"] not in rows:
+            rows[row["row"]] = row
+        results.add(training=training_gpu.with_ratios(list(rows.values())))
 
 
 def choose(result: dict[str, Any], table: Path) -> None:
@@ -242,6 +247,8 @@ def parse_arguments() -> argparse.Namespace:
     half = parser.add_mutually_exclusive_group()
     half.add_argument("--skip-training", action="store_true")
     half.add_argument("--only-training", action="store_true")
+    rows = [row.name for row in training_gpu.ROWS]
+    parser.add_argument("--rows", nargs="+", default=[], choices=rows, help="of whole steps")
     parser.add_argument("--write", type=Path, help="by default results/<chip>.json")
     given = parser.parse_args()
     if given.only and given.only_training:
@@ -269,19 +276,21 @@ def main() -> int:
     if path is None and not given.only:
         path = ROOT / "benchmarks" / "results" / f"{chip_name()}.json"
     results = begin(path, given.dry)
-    until = begun + 60 * given.minutes
+    whole = 60 * given.minutes
+    until = begun + whole
     if not given.only_training:
         results.known |= _OF_KERNELS
         if not given.skip_tests:
-            tests = ROOT / "tests" / "kernels"
-            target = tests / "test_spans.py" if given.dry else tests
-            results.add(tests=run_tests(target, 60 * _TESTS_MINUTES, given.dry))
-        print(f"tests: {results.known['tests']['outcome']}", flush=True)
+            folder = ROOT / "tests" / "kernels"
+            target = folder / "test_spans.py" if given.dry else folder
+            results.add(tests=run_tests(target, _OF_TESTS * whole, given.dry))
+        tests = results.known["tests"]
+        print(f"tests: {tests['outcome']} {tests.get('counts', '')}", flush=True)
         alone = given.skip_training or given.only
-        kernels_until = until if alone else until - 60 * _TRAINING_MINUTES
+        kernels_until = until if alone else until - _OF_TRAINING * whole
         check_kernels(results, given.only, kernels_until, given.dry)
     if not given.skip_training and not given.only:
-        check_training(results, until, given.dry)
+        check_training(results, given.rows, until, given.dry)
     results.add(seconds=time.monotonic() - begun)
     for left in results.known["left_out_for_time"]:
         print(f"left out for time: {left}")

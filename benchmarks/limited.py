@@ -22,6 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 LAST = 4000
 """Characters that are kept of what went wrong."""
+_GRACE = 5.0
+"""Seconds between being asked to end and being ended."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ def run_limited(
     lines: list[str] = []
     late = threading.Event()
     begun = time.monotonic()
+    timer = threading.Timer(0.0, late.set)
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         # A group of its own: what it starts can be ended with it.
         process = subprocess.Popen(
@@ -69,33 +72,35 @@ def run_limited(
             start_new_session=True,
         )
 
-        def end() -> None:
+        def end(how: signal.Signals) -> None:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(process.pid, how)
 
         def end_late() -> None:
             late.set()
-            end()
+            # Python says what it was at.
+            end(signal.SIGINT)
+            begin(_GRACE, end, signal.SIGKILL)
 
-        def watch() -> threading.Timer:
-            left = min(begun + seconds - time.monotonic(), quiet)
-            timer = threading.Timer(max(left, 0.0), end_late)
+        def begin(left: float, what: Callable[..., None], *given: Any) -> None:
+            nonlocal timer
+            timer.cancel()
+            timer = threading.Timer(max(left, 0.0), what, given)
             timer.start()
-            return timer
 
-        timer = watch()
+        begin(min(seconds, quiet), end_late)
         try:
             assert process.stdout is not None
             for line in process.stdout:
-                timer.cancel()
-                timer = watch()
+                if not late.is_set():
+                    begin(min(begun + seconds - time.monotonic(), quiet), end_late)
                 lines.append(line.rstrip("\n"))
                 if tell is not None:
                     tell(lines[-1])
             code = process.wait()
         finally:
             timer.cancel()
-            end()
+            end(signal.SIGKILL)
             process.wait()
         errors.seek(0)
         written = errors.read()[-LAST:]

@@ -2,22 +2,25 @@
 and every row has a config that a run would take.
 """
 
+import contextlib
 import gzip
 import json
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from megaframe.config import load
 from megaframe.plan.check import check
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "peers")]
+import gpu_workload  # noqa: E402
 import training_gpu  # noqa: E402
-from gpu_workload import longest_kernels  # noqa: E402
 
 
 def test_rows_run_and_both_contenders_start_alike(tmp_path):
@@ -94,6 +97,34 @@ def test_rows_without_time_are_left_out():
     assert all(map(training_gpu.line_of, rows))
 
 
+def test_a_profile_says_how_long_the_gpu_does_nothing(tmp_path, monkeypatch):
+    def event(name, start, lasted):
+        found = {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": lasted}
+        return {**found, "args": {"device": 0}}
+
+    class Profiled(contextlib.nullcontext):
+        def export_chrome_trace(self, path):
+            events = [event("gemm", 0, 60), event("norm", 80, 20)]
+            Path(path).write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+
+        def __enter__(self):
+            return self
+
+    monkeypatch.setattr(gpu_workload, "profile", lambda activities: Profiled())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    steps, kept = [], tmp_path / "results" / "h200-row.json.gz"
+    given = partial(steps.append, 1), torch.device("cuda")
+    found = gpu_workload.profiled(*given, kept)
+    assert len(steps) == 2 and kept.exists()
+    assert found["gpu_idle"] == pytest.approx(0.2) and found["gpu_exposed_communication"] == 0
+    assert found["gpu_gaps"][0]["after"] == "norm"
+    assert [one["name"] for one in found["gpu_kernels"]] == ["gemm", "norm"]
+    monkeypatch.setattr(gpu_workload, "_MOST_TRACE", 1)
+    gpu_workload.profiled(*given, tmp_path / "large.json.gz")
+    assert not (tmp_path / "large.json.gz").exists()
+    assert gpu_workload.profiled(given[0], torch.device("cpu"), kept) == {}
+
+
 def test_the_longest_kernels_of_a_trace(tmp_path):
     def event(name, lasted, category="kernel"):
         return {"ph": "X", "cat": category, "name": name, "ts": 0, "dur": lasted}
@@ -101,7 +132,7 @@ def test_the_longest_kernels_of_a_trace(tmp_path):
     events = [event("a", 10), event("b", 25), event("a", 20), event("host", 99, "cpu_op")]
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
-    first, second = longest_kernels(path)
+    first, second = gpu_workload.longest_kernels(path)
     assert (first["name"], first["seconds"], first["calls"]) == ("a", pytest.approx(30e-6), 2)
     assert second["share"] == pytest.approx(25 / 55)
-    assert len(longest_kernels(path, 1)) == 1
+    assert len(gpu_workload.longest_kernels(path, 1)) == 1

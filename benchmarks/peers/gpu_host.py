@@ -1,11 +1,12 @@
 """What a block costs the host: the slope of a step's host time between two numbers of layers.
 
-On so few tokens that the GPU is done before the host is; what a step costs whatever it has of
-layers, its head and the rest of its update, cancels.
+On so few layers that what the GPU is told never fills its queue, and so few tokens that it is soon
+done; what a step costs whatever it has of layers cancels.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 from typing import Any
 
@@ -29,6 +30,10 @@ def host_time(config: RunConfig, device: torch.device, layers: int) -> float:
         training.step()
     seconds = host_seconds(training.step, device)
     training.mesh.close()
+    del training
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     return seconds
 
 

@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_check  # noqa: E402
 import kernel_bench  # noqa: E402
+import limited  # noqa: E402
+import training_gpu  # noqa: E402
 from gpu_goals import goals, order_of, table  # noqa: E402
 from kernel_bench import Ceilings, Measurement, Pass, Timing, error_of, pass_of, share  # noqa: E402
 from kernel_cases import MIDDLE, REAL, TINY, Case, Work, cases  # noqa: E402
@@ -111,6 +113,47 @@ def test_a_pass_stands_beside_a_copy_or_bare_products(monkeypatch):
     assert (moved.low, moved.high) == (3e-3, 5e-3)
     multiplied = pass_of(Work(flops=1e9, products=((1, 2, 3),) * 3), timing, ceilings, True)
     assert multiplied.product_share == pytest.approx(0.75) and multiplied.copy_share is None
+
+
+class Clocked:
+    """An event of a GPU that runs what it is told at once."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Clocked.now
+
+    def elapsed_time(self, other):
+        return 1000 * (other.at - self.at)
+
+
+@pytest.mark.parametrize(
+    ("each", "few", "calls"),
+    [(1e-4, False, 3 + 100), (5e-3, False, 3 + 30), (1.0, False, 3 + 10), (1.0, True, 1 + 3)],
+)
+def test_a_timing_has_enough_samples_and_nothing_of_what_precedes_a_call(
+    monkeypatch, each, few, calls
+):
+    def pass_time(seconds):
+        Clocked.now += seconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Clocked)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: pass_time(cycles / 2e9))
+    filler = SimpleNamespace(zero_=lambda: pass_time(1e-4))
+    monkeypatch.setattr(kernel_bench, "_cache_filler", lambda: filler)
+    ran = []
+
+    def run():
+        ran.append(pass_time(each * (1.5 if len(ran) % 2 else 1.0)))
+
+    found = kernel_bench.timing_of(run, False, few)
+    assert len(ran) == pytest.approx(calls, abs=20 if each == 5e-3 else 0)
+    assert found.low == pytest.approx(each, rel=0.2) and found.high == pytest.approx(1.5 * each)
+    assert found.low <= found.seconds <= found.high
 
 
 class Doubled(torch.autograd.Function):
@@ -250,19 +293,31 @@ def test_what_never_begins_is_told_once_and_what_has_no_time_is_listed():
     assert results.known["left_out_for_time"] == ["norm", "rotary"]
 
 
+def test_rows_that_are_left_out_stay_as_they_were(monkeypatch):
+    made = {"row": "gpt-1.3b", "ours": {"mfu_causal": 0.5}}
+    results = empty()
+    results.add(training=[made])
+    found = [{"row": name, "trouble": "left out for time"} for name in ("moe-slice", "gpt-1.3b")]
+    monkeypatch.setattr(training_gpu, "measure", lambda *_: iter(found))
+    gpu_check.check_training(results, (), 0.0, dry=True)
+    assert results.known["training"] == [made, found[0]]
+
+
 def test_tests_end_as_pytest_says(tmp_path):
     good, bad, slow = (tmp_path / f"test_{name}.py" for name in ("good", "bad", "slow"))
     good.write_text("def test_failed_errors(): pass")
     bad.write_text("def test_one(): pass\ndef test_two(): assert 1 == 2")
-    slow.write_text("import time\ndef test_one(): time.sleep(60)")
+    slow.write_text("import time\ndef test_one(): assert 1 == 2\ndef test_two(): time.sleep(60)")
     assert gpu_check.run_tests(good, 60, dry=True)["outcome"] == "passed"
     found = gpu_check.run_tests(bad, 60, dry=True)
     assert found["outcome"] == "failed" and found["counts"].startswith("1 failed, 1 passed")
     assert "assert 1 == 2" in found["log"]
-    assert gpu_check.run_tests(slow, 3, dry=True)["outcome"] == "not finished after 3 s"
+    found = gpu_check.run_tests(slow, 4, dry=True)
+    assert found["outcome"].startswith("not finished after") and "assert 1 == 2" in found["log"]
 
 
-def test_what_a_command_started_ends_with_it(tmp_path):
+def test_what_a_command_started_ends_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(limited, "_GRACE", 0.2)
     mark = tmp_path / "pid"
     script = f"sleep 60 & echo $! > {mark}; echo begun; wait"
     for limits in ({"seconds": 1.0}, {"seconds": 50.0, "quiet": 1.0}):
