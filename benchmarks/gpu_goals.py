@@ -93,10 +93,11 @@ def _by_case(measurements: Sequence[Measured]) -> dict[tuple[str, str], list[Mea
 
 
 def _chosen(result: dict[str, Any], measured: Sequence[Measured]) -> Measured | None:
-    """Of the measurements of one case that of what a run takes there."""
-    ran = {m["implementation"]: m for m in measured if m["forward"]}
+    """Of the measurements of one case that of what a run takes there: the first that does not
+    refuse, also if it broke."""
+    told = {m["implementation"]: m for m in measured if m["forward"] or m["details"] is not None}
     active = result["active"].get(measured[0]["kernel"], [])
-    return next((ran[name] for name in active if name in ran), None)
+    return next((told[name] for name in active if name in told), None)
 
 
 def _of_kernels(result: dict[str, Any]) -> Iterator[Goal]:

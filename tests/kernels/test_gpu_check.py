@@ -251,6 +251,9 @@ def test_goals_are_of_what_a_run_takes_and_of_the_worst_case():
     (first, *_) = (one for one in result.known["chosen_over_best"] if one["case"] == "a")
     assert (first["chosen"], first["best"], first["ratio"]) == ("triton", "torch", 0.5)
     assert "llama-8b-slice: mfu_causal" in table(goals(result.known))
+    broken = measured("a", "triton", None, trouble="CUDA error") | {"details": "Traceback"}
+    result.add(measurements=[broken, found[1]])
+    assert not result.known["chosen_over_best"]
 
 
 BROKEN = """
