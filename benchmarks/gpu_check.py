@@ -1,10 +1,12 @@
 """Tests the kernels on the GPU that is here and measures them: `make gpu-check`.
 
 One command, under 8 minutes, and one file: `results/<chip>.json` with the ceilings of this GPU, for
-every kernel each implementation's time, share of the ceiling and error, and whole training steps
-beside plain PyTorch (`training_gpu.py`). What is slower than another implementation says so itself;
-the order of speed goes into the table that chooses (`--choose`). `--dry` runs everything on tiny
-sizes, on a CPU too, and measures nothing.
+every kernel each implementation's time, share of the ceiling and error, whole training steps beside
+plain PyTorch (`training_gpu.py`), and what of the goals is met. It is written after every number;
+what its time does not suffice for is listed. `--skip-training` and `--only-training` each have the
+whole of the time, and the second adds to what the first wrote of the same commit. The order of
+speed goes into the table that chooses (`--choose`). `--dry` runs everything on tiny sizes, on a CPU
+too, and measures nothing.
 """
 
 from __future__ import annotations
@@ -12,12 +14,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import math
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,265 +27,199 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
 import training_gpu  # noqa: E402
+from gpu_goals import chosen_over_best, goals, order_of, table  # noqa: E402
+from kernel_bench import Measurement  # noqa: E402
+from limited import LAST, run_limited, told, write_json  # noqa: E402
 
-_MINUTES = 8.0
-_TESTS_MINUTES = 2.0
-_WORTH_COMPILING = frozenset(
-    ("norm", "activation", "rotary", "cross_entropy", "adamw", "square_sum", "router", "quantise")
+_MINUTES = 7.8
+_OF_TESTS, _OF_TRAINING = 0.25, 0.5
+"""Shares of the time: what tests get at most, and what is kept for whole steps that follow."""
+_QUIET_SECONDS = 60.0
+"""Of one implementation on one case, which may have to be compiled first."""
+_LEAST_SECONDS = 12.0
+"""In less, no process gets to its first measurement."""
+_OF_KERNELS: dict[str, Any] = {
+    "tests": {"outcome": "skipped"},
+    "ceilings": None,
+    "active": {},
+    "measurements": [],
+    "left_out_for_time": [],
+}
+"""What a result says of kernels before there is anything."""
+GROUPS = (
+    ("attention",),
+    ("norm", "activation", "rotary"),
+    ("cross_entropy", "linear_cross_entropy", "loss"),
+    ("grouped_product", "grouped_gradient"),
+    ("adamw", "square_sum", "scattered_adamw", "scattered_square_sum"),
+    ("router", "expert_order", "permute", "unpermute", "attention_backward", "quantise"),
 )
-"""Where a compiler can be a rival. Each takes seconds to compile."""
-COMPILED = "compiled"
-"""The reference under torch.compile, as a name among implementations."""
+"""Kernels that are measured in one process, those with goals first."""
+NAMES = tuple(name for group in GROUPS for name in group)
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """What this GPU reaches: bytes a second of a copy (read and written), FLOP/s of a product."""
-
-    copy: float
-    product: float
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One implementation on one case; seconds are medians, shares of the ceiling that binds.
-
-    error: of the result on tiny sizes, relative to the norm of the truth in fp64. trouble: why
-    there is no number.
-    """
-
-    kernel: str
-    case: str
-    implementation: str
-    forward_seconds: float | None = None
-    forward_share: float | None = None
-    backward_seconds: float | None = None
-    backward_share: float | None = None
-    error: float | None = None
-    trouble: str | None = None
+def run_tests(target: Path, seconds: float, dry: bool) -> dict[str, Any]:
+    """Tests on this GPU: how they ended, the counts, and the last of what they said."""
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-rfE", "--tb=short"]
+    command += ["-p", "no:cacheprovider", str(target)]
+    if not dry:
+        # It runs this script, which the GPU that is here does in earnest.
+        command.append(f"--ignore={ROOT / 'tests' / 'kernels' / 'test_gpu_check.py'}")
+        if importlib.util.find_spec("xdist"):  # most of their time is Triton's compiler
+            command += ["-n", str(max(2, (os.cpu_count() or 1) - 4))]
+    done = run_limited(command, seconds)
+    return {
+        "outcome": {0: "passed", None: done.trouble()}.get(done.code, "failed"),
+        "counts": next((line for line in reversed(done.lines) if line.strip()), "no output"),
+        "log": ("\n".join(done.lines) + "\n" + done.errors)[-LAST:],
+    }
 
 
-def seconds_of(run: Callable[[], Any], dry: bool) -> float:
-    """Median time of a call on the GPU, its caches cleared between calls."""
-    if dry:
-        begun = time.perf_counter()
-        run()
-        return time.perf_counter() - begun
-    from triton.testing import do_bench
-
-    return do_bench(run, warmup=10, rep=60, return_mode="median") / 1000
+def cell(found: dict[str, Any] | None) -> str:
+    """A pass for people: its time and its share of the ceiling that binds."""
+    return "-" if found is None else f"{1e6 * found['seconds']:,.0f} us{100 * found['share']:5.0f}%"
 
 
-def measure_ceilings(dry: bool) -> Ceilings:
-    """A large copy, and a large bf16 product of random numbers."""
-    import torch
-
-    count, width = (2**10, 32) if dry else (2**30, 8192)
-    source = torch.randint(0, 256, (count,), dtype=torch.uint8)
-    target = torch.empty_like(source)
-    copy = 2 * count / seconds_of(lambda: target.copy_(source), dry)
-    a, b = (torch.randn(width, width, dtype=torch.bfloat16) for _ in range(2))
-    return Ceilings(copy, 2 * width**3 / seconds_of(lambda: a @ b, dry))
-
-
-def tensors_of(tree: Any) -> list[Any]:
-    """All floating tensors of nested sequences."""
-    import torch
-
-    if isinstance(tree, torch.Tensor):
-        return [tree] if tree.is_floating_point() else []
-    if isinstance(tree, (list, tuple)):
-        return [t for item in tree for t in tensors_of(item)]
-    return []
-
-
-def runs_of(kernel: Any, dry: bool) -> dict[str, Callable[..., Any]]:
-    """What can be timed on this machine: implementations, the reference, and it compiled."""
-    import torch
-
-    here = {n: i.run for n, i in kernel.implementations.items() if i.missing() is None}
-    here["reference"] = kernel.reference
-    if kernel.name in _WORTH_COMPILING and not dry:
-        torch._dynamo.reset()
-        here[COMPILED] = torch.compile(kernel.reference, dynamic=False)
-    return here
-
-
-def error_of(kernel: Any, run: Callable[..., Any], tiny: Any) -> float:
-    """Norm of the error of all outputs over the norm of the truth; NaN passes nothing."""
-    import torch
-
-    def changed(tree: Any, change: Callable[[Any], Any]) -> Any:
-        if isinstance(tree, torch.Tensor) and tree.is_floating_point():
-            return change(tree.detach())
-        return type(tree)(changed(t, change) for t in tree) if isinstance(tree, list) else tree
-
-    given = tiny.arguments()
-    truth = kernel.reference(*(changed(a, torch.Tensor.double) for a in given), **tiny.options)
-    got = run(*(changed(a, torch.Tensor.clone) for a in given), **tiny.options)
-    pairs = zip(tensors_of(got), tensors_of(truth), strict=True)
-    off = size = 0.0
-    for mine, true in pairs:
-        off += (mine.double() - true.double()).square().sum().item()
-        size += true.double().square().sum().item()
-    return math.sqrt(off / size) if size else off
-
-
-def time_case(case: Any, run: Callable[..., Any], dry: bool) -> tuple[float, float | None]:
-    """Seconds forward and backward (None where there is none)."""
-    import torch
-
-    given = case.arguments()
-
-    def forward() -> Any:
-        return run(*given, **case.options)
-
-    if case.backward is None:
-        return seconds_of(forward, dry), None
-    outputs = [t for t in tensors_of(forward()) if t.requires_grad]
-    leaves = [t for t in tensors_of(given) if t.requires_grad]
-    gradients = [torch.randn_like(t) for t in outputs]
-    forth = seconds_of(forward, dry)
-
-    def backward() -> Any:
-        return torch.autograd.grad(outputs, leaves, gradients, retain_graph=True)
-
-    return forth, seconds_of(backward, dry)
-
-
-def share(work: Any, seconds: float | None, ceilings: Ceilings) -> float | None:
-    """Of the ceiling that binds: the time that the work must take over the time that it took."""
-    if work is None or seconds is None:
-        return None
-    return max(work.bytes / ceilings.copy, work.flops / ceilings.product) / seconds
-
-
-def measure(case: Any, tiny: Any, ceilings: Ceilings, dry: bool) -> Iterator[Measurement]:
-    """Every implementation on one case."""
-    from megaframe_kernels.registry import KERNELS
-
-    kernel = KERNELS[case.kernel]
-    for name, run in runs_of(kernel, dry).items():
-        label = (case.kernel, case.name, name)
-        try:
-            implementation = kernel.implementations.get(name)
-            reason = implementation and implementation.refuses(*tiny.arguments(), **tiny.options)
-            if reason:
-                yield Measurement(*label, trouble=reason)
-                continue
-            error = None if name == COMPILED else error_of(kernel, run, tiny)
-            forth, back = time_case(case, run, dry)
-        except Exception as broken:
-            yield Measurement(*label, trouble=_first_line(broken))
-            continue
-        shares = share(case.forward, forth, ceilings), share(case.backward, back, ceilings)
-        yield Measurement(*label, forth, shares[0], back, shares[1], error)
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0][:160] if text else 'no message'}"
-
-
-def order_of(measurements: Sequence[Measurement], most_error: float = 0.05) -> list[str]:
-    """Implementations of one kernel by the mean of their slowness beside the fastest, best first.
-
-    Those that are wrong, and the reference, which comes last anyway, are left out.
-    """
-    slowness: dict[str, list[float]] = {}
-    for case in {m.case for m in measurements}:
-        took = {
-            m.implementation: (m.forward_seconds or 0.0) + (m.backward_seconds or 0.0)
-            for m in measurements
-            if m.case == case and m.trouble is None and (m.error or 0.0) <= most_error
-        }
-        took = {n: s for n, s in took.items() if n not in ("reference", COMPILED)}
-        for name, seconds in took.items():
-            slowness.setdefault(name, []).append(math.log(seconds / min(took.values())))
-    return sorted(slowness, key=lambda name: sum(slowness[name]) / len(slowness[name]))
-
-
-def run_tests(dry: bool) -> str:
-    """The kernels' tests on this GPU; how they ended."""
-    tests = ROOT / "tests" / "kernels"
-    command = [sys.executable, "-m", "pytest", "-q", str(tests / "test_spans.py" if dry else tests)]
-    if importlib.util.find_spec("xdist") and not dry:
-        command += ["-n", "4"]  # most of their time is Triton's compiler
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=60 * _TESTS_MINUTES
-        )
-    except subprocess.TimeoutExpired:
-        return f"not finished after {_TESTS_MINUTES:g} minutes"
-    return next((line for line in reversed(done.stdout.splitlines()) if line), "no output")
-
-
-def report(measurements: Sequence[Measurement]) -> str:
-    """A table for people."""
-    rows = [f"{'kernel':<22}{'case':<36}{'implementation':<16}{'forward':>18}{'backward':>18}"]
-
-    def cell(seconds: float | None, part: float | None) -> str:
-        return "-" if seconds is None else f"{1e6 * seconds:,.0f} us{100 * (part or 0):5.0f}%"
-
-    for m in measurements:
-        row = f"{m.kernel:<22}{m.case:<36}{m.implementation:<16}"
-        if m.trouble:
-            rows.append(f"{row}  {m.trouble}")
-            continue
-        forth = cell(m.forward_seconds, m.forward_share)
-        rows.append(f"{row}{forth:>18}{cell(m.backward_seconds, m.backward_share):>18}")
-    return "\n".join(rows)
+def line_of(m: dict[str, Any]) -> str:
+    """A measurement for people."""
+    row = f"{m['kernel']:<22}{m['case']:<47}{m['implementation']:<13}"
+    if m["forward"]:
+        row += f"{cell(m['forward']):>18}{cell(m['backward']):>18}"
+    if m["error"] is not None:
+        row += f"  error {m['error']:.1e}"
+    return f"{row}  {m['trouble']}" if m["trouble"] else row
 
 
 def commit() -> str:
-    """Of this checkout, with a + where it differs from it."""
-    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=12"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    """Of this checkout, with a + where it differs from it in more than results."""
+    if given := os.environ.get("MEGAFRAME_COMMIT"):
+        return given
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    try:
+        found = git("describe", "--always", "--abbrev=12")
+        changed = git("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results")
+    except OSError:
+        return "unknown"
+    return f"{found}{'+' if changed else ''}" or "unknown"
 
 
-def check(dry: bool, only: Sequence[str], minutes: float, skip_tests: bool) -> dict[str, Any]:
-    """Everything, as it is written into the results."""
-    begun = time.monotonic()
-    import torch
-    from kernel_cases import REAL, TINY, cases
+@dataclass
+class Results:
+    """What is known so far, written whenever more is. path: None for nowhere. todo, at, running: of
+    the process that measures kernels, what it is to measure, what it began last, and whether that
+    still runs."""
+
+    known: dict[str, Any]
+    path: Path | None = None
+    todo: Sequence[Sequence[str]] = ()
+    at: int = -1
+    running: bool = False
+
+    def add(self, **parts: Any) -> None:
+        """Something, and what follows from it."""
+        self.known |= parts
+        measured = self.known["measurements"]
+        kernels = dict.fromkeys(m["kernel"] for m in measured)
+        self.known["order"] = {
+            k: order_of([m for m in measured if m["kernel"] == k]) for k in kernels
+        }
+        self.known["chosen_over_best"] = chosen_over_best(self.known)
+        self.known["goals"] = goals(self.known)
+        if self.path is not None:
+            write_json(self.path, self.known)
+
+    def hear(self, line: str) -> None:
+        """A line of `kernel_bench.py`."""
+        found = told(line) or {}
+        if "todo" in found:
+            self.todo = found["todo"]
+        elif "begun" in found:
+            self.at, self.running = found["begun"], True
+        elif "ceilings" in found:
+            copy, product = found["ceilings"]["copy"], found["ceilings"]["product"]
+            print(f"copy {copy / 1e12:.2f} TB/s, product {product / 1e12:.0f} TFLOP/s", flush=True)
+            self.add(**found)
+        elif "active" in found:
+            self.add(active={**self.known["active"], **found["active"]})
+        elif "measured" in found:
+            self.measured(found["measured"])
+
+    def measured(self, one: dict[str, Any]) -> None:
+        """A measurement more."""
+        self.running = False
+        print(line_of(one), flush=True)
+        self.add(measurements=[*self.known["measurements"], one])
+
+    def leave_out(self, what: Sequence[str]) -> None:
+        """Tell what there is no time for."""
+        self.add(left_out_for_time=[*self.known["left_out_for_time"], *what])
+
+
+def begin(path: Path | None, dry: bool) -> Results:
+    """With what an earlier call found of this chip, commit and libraries, where it did."""
     from megaframe_kernels.installed import versions
     from megaframe_kernels.selection import chip_name
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tests = "skipped" if skip_tests else run_tests(dry)
-    print(f"tests: {tests}", flush=True)
-    measurements: list[Measurement] = []
-    left_out: list[str] = []
-    with torch.device(device):
-        ceilings = measure_ceilings(dry)
-        print(
-            f"copy {ceilings.copy / 1e12:.2f} TB/s, product {ceilings.product / 1e12:.0f} TFLOP/s"
-        )
-        for case, tiny in zip(cases(TINY if dry else REAL), cases(TINY), strict=True):
-            if only and case.kernel not in only:
-                continue
-            if time.monotonic() - begun > 60 * (minutes - training_gpu.MINUTES):
-                left_out.append(f"{case.kernel}: {case.name}")
-                continue
-            found = list(measure(case, tiny, ceilings, dry))
-            measurements += found
-            print(report(found).split("\n", 1)[1], flush=True)
-            if device == "cuda":
-                torch.cuda.empty_cache()
-    kernels = list(dict.fromkeys(m.kernel for m in measurements))
-    return {
-        "chip": chip_name(),
-        "commit": commit(),
-        "versions": versions(),
-        "dry": dry,
-        "tests": tests,
-        "ceilings": asdict(ceilings),
-        "measurements": [asdict(m) for m in measurements],
-        "left_out_for_time": left_out,
-        "order": {k: order_of([m for m in measurements if m.kernel == k]) for k in kernels},
-        "seconds": time.monotonic() - begun,
-    }
+    about = {"chip": chip_name(), "commit": commit(), "versions": versions(), "dry": dry}
+    try:
+        before = json.loads(path.read_text(encoding="utf-8")) if path else {}
+    except (OSError, ValueError):
+        before = {}
+    if any(before.get(key) != value for key, value in about.items()):
+        before = {}
+    return Results({**about, **_OF_KERNELS, "training": [], **before}, path)
+
+
+def measure_group(
+    command: Sequence[str], names: Sequence[str], results: Results, until: float
+) -> None:
+    """Measure some kernels by `command`. Where an implementation ends its process, another goes on
+    after it."""
+    results.todo, results.at = [[name] for name in names], -1
+    while (seconds := until - time.monotonic()) > _LEAST_SECONDS:
+        first, ceilings = results.at + 1, results.known["ceilings"]
+        call = [*command, "--only", *names, "--begin", str(first)]
+        if ceilings:
+            call += ["--ceilings", str(ceilings["copy"]), str(ceilings["product"])]
+        results.running = False
+        done = run_limited(call, seconds, tell=results.hear, quiet=_QUIET_SECONDS)
+        if done.code == 0:
+            return
+        lost = [results.todo[results.at]] if results.running else []
+        if results.at < first:  # it did not even get to one
+            lost = [(name, "all", "all") for name in names]
+        for kernel, case, name in lost:
+            why = Measurement(kernel, case, name, trouble=done.trouble(), details=done.errors)
+            results.measured(asdict(why))
+        if results.at < first:
+            return
+    results.leave_out([": ".join(label) for label in results.todo[results.at + 1 :]])
+
+
+def check_kernels(results: Results, only: Sequence[str], until: float, dry: bool) -> None:
+    """All groups, or what of them is asked for."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "kernel_bench.py")]
+    # A dry run has nothing to lose by one process.
+    for group in (NAMES,) if dry else GROUPS:
+        names = [name for name in group if not only or name in only]
+        if names:
+            measure_group([*command, *(["--dry"] if dry else [])], names, results, until)
+
+
+def check_training(results: Results, only: Sequence[str], until: float, dry: bool) -> None:
+    """All rows of whole steps, or some. Those that are left out stay as an earlier call found
+    them."""
+    traces = results.path.with_suffix("") if results.path and not dry else None
+    rows = {row["row"]: row for row in results.known["training"]}
+    for row in training_gpu.measure(dry, only, until, traces):
+        print(training_gpu.line_of(row), flush=True)
+        if "trouble" not in row or row["row"] not in rows:
+            rows[row["row"]] = row
+        results.add(training=training_gpu.with_ratios(list(rows.values())))
 
 
 def choose(result: dict[str, Any], table: Path) -> None:
@@ -293,39 +229,76 @@ def choose(result: dict[str, Any], table: Path) -> None:
     table.write_text(json.dumps(choices, indent=2) + "\n", encoding="utf-8")
 
 
-def main() -> int:
-    """The command. Status 1 where tests fail or there is no GPU to check."""
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dry", action="store_true", help="tiny sizes, no measurement")
-    parser.add_argument("--only", nargs="+", default=[], metavar="KERNEL")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        choices=NAMES,
+        metavar="KERNEL",
+        help=f"of these, and no steps; written only where --write says: {', '.join(NAMES)}",
+    )
     parser.add_argument("--minutes", type=float, default=_MINUTES)
     parser.add_argument("--skip-tests", action="store_true")
     parser.add_argument("--choose", action="store_true", help="write the order into choices.json")
-    parser.add_argument("--skip-training", action="store_true")
+    half = parser.add_mutually_exclusive_group()
+    half.add_argument("--skip-training", action="store_true")
+    half.add_argument("--only-training", action="store_true")
+    rows = [row.name for row in training_gpu.ROWS]
+    parser.add_argument("--rows", nargs="+", default=[], choices=rows, help="of whole steps")
     parser.add_argument("--write", type=Path, help="by default results/<chip>.json")
     given = parser.parse_args()
-    if given.dry:
-        os.environ.setdefault("TRITON_INTERPRET", "1")
+    if given.only and given.only_training:
+        parser.error("--only names kernels, and --only-training leaves all of them out")
+    return given
+
+
+def main() -> int:
+    """The command. Status 1 where tests fail or there is no GPU to check."""
+    begun = time.monotonic()
+    given = parse_arguments()
+    # What runs in groups of its own is ended with this.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     import torch
 
-    if not torch.cuda.is_available() and not given.dry:
+    here = torch.cuda.is_available()
+    if not here and not given.dry:
         print("torch sees no GPU: nothing to check here (--dry tries the script itself)")
         return 1
-    result = check(given.dry, given.only, given.minutes, given.skip_tests)
-    if not given.skip_training and not given.only:
-        rows = []
-        for row in training_gpu.measure(given.dry):
-            rows.append(row)
-            print(training_gpu.line_of(row), flush=True)
-        result["training"] = training_gpu.with_ratios(rows)
-    path = given.write or ROOT / "benchmarks" / "results" / f"{result['chip']}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {path} after {result['seconds']:.0f} s")
-    if given.choose:
-        from megaframe_kernels.selection import TABLE
+    if not here:
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    from megaframe_kernels.selection import TABLE, chip_name
 
-        choose(result, TABLE)
-    return 1 if "failed" in result["tests"] or "error" in result["tests"] else 0
+    path = given.write
+    if path is None and not given.only:
+        path = ROOT / "benchmarks" / "results" / f"{chip_name()}.json"
+    results = begin(path, given.dry)
+    whole = 60 * given.minutes
+    until = begun + whole
+    if not given.only_training:
+        results.known |= _OF_KERNELS
+        if not given.skip_tests:
+            folder = ROOT / "tests" / "kernels"
+            target = folder / "test_spans.py" if given.dry else folder
+            results.add(tests=run_tests(target, _OF_TESTS * whole, given.dry))
+        tests = results.known["tests"]
+        print(f"tests: {tests['outcome']} {tests.get('counts', '')}", flush=True)
+        alone = given.skip_training or given.only
+        kernels_until = until if alone else until - _OF_TRAINING * whole
+        check_kernels(results, given.only, kernels_until, given.dry)
+    if not given.skip_training and not given.only:
+        check_training(results, given.rows, until, given.dry)
+    results.add(seconds=time.monotonic() - begun)
+    for left in results.known["left_out_for_time"]:
+        print(f"left out for time: {left}")
+    print(table(results.known["goals"]))
+    print(f"{f'wrote {path}' if path else 'done'} after {results.known['seconds']:.0f} s")
+    if given.choose:
+        choose(results.known, TABLE)
+    return 0 if results.known["tests"]["outcome"] in ("passed", "skipped") else 1
 
 
 if __name__ == "__main__":

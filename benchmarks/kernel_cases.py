@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,10 +19,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Work:
-    """Of one pass: bytes moved, and floating-point operations where those decide."""
+    """Of one pass: bytes moved, and floating-point operations where those decide. products: rows,
+    columns and depth of the bare products that it is made of, where it is made of whole ones."""
 
     bytes: float = 0.0
     flops: float = 0.0
+    products: tuple[tuple[int, int, int], ...] = ()
+
+
+def products(*shapes: tuple[int, int, int]) -> Work:
+    """Of a pass that is nothing but products."""
+    return Work(flops=sum(2.0 * m * n * k for m, n, k in shapes), products=shapes)
 
 
 @dataclass(frozen=True)
@@ -61,8 +68,12 @@ class Sizes:
 
 REAL = Sizes(16384, 4096, 14336, 128256, 32, 128, 8192, 8, 2**28, 256)
 """About Llama 3 8B; a pass is well over launch overhead, and its data over the cache."""
-TINY = Sizes(32, 64, 96, 128, 2, 16, 16, 4, 4096, 5)
+MIDDLE = Sizes(512, 1024, 2048, 32064, 8, 128, 512, 8, 2**20, 16)
+"""For a check against fp64: of the widths that are timed, small enough for it."""
+TINY = Sizes(32, 64, 128, 128, 2, 16, 16, 4, 4096, 5)
 """For a check that everything runs."""
+FINER = 8
+"""So many times the experts, each so much narrower, are measured too."""
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:
@@ -77,6 +88,7 @@ def cases(s: Sizes) -> Iterator[Case]:
     yield from _optimizer(s)
     yield from _attention(s)
     yield from _experts(s)
+    yield from _experts(replace(s, experts=FINER * s.experts, ffn=s.ffn // FINER))
     yield from _quantise(s)
 
 
@@ -133,7 +145,9 @@ def _losses(s: Sizes) -> Iterator[Case]:
         return hidden, (weight.detach() / s.hidden**0.5).requires_grad_(), labels()
 
     # The gradients are made in forward, so all three products count there.
-    work = Work(flops=6.0 * tokens * s.vocab * s.hidden)
+    work = products(
+        (tokens, s.vocab, s.hidden), (tokens, s.hidden, s.vocab), (s.vocab, s.hidden, tokens)
+    )
     yield Case("linear_cross_entropy", name, linear, work, length=s.vocab + tokens)
 
 
@@ -203,8 +217,8 @@ def _attention(s: Sizes) -> Iterator[Case]:
     ):
         product = 2.0 * seen * s.heads * s.width
         whole = f"{name}, head {s.width}, {s.length} tokens"
-        work = Work(flops=2 * product), Work(flops=5 * product)
-        yield Case("attention", whole, arguments, *work, length=s.length * s.heads)
+        forth, back = Work(flops=2 * product), Work(flops=5 * product)
+        yield Case("attention", whole, arguments, forth, back, length=s.length * s.heads)
 
     def tile() -> tuple[Any, ...]:
         where = torch.get_default_device()
@@ -249,7 +263,7 @@ def _experts(s: Sizes) -> Iterator[Case]:
     row = 2.0 * s.tokens * s.hidden
     few = Work((1 + k) * row)
     yield Case("permute", f"{k} of {s.experts}", rows(False), few, few, length=k)
-    back = Work((1 + 3 * k) * row)
+    back = Work((1 + 2 * k) * row)
     yield Case("unpermute", f"{k} of {s.experts}", rows(True), few, back, length=s.hidden)
 
     def grouped(moved: bool) -> Callable[[], tuple[Any, ...]]:
@@ -261,20 +275,20 @@ def _experts(s: Sizes) -> Iterator[Case]:
 
         return arguments
 
-    product = 2.0 * s.tokens * k * s.hidden * s.ffn
+    places = s.tokens * k
+    product = products((places, s.ffn, s.hidden))
+    both = products((places, s.hidden, s.ffn), (s.ffn, s.hidden, places))
     for name, moved in ((f"{s.experts} experts", False), (f"{s.experts} experts, gather", True)):
-        work = Work(flops=product), Work(flops=2 * product)
         options = {"gather": True} if moved else {}
         length = max(s.hidden, s.ffn, s.tokens)
-        yield Case("grouped_product", name, grouped(moved), *work, options, length)
+        yield Case("grouped_product", name, grouped(moved), product, both, options, length)
 
     def gradient() -> tuple[Any, ...]:
         _, _, ends = permute.reference_order(chosen(), s.experts)
         into = torch.randn(s.experts, s.ffn, s.hidden)
-        rows = s.tokens * k
-        return into, random(rows, s.ffn), random(rows, s.hidden), ends, True
+        return into, random(places, s.ffn), random(places, s.hidden), ends, True
 
-    work = Work(flops=product)
+    work = products((s.ffn, s.hidden, places))
     yield Case("grouped_gradient", f"{s.experts} experts", gradient, work, length=s.tokens)
 
 

@@ -2,18 +2,19 @@
 
     python benchmarks/training_gpu.py [--dry] [--only ROW ...] [--write FILE.json]
 
-A row is a config of `configs/bench`. Both contenders train it in a process of their own, one after
-the other, on the same shapes; the ratio is of their median steps. `make gpu-check` runs all rows
-and puts them into its result; `--dry` runs them in a tiny size, on a CPU too, and measures nothing.
+A row is a config of `configs/bench`, the most important first. Both contenders train it in a
+process of their own, one after the other, on the same shapes; the ratio is of their median steps.
+Rows of the host measure nothing but its time for a block. `make gpu-check` runs the rows that its
+time suffices for and puts them into its result; `--dry` runs them in a tiny size, on a CPU too, and
+measures nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import subprocess
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,11 +23,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
+from limited import run_limited, told, write_json  # noqa: E402
+
 PEERS = ROOT / "benchmarks" / "peers"
-MINUTES = 3.5
-"""Of all rows on an H200: for each about 20 s of ours and 30 s of the peer, which compiles."""
-_LONGEST = 100.0
+_MINUTES = 9.5
+"""Of all rows: of each contender a minute, of which its start and its compiler take most."""
+_LONGEST = 180.0
 """Seconds of one contender on one row."""
+_LEAST = 30.0
+"""In fewer, none gets to its first step."""
+_STEPS = ("train.steps=20",)
 TINY = (
     *("model.layers=1", "model.hidden=64", "model.heads=2", "model.kv_heads=2", "model.ffn=128"),
     *("model.vocab=256", "train.seq=32", "train.global_batch=4", "train.microbatch=2"),
@@ -36,125 +43,168 @@ TINY = (
 
 @dataclass(frozen=True)
 class Row:
-    """A config, and what it is to reach on one H200: of `goal` at least so much. peer: whether
-    plain PyTorch trains the same."""
+    """A config, and what it is to reach on one H200. most: whether that is a limit, and not the
+    least. peer: whether plain PyTorch trains the same. script: ours. kept: whether its trace is."""
 
+    name: str
     config: str
     goal: str
-    least: float
+    reach: float
+    most: bool = False
     peer: bool = True
     overrides: tuple[str, ...] = ()
+    script: str = "gpu_ours.py"
+    kept: bool = False
 
     @property
     def path(self) -> str:
         """Of its config, from the root of the project."""
         return f"configs/bench/{self.config}.yaml"
 
+    def arguments(self, dry: bool) -> list[str]:
+        """Overrides of the config."""
+        found = [*self.overrides, *(TINY if dry else _STEPS)]
+        return [*found, "model.positions=32"] if dry and self.config.startswith("gpt") else found
 
+
+def _host(config: str, *overrides: str) -> Row:
+    goal = "host_seconds_per_block"
+    given = config, goal, 180e-6, True, False, overrides
+    return Row(f"{config}-host", *given, script="gpu_host.py")
+
+
+GRAPH = ("train.cuda_graph=true",)
 ROWS = (
-    Row("gpt2-124m", "tokens_per_second", 650_000),
-    Row("gpt-1.3b", "mfu_causal", 0.52),
-    Row("llama-8b-slice", "mfu_causal", 0.60),
-    Row("llama-8b-slice-fp8", "tokens_per_second", 0.0, peer=False),
-    Row("moe-slice", "mfu_causal", 0.45),
+    Row("llama-8b-slice", "llama-8b-slice", "mfu_causal", 0.60, kept=True),
+    Row("llama-8b-slice-fp8", "llama-8b-slice-fp8", "times_bf16", 1.3, peer=False),
+    Row("moe-slice", "moe-slice", "mfu_causal", 0.45),
+    Row("gpt-1.3b", "gpt-1.3b", "mfu_causal", 0.52),
+    Row("gpt2-124m", "gpt2-124m", "tokens_per_second", 650_000),
+    Row("gpt2-124m-graph", "gpt2-124m", "host_seconds_per_step", 1e-3, True, False, GRAPH),
+    _host("llama-8b-slice"),
+    _host("moe-slice", "model.ffn=2048"),  # six layers of the whole width do not fit
 )
 FASTER = 1.15
-"""What each row is to be over the peer; and 8 bits over 16: `FP8_FASTER`."""
-FP8_FASTER = 1.3
+"""What each row that has a peer is to be over it."""
+MOST_IDLE = 0.005
+"""Of a step, the time in which the GPU does nothing."""
 
 
-def contender(script: str, row: Row, dry: bool) -> dict[str, Any]:
-    """What one says of a row, or the trouble that it has."""
+def contender(
+    script: str, row: Row, dry: bool, seconds: float, trace: Path | None = None
+) -> dict[str, Any]:
+    """What one says of a row, or the trouble that it has. trace: where to leave that of two
+    steps."""
     command = [sys.executable, str(PEERS / script), "--config", str(ROOT / row.path)]
-    command += [*row.overrides, *(TINY if dry else ())]
-    if dry and row.config.startswith("gpt"):
-        command.append("model.positions=32")
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_LONGEST
-        )
-    except subprocess.TimeoutExpired:
-        return {"trouble": f"not finished after {_LONGEST:g} s"}
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        return {"trouble": lines[-1][:300]}
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    if trace is not None:
+        command += ["--trace", str(trace)]
+    ours = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(ours)}
+    done = run_limited([*command, *row.arguments(dry)], seconds, environment)
+    found = next(filter(None, map(told, reversed(done.lines))), None)
+    if done.code == 0 and found is not None:
+        return found
+    trouble = done.trouble() if done.code != 0 else "it printed no result"
+    # What was measured before it broke is kept.
+    key = "trouble" if found is None else "incomplete"
+    return {**(found or {}), key: trouble, "details": done.errors}
 
 
 def shares(row: Row, found: dict[str, Any], dry: bool) -> dict[str, Any]:
-    """What a contender said, with its share of the peak of this chip in bf16: with causal attention
-    counted as half, and as whole."""
+    """What a contender said, with its share of the peak of this chip in bf16 (with causal attention
+    counted as half, and as whole) and where the rest went."""
     import torch
 
     from megaframe.config import load
     from megaframe.meter.flops import count_flops
     from megaframe.meter.peaks import chip_peak
+    from megaframe.meter.waterfall import waterfall
     from megaframe.stage import model_specs
 
-    if "trouble" in found:
+    if "tokens_per_second" not in found:
         return found
-    config = load(str(ROOT / row.path), [*row.overrides, *(TINY if dry else ())])
+    config = load(str(ROOT / row.path), row.arguments(dry))
     flops = count_flops(model_specs(config), config)
     here = torch.cuda.is_available()
     peak = chip_peak(torch.cuda.get_device_name(), "bf16") if here else None
+    shown = dict(found)
     for name, each in (("mfu_causal", flops.model), ("mfu_full", flops.full_attention)):
         rate = found["tokens_per_second"] * each
-        found[name] = None if peak is None else rate / (peak * 1e12)
-    found["tflops_causal"] = found["tokens_per_second"] * flops.model / 1e12
-    return found
+        shown[name] = None if peak is None else rate / (peak * 1e12)
+    shown["tflops_causal"] = found["tokens_per_second"] * flops.model / 1e12
+    if "parts" in found:
+        lost = waterfall(found["parts"], mfu=shown["mfu_causal"], recompute=flops.recompute)
+        shown["waterfall"] = lost
+    return shown
 
 
-def measure(dry: bool, only: Sequence[str] = (), minutes: float = MINUTES) -> Iterator[dict]:
-    """Each row as it is written into the results."""
-    begun = time.monotonic()
+def measure(
+    dry: bool, only: Sequence[str] = (), until: float = math.inf, traces: Path | None = None
+) -> Iterator[dict[str, Any]]:
+    """Each row as it is written into the results. until: the monotonic time by which all end.
+    traces: how the names of those that are kept begin."""
     for row in ROWS:
-        if only and row.config not in only:
+        if only and row.name not in only:
             continue
-        if time.monotonic() - begun > 60 * minutes:
-            yield {"config": row.path, "trouble": f"left out after {minutes:g} minutes"}
+        found: dict[str, Any] = {"row": row.name, "config": row.path}
+        if until - time.monotonic() < _LEAST:
+            yield {**found, "trouble": "left out for time"}
             continue
-        ours = shares(row, contender("gpu_ours.py", row, dry), dry)
-        found: dict[str, Any] = {"config": row.path, "goal": {row.goal: row.least}, "ours": ours}
-        if row.peer:
-            found["plain"] = plain = shares(row, contender("gpu_plain.py", row, dry), dry)
-            if "trouble" not in ours and "trouble" not in plain:
-                found["times_plain"] = ours["tokens_per_second"] / plain["tokens_per_second"]
-                found["same_start"] = math.isclose(
-                    ours["first_loss"], plain["first_loss"], rel_tol=0.02
-                )
-        yield found
+        trace = None
+        if row.kept and traces is not None:
+            trace = traces.with_name(f"{traces.name}-{row.name}.json.gz")
+        scripts = {"ours": row.script, **({"plain": "gpu_plain.py"} if row.peer else {})}
+        for name, script in scripts.items():
+            seconds = min(until - time.monotonic(), _LONGEST)
+            said = contender(script, row, dry, seconds, trace if name == "ours" else None)
+            try:
+                found[name] = shares(row, said, dry)
+            except Exception as broken:
+                found[name] = {**said, "incomplete": f"{type(broken).__name__}: {broken}"}
+        yield {**found, **compared(found)}
 
 
-def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, where 16 bits were measured with what 8 bits gain."""
-    by_config = {row["config"]: row.get("ours", {}) for row in rows}
-    for row in rows:
-        base = by_config.get(row["config"].replace("-fp8", ""), {})
-        both = base.get("tokens_per_second"), row.get("ours", {}).get("tokens_per_second")
-        if "-fp8" in row["config"] and all(both):
-            row["times_bf16"] = both[1] / both[0]
-    return rows
+def compared(found: dict[str, Any]) -> dict[str, Any]:
+    """Ours beside plain, where both were measured."""
+    ours, plain = found["ours"], found.get("plain", {})
+    if "tokens_per_second" not in ours or "tokens_per_second" not in plain:
+        return {}
+    return {
+        "times_plain": ours["tokens_per_second"] / plain["tokens_per_second"],
+        "same_start": math.isclose(ours["first_loss"], plain["first_loss"], rel_tol=0.02),
+    }
+
+
+def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows; those of 8 bits with what these gain, where 16 bits were measured."""
+    speeds = {row["row"]: row.get("ours", {}).get("tokens_per_second") for row in rows}
+
+    def gain(name: str) -> dict[str, float]:
+        both = speeds.get(name.removesuffix("-fp8")), speeds[name]
+        return {"times_bf16": both[1] / both[0]} if name.endswith("-fp8") and all(both) else {}
+
+    return [{**row, **gain(row["row"])} for row in rows]
 
 
 def line_of(row: dict[str, Any]) -> str:
     """A row for people."""
-    parts = [f"{Path(row['config']).stem:<20}"]
+    parts = [f"{row['row']:<20}"]
     if "trouble" in row:
         return f"{parts[0]}{row['trouble']}"
     for name in ("ours", "plain"):
-        found = row.get(name)
-        if found is None:
+        found = row.get(name, {})
+        for key in ("trouble", "incomplete"):
+            if key in found:
+                parts.append(f"{name}: {found[key]}")
+        if "host_seconds_per_block" in found:
+            parts.append(f"host {1e6 * found['host_seconds_per_block']:,.0f} us a block")
+        if "tokens_per_second" not in found:
             continue
-        if "trouble" in found:
-            parts.append(f"{name}: {found['trouble']}")
-            continue
-        mfu = found["mfu_causal"]
-        parts.append(
-            f"{name} {found['tokens_per_second']:>12,.0f} tokens/s, mfu "
-            f"{'n/a' if mfu is None else f'{mfu:.1%}'}, host "
-            f"{1e6 * found['host_seconds_per_block']:,.0f} us a block"
-        )
+        shown = [f"{name} {found['tokens_per_second']:>12,.0f} tokens/s"]
+        for key in ("mfu_causal", "gpu_idle"):
+            if found.get(key) is not None:
+                shown.append(f"{key} {found[key]:.1%}")
+        parts.append(", ".join([*shown, f"host {1e3 * found['host_seconds_per_step']:,.1f} ms"]))
     for name in ("times_plain", "times_bf16"):
         if name in row:
             parts.append(f"{name} {row[name]:.2f}")
@@ -163,24 +213,27 @@ def line_of(row: dict[str, Any]) -> str:
 
 def main() -> int:
     """The command. Status 1 where there is no GPU to measure."""
+    begun = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dry", action="store_true", help="tiny sizes, no measurement")
-    parser.add_argument("--only", nargs="+", default=[], choices=[row.config for row in ROWS])
-    parser.add_argument("--minutes", type=float, default=MINUTES)
+    parser.add_argument("--only", nargs="+", default=[], choices=[row.name for row in ROWS])
+    parser.add_argument("--minutes", type=float, default=_MINUTES)
     parser.add_argument("--write", type=Path)
     given = parser.parse_args()
-    sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+    # What runs in groups of its own is ended with this.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     import torch
 
     if not torch.cuda.is_available() and not given.dry:
         print("torch sees no GPU: nothing to measure here (--dry tries the script itself)")
         return 1
-    rows = []
-    for row in measure(given.dry, given.only, given.minutes):
+    rows: list[dict[str, Any]] = []
+    traces = given.write.with_suffix("") if given.write and not given.dry else None
+    for row in measure(given.dry, given.only, begun + 60 * given.minutes, traces):
         rows.append(row)
         print(line_of(row), flush=True)
-    if given.write:
-        given.write.write_text(json.dumps(with_ratios(rows), indent=1) + "\n", encoding="utf-8")
+        if given.write:
+            write_json(given.write, with_ratios(rows))
     return 0
 
 

@@ -6,10 +6,13 @@ the host, as a run does once, would take longer than the measurement.
 
 from __future__ import annotations
 
+import json
+
 import torch
-from gpu_workload import batches, read, run
+from gpu_workload import batches, profiled, read, run
 from torch import Tensor
 
+from megaframe.config import RunConfig
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
 from megaframe.meter import StepTimer
@@ -18,35 +21,58 @@ from megaframe.pipeline import Pipeline
 from megaframe.spec import Normal
 
 
+class Training:
+    """Steps of a run on one rank."""
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        train = config.train
+        self.mesh = Mesh(Layout.from_parallel(config.parallel, 1), device=device.type)
+        self._timer = StepTimer.on(self.mesh.device)
+        self._pipeline = pipeline = Pipeline(config, self.mesh, self._timer.time)
+        self.kernels = [f"{name}={active}" for name, active in pipeline.kernels.active().items()]
+        for bucket in pipeline.optimizer.buckets:
+            for parameter, _, weights in bucket.pieces(bucket.weights, bucket.kept):
+                init = parameter.spec.init
+                if isinstance(init, Normal):
+                    weights.normal_(0.0, init.std)
+                else:
+                    weights.fill_(init.value)
+            bucket.begin()
+        self._make = batches(config, device)
+        self._tokens = train.global_batch * train.seq
+        self._microbatches = train.global_batch // train.microbatch
+        self._samples = torch.arange(train.microbatch, device=device)
+        self._count = 0
+        self._timer.start()
+        self._split = self._timer.take()
+
+    def step(self) -> Tensor:
+        """The mean loss of a token."""
+        with self._timer.time("data"):
+            given = [self._make() for _ in range(self._microbatches)]
+            microbatches = [Microbatch(*pair, self._samples) for pair in given]
+        with self._timer.time("compute"):
+            outcome = self._pipeline.train(microbatches, self._count, 1.0 / self._tokens)
+        self._count += 1
+        self._split = self._timer.take()
+        return outcome.loss / self._tokens
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of each part of the last step."""
+        return {name: spent / 1e9 for name, spent in self._split.parts().items() if spent}
+
+
 def main() -> None:
-    config, device = read()
-    mesh = Mesh(Layout.from_parallel(config.parallel, 1), device=device.type)
-    pipeline = Pipeline(config, mesh, StepTimer().time)
-    for bucket in pipeline.optimizer.buckets:
-        for parameter, _, weights in bucket.pieces(bucket.weights, bucket.kept):
-            init = parameter.spec.init
-            if isinstance(init, Normal):
-                weights.normal_(0.0, init.std)
-            else:
-                weights.fill_(init.value)
-        bucket.begin()
-    make, train = batches(config, device), config.train
-    tokens = train.global_batch * train.seq
-    samples = torch.arange(train.microbatch, device=device)
-    count = 0
-
-    def step() -> Tensor:
-        nonlocal count
-        microbatches = [
-            Microbatch(*make(), samples) for _ in range(train.global_batch // train.microbatch)
-        ]
-        outcome = pipeline.train(microbatches, count, 1.0 / tokens)
-        count += 1
-        return outcome.loss / tokens
-
-    kernels = [f"{name}={active}" for name, active in pipeline.kernels.active().items()]
-    run(step, config, device, kernels)
-    mesh.close()
+    config, device, trace = read()
+    training = Training(config, device)
+    found = run(training.step, config, device, training.kernels)
+    # The last step but one is still running when the last is told, as in a run.
+    for _ in range(2):
+        training.step()
+    found["parts"] = training.parts()
+    print(json.dumps(found), flush=True)
+    print(json.dumps({**found, **profiled(training.step, device, trace)}))
+    training.mesh.close()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What both contenders on a GPU share: a config, random tokens, the clock, and the line they print.
+"""What contenders on a GPU share: a config, random tokens, the clock, and the line they print.
 
 A step is timed from its tokens on the host to the end of its update. The host's own time is that of
 a call that starts on an idle GPU and returns before the GPU is done: what it takes to tell it all.
@@ -7,44 +7,62 @@ a call that starts on an idle GPU and returns before the GPU is done: what it ta
 from __future__ import annotations
 
 import argparse
+import gzip
+import itertools
 import json
+import shutil
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from megaframe.config import RunConfig, load  # noqa: E402
+from megaframe.meter.exposed import exposed  # noqa: E402
 
 WARMUP = 3
+_HOST_STEPS = 7
+_DRAWN = 4
+_GAPS = 5
+_MOST_TRACE = 10_000_000
+"""Bytes of a trace that is worth keeping beside a result."""
 
 
-def read() -> tuple[RunConfig, torch.device]:
-    """The config of the command line, and where to train."""
+def read() -> tuple[RunConfig, torch.device, Path | None]:
+    """The config of the command line, where to train, and where to leave a trace."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", required=True)
+    parser.add_argument("--trace", type=Path)
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return load(given.config, given.overrides), device
+    return load(given.config, given.overrides), device, given.trace
 
 
 def batches(config: RunConfig, device: torch.device) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Makes the next microbatch of random tokens [B, S] and what follows each."""
+    """Gives the next microbatch of random tokens [B, S] and what follows each, made before: what a
+    step costs the host is not to have a loader's work in it."""
     shape = (config.train.microbatch, config.train.seq + 1)
     generator = torch.Generator().manual_seed(config.run.seed)
+    drawn = [
+        torch.randint(0, config.model.vocab or 1, shape, generator=generator) for _ in range(_DRAWN)
+    ]
+    if device.type == "cuda":
+        drawn = [words.pin_memory() for words in drawn]
+    turns = itertools.cycle(drawn)
 
     def make() -> tuple[Tensor, Tensor]:
-        words = torch.randint(0, config.model.vocab or 1, shape, generator=generator)
-        if device.type == "cuda":
-            words = words.pin_memory()
-        words = words.to(device, non_blocking=True)
+        words = next(turns).to(device, non_blocking=True)
         return words[:, :-1], words[:, 1:]
 
     return make
@@ -52,9 +70,9 @@ def batches(config: RunConfig, device: torch.device) -> Callable[[], tuple[Tenso
 
 def run(
     step: Callable[[], Tensor], config: RunConfig, device: torch.device, made_of: Sequence[str]
-) -> None:
-    """Print what steps take, as one line of JSON. step: gives the mean loss of a token."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else _nothing
+) -> dict[str, Any]:
+    """What steps take. step: gives the mean loss of a token."""
+    wait = waiting(device)
     first = float(step())
     for _ in range(WARMUP - 1):
         step()
@@ -65,27 +83,74 @@ def run(
         step()
         wait()
         seconds.append(time.perf_counter() - begun)
-    hosts = []
-    for _ in range(WARMUP):
+    tokens = config.train.global_batch * config.train.seq
+    host = host_seconds(step, device)
+    memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    return {
+        "tokens_per_second": tokens / statistics.median(seconds),
+        "step_seconds": statistics.median(seconds),
+        "slowest_step_seconds": max(seconds),
+        "host_seconds_per_step": host,
+        "memory_bytes": memory,
+        "first_loss": first,
+        "made_of": list(made_of),
+    }
+
+
+def host_seconds(step: Callable[[], Tensor], device: torch.device) -> float:
+    """What a step that starts on an idle device takes before the call returns, at the median."""
+    wait, hosts = waiting(device), []
+    for _ in range(_HOST_STEPS):
         wait()
         begun = time.perf_counter()
         step()
         hosts.append(time.perf_counter() - begun)
     wait()
-    tokens = config.train.global_batch * config.train.seq
-    passes = config.train.global_batch // config.train.microbatch * config.model.layers
-    memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-    line = {
-        "tokens_per_second": tokens / statistics.median(seconds),
-        "step_seconds": statistics.median(seconds),
-        "host_seconds_per_step": statistics.median(hosts),
-        "host_seconds_per_block": statistics.median(hosts) / passes,
-        "memory_bytes": memory,
-        "first_loss": first,
-        "made_of": list(made_of),
-    }
-    print(json.dumps(line))
+    return statistics.median(hosts)
 
 
-def _nothing() -> None:
-    """A CPU is done when a call returns."""
+def waiting(device: torch.device) -> Callable[[], None]:
+    """Waits for the device; a CPU is done when a call returns."""
+    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+
+def profiled(step: Callable[[], Tensor], device: torch.device, keep: Path | None) -> dict[str, Any]:
+    """Of two steps, the second told while the first runs: the shares of the time in which the GPU
+    does nothing or nothing but communicate, and where most of it goes. Nothing without a GPU.
+    keep: where to leave the trace, if it is small."""
+    if device.type != "cuda":
+        return {}
+    # Without what the host does: noting that down would slow it.
+    with profile(activities=[ProfilerActivity.CUDA]) as running:
+        step()
+        step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json.gz"
+        running.export_chrome_trace(str(path))
+        (found,) = exposed(path, _GAPS)
+        if keep is not None and path.stat().st_size < _MOST_TRACE:
+            keep.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, keep)
+        return {
+            "gpu_idle": found.idle / found.span,
+            "gpu_exposed_communication": found.exposed_communication / found.span,
+            "gpu_gaps": [asdict(gap) for gap in found.gaps],
+            "gpu_kernels": longest_kernels(path),
+        }
+
+
+def longest_kernels(trace: Path, count: int = 15) -> list[dict[str, Any]]:
+    """The kernels with most time, with their share of that of all and how often they ran."""
+    with (gzip.open if trace.suffix == ".gz" else open)(trace, "rb") as file:
+        events = json.load(file)["traceEvents"]
+    ran: dict[str, list[float]] = {}
+    for event in events:
+        if event.get("ph") == "X" and event.get("cat") == "kernel":
+            ran.setdefault(event["name"], []).append(event["dur"] / 1e6)
+    whole = sum(map(sum, ran.values()))
+    longest = sorted(ran.items(), key=lambda one: -sum(one[1]))[:count]
+    return [
+        {"name": name, "seconds": sum(took), "share": sum(took) / whole, "calls": len(took)}
+        for name, took in longest
+    ]

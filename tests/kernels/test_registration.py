@@ -10,7 +10,8 @@ from megaframe_kernels.spans import find_spans
 
 ops = torch.ops.megaframe
 CHOICES = select(KERNELS)
-ORDER = permute.Order(*permute.reference_order(torch.tensor([[0, 2], [1, 0], [2, 1]]).int(), 3))
+CHOSEN = torch.tensor([[0, 2], [1, 0], [2, 1]], dtype=torch.int32, device=DEVICE)
+ORDER = permute.Order(*permute.reference_order(CHOSEN, 3))
 
 
 def leaf(*shape, seed=0, dtype=torch.float32):
@@ -23,7 +24,7 @@ def attention_arguments():
     return (*heads, *spans.tensors, leaf(2, seed=3), 0.5, 3.0)
 
 
-LABELS = torch.tensor([1, -100, 4])
+LABELS = torch.tensor([1, -100, 4], device=DEVICE)
 CASES = {
     "norm": lambda: (leaf(2, 3, 8), leaf(2, 3, 8, seed=1), leaf(8), leaf(8, seed=2), True, 1e-5),
     "activation": lambda: (leaf(3, 8), "swiglu"),

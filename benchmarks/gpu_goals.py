@@ -1,0 +1,162 @@
+"""What is to be reached on one H200, beside what a result of `gpu_check.py` says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import training_gpu
+from kernel_bench import COMPILED, REFERENCE, is_right
+
+Measured = dict[str, Any]
+Number = Callable[[Measured], float | None]
+_OWN = "triton"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """measured: None where nothing was. most: whether `reach` is a limit, and not the least."""
+
+    name: str
+    reach: float
+    measured: float | None
+    most: bool = False
+
+    @property
+    def met(self) -> bool | None:
+        """None where nothing was measured."""
+        if self.measured is None:
+            return None
+        return self.measured <= self.reach if self.most else self.measured >= self.reach
+
+
+def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every goal as it is written into the result."""
+    found = [*_of_kernels(result), *_of_steps(result["training"])]
+    return [{**asdict(goal), "met": goal.met} for goal in found]
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """Goals for people."""
+    rows = [f"{'goal':<58}{'to reach':>12}{'measured':>12}  met?"]
+    for goal in found:
+        sign = "<=" if goal["most"] else ">="
+        measured = "-" if goal["measured"] is None else f"{goal['measured']:,.4g}"
+        met = {True: "yes", False: "no", None: "-"}[goal["met"]]
+        reach = f"{sign} {goal['reach']:,g}"
+        rows.append(f"{goal['name']:<58}{reach:>12}{measured:>12}  {met}")
+    return "\n".join(rows)
+
+
+def right_seconds(measurements: Sequence[Measured]) -> dict[str, float]:
+    """What the implementations of one case take, forward and backward, that are right."""
+    return {
+        m["implementation"]: sum(m[way]["seconds"] for way in ("forward", "backward") if m[way])
+        for m in measurements
+        if is_right(m) and m["implementation"] not in (REFERENCE, COMPILED)
+    }
+
+
+def order_of(measurements: Sequence[Measured]) -> list[str]:
+    """Implementations of one kernel by the mean of their slowness beside the fastest, best first.
+
+    Those that are wrong, and the reference, which comes last anyway, are left out.
+    """
+    slowness: dict[str, list[float]] = {}
+    for measured in _by_case(measurements).values():
+        took = right_seconds(measured)
+        for name, seconds in took.items():
+            slowness.setdefault(name, []).append(math.log(seconds / min(took.values())))
+    return sorted(slowness, key=lambda name: sum(slowness[name]) / len(slowness[name]))
+
+
+def chosen_over_best(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """For each case the speed of the implementation that a run takes over that of the fastest."""
+    found = []
+    for (kernel, case), measured in _by_case(result["measurements"]).items():
+        took, chosen = right_seconds(measured), _chosen(result, measured)
+        if chosen is None or chosen["implementation"] not in took:
+            continue
+        name, best = chosen["implementation"], min(took, key=lambda one: took[one])
+        row = {"kernel": kernel, "case": case, "chosen": name, "best": best}
+        found.append({**row, "ratio": took[best] / took[name]})
+    return found
+
+
+def _by_case(measurements: Sequence[Measured]) -> dict[tuple[str, str], list[Measured]]:
+    found: dict[tuple[str, str], list[Measured]] = {}
+    for m in measurements:
+        found.setdefault((m["kernel"], m["case"]), []).append(m)
+    return found
+
+
+def _chosen(result: dict[str, Any], measured: Sequence[Measured]) -> Measured | None:
+    """Of the measurements of one case that of what a run takes there: the first that does not
+    refuse, also if it broke."""
+    told = {m["implementation"]: m for m in measured if m["forward"] or m["details"] is not None}
+    active = result["active"].get(measured[0]["kernel"], [])
+    return next((told[name] for name in active if name in told), None)
+
+
+def _of_kernels(result: dict[str, Any]) -> Iterator[Goal]:
+    """Of a kernel with several cases the worst counts, of each what a run takes; a wrong one has no
+    number."""
+    cases = _by_case(result["measurements"])
+    chosen = [m for measured in cases.values() if (m := _chosen(result, measured)) is not None]
+    own = [m for m in result["measurements"] if m["implementation"] == _OWN]
+
+    def worst(
+        measured: Sequence[Measured], kernel: str, way: str, number: Number, case: str = ""
+    ) -> float | None:
+        numbers = [
+            number(m[way])
+            for m in measured
+            if m["kernel"] == kernel and m["case"].startswith(case) and is_right(m) and m[way]
+        ]
+        return min((one for one in numbers if one is not None), default=None)
+
+    def of_copy(kernel: str, way: str, reach: float) -> Goal:
+        share = worst(chosen, kernel, way, lambda found: found["copy_share"])
+        return Goal(f"{kernel} {way} over a copy", reach, share)
+
+    def of_products(kernel: str, way: str, reach: float) -> Goal:
+        share = worst(chosen, kernel, way, lambda found: found["product_share"])
+        return Goal(f"{kernel} {way} over bare products", reach, share)
+
+    for kernel in ("norm", "activation", "rotary", "cross_entropy"):
+        yield of_copy(kernel, "forward", 0.97)
+    yield of_copy("norm", "backward", 0.85)
+    yield of_copy("adamw", "forward", 0.92)
+    for way, reach in (("forward", 550.0), ("backward", 450.0)):
+        rate = worst(own, "attention", way, _teraflops, "causal, head 128, 8192")
+        yield Goal(f"own attention {way}, TFLOP/s", reach, rate)
+    ratios = [row["ratio"] for row in result["chosen_over_best"] if row["kernel"] == "attention"]
+    yield Goal("chosen attention over the best", 0.95, min(ratios, default=None))
+    yield of_products("linear_cross_entropy", "forward", 0.90)
+    yield of_products("grouped_product", "forward", 0.92)
+    yield of_products("grouped_product", "backward", 0.92)
+    yield of_products("grouped_gradient", "forward", 0.92)
+
+
+def _teraflops(found: Measured) -> float:
+    return found["flops"] / found["seconds"] / 1e12
+
+
+def _of_steps(rows: Sequence[dict[str, Any]]) -> Iterator[Goal]:
+    by_name = {row["row"]: row for row in rows}
+    for row in training_gpu.ROWS:
+        found = by_name.get(row.name, {})
+        ours = found.get("ours", {})
+        measured = found.get(row.goal, ours.get(row.goal))
+        yield Goal(f"{row.name}: {row.goal}", row.reach, measured, row.most)
+    for row in training_gpu.ROWS:
+        if row.peer:
+            times = by_name.get(row.name, {}).get("times_plain")
+            yield Goal(f"{row.name}: over plain torch.compile", training_gpu.FASTER, times)
+    for row in training_gpu.ROWS:
+        if row.script == "gpu_ours.py":
+            idle = by_name.get(row.name, {}).get("ours", {}).get("gpu_idle")
+            limit = training_gpu.MOST_IDLE
+            yield Goal(f"{row.name}: idle GPU of a step", limit, idle, most=True)

@@ -1,0 +1,49 @@
+"""What a block costs the host: the slope of a step's host time between two numbers of layers.
+
+On so few layers that what the GPU is told never fills its queue, and so few tokens that it is soon
+done; what a step costs whatever it has of layers cancels.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from typing import Any
+
+import torch
+from gpu_ours import Training
+from gpu_workload import WARMUP, host_seconds, read
+
+from megaframe.config import RunConfig
+
+_LAYERS = 2, 6
+_SEQ = 256
+
+
+def host_time(config: RunConfig, device: torch.device, layers: int) -> float:
+    """Seconds of a step of so many layers."""
+    sections = config.model_dump()
+    sections["model"]["layers"] = layers
+    sections["train"] |= {"seq": min(_SEQ, config.train.seq), "global_batch": 1, "microbatch": 1}
+    training = Training(RunConfig(**sections), device)
+    for _ in range(WARMUP):
+        training.step()
+    seconds = host_seconds(training.step, device)
+    training.mesh.close()
+    del training
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return seconds
+
+
+def main() -> None:
+    config, device, _ = read()
+    few, many = (host_time(config, device, layers) for layers in _LAYERS)
+    per_block = (many - few) / (_LAYERS[1] - _LAYERS[0])
+    found: dict[str, Any] = {"host_seconds_per_block": per_block, "host_seconds": [few, many]}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
