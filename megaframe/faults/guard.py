@@ -24,7 +24,7 @@ from megaframe.comm.place import named
 from megaframe.config import RunConfig
 from megaframe.data.loader import Step
 from megaframe.engine import Outcome
-from megaframe.errors import LostRanks, OutOfStep, UserError
+from megaframe.errors import BadDevice, LostRanks, NotFinite, OutOfStep, UserError
 from megaframe.faults.history import History
 from megaframe.faults.leaving import Launcher
 from megaframe.faults.ledger import FAULTS, Ledger
@@ -41,14 +41,6 @@ from megaframe.run_state import RunState
 GoBack = Callable[[Callable[[Place], Place | None]], tuple[int, RunState] | None]
 """Continues from a checkpoint that it lets choose in the home of all of them; gives its step and
 state, None where none was chosen."""
-
-
-class NotFinite(RuntimeError):
-    """Losses or gradients stayed as they must not be; weights are those of the last good step."""
-
-
-class BadDevice(RuntimeError):
-    """Replicas of the weights differ, and differ again after the way back to a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -175,12 +167,12 @@ class Guard:
         finite = done.outcome.update.finite()
         text = f"step {done.step}"
         if not finite:
-            text += f": {self._sickness(done.outcome, done.samples)}; nothing was updated"
+            text += f": {self._sickness(done.outcome, done.samples)}; update skipped"
         judgement = self.history.judge(done.first, known["loss"], finite)
         if judgement.choice == "stop":
             self._meter.note(text)
             self._meter.close()
-            raise NotFinite(f"{text}, {judgement.why}")
+            raise NotFinite(f"{text}; {judgement.why}")
         if judgement.choice == "go_back":
             return self._go_back(done.step, f"{text}: {judgement.why}")
         if not finite:
