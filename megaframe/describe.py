@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from megaframe.config import RunConfig, dump
 from megaframe.layout import Layout
 from megaframe.optim.choice import choices_table
-from megaframe.plan.experts import dropping
+from megaframe.plan.check import warnings
 from megaframe.plan.held import rank_memory
-from megaframe.plan.nodes import crossing
 from megaframe.plan.schedules import pipeline_summary, step_schedule
 from megaframe.plan.stages import stage_plans
 from megaframe.schedule import Schedule, lower
@@ -26,7 +25,6 @@ def describe(config: RunConfig, layout: Layout, *, host: bool = False) -> str:
     microbatches = train.global_batch // (train.microbatch * layout.data)
     schedule = step_schedule(config, microbatches)
     node = config.parallel.node_size or layout.world
-    warnings = (crossing(config, layout, node), dropping(config.model))
     lines = [
         dump(config),
         f"layout      {layout}",
@@ -36,7 +34,7 @@ def describe(config: RunConfig, layout: Layout, *, host: bool = False) -> str:
         *choices_table(config, specs),
         *pipeline_summary(config, schedule),
         *_memory(config, layout, schedule, host),
-        *(f"warning: {warning}" for warning in warnings if warning is not None),
+        *warnings(config, layout, node),
     ]
     return "\n".join(lines)
 

@@ -31,8 +31,7 @@ from megaframe.meter.memory import out_of_memory
 from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.optim.bucket import UNSENT
 from megaframe.pipeline import Pipeline
-from megaframe.plan.experts import dropping
-from megaframe.plan.nodes import crossing
+from megaframe.plan.check import warnings
 from megaframe.plan.schedules import pipeline_summary
 from megaframe.run_state import (
     RunState,
@@ -101,9 +100,8 @@ class Trainer:
         if config.train.offload and mesh.device.type == "cpu":
             self.meter.note("train.offload=true does nothing on a CPU but copy")
         node = config.parallel.node_size or ranks_on_this_node()
-        for warning in (crossing(config, mesh.layout, node), dropping(config.model)):
-            if warning is not None:
-                self.meter.note(f"warning: {warning}")
+        for warning in warnings(config, mesh.layout, node):
+            self.meter.note(warning)
         self.saving.begin(source)
         self.guard = Guard(
             config, mesh, self.pipeline, self.meter, ledger, self._go_back, launcher or Launcher()
@@ -344,7 +342,7 @@ class Trainer:
         wanted = self.config.checkpoint.weights
         if not wanted:
             return
-        with open_checkpoint(given(wanted, "checkpoint.weights")) as checkpoint:
+        with open_checkpoint(given(wanted, "checkpoint.weights", latest=True)) as checkpoint:
             saved = read_state(checkpoint).config
             weights = (one for one in self.optimizer.tensors() if one[0] == one[1].name)
             checkpoint.load(starting_parts(weights, checkpoint, saved, self.config))
