@@ -74,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--config", metavar="FILE", help="a YAML file, or the name of one of ours: demo"
+        "--config", metavar="FILE", help="a YAML file, or the name of a shipped config: demo"
     )
     parser.add_argument(
         "--dry-run",

@@ -41,7 +41,7 @@ def describe(config: RunConfig, layout: Layout, *, host: bool = False) -> str:
 
 def _active(specs: Sequence[ParamSpec]) -> str:
     active = active_parameters(specs)
-    return "" if active == parameter_count(specs) else f", {active:,} of which each token meets"
+    return "" if active == parameter_count(specs) else f", {active:,} active per token"
 
 
 def _memory(config: RunConfig, layout: Layout, schedule: Schedule, host: bool) -> Iterator[str]:

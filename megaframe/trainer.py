@@ -91,14 +91,14 @@ class Trainer:
             self.meter.note(line)
         if self._dropped:
             self.meter.note(
-                "what compression had not sent yet is dropped: it belongs to another layout"
+                "the residual of gradient compression is dropped: it belongs to another layout"
             )
         for line in (*self._new_state, *self.saving.take_notes()):
             self.meter.note(line)
         if config.optim.offload and mesh.device.type == "cpu":
-            self.meter.note("optim.offload=true does nothing on a CPU: all memory is the host's")
+            self.meter.note("optim.offload=true has no effect on a CPU")
         if config.train.offload and mesh.device.type == "cpu":
-            self.meter.note("train.offload=true does nothing on a CPU but copy")
+            self.meter.note("train.offload=true only copies on a CPU")
         node = config.parallel.node_size or ranks_on_this_node()
         for warning in warnings(config, mesh.layout, node):
             self.meter.note(warning)
@@ -220,7 +220,7 @@ class Trainer:
             if now > _JUMP * before:
                 self.meter.note(
                     f"the first loss after the load is {now:.4f}, the last before it was "
-                    f"{before:.4f}: look whether data and config are those of the run"
+                    f"{before:.4f}: check that data and config are those of the run"
                 )
 
     def _global_loss(self) -> float:

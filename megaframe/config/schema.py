@@ -139,8 +139,8 @@ class Train(Section):
     """Number of blocks at the start of each stage (one number, or one per stage) that are
     recomputed from their input whatever `recompute` says."""
     offload: bool = False
-    """Keep the inputs of recomputed blocks in host memory until the backward pass. Has no effect on
-    a CPU."""
+    """Keep the inputs of recomputed blocks in host memory until the backward pass. On a CPU they
+    are there already."""
     compile: Literal["none", "inductor", "aot_eager"] = "none"
     """Compile what lies between matrix products and communication (norms, activations, rotation,
     sums) with this torch.compile backend, except where `kernels` names a kernel. aot_eager is for

@@ -44,7 +44,7 @@ def test_a_fault_that_passes_is_replayed_and_leaves_no_trace(run, whole, tmp_pat
     assert losses(tmp_path / "run") == whole
     assert re.search(
         r"step 7: gradients of .* are not finite \(first in the forward pass of microbatch 0, "
-        r"stage 0, on rank 1, of samples 50, 51\); run again it is finite: a fault that passed",
+        r"stage 0, on rank 1, of samples 50, 51\); finite when rerun: a transient fault",
         log(tmp_path / "run"),
     )
 
@@ -54,7 +54,7 @@ def test_a_fault_that_stays_is_named_with_its_block(run, tmp_path):
     assert run("run", 2, *damage, faults__non_finite="replay", **EVERY) == [0, 0]
     text = log(tmp_path / "run")
     where = "microbatch 1, stage 0, block 1, on rank 0, of samples 44, 45"
-    assert f"run again the same: first in the forward pass of {where}" in text
+    assert f"the same when rerun: first in the forward pass of {where}" in text
     assert [line["step"] for line in lines(tmp_path / "run") if line["skipped"]] == [6]
 
 
@@ -115,7 +115,7 @@ def test_a_flipped_bit_is_found_named_and_undone(run, whole, tmp_path):
     assert losses(tmp_path / "run") == whole
     text = log(tmp_path / "run")
     assert "step 8: weights on ranks 0, 1, of which one must be wrong, differ" in text
-    assert "step 8: run again all replicas are equal; what differed before, on ranks 0, 1" in text
+    assert "step 8: all replicas are equal when rerun; the difference on ranks 0, 1" in text
 
 
 def test_a_device_that_flips_bits_again_is_named(run, tmp_path):
