@@ -20,7 +20,7 @@ from megaframe.plan.elastic import fitted
 
 _USAGE = """usage: pretrain_gpt.py --config FILE [--dry-run] [section.key=value ...]
 
-  python pretrain_gpt.py --config configs/demo.yaml run.dir=runs/first train.steps=10
+  python pretrain_gpt.py --config configs/demo.yaml train.steps=10      (after `make demo`)
   torchrun --nproc-per-node 8 pretrain_gpt.py --config llama3-8b --dry-run
 
 --help lists all options and keys; --explain KEY documents one."""
