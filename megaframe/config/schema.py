@@ -282,7 +282,7 @@ class Data(Section):
 
 class Checkpoint(Section):
     every: NonNegative = 1000
-    """Steps between checkpoints, and one at the end; 0 never saves."""
+    """Steps between checkpoints; the end of the run is saved too. 0 never saves."""
     keep: Positive = 2
     """Number of newest checkpoints to keep."""
     keep_every: NonNegative = 0
