@@ -41,7 +41,7 @@ def main() -> None:
     # What is imported is never freed; looking through it again and again is a seventh of the start.
     gc.disable()
     from megaframe.attempts import train
-    from megaframe.automatic import cluster_of, with_layout
+    from megaframe.automatic import cluster_of, with_blocks, with_layout
     from megaframe.describe import describe
     from megaframe.faults.leaving import record_flights
     from megaframe.mesh import global_rank, world_size
@@ -55,6 +55,8 @@ def main() -> None:
         if config.faults.elastic:
             config, world = fitted(config, world)
         check(config, world, data=not arguments.dry_run)
+        config, more = with_blocks(config, world)
+        notes += more
         layout = Layout.from_parallel(config.parallel, world)
         if arguments.dry_run:
             host = cluster_of(config).chip.is_host

@@ -13,7 +13,8 @@ from functools import partial
 
 from megaframe.comm.place import Place
 from megaframe.config import RunConfig
-from megaframe.errors import LostRanks
+from megaframe.device import be_deterministic
+from megaframe.errors import LostRanks, leave
 from megaframe.faults.leaving import Launcher
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
@@ -24,6 +25,8 @@ def train(config: RunConfig, layout: Layout, notes: Sequence[str] = ()) -> None:
     """This rank's part in a run, to its end. notes: what is to be said at its start. Raises what
     `Mesh` and `Trainer` raise, but for `LostRanks` of a run that has begun, which ends the process
     (`Mesh.leave`) or begins it again."""
+    if config.run.deterministic:
+        be_deterministic()  # NCCL's groups ask for it when they are made
     often, last, launcher = 0, -1, Launcher()
     while True:
         mesh = Mesh(
@@ -44,6 +47,10 @@ def train(config: RunConfig, layout: Layout, notes: Sequence[str] = ()) -> None:
             why = mesh.leave(lost)
             assert trainer is not None, "ranks begin again from the loop over steps"
             trainer.let_go()
+        except (Exception, KeyboardInterrupt) as error:
+            if mesh.ends_with_others:
+                leave(error, mesh.rank)
+            raise
         finally:
             mesh.close()
         often, last = often + 1, mesh.place.step

@@ -13,10 +13,13 @@ import torch
 from megaframe.config import RunConfig, load
 from megaframe.config.numbers import axis_sizes
 from megaframe.errors import UserError
+from megaframe.layout import Layout
 from megaframe.plan.advice import decision
+from megaframe.plan.again import settled
 from megaframe.plan.cluster import DEFAULT, Cluster, likely_cluster, load_cluster
 from megaframe.plan.constants import constants_of
 from megaframe.plan.search import search
+from megaframe.plan.stages import stage_plans
 from megaframe.plan.valid import FREE
 
 _SIMULATED = 8
@@ -44,6 +47,22 @@ def with_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
     if begun is not None:
         notes.append(f"the layout with which {config.run.dir} began is not one of {world} ranks")
     return best, notes
+
+
+def with_blocks(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
+    """The config with the blocks that are computed again, where `train.recompute_blocks=auto` asks
+    for as few as fit, and how many in words. The layout is known, and `check` has passed."""
+    if config.train.recompute_blocks != "auto":
+        return config, []
+    cluster = cluster_of(config)
+    layout = Layout.from_parallel(config.parallel, world)
+    found = settled(config, layout, cluster.chip)
+    plans = stage_plans(found)
+    again, blocks = sum(p.recomputed for p in plans), sum(len(p.blocks) for p in plans)
+    by_stage = ", ".join(str(plan.recomputed) for plan in plans)
+    note = f"train.recompute_blocks=auto: {again} of {blocks} blocks run again"
+    note += f" ({by_stage} by stage)" * (len(plans) > 1) + f", to fit {cluster.chip.name}"
+    return found, [note]
 
 
 def cluster_of(config: RunConfig) -> Cluster:

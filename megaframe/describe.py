@@ -9,6 +9,7 @@ from megaframe.layout import Layout
 from megaframe.optim.choice import choices_table
 from megaframe.plan.check import warnings
 from megaframe.plan.held import rank_memory
+from megaframe.plan.promise import promise_note
 from megaframe.plan.schedules import pipeline_summary, step_schedule
 from megaframe.plan.stages import stage_plans
 from megaframe.schedule import Schedule, lower
@@ -35,6 +36,7 @@ def describe(config: RunConfig, layout: Layout, *, host: bool = False) -> str:
         *pipeline_summary(config, schedule),
         *_memory(config, layout, schedule, host),
         *warnings(config, layout, node),
+        *promise_note(config),
     ]
     return "\n".join(lines)
 

@@ -38,6 +38,15 @@ def device_of(wanted: str) -> torch.device:
     return device
 
 
+def be_deterministic() -> None:
+    """Let torch take deterministic algorithms only. What is made before, as a handle of cuBLAS or a
+    group over NCCL, does not know of it."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Else whatever is made empty would be filled first.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def keep_freed_memory() -> None:
     """Let the C library keep up to 128 MiB of what a step frees, where it is glibc.
 

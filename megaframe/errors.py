@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from typing import NoReturn
 
 
 class UserError(Exception):
@@ -60,6 +61,22 @@ _STATUS = {
     BadDevice: EXIT_BAD_DEVICE,
 }
 _PATIENCE = 2.0
+
+
+def leave(error: BaseException, rank: int) -> NoReturn:
+    """Tell of an error as a program does that ends with it, and end the process at once: nothing is
+    cleaned up, nobody waited for."""
+    status: object = 1
+    try:
+        with reported(rank):
+            raise error
+    except SystemExit as told:
+        status = told.code
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else 1)
 
 
 @contextmanager

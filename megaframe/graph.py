@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from megaframe.optim.health import Sign
 _EAGER = 2
 """Steps of a kind that run without a graph first: what is made once is made in them."""
 _MOST = 4
-"""Graphs that a run keeps, each with memory of its own."""
+"""Graphs that a run keeps."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,18 @@ Record = Callable[[Callable[[], Passed]], tuple[Passed, Callable[[], None]]]
 
 
 def record_cuda(compute: Callable[[], Passed]) -> tuple[Passed, Callable[[], None]]:
-    """By torch's CUDA graphs."""
+    """By torch's CUDA graphs, which run one after the other and so share their memory. Threads that
+    save go on meanwhile."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"):
         passed = compute()
     graph.replay()  # recording runs nothing
     return passed, graph.replay
+
+
+@cache
+def _pool() -> Any:
+    return torch.cuda.graph_pool_handle()
 
 
 @dataclass(frozen=True)

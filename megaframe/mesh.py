@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,8 @@ AXIS_SETS: tuple[tuple[str, ...], ...] = (
     ("pipeline", "data", "context", "tensor"),
 )
 """The axis sets over which some part of megaframe communicates. The last is the world."""
+_WATCHED = 60.0
+"""Seconds that the watch has between a timeout of ours and that of NCCL."""
 EXPERT_SETS: tuple[tuple[str, ...], ...] = (
     ("context", "tensor"),
     ("expert",),
@@ -85,6 +88,7 @@ class Mesh:
         self.rank = global_rank() if alone is None else alone
         self.device = device_of(device) if alone is None else torch.device("meta")
         self._alone, self._ferried = alone is not None, device == "shared"
+        self._over_nccl = self.device.type == "cuda" and not self._ferried
         if self.device.type == "cpu":
             keep_freed_memory()
             finish_before_others()
@@ -113,6 +117,8 @@ class Mesh:
         queue behind large transfers."""
         if layout.world > 1 and not self._alone:
             self._watch = self._watching()
+            if self._over_nccl:
+                self.place.mark = lambda: torch.cuda.current_stream(self.device).record_event()
 
     def _watching(self) -> Watch:
         cut = self.connections.cut
@@ -276,6 +282,11 @@ class Mesh:
             raise lost
         return self._watch.leave(lost)
 
+    @property
+    def ends_with_others(self) -> bool:
+        """Whether `close` waits for what other ranks have to do, as NCCL does."""
+        return self._over_nccl and self.layout.world > 1
+
     def close(self) -> None:
         """End all process groups."""
         if self._watch is not None:
@@ -288,7 +299,7 @@ class Mesh:
         # The launcher may have started more ranks than the layout uses (`faults.elastic`).
         store, rank, world = launcher_store(self.rank, self.layout.world, self._timeout)
         store = fresh_store(store, rank, world, self._timeout)
-        kind = "nccl" if self.device.type == "cuda" and not self._ferried else "gloo"
+        kind = "nccl" if self._over_nccl else "gloo"
         with self.connections.made():
             dist.init_process_group(kind, store=store, rank=rank, world_size=world, timeout=limit)
         return dist.PrefixStore("megaframe", store)
@@ -346,8 +357,11 @@ class Mesh:
         if self._alone:
             return Alike(ranks.index(self.rank), len(ranks)) if self.rank in ranks else None
         with self._gathering(), self.connections.made():
-            limit = timedelta(seconds=self._timeout)
-            made = dist.new_group(ranks, timeout=limit, backend=backend)
+            if backend is None and self._over_nccl:
+                made = dist.new_group(ranks, **_of_nccl(self.device, self._timeout))
+            else:
+                limit = timedelta(seconds=self._timeout)
+                made = dist.new_group(ranks, timeout=limit, backend=backend)
         # Of other ranks' groups torch gives a number in the place of a group.
         return Ferry(made) if self._ferried and not backend and self.rank in ranks else made
 
@@ -357,6 +371,22 @@ class Mesh:
         if names | {"context"} == {"tensor", "context", "data", "pipeline"}:
             return "world"
         return "+".join(sorted(name for name in names if sizes.get(name, 2) > 1))
+
+
+def _of_nccl(device: torch.device, timeout: float) -> dict[str, Any]:
+    """How a group over NCCL is made.
+
+    At once, with its communicator: torch would otherwise make one for two ranks at their first
+    message, and wait for the other rank, which in a ring waits for another one. Its transfers go
+    before products that have not begun. Before NCCL gives up, which ends a process without a word,
+    the watch has told who is at fault.
+    """
+    limit = timedelta(seconds=timeout + _WATCHED)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = limit
+    # A link has one direction, so its messages are to come one after the other.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
+    return {"timeout": limit, "pg_options": options, "device_id": device}
 
 
 def _ascending(one: int, other: int) -> tuple[int, int]:

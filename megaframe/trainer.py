@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,6 +31,7 @@ from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.optim.bucket import UNSENT
 from megaframe.pipeline import Pipeline
 from megaframe.plan.check import warnings
+from megaframe.plan.promise import promise_note
 from megaframe.plan.schedules import pipeline_summary
 from megaframe.run_state import (
     RunState,
@@ -60,7 +60,6 @@ class Trainer:
         launcher: Launcher | None = None,
     ) -> None:
         self.config, self.mesh = config, mesh
-        _set_determinism(config)
         self.folder = Path(config.run.dir)
         ledger = Ledger(self.folder, keep=mesh.rank == 0)
         self.step = 0
@@ -102,6 +101,8 @@ class Trainer:
         node = config.parallel.node_size or ranks_on_this_node()
         for warning in warnings(config, mesh.layout, node):
             self.meter.note(warning)
+        for line in promise_note(config):
+            self.meter.note(line)
         self.saving.begin(source)
         self.guard = Guard(
             config, mesh, self.pipeline, self.meter, ledger, self._go_back, launcher or Launcher()
@@ -387,10 +388,11 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def _move(microbatch: Microbatch, device: torch.device) -> Microbatch:
+    """To a GPU by way of pinned memory; for what comes from any other the host would wait."""
     if device.type == "cpu":
         return microbatch
     moved: dict[str, Any] = {
-        name: value.to(device, non_blocking=True)
+        name: value.pin_memory().to(device, non_blocking=True)
         for name, value in vars(microbatch).items()
         if isinstance(value, Tensor)
     }
@@ -405,9 +407,3 @@ def _token_bytes(config: RunConfig, device: torch.device) -> Tensor | None:
     table = torch.zeros(config.model.vocab or len(counts), dtype=torch.int64)
     table[: len(counts)] = counts
     return table.to(device)
-
-
-def _set_determinism(config: RunConfig) -> None:
-    if config.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)

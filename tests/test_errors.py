@@ -1,4 +1,5 @@
-"""What a mistake looks like: one message, one status, and the same words in torchrun's summary."""
+"""How a program ends with an error: one message, one status, the same words in torchrun's summary,
+and no wait where it must not wait for anybody."""
 
 import subprocess
 import sys
@@ -10,6 +11,33 @@ from megaframe.errors import BadDevice, NotFinite, UserError, reported
 
 ROOT = Path(__file__).resolve().parent.parent
 ENTRY = str(ROOT / "pretrain_gpt.py")
+ENDS = """
+import atexit, threading, time
+from megaframe.errors import LostRanks, UserError, leave
+atexit.register(time.sleep, 60)
+threading.Thread(target=time.sleep, args=(60,)).start()
+try:
+    leave({error}, rank={rank})
+finally:
+    print("cleaned up")
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "status", "said"),
+    [
+        ("UserError('use 4')", 0, 2, "error: use 4\n"),
+        ("UserError('use 4')", 3, 2, "error: rank 3: use 4\n"),
+        ("LostRanks('gone', [1])", 3, 3, "error: rank 3: gone\n"),
+        ("KeyboardInterrupt()", 0, 130, "interrupted\n"),
+        ("ZeroDivisionError('by zero')", 0, 1, "ZeroDivisionError: by zero\n"),
+    ],
+)
+def test_leaving_tells_why_and_waits_for_nothing(error, rank, status, said):
+    command = [sys.executable, "-c", ENDS.format(error=error, rank=rank)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert done.stderr.endswith(said) and ("Traceback" in done.stderr) == (status == 1)
 
 
 @pytest.mark.parametrize(
@@ -23,9 +51,9 @@ def test_an_error_is_its_message_and_its_status(error, status, capsys):
 
 
 def test_a_mistake_of_all_ranks_is_told_by_the_first_and_stands_in_the_summary():
-    command = ["torchrun", "--nproc-per-node", "2", ENTRY, "--config", "demo", "train.stps=5"]
+    words = ["--nproc-per-node", "2", ENTRY, "--config", "demo", "train.stps=5"]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command[1:]],
+        [sys.executable, "-m", "torch.distributed.run", *words],
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -16,6 +16,7 @@ from megaframe.config import RunConfig, dump, load
 from megaframe.errors import UserError, reported
 from megaframe.layout import Layout
 from megaframe.plan.advice import alternatives, decision, said
+from megaframe.plan.again import settled
 from megaframe.plan.check import check
 from megaframe.plan.cluster import DEFAULT, Cluster, cluster_names, load_cluster
 from megaframe.plan.constants import Constants, constants_of
@@ -108,6 +109,7 @@ def predicted(question: Question) -> Choice:
     config, gpus = question.config, question.gpus
     check(config, gpus, data=False)
     layout = Layout.from_parallel(config.parallel, gpus)
+    config = settled(config, layout, question.cluster.chip)
     return Choice(config, layout, predict(config, layout, question.cluster, question.constants))
 
 

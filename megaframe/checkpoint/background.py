@@ -144,6 +144,8 @@ class Background:
 
     def _fill(self, parts: list[Tensor], written: torch.cuda.Event | None, copy: Copy) -> None:
         try:
+            if self._stream is not None:  # a thread's device is the first one, and it would use it
+                torch.cuda.set_device(self._stream.device)
             self._reserve(copy.size)
             copy.begin(self._buffer.numpy().data[: copy.size])
             if written is None:
@@ -163,8 +165,7 @@ class Background:
         if self._stream is None:
             self._buffer = torch.from_numpy(aligned(size))
             return
-        with torch.cuda.device(self._stream.device):  # or a thread pins by way of the first GPU
-            buffer = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
+        buffer = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
         self._buffer = buffer[-buffer.data_ptr() % ALIGNMENT :]
 
     def _copy(self, tiles: Iterable[Tensor], copy: Copy) -> None:

@@ -42,6 +42,7 @@ def clock_offset(group: Group, device: torch.device) -> int:
         for other in range(1, group.size):
             for _ in range(_ROUNDS):
                 receive(told, group, source=other).wait()
+                int(told)  # a GPU's wait is its stream's
                 told.fill_(time.perf_counter_ns())
                 send(told, group, to=other).wait()
         return 0

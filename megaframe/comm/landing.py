@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ def land(pending: Sequence[Pending[Tensor]], device: torch.device) -> Callable[[
     """
     if device.type != "cuda":
         return lambda: [one.wait() for one in pending]
-    stream = torch.cuda.Stream(device)
+    stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     host = []
     with torch.cuda.stream(stream):
@@ -33,3 +34,9 @@ def land(pending: Sequence[Pending[Tensor]], device: torch.device) -> Callable[[
         return host
 
     return landed
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all: torch has 32 in all, and those of NCCL's groups are among them."""
+    return torch.cuda.Stream(device)

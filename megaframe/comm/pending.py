@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch.distributed as dist
@@ -74,6 +75,8 @@ class Pending(Generic[T]):
             except RuntimeError as error:
                 raise _lost(self._group, error) from error
             place.go_on(begun)
+            if not self._work.is_completed():
+                place.left(_Waiting(self._kind, self._group))
             self._work = None
         if self._too is not None:
             self._too.wait()
@@ -91,6 +94,18 @@ class Pending(Generic[T]):
         """Whether `wait()` would return at once."""
         here = self._work is None or self._work.is_completed()
         return here and (self._too is None or self._too.arrived())
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """What a device waits for, without holding what comes of it."""
+
+    kind: str
+    group: Group
+
+    def waits_for(self) -> tuple[str, tuple[int, ...]]:
+        """As `Pending.waits_for`."""
+        return _in_words(self.kind, self.group), self.group.ranks
 
 
 def started(

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from threading import Lock
 from typing import Protocol
 
 
@@ -20,6 +21,23 @@ class Waiting(Protocol):
 
     def waits_for(self) -> tuple[str, tuple[int, ...]]:
         """In words, and the ranks that have a part in it, this one too."""
+
+
+class Mark(Protocol):
+    """A place in the work of a device."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What the host has given a device to do: an action or another part of a step, and the waits
+    for others in it. end: behind it."""
+
+    end: Mark
+    doing: str
+    waits: Sequence[Waiting]
 
 
 @dataclass(frozen=True)
@@ -52,9 +70,15 @@ class Sight:
 class Place:
     """This rank's. told: a signal that asked the process to leave, 0 for none. steady: it is in
     the loop over steps, and neither at its end nor leaving it for an error of its own. step: the
-    one under way."""
+    one under way. mark: leaves a mark in the work of a device that does later what the host gives
+    it, and then is what waits for others; may be set."""
 
     def __init__(self) -> None:
+        self.mark: Callable[[], Mark] | None = None
+        self._given: deque[_Given] = deque()
+        self._looking = Lock()
+        self._waits: list[Waiting] = []
+        self._first: tuple[_Given | None, float] = None, 0.0
         self.told = self.step = 0
         self.steady = False
         self._doing, self._since = "", 0.0
@@ -76,6 +100,10 @@ class Place:
     def act(self, part: str, action: object, kind: str | None = None) -> None:
         """The next part of it begins, such as `data`, or an action of the schedule. kind: under
         which its time without waiting is counted, None where it is not."""
+        if self.mark is not None and self.action:
+            self._given.append(_Given(self.mark(), self._doing_now(), self._waits))
+            self._waits = []
+            self._under_way()
         now = time.perf_counter_ns()
         if self._kind is not None:
             self._busy[self._kind] += now - self._mark - self._waited
@@ -88,6 +116,11 @@ class Place:
         self._waiting = waiting
         return time.perf_counter_ns()
 
+    def left(self, waiting: Waiting) -> None:
+        """What the host has waited for, the device still does."""
+        if self.mark is not None:
+            self._waits.append(waiting)
+
     def go_on(self, begun: int) -> None:
         """The wait that began then is over."""
         self._waiting = None
@@ -96,6 +129,24 @@ class Place:
     def overrun(self, limit: float) -> bool:
         """Whether what is to end in time has not ended within so many seconds; 0 is no limit."""
         return bool(limit and self._doing) and time.monotonic() - self._since > limit
+
+    def stalled(self, limit: float) -> bool:
+        """Whether the device has waited for others in one part of a step for more than so many
+        seconds, as far as is known from asking again and again."""
+        first, now = self._under_way(), time.monotonic()
+        if first is not self._first[0]:
+            self._first = first, now
+        return first is not None and bool(first.waits) and now - self._first[1] > limit
+
+    def _under_way(self) -> _Given | None:
+        """What the device has not done yet and was given first."""
+        with self._looking:  # the watch asks as well
+            while self._given:
+                first = self._given[0]
+                if not first.end.query():
+                    return first
+                self._given.popleft()
+        return None
 
     @property
     def action(self) -> str:
@@ -109,20 +160,29 @@ class Place:
 
     def seen(self, rank: int) -> Sight:
         """What this rank does now."""
-        waiting, action, part = self._waiting, self._action, self._part
-        doing = self._doing or "between steps"
-        if action is not None:
-            doing += f", action {action}"
-        elif part:
-            doing += f", {part}"
-        text, others = ("", ()) if waiting is None else waiting.waits_for()
+        doing, text, others = self._doing_now(), "", tuple[int, ...]()
+        given = self._under_way()
+        if given is not None:
+            known = [waiting.waits_for() for waiting in given.waits]
+            text = " or ".join(dict.fromkeys(words for words, _ in known))
+            others = tuple(sorted({rank for _, ranks in known for rank in ranks}))
+            doing = f"{given.doing} on its device"
+        elif (waiting := self._waiting) is not None:
+            text, others = waiting.waits_for()
         steady = self.steady and not self.told
         return Sight(rank, doing, text and f"waiting in {text}", others, self._beat, steady)
 
+    def _doing_now(self) -> str:
+        doing, action, part = self._doing or "between steps", self._action, self._part
+        if action is not None:
+            return f"{doing}, action {action}"
+        return f"{doing}, {part}" if part else doing
+
     @property
     def waits(self) -> bool:
-        """Whether this rank waits for others."""
-        return self._waiting is not None
+        """Whether this rank waits for others, or its device does."""
+        given = self._under_way()
+        return bool(given.waits) if given is not None else self._waiting is not None
 
 
 def held_up_by(seen: Mapping[int, Sight], world: int) -> tuple[int, ...]:

@@ -132,7 +132,7 @@ class Watch:
         try:
             while not self._stop.wait(_PAUSE if answered else _LOOK):
                 if not answered:
-                    late = self._place.overrun(self.limit)
+                    late = self._place.overrun(self.limit) or self._place.stalled(self._timeout)
                     if late:
                         self._append("lost", json.dumps([self._rank, _LATE]) + "\n")
                         judged = time.monotonic() + _PATIENCE
@@ -182,8 +182,10 @@ class Watch:
         """Who holds up what takes too long."""
         seen = self._answers()
         ranks = held_up_by(seen, self._layout.world)
-        text = f"{seen[self._rank].doing.partition(',')[0]} took more than "
-        text += f"faults.step_timeout={self.limit:g} s: "
+        limit = f"faults.step_timeout={self.limit:g} s"
+        if not self._place.overrun(self.limit):
+            limit = f"parallel.timeout={self._timeout:g} s"
+        text = f"{seen[self._rank].doing.partition(',')[0]} took more than {limit}: "
         text += "; ".join(
             f"{self._name(rank)} {'at ' + str(seen[rank]) if rank in seen else 'does not answer'}"
             for rank in ranks[:_NAMED]

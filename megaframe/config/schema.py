@@ -135,9 +135,10 @@ class Train(Section):
     """Activation recomputation in the backward pass. `selective` recomputes norms and activation
     functions (about 3% of a step for a third of the activation memory). `full` recomputes each
     block from its input."""
-    recompute_blocks: NonNegative | tuple[NonNegative, ...] = 0
+    recompute_blocks: NonNegative | tuple[NonNegative, ...] | Literal["auto"] = 0
     """Number of blocks at the start of each stage (one number, or one per stage) that are
-    recomputed from their input whatever `recompute` says."""
+    recomputed from their input whatever `recompute` says. `auto`: as few per stage as fit into the
+    memory of the chip (`parallel.cluster`), by the plan."""
     offload: bool = False
     """Keep the inputs of recomputed blocks in host memory until the backward pass. On a CPU they
     are there already."""

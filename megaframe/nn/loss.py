@@ -12,6 +12,7 @@ hidden.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import torch
@@ -23,6 +24,9 @@ from megaframe.microbatch import IGNORE
 from megaframe.parameter import Parameter
 from megaframe.plan.memory import most_logits
 from megaframe.product import product_into
+
+_PARTS = 32
+"""As large a part of the largest chunk is in fp32 at a time."""
 
 
 @dataclass(frozen=True)
@@ -119,51 +123,61 @@ def _losses(
 def _plain_losses(
     logits_TV: Tensor, targets_T: Tensor, part: _Part, options: LossOptions, gradient: bool
 ) -> Tensor:
-    slope = None
-    if options.softcap is not None:
-        logits_TV.div_(options.softcap).tanh_()
-        if gradient:
-            slope = 1.0 - logits_TV.square()
-        logits_TV.mul_(options.softcap)
+    """In at least fp32, a few rows at a time: where a target's probability is near 1, its loss and
+    its gradient are what rounding would take away. So probabilities are rounded where they lie, and
+    the target's gradient when it is known."""
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
-    smooth = options.label_smoothing
+    cap, smooth = options.softcap, options.label_smoothing
     here_T = targets_T - part.start
     inside_T = (here_T >= 0) & (here_T < logits_TV.shape[1])
     here_T = here_T.masked_fill(~inside_T, 0)
-    at_target = torch.arange(len(targets_T), device=targets_T.device), here_T
-    top_T = logits_TV.amax(-1).to(wide)
-    target_T = logits_TV[at_target].to(wide) * inside_T * (1.0 - smooth)
-    if smooth:
-        target_T += smooth / part.vocab * logits_TV.sum(-1, dtype=wide)
-    torch.softmax(logits_TV, -1, out=logits_TV)
-    # The largest probability is exp(0) / sum, so its logarithm gives the sum with one cheap pass.
-    own_T = top_T - logits_TV.amax(-1).to(wide).log()
-    partition_T, target_T = _over_the_vocabulary(own_T, target_T, part.tensor)
-    losses = partition_T - target_T + options.z_loss * partition_T.square()
-    if gradient:
-        if part.tensor.size > 1 or options.z_loss:
-            share_T = (own_T - partition_T).exp()
-            _scale_rows(logits_TV, share_T * (1.0 + 2.0 * options.z_loss * partition_T))
+    own_T, label_T, hit_T = (torch.empty_like(targets_T, dtype=wide) for _ in range(3))
+    slope_TV = torch.empty_like(logits_TV) if gradient and cap is not None else None
+    for rows, x in _widened(logits_TV, wide):
+        if cap is not None:
+            x.div_(cap).tanh_()
+            if slope_TV is not None:
+                slope_TV[rows] = 1.0 - x.square()
+            x.mul_(cap)
+        at_target = torch.arange(len(x), device=x.device), here_T[rows]
+        label_T[rows] = x[at_target] * inside_T[rows] * (1.0 - smooth)
         if smooth:
-            logits_TV.sub_(smooth / part.vocab)
-        # Indexed assignment: scatter_ copies the whole chunk on a CPU in low precision.
-        logits_TV[at_target] += inside_T.to(logits_TV.dtype) * (smooth - 1.0)
-        if slope is not None:
-            logits_TV.mul_(slope)
+            label_T[rows] += smooth / part.vocab * x.sum(-1)
+        top = x.amax(-1)
+        torch.softmax(x, -1, out=x)
+        # The largest probability is exp(0) / sum, so its logarithm gives the sum.
+        own_T[rows] = top - x.amax(-1).log()
+        hit_T[rows] = x[at_target]
+        if gradient:
+            logits_TV[rows].copy_(x)
+    partition_T, label_T = _over_the_vocabulary(own_T, label_T, part.tensor)
+    losses = partition_T - label_T + options.z_loss * partition_T.square()
+    if not gradient:
+        return losses
+    factor_T = (own_T - partition_T).exp() * (1.0 + 2.0 * options.z_loss * partition_T)
+    if part.tensor.size > 1 or options.z_loss or smooth or slope_TV is not None:
+        for rows, x in _widened(logits_TV, wide):
+            x.mul_(factor_T[rows, None]).sub_(smooth / part.vocab)
+            logits_TV[rows].copy_(x if slope_TV is None else x.mul_(slope_TV[rows]))
+    hit_T = hit_T * factor_T - smooth / part.vocab - (1.0 - smooth)
+    at_target = torch.arange(len(here_T), device=here_T.device), here_T
+    if slope_TV is not None:
+        hit_T *= slope_TV[at_target]
+    # Indexed assignment: scatter_ copies the whole chunk on a CPU in low precision.
+    logits_TV[at_target] = torch.where(inside_T, hit_T.to(logits_TV.dtype), logits_TV[at_target])
     return losses
 
 
-def _scale_rows(x_TV: Tensor, factor_T: Tensor) -> None:
-    """Multiply each row by its factor, which may be of higher precision, in place.
-
-    On a CPU a tensor of factors would copy the whole chunk into their type and back. A number is
-    multiplied in at least fp32 as well, and copies nothing.
-    """
-    if x_TV.device.type == "cpu" and x_TV.dtype != factor_T.dtype:
-        for row, factor in zip(x_TV, factor_T.tolist(), strict=True):
-            row.mul_(factor)
-    else:
-        x_TV.mul_(factor_T[:, None])
+def _widened(logits_TV: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """A few rows at a time in this type, those of the chunk themselves where that is theirs: so
+    many that on a CPU they stay in the cache, and are little beside a chunk."""
+    tokens, vocab = logits_TV.shape
+    step = min(tokens, max(1, most_logits(host=logits_TV.device.type == "cpu") // _PARTS // vocab))
+    room = logits_TV.new_empty(step, vocab, dtype=wide) if wide != logits_TV.dtype else None
+    for start in range(0, tokens, step):
+        rows = slice(start, min(start + step, tokens))
+        here = logits_TV[rows]
+        yield rows, here if room is None else room[: len(here)].copy_(here)
 
 
 def _over_the_vocabulary(

@@ -7,6 +7,7 @@ Llama weights. Shape legend: B samples, S positions, N heads, D rotated width of
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,6 +29,13 @@ def frequencies(model: Model) -> tuple[Tensor, float]:
         factor = _strength(scaling, scaling.mscale) / _strength(scaling, scaling.mscale_all_dim)
         return _yarn(plain, scaling, model.rotary_base), factor
     return plain, 1.0
+
+
+@lru_cache(maxsize=8)
+def _frequencies_on(model: Model, device: torch.device) -> tuple[Tensor, float]:
+    """The same on a device, brought there once: a GPU's host would wait for it."""
+    rate, factor = frequencies(model)
+    return rate.to(device), factor
 
 
 def scores_factor(model: Model) -> float:
@@ -84,8 +92,8 @@ class Rotary:
     ) -> None:
         """positions: int64 [S] or [B, S]."""
         self._kernels = kernels
-        rate, factor = frequencies(model)
-        angle = positions.to(torch.float64)[..., None] * rate.to(positions.device)
+        rate, factor = _frequencies_on(model, positions.device)
+        angle = positions.to(torch.float64)[..., None] * rate
         self.cos = (angle.cos() * factor).to(dtype).unsqueeze(-2)
         self.sin = (angle.sin() * factor).to(dtype).unsqueeze(-2)
 

@@ -11,6 +11,7 @@ by the rule, which rounds each while it is there.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -57,8 +58,9 @@ class Sharing:
 
 class Bucket:
     """Parameters with everything that an update needs. rule: makes the optimizer of this rank's
-    weights, None where they are frozen. route: by which it comes to what it keeps. replica: the
-    parameters are those of another stage, which speaks for them."""
+    weights, None where they are frozen. route: by which it comes to what it keeps. together: each
+    parameter and each rank's part starts at a multiple of so many elements. replica: the parameters
+    are those of another stage, which speaks for them."""
 
     def __init__(
         self,
@@ -70,10 +72,12 @@ class Bucket:
         rule: Callable[[Bucket], Rule] | None,
         *,
         route: Route = STAYS,
+        together: int = 1,
         replica: bool = False,
     ) -> None:
         self.parameters, self.sharing, self.replica = tuple(parameters), sharing, replica
         self._precision, self._buffers, self.device = precision, buffers, buffers.device
+        self._step = math.lcm(_ALIGNMENT // precision.compute.itemsize, together)
         self.division = self.divided(boxes, sharing.shard.index)
         self.length, self.own = self.division.length, self.division.own
         self.kept = self.division.kept
@@ -142,8 +146,8 @@ class Bucket:
     def divided(self, boxes: Sequence[Box], index: int) -> Division:
         """How it lies on the rank of this index among those that share it, which has these boxes
         of the parameters."""
-        step, shard = _ALIGNMENT // self._precision.compute.itemsize, self.sharing.shard
-        return Division.of(boxes, step, shard.size, index, divided=self.sharing.stage > 0)
+        ranks = self.sharing.shard.size
+        return Division.of(boxes, self._step, ranks, index, divided=self.sharing.stage > 0)
 
     def pieces(self, flat: Tensor, span: slice) -> Iterator[tuple[Parameter, Box, Tensor]]:
         """What `flat`, which holds `span` of the bucket, has of each parameter, in boxes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 
@@ -37,6 +37,7 @@ from megaframe.optim.elementwise import (
 )
 from megaframe.optim.moments import Keeping
 from megaframe.optim.muon import Muon
+from megaframe.optim.numbering import Numbering
 from megaframe.optim.route import STAYS, Route, route_from
 from megaframe.optim.rule import Rule
 from megaframe.parameter import PRECISIONS
@@ -77,6 +78,9 @@ class Choices:
         self.route = route_of(optim, mesh.device)
         """By which what is kept away from the device comes to it."""
         self._keeping = Keeping(*codes(optim.state), self.route)
+        self.together = max(self._keeping.signed.together, self._keeping.square.together)
+        """Neighbours in a bucket that share something of the state."""
+        self._seed = config.run.seed
 
     def kind(self, spec: ParamSpec) -> Kind:
         """That of a parameter."""
@@ -91,13 +95,16 @@ class Choices:
         if kind.rule == "balance":
             assert self._moe is not None, "a model with routers has experts"
             return Balance(self._moe, bucket.division.spans)
-        optim, keeping = self._optim, self._keeping
+        optim = self._optim
+        specs = [parameter.spec for parameter in bucket.parameters]
+        numbers = Numbering(specs, bucket.division, self._seed)
+        keeping = replace(self._keeping, numbers=numbers)
         average = [] if optim.ema is None else [Average(optim.ema)]
         if kind.rule == "muon":
             speed = momentum_options(optim, kind.rates)
             divisions = self._on_owners(bucket)
             return Muon(bucket, speed, keeping, self._precision, self.owners, divisions, average)
-        return Elementwise(bucket.weights, [*self._changes(kind), *average], keeping)
+        return Elementwise(bucket.weights, [*self._changes(kind, keeping), *average], keeping)
 
     def _on_owners(self, bucket: Bucket) -> list[Division]:
         """How the bucket lies on each of the owners."""
@@ -109,9 +116,9 @@ class Choices:
             for place, index in zip(places, indices, strict=True)
         ]
 
-    def _changes(self, kind: Kind) -> list[Change]:
+    def _changes(self, kind: Kind, keeping: Keeping) -> list[Change]:
         """Of a rule that changes each element on its own."""
-        optim, rates, keeping = self._optim, kind.rates, self._keeping
+        optim, rates = self._optim, kind.rates
         if kind.rule == "adamw":
             options = AdamWOptions(optim.beta1, optim.beta2, optim.eps, rates)
             return [AdamW(options, keeping, self._kernels)]

@@ -2,7 +2,7 @@
 
 Where bits are few, a value is rounded up or down by chance, so that its expectation stays true: to
 the nearest, an average that moves by less than half a code in a step would never move. The chance
-is a function of element and step, so that two runs are equal.
+is a function of element and step, so that two runs are equal, whatever their layouts.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ _MIXERS = 0x9E3779B1, 0xB7E15163
 
 
 class Code(Protocol):
-    """Keeps flat spans of values as one or several flat tensors. exact: as they are."""
+    """Keeps flat spans of values as one or several flat tensors. exact: as they are. together: so
+    many neighbours share something, counted from the start."""
 
     exact: bool
+    together: int
 
     def make(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
         """Room for `length` values of the master type `dtype`, all zero."""
@@ -47,7 +49,7 @@ class Code(Protocol):
 class Master:
     """Keeps values as they are."""
 
-    exact = True
+    exact, together = True, 1
 
     def make(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
         return (torch.zeros(length, dtype=dtype, device=device),)
@@ -65,7 +67,7 @@ class Master:
 class Bfloat16:
     """Keeps the upper 16 bits of fp32."""
 
-    exact = False
+    exact, together = False, 1
 
     def make(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
         return (torch.zeros(length, dtype=torch.bfloat16, device=device),)
@@ -92,7 +94,7 @@ class Blocks:
     divided by: none but 0 becomes 0.
     """
 
-    exact = False
+    exact, together = False, BLOCK
 
     def __init__(self, *, square: bool) -> None:
         self._square = square
@@ -134,12 +136,12 @@ class Blocks:
         return self._table
 
 
-def chances(span: slice, number: int, device: torch.device) -> Tensor:
-    """Of the elements of `span` at draw `number`, fp32 in [0, 1), as even as can be over elements
-    and over draws: multiples of irrational numbers without their integer part."""
+def chances(elements: Tensor, number: int) -> Tensor:
+    """Of the elements with these numbers at draw `number`, fp32 in [0, 1), as even as can be over
+    elements and over draws: multiples of irrational numbers without their integer part."""
     element, draw = _MIXERS
-    mixed = torch.arange(span.start, span.stop, device=device).mul_(element).add_(number * draw)
-    return (mixed.bitwise_and_(0xFFFFFFFF) >> 8).float().mul_(2.0**-24)
+    mixed = elements.mul(element).add_(number * draw)
+    return mixed.bitwise_and_(0xFFFFFFFF).bitwise_right_shift_(8).float().mul_(2.0**-24)
 
 
 def codes(how: str) -> tuple[Code, Code]:

@@ -51,7 +51,7 @@ class Elementwise:
 
     def __init__(self, weights: Tensor, changes: Sequence[Change], keeping: Keeping) -> None:
         codes = {name: code for change in changes for name, code in change.moments.items()}
-        self._moments = Moments(weights, codes, keeping.route)
+        self._moments = Moments(weights, codes, keeping)
         self._changes = tuple(changes)
         self._whole = all(change.whole for change in changes)
 

@@ -7,13 +7,14 @@ once, and no rule knows of either.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megaframe.optim.codes import BLOCK, Code, Master, chances
+from megaframe.optim.numbering import positions
 from megaframe.optim.route import STAYS, Parts, Route
 from megaframe.optim.rule import Step
 from megaframe.plan.room import CHUNK
@@ -30,17 +31,20 @@ _WEIGHTS = "weights"
 @dataclass(frozen=True)
 class Keeping:
     """How moments are kept. signed, square: codes. route: from where to the device; weights take
-    it too where the device has a rounded copy of them to compute with."""
+    it too where the device has a rounded copy of them to compute with. numbers: of the elements of
+    a span, on a device, by which chances are drawn."""
 
     signed: Code
     square: Code
     route: Route = STAYS
+    numbers: Callable[[slice, torch.device], Tensor] = positions
 
 
 class Moments:
     """Moments of `weights` by name, zero at first."""
 
-    def __init__(self, weights: Tensor, codes: Mapping[str, Code], route: Route) -> None:
+    def __init__(self, weights: Tensor, codes: Mapping[str, Code], keeping: Keeping) -> None:
+        self._numbers, route = keeping.numbers, keeping.route
         self._length, self._dtype = len(weights), weights.dtype
         self._codes, self._route = dict(codes), route
         self._device = route.device or weights.device
@@ -125,9 +129,12 @@ class Moments:
     def _encode(self, span: slice, parts: Parts, moments: Mapping[str, Tensor], step: Step) -> None:
         """What was changed in a copy, because a code keeps it, becomes what is kept."""
         lossy = {name: code for name, code in self._codes.items() if not code.exact}
+        if not lossy:
+            return
+        elements = self._numbers(span, self._device)
         for index, (name, code) in enumerate(lossy.items()):
             number = (step.number * len(lossy) + index) % _LARGEST_NUMBER
-            changed = code.encode(moments[name], chances(span, number, self._device))
+            changed = code.encode(moments[name], chances(elements, number))
             for old, new in zip(parts[name], changed, strict=True):
                 old.copy_(torch.where(step.skip.bool(), old, new))
 

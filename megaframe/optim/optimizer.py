@@ -178,6 +178,7 @@ class Optimizer:
             self.buffers,
             self._choices.rule(spec),
             route=self.route,
+            together=self._choices.together,
             replica=parameters[0].replica,
         )
 

@@ -43,11 +43,11 @@ class PowerWire(Wire):
         self._residual.add_(flat)
         (owed, owed_rest), (sums, sums_rest) = self._split(self._residual), self._split(flat)
         left = [matrix @ right for matrix, right in zip(owed, self._right, strict=True)]
-        first = _Packed([*left, *owed_rest])
+        first = _Packed([*left, *owed_rest], flat)
         yield all_reduce(first.flat, self.group)
         bases = [torch.linalg.qr(one).Q for one in first.parts[: len(left)]]
         mine = [matrix.t() @ base for matrix, base in zip(owed, bases, strict=True)]
-        second = _Packed(mine)
+        second = _Packed(mine, flat)
         if mine:
             yield all_reduce(second.flat, self.group)
         for into, rest, total in zip(sums_rest, owed_rest, first.parts[len(left) :], strict=True):
@@ -76,10 +76,12 @@ class PowerWire(Wire):
 
 
 class _Packed:
-    """Copies of tensors in one flat buffer. parts: views of it in their shapes."""
+    """Copies of tensors in one flat buffer, of the kind of `like`. parts: views of it in their
+    shapes."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.flat = torch.cat([one.flatten() for one in tensors]) if tensors else torch.empty(0)
+    def __init__(self, tensors: Sequence[Tensor], like: Tensor) -> None:
+        flat = [one.flatten() for one in tensors]
+        self.flat = torch.cat(flat) if flat else like.new_empty(0)
         split = self.flat.split([one.numel() for one in tensors])
         self.parts = [one.view(like.shape) for one, like in zip(split, tensors, strict=False)]
 

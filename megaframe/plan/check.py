@@ -20,7 +20,7 @@ from megaframe.config.url import is_url, url_mistake
 from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.plan.context import context_mistakes
-from megaframe.plan.experts import dropping, expert_mistakes
+from megaframe.plan.experts import expert_mistakes
 from megaframe.plan.nodes import crossing
 from megaframe.plan.shape import model_mistakes
 from megaframe.plan.tensor import tensor_mistakes
@@ -42,7 +42,6 @@ def warnings(config: RunConfig, layout: Layout, node_size: int) -> list[str]:
     """What works, but hardly as meant. node_size: ranks of a node."""
     found = (
         crossing(config, layout, node_size),
-        dropping(config.model),
         _still_rising(config.optim, config.train.steps),
     )
     return [f"warning: {warning}" for warning in found if warning is not None]

@@ -33,17 +33,6 @@ def near_experts(parallel: Parallel, node_size: int) -> int:
     return gcd(parallel.expert, max(1, node_size // parallel.expert_tensor))
 
 
-def dropping(model: Model) -> str | None:
-    """The warning that a limit of tokens for each expert deserves; None without one."""
-    if model.moe is None or model.moe.capacity is None:
-        return None
-    return (
-        f"model.moe.capacity={model.moe.capacity:g} drops what is sent to an expert beyond so many "
-        "times the mean of a rank and a microbatch: the answer then depends on both; leave it out "
-        "for one that does not"
-    )
-
-
 def expert_mistakes(config: RunConfig) -> Iterator[str]:
     """What of model.moe, parallel.expert and parallel.expert_tensor does not fit."""
     model, parallel = config.model, config.parallel

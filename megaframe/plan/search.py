@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.layout import Layout
+from megaframe.plan.again import settled
 from megaframe.plan.candidates import SCHEDULES, Array, Candidates
 from megaframe.plan.check import check
 from megaframe.plan.cluster import Cluster
@@ -151,10 +153,22 @@ def _simulated(
         one = configured(config, every, place)
         check(one, gpus, data=False)
         layout = Layout.from_parallel(one.parallel, gpus)
-        prediction = predict(one, layout, cluster, constants)
-        if leaves_room(sum(prediction.memory_bytes.values()), cluster.chip):
-            found.append(Choice(one, layout, prediction, place))
+        for each in _with_fewer(one, config, layout, cluster):
+            prediction = predict(each, layout, cluster, constants)
+            if leaves_room(sum(prediction.memory_bytes.values()), cluster.chip):
+                found.append(Choice(each, layout, prediction, place))
     return tuple(sorted(found, key=lambda one: one.prediction.step_seconds * penalty[one.place]))
+
+
+def _with_fewer(
+    one: RunConfig, asked: RunConfig, layout: Layout, cluster: Cluster
+) -> Iterator[RunConfig]:
+    """The config of a candidate; where `train.recompute_blocks=auto` was asked for and all blocks
+    run again, also with as few of them as fit."""
+    yield one
+    if asked.train.recompute_blocks == "auto" and one.train.recompute == "full":
+        train = one.train.model_copy(update={"recompute": "selective", "recompute_blocks": "auto"})
+        yield settled(one.model_copy(update={"train": train}), layout, cluster.chip)
 
 
 def _penalty(every: Candidates) -> Array:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 from megaframe.config.model import Model
 from megaframe.config.schema import RunConfig
@@ -224,5 +225,8 @@ def _fits(ends: Sequence[float], head: float, stages: int, limit: float) -> bool
     return end == 0
 
 
-def _per_stage(value: int | tuple[int, ...], stage: int) -> int:
+def _per_stage(value: int | tuple[int, ...] | Literal["auto"], stage: int) -> int:
+    """What is not settled yet (`again.settled`) counts as none."""
+    if value == "auto":
+        return 0
     return value if isinstance(value, int) else value[stage]

@@ -51,3 +51,62 @@ def test_ranks_that_do_the_same_are_told_together():
     sights = [seen(0, True), seen(1, False), seen(2, True)]
     text = "ranks 0, 2: step 1, waiting in x; rank 1: step 1, waiting for no rank"
     assert gathered(sights) == text
+
+
+class Passed:
+    """A mark that a device has passed when it is told so."""
+
+    def __init__(self):
+        self.passed = False
+
+    def query(self):
+        return self.passed
+
+
+class Transfer:
+    """What is waited for."""
+
+    def __init__(self, words, *ranks):
+        self.waits_for = lambda: (words, ranks)
+
+
+def on_a_device():
+    """A place whose host is far ahead of its device, with the marks that it has left."""
+    place, marks = Place(), []
+
+    def mark():
+        marks.append(Passed())
+        return marks[-1]
+
+    place.mark = mark
+    place.begin("step 7")
+    for action, waits in (("0F0", ["send"]), ("0F1", ["gather", "reduce", "gather"]), ("0B0", [])):
+        place.act("", action, "F")
+        for word in waits:
+            place.left(Transfer(word, 0, 2))
+    place.act("", "UPDATE")
+    return place, marks
+
+
+def test_a_rank_is_where_its_device_is_and_waits_for_what_that_waits_for():
+    place, marks = on_a_device()
+    found = []
+    for mark in marks:
+        found.append((str(place.seen(1)), place.waits))
+        mark.passed = True
+    assert found == [
+        ("step 7, action 0F0 on its device, waiting in send", True),
+        ("step 7, action 0F1 on its device, waiting in gather or reduce", True),
+        ("step 7, action 0B0 on its device, waiting for no rank", False),
+    ]
+    assert str(place.seen(1)) == "step 7, action UPDATE, waiting for no rank"
+
+
+def test_a_device_is_stalled_that_stays_where_it_waits():
+    place, marks = on_a_device()
+    assert not place.stalled(0.0)  # it has only been seen
+    assert place.stalled(0.0) and not place.stalled(100.0)
+    marks[0].passed = True
+    assert not place.stalled(0.0) and place.stalled(0.0)
+    marks[1].passed = True
+    assert not place.stalled(0.0) and not place.stalled(0.0)  # it computes

@@ -5,11 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from megaframe.comm import ALONE
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh, world_size
 from megaframe.microbatch import IGNORE
 from megaframe.nn import loss as loss_module
 from megaframe.nn.loss import LossOptions, head_loss
 from megaframe.parameter import Parameter
-from megaframe.spec import Box, Constant, ParamSpec
+from megaframe.spec import Box, Constant, ParamSpec, share
 
 TOKENS, VOCAB, HIDDEN = 29, 53, 8
 
@@ -60,6 +62,62 @@ def test_low_precision_is_as_good_as_its_type(dtype):
     assert float((result.d_hidden.double() - d_hidden).abs().max()) < bound
     bound = 2 * per_token * float(hidden.double().abs().max()) * 4
     assert float((weight.grad.double() - d_weight).abs().max()) < bound
+
+
+SURE = torch.tensor([0.0, 4.0, 6.0, 8.6875, 10.625, 12.0])
+"""Logits of a target among zeros: at 8.6875 its probability is 0.991, at 10.625 0.9987."""
+
+
+def surely(dtype, options):
+    """Loss, and gradient of the logits [T, V] that are here, of tokens that are ever more sure. Of
+    hidden states that are a unit matrix the weight is the logits, and so is its gradient theirs."""
+    mesh = Mesh(Layout(tensor=world_size()), device="cpu", timeout=60)
+    tensor, tokens = mesh.group("tensor"), len(SURE)
+    start, count = share(VOCAB, tensor.index, tensor.size)
+    first, rows = share(tokens, tensor.index, tensor.size)
+    weight = Parameter(ParamSpec("head.weight", (VOCAB, tokens), Constant(0), role="head"))
+    weight.bind(Box((start, 0), (count, tokens)), lambda: None)
+    logits = torch.zeros(VOCAB, tokens, dtype=dtype)
+    logits[-1] = SURE
+    weight.value = logits[start : start + count].clone()
+    weight.grad = torch.zeros(count, tokens)
+    hidden = torch.eye(tokens, dtype=dtype)[first : first + rows]
+    labels = torch.full((tokens,), VOCAB - 1)
+    result = head_loss(hidden, labels, weight, LossOptions(**options), 1.0, tensor)
+    mesh.close()
+    return result.loss, weight.grad.t().clone()
+
+
+OPTIONS = [{}, {"z_loss": 0.01}, {"label_smoothing": 0.1}, {"softcap": 15.0}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sure_predictions_are_rounded_once_and_no_sooner(dtype, ranks, options, pool):
+    """Losses are as good as fp32. The target's gradient is rounded when it is known, and is small;
+    others may be before, as probabilities, and once more for each factor."""
+    found = pool.run(ranks, surely, dtype, options)
+    given = {"z_loss": 0.0, "label_smoothing": 0.0, "softcap": None, **options}
+    leaf = torch.zeros(len(SURE), VOCAB, dtype=torch.float64)
+    leaf[:, -1] = SURE
+    logits = leaf.requires_grad_()
+    if given["softcap"]:
+        logits = given["softcap"] * (leaf / given["softcap"]).tanh()
+    labels = torch.full((len(SURE),), VOCAB - 1)
+    smoothing = {"label_smoothing": given["label_smoothing"]}
+    partition = logits.logsumexp(-1)
+    loss = F.cross_entropy(logits, labels, reduction="sum", **smoothing)
+    loss = loss + given["z_loss"] * partition.square().sum()
+    loss.backward()
+    loss, partition = loss.detach(), partition.detach()
+    single = torch.finfo(torch.float32).eps
+    assert abs(float(found[0][0] - loss)) < 4 * single * float(partition.abs().sum())
+    gradient = torch.cat([part for _, part in found], 1).double()
+    eps, probability = torch.finfo(dtype).eps, logits.softmax(-1).detach()
+    probability[:, -1] = 0.0
+    allowed = eps * (leaf.grad.abs() + probability) + 8 * single
+    assert ((gradient - leaf.grad).abs() / allowed).max() <= 1
 
 
 def test_huge_logits_stay_finite():

@@ -45,7 +45,7 @@ def is_square(code):
 @given(st.integers(0, 2**31), st.integers(1, 3 * BLOCK))
 def test_what_is_kept_is_near_and_keeps_itself(code, seed, count):
     values = values_of(seed, count, is_square(code))
-    kept = code.encode(values, chances(slice(0, count), seed, values.device))
+    kept = code.encode(values, chances(torch.arange(count), seed))
     found = code.decode(kept, count, torch.float32)
     inside = values.abs() > 1.1e-6 * values.abs().max()
     assert ((found - values).abs()[inside] <= 0.12 * values.abs()[inside]).all()
@@ -66,7 +66,7 @@ def test_rounding_is_true_on_average_over_elements_and_over_steps(code):
             values[::BLOCK] = 1.0  # the largest of each block
             if spread.stop == 1:
                 values = torch.tensor([1.0, value])
-            chance = chances(slice(7, 7 + len(values)), number, values.device)
+            chance = chances(torch.arange(7, 7 + len(values)), number)
             found = code.decode(code.encode(values, chance), len(values), torch.float32)
             total += float(found[values < 1.0].double().mean())
         assert total / draws == pytest.approx(value, rel=3e-5)
@@ -76,7 +76,7 @@ def test_rounding_is_true_on_average_over_elements_and_over_steps(code):
 def test_a_slow_average_reaches_what_it_averages(code):
     """Each step moves it by less than a 500th: to the nearest it would stay where it is."""
     weights = torch.empty(BLOCK)
-    moments = Moments(weights, {"a": code}, STAYS)
+    moments = Moments(weights, {"a": code}, Keeping(code, code))
     for number in range(1, 1500):
         for _, _, found in moments.chunks(weights, make_step(number)):
             found["a"].lerp_(torch.ones(BLOCK), 0.002)

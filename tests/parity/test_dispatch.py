@@ -7,6 +7,7 @@ from itertools import chain
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaframe.layout import Layout
 from megaframe.mesh import EXPERT_SETS, Mesh
@@ -59,7 +60,7 @@ def sent(kind):
         gates = there(way.gates, turn).cross(torch.ones(len(chosen), CHOICES, dtype=x.dtype))
         home = back([*way.rows, way.last], turn).cross(arrived * gates[:, None])
         again = back(way.gates, turn).cross(gates)
-        found[routing] = (arrived.split(way.counts), home, again, moved)
+        found[routing] = (arrived.split(way.dealt.counts), home, again, moved)
     mesh.close()
     return found
 
@@ -108,3 +109,35 @@ def closed_form(kind, rank, chosen, owner):
     ]
     near = sum(to // NEAR == node and to % NEAR != place for to in arrived)
     return [0, row * near, row * far]
+
+
+def waits(kind):
+    """How often the host reads what a device may not have computed yet, to make the second route:
+    lists that it asks for, and results whose size it does not know."""
+    mesh = Mesh(Layout(data=RANKS, expert=RANKS), device="cpu", timeout=60)
+    mesh.add_groups(EXPERT_SETS)
+    near, far = mesh.divide_experts(NEAR)
+    places = Places(mesh.group("expert"), near, far, mesh.group("expert_tensor"), kind=kind)
+    chosen, found = chosen_by("random", mesh.rank), []
+
+    class Unknown(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.__name__.split(".")[0] in ("nonzero", "_local_scalar_dense"):
+                found.append(function)
+            return function(*args, **(kwargs or {}))
+
+    tolist = torch.Tensor.tolist
+    route(chosen, EXPERTS, places)
+    with pytest.MonkeyPatch.context() as patch, Unknown():
+        patch.setattr(torch.Tensor, "tolist", lambda given: found.append(given) or tolist(given))
+        route(chosen, EXPERTS, places)
+    mesh.close()
+    return len(found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "times"),
+    [("all_to_all", 1), ("all_gather", 2), ("hierarchical", 1), ("deduplicated", 3)],
+)
+def test_the_host_waits_for_few_numbers(kind, times, pool):
+    assert pool.run(RANKS, waits, kind) == [times] * RANKS

@@ -16,6 +16,7 @@ from megaframe.compiled import MOST, Compiled
 from megaframe.config import RunConfig
 from megaframe.engine import Engine
 from megaframe.errors import UserError
+from megaframe.nn.rotary import Rotary
 from megaframe.plan.check import check
 from megaframe.plan.memory import Held, memory
 from megaframe.plan.schedules import step_schedule
@@ -85,6 +86,31 @@ def test_shapes_that_keep_changing_are_left_to_plain_code_and_said_once():
     for size in range(1, MOST + 4):
         assert torch.equal(compiled(torch.ones(size)), torch.full((size,), 2.0))
     assert len(said) == 1 and "double has met" in said[0]
+
+
+class _Moves(TorchDispatchMode):
+    """Counts operators that bring something of the host to a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.times = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        given = [one for one in args if isinstance(one, torch.Tensor)]
+        self.times += made.is_meta and any(one.device.type == "cpu" and one.dim() for one in given)
+        return made
+
+
+def test_the_tables_of_rotation_come_to_a_device_once():
+    model = RunConfig(model={"vocab": 100, "position": "rotary", "rotary_base": 777.0}).model
+    positions = torch.arange(8, device="meta")
+    found = []
+    for _ in range(3):
+        with _Moves() as moves:
+            Rotary(model, positions, torch.float32)
+        found.append(moves.times)
+    assert found == [1, 0, 0]
 
 
 class _Waits(TorchDispatchMode):

@@ -72,6 +72,55 @@ def test_others_too_with_a_tied_embedding(optim, parallel, zero, pool, expected)
     same(pool, expected, "gpt2", optim, 4, {**parallel, "zero": zero}, 1)
 
 
+FEWER_BITS = [
+    # Of a parameter that tensor ranks divide, blocks of 8-bit numbers are a rank's own.
+    (name, state, *layout, 3 * (number % 2))
+    for name in ("adamw", "muon")
+    for state in ("bf16", "int8")
+    for number, layout in enumerate((*LAYOUTS, (2, {}, 1), (2, {"pipeline": 2}, 4)))
+    if state == "bf16" or "tensor" not in layout[1]
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "ranks", "parallel", "microbatch", "zero"), FEWER_BITS, ids=str
+)
+def test_fewer_bits_of_state_are_those_of_one_process(
+    name, state, ranks, parallel, microbatch, zero, pool, rounded
+):
+    """What is rounded up or down by chance is so for the same elements."""
+    found = with_state(pool, name, state, ranks, {**parallel, "zero": zero}, microbatch)
+    assert_same(found, rounded(name, state))
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_blocks_that_no_rank_cuts_are_those_of_one_process(zero, pool):
+    """256 divides what either of two tensor ranks has of a row."""
+    model = {"bias": True, "layers": 1, "heads": 4, "hidden": 512, "ffn": 512}
+    given = model, FEW, {"tensor": 2, "zero": zero}, False, False, False, {"state": "int8"}
+    (expected,) = pool.run(1, run, model, FEW, {}, *given[3:])
+    assert_same(pool.run(4, run, *given), expected)
+
+
+@pytest.fixture(scope="module")
+def rounded(pool):
+    """The outcome on one rank by optimizer and type of its state."""
+    known = {}
+
+    def find(name, state):
+        if (name, state) not in known:
+            known[name, state] = with_state(pool, name, state, 1, {}, 4)[0]
+        return known[name, state]
+
+    return find
+
+
+def with_state(pool, name, state, ranks, parallel, microbatch):
+    model, train = {**MODELS["gpt2"], **MODEL}, {**FEW, "microbatch": microbatch}
+    optim = {"name": name, "state": state}
+    return pool.run(ranks, run, model, train, parallel, False, False, False, optim)
+
+
 def test_every_rank_owns_some_of_the_matrices(pool):
     """Seven matrices a block (queries, keys and values apart, gate and up too), dealt by work."""
     owned = pool.run(4, matrices_owned, {"zero": 1})

@@ -2,15 +2,17 @@
 
 Every way of sending is a list of the same few steps, so that all give one answer. What a rank must
 know to make them is how many tokens come from where; those numbers are the only thing that the
-host waits for.
+host waits for, once where rows go straight to their experts.
 
-Shape legend: R rows of this rank, K choices of a row, E experts, P pairs of a row and a choice.
+Shape legend: R rows of this rank, K choices of a row, E experts, P pairs of a row and a choice, S
+sources of rows, L experts that they are for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,7 +20,18 @@ from torch import Tensor
 from megaframe.comm import ALONE, Group, all_gather
 from megaframe.comm.uneven import all_gather_uneven
 from megaframe.kernels import NO_KERNELS, Kernels
-from megaframe.nn.moe.path import Choose, Exchange, Gather, Local, Path, Pick, Sort, Step
+from megaframe.nn.moe.path import (
+    Choose,
+    Dealt,
+    Exchange,
+    Gather,
+    Local,
+    Path,
+    Pick,
+    Sort,
+    Step,
+    counts,
+)
 from megaframe.spec import share
 
 SENT_NOWHERE = -1
@@ -44,13 +57,12 @@ class Places:
 class Route:
     """rows: from rows [R, ...] to those that arrive at this rank. last: from there to those that
     its experts get, expert after expert. gates: all the way, of one number for each choice, from
-    [R, K]. counts: rows of each expert; or, on the device, where those of each one end, int32 [E].
-    """
+    [R, K]. dealt: which of them each expert gets."""
 
     rows: Path
     last: Local
     gates: Path
-    counts: list[int] | Tensor
+    dealt: Dealt
 
 
 def route(chosen_RK: Tensor, experts: int, places: Places, kernels: Kernels = NO_KERNELS) -> Route:
@@ -66,21 +78,22 @@ def route(chosen_RK: Tensor, experts: int, places: Places, kernels: Kernels = NO
 
 @dataclass
 class _Choice:
-    """chosen, and what follows from it. owner_E: the rank of the axis that has each expert."""
+    """chosen, and what follows from it. spans: the experts of each rank of the axis. owner_E: the
+    rank that has each."""
 
     chosen_RK: Tensor
     experts: int
     places: Places
+    spans: list[slice] = field(init=False)
     owner_E: Tensor = field(init=False)
     mine: slice = field(init=False)
 
     def __post_init__(self) -> None:
         axis, device = self.places.axis, self.chosen_RK.device
         spans = [share(self.experts, index, axis.size) for index in range(axis.size)]
-        sizes = torch.tensor([size for _, size in spans], device=device)
-        self.owner_E = torch.arange(axis.size, device=device).repeat_interleave(sizes)
-        start, size = spans[axis.index]
-        self.mine = slice(start, start + size)
+        self.spans = [slice(start, start + size) for start, size in spans]
+        self.owner_E = _owners(self.experts, axis.size, device)
+        self.mine = self.spans[axis.index]
 
     @property
     def rows(self) -> int:
@@ -91,75 +104,97 @@ class _Choice:
         return self.chosen_RK.shape[1]
 
 
+@cache
+def _owners(experts: int, ranks: int, device: torch.device) -> Tensor:
+    """The rank that has each expert, brought to a device once."""
+    sizes = torch.tensor([share(experts, index, ranks)[1] for index in range(ranks)])
+    return torch.arange(ranks).repeat_interleave(sizes).to(device)
+
+
+@cache
+def _there(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """These numbers, brought to a device once."""
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
 def _sorted_here(order_P: Tensor, places_RK: Tensor, ends_E: Tensor, kernels: Kernels) -> Route:
     """All experts are here, and nobody waits for their numbers of rows."""
     rows, choices = places_RK.shape
     sort = Sort(order_P, places_RK, kernels)
-    return Route([], sort, [Choose(order_P.long(), rows, choices)], ends_E)
+    return Route([], sort, [Choose(order_P.long(), rows, choices)], Dealt(ends_E))
 
 
 def _direct(choice: _Choice) -> Route:
     """Each pair of a row and a choice straight to its rank."""
     axis = choice.places.axis
-    pairs_P, load_E = _sorted(choice.chosen_RK.flatten(), choice.experts)
+    order_P, load_E = _sorted(choice.chosen_RK.flatten(), choice.experts)
     loads_XE = all_gather(load_E[None], axis).wait()
-    exchange = _among(
-        Exchange(
-            axis,
-            _by_rank(load_E, choice.owner_E, axis.size),
-            loads_XE[:, choice.mine].sum(1).tolist(),
-        )
-    )
-    first, gates = _leaving(choice, pairs_P)
-    return _arriving(choice, [first, *exchange], [gates, *exchange], loads_XE[:, choice.mine])
+    numbers = loads_XE.tolist()
+    own, coming = numbers[axis.index], [row[choice.mine] for row in numbers]
+    leaving = [sum(own[span]) for span in choice.spans]
+    exchange = _among(Exchange(axis, leaving, list(map(sum, coming))))
+    first, gates = _leaving(choice, _sent(order_P, own))
+    arrivals_SL = loads_XE[:, choice.mine]
+    return _arriving(choice, [first, *exchange], [gates, *exchange], arrivals_SL, coming)
 
 
 def _gathered(choice: _Choice) -> Route:
     """Every row to all ranks, each of which picks those that chose an expert of its own."""
     axis, chosen = choice.places.axis, choice.chosen_RK
-    sizes = all_gather(torch.tensor([choice.rows], device=chosen.device), axis).wait().tolist()
+    sizes = all_gather(_there((choice.rows,), chosen.device), axis).wait().tolist()
     every = all_gather_uneven(chosen, sizes, axis).wait()
     here = torch.where(_within(every, choice.mine), every - choice.mine.start, SENT_NOWHERE)
-    pairs_P, load = _sorted(here.flatten(), choice.mine.stop - choice.mine.start)
+    order_P, load = _sorted(here.flatten(), choice.mine.stop - choice.mine.start)
+    numbers = load.tolist()
+    pairs_P = _sent(order_P, numbers)
     gather = _among(Gather(axis, sizes))
     rows: list[Step] = [*gather, Pick(pairs_P // choice.choices, len(every))]
     gates: list[Step] = [*gather, Choose(pairs_P, len(every), choice.choices)]
-    return _arriving(choice, rows, gates, load[None])
+    return _arriving(choice, rows, gates, load[None], [numbers])
 
 
 def _hierarchical(choice: _Choice) -> Route:
     """Within the node to the neighbour with the place that the expert's rank has in its own node,
     and from there across: few large messages between nodes."""
     near, far, axis = choice.places.near, choice.places.far, choice.places.axis
-    place_E, node_E = choice.owner_E % near.size, choice.owner_E // near.size
+    place_E = choice.owner_E % near.size
     order_E = (
         place_E * choice.experts + torch.arange(choice.experts, device=place_E.device)
     ).argsort()
     rank_E = order_E.argsort()
     chosen = choice.chosen_RK.flatten()
     ranked = torch.where(chosen < 0, chosen, rank_E[chosen.clamp_min(0)])
-    pairs_P, load = _sorted(ranked, choice.experts)
+    order_P, load = _sorted(ranked, choice.experts)
     loads_XE = all_gather(load[rank_E][None], axis).wait()
-    grid = loads_XE.view(far.size, near.size, -1)  # of every rank, by its node and place
-    passing = place_E == near.index  # experts at this place in all nodes
+    numbers = loads_XE.tolist()
+    nodes = [numbers[start : start + near.size] for start in range(0, axis.size, near.size)]
+    own, around = numbers[axis.index], nodes[far.index]
+    # Experts at this place in all nodes, by node.
+    passing = [choice.spans[node * near.size + near.index] for node in range(far.size)]
+    held = [[number for span in passing for number in row[span]] for row in around]
+    at_place = (choice.spans[place :: near.size] for place in range(near.size))
     first = Exchange(
         near,
-        _by_rank(loads_XE[axis.index], place_E, near.size),
-        grid[far.index][:, passing].sum(1).tolist(),
+        [sum(sum(own[span]) for span in spans) for spans in at_place],
+        list(map(sum, held)),
     )
     # They arrive neighbour by neighbour, each one's by expert, and so node by node.
-    held = grid[far.index][:, passing]
-    regroup = _transposed(held)
+    grid = loads_XE.view(far.size, near.size, -1)  # of every rank, by its node and place
+    places = tuple(expert for span in passing for expert in range(span.start, span.stop))
+    there = grid[far.index].index_select(1, _there(places, loads_XE.device))
+    regroup = _transposed(there, sum(map(sum, held)))
+    mine = [[row[choice.mine] for row in rows] for rows in nodes]
     second = Exchange(
         far,
-        _by_rank(held.sum(0), node_E[passing], far.size),
-        grid[:, :, choice.mine].sum((1, 2)).tolist(),
+        [sum(sum(row[span]) for row in around) for span in passing],
+        [sum(map(sum, rows)) for rows in mine],
     )
-    leaving, gates = _leaving(choice, pairs_P)
+    leaving, gates = _leaving(choice, _sent(order_P, own))
     steps = [*_among(first), Pick(regroup, len(regroup)), *_among(second)]
     # Node after node, and of each, as they were regrouped: expert after expert of all neighbours.
     arrivals = grid[:, :, choice.mine].sum(1)
-    return _arriving(choice, [leaving, *steps], [gates, *steps], arrivals)
+    by_node = [[sum(column) for column in zip(*rows, strict=True)] for rows in mine]
+    return _arriving(choice, [leaving, *steps], [gates, *steps], arrivals, by_node)
 
 
 def _deduplicated(choice: _Choice) -> Route:
@@ -172,29 +207,28 @@ def _deduplicated(choice: _Choice) -> Route:
     wanted = torch.zeros(choice.rows, far.size + 1, dtype=torch.bool, device=device)
     wanted.scatter_(1, node_RK, True)
     node, row = wanted[:, : far.size].t().nonzero(as_tuple=True)  # node after node
-    leaving = torch.bincount(node, minlength=far.size)
-    matrix = all_gather(leaving[None], far).wait()
-    across = Exchange(far, leaving.tolist(), matrix[:, far.index].tolist())
+    matrix = all_gather(counts(node, far.size)[None], far).wait().tolist()
+    across = Exchange(far, matrix[far.index], [row[far.index] for row in matrix])
     first = Pick(row, choice.rows)
     arrived = across.there(chosen.index_select(0, row)).wait()
-    experts = (node_E == far.index).nonzero().flatten()  # of this node, neighbour by neighbour
-    start = int(experts[0]) if len(experts) else 0
-    here = torch.where(_within(arrived, slice(start, start + len(experts))), arrived - start, -1)
-    pairs_P, load = _sorted(here.flatten(), len(experts))
+    spans = choice.spans[far.index * near.size :][: near.size]  # of this node's ranks
+    start, stop = spans[0].start, spans[-1].stop
+    here = torch.where(_within(arrived, slice(start, stop)), arrived - start, SENT_NOWHERE)
+    order_P, load = _sorted(here.flatten(), stop - start)
     loads = all_gather(load[None], near).wait()
+    numbers = loads.tolist()
     mine = slice(choice.mine.start - start, choice.mine.stop - start)
-    within = Exchange(
-        near,
-        _by_rank(load, choice.owner_E[experts] % near.size, near.size),
-        loads[:, mine].sum(1).tolist(),
-    )
+    own, coming = numbers[near.index], [row[mine] for row in numbers]
+    leaving = [sum(own[span.start - start : span.stop - start]) for span in spans]
+    within = Exchange(near, leaving, list(map(sum, coming)))
+    pairs_P = _sent(order_P, own)
     pick, choose = (
         Pick(pairs_P // choice.choices, len(arrived)),
         Choose(pairs_P, len(arrived), choice.choices),
     )
     before, after = [first, *_among(across)], _among(within)
     rows, gates = [*before, pick, *after], [*before, choose, *after]
-    return _arriving(choice, rows, gates, loads[:, mine])
+    return _arriving(choice, rows, gates, loads[:, mine], coming)
 
 
 _KINDS: Mapping[str, Callable[[_Choice], Route]] = {
@@ -218,42 +252,53 @@ def _leaving(choice: _Choice, pairs_P: Tensor) -> tuple[Step, Step]:
     )
 
 
-def _arriving(choice: _Choice, rows: list[Step], gates: list[Step], arrivals_SL: Tensor) -> Route:
+def _arriving(
+    choice: _Choice,
+    rows: list[Step],
+    gates: list[Step],
+    arrivals_SL: Tensor,
+    numbers: Sequence[Sequence[int]],
+) -> Route:
     """The last steps: to the ranks that divide an expert's matrices, and expert after expert.
-    arrivals: how many arrive for each expert from each source, one source after the other."""
+    arrivals: how many arrive for each expert from each source, one source after the other. numbers:
+    the same, for the host."""
     inside = choice.places.inside
     if inside.size > 1:
-        sizes = all_gather(arrivals_SL.sum()[None], inside).wait().tolist()
-        gather = Gather(inside, sizes)
+        sources = len(arrivals_SL)
+        arrivals_SL = all_gather(arrivals_SL, inside).wait()
+        numbers = arrivals_SL.tolist()
+        parts = [numbers[start : start + sources] for start in range(0, len(numbers), sources)]
+        gather = Gather(inside, [sum(map(sum, part)) for part in parts])
         rows, gates = [*rows, gather], [*gates, gather]
-        arrivals_SL = all_gather_uneven(
-            arrivals_SL, [len(arrivals_SL)] * inside.size, inside
-        ).wait()
-    if len(arrivals_SL) > 1:
-        order = _transposed(arrivals_SL)
+    each = [sum(column) for column in zip(*numbers, strict=True)]
+    if len(numbers) > 1:
+        order = _transposed(arrivals_SL, sum(each))
         rows, gates = [*rows, Pick(order, len(order))], [*gates, Pick(order, len(order))]
     *rows, last = rows
     assert isinstance(last, Pick), "what comes from one source alone was picked here"
-    return Route(rows, last, gates, arrivals_SL.sum(0).tolist())
+    ends_L = arrivals_SL.sum(0).cumsum(0, dtype=torch.int32)
+    return Route(rows, last, gates, Dealt(ends_L, each))
 
 
 def _sorted(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Numbers of the choices that are sent, expert after expert, and how many each expert has."""
-    load = torch.bincount(chosen + 1, minlength=experts + 1)
-    return chosen.argsort(stable=True)[load[0] :], load[1:]
+    """Numbers of all choices, first of those that are sent nowhere, then expert after expert; and
+    how many each expert has."""
+    return chosen.argsort(stable=True), counts(chosen + 1, experts + 1)[1:]
 
 
-def _by_rank(load_E: Tensor, rank_E: Tensor, ranks: int) -> list[int]:
-    return load_E.new_zeros(ranks).index_add_(0, rank_E, load_E).tolist()
+def _sent(order_P: Tensor, numbers: Sequence[int]) -> Tensor:
+    """Of the choices in such an order those that are sent, of which there are so many."""
+    return order_P[len(order_P) - sum(numbers) :]
 
 
 def _within(chosen: Tensor, span: slice) -> Tensor:
     return (chosen >= span.start) & (chosen < span.stop)
 
 
-def _transposed(arrivals_SL: Tensor) -> Tensor:
-    """Rows lie source after source, each one's label after label: the order in which they lie label
-    after label."""
+def _transposed(arrivals_SL: Tensor, rows: int) -> Tensor:
+    """So many rows lie source after source, each one's label after label: the order in which they
+    lie label after label."""
     labels = torch.arange(arrivals_SL.shape[1], device=arrivals_SL.device)
-    each = labels.repeat(len(arrivals_SL)).repeat_interleave(arrivals_SL.flatten())
+    labels = labels.repeat(len(arrivals_SL))
+    each = labels.repeat_interleave(arrivals_SL.flatten(), output_size=rows)
     return each.argsort(stable=True)

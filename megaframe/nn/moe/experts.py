@@ -11,7 +11,6 @@ outputs, F inner width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -24,7 +23,7 @@ from torch import Tensor
 from megaframe.config import Model, Moe
 from megaframe.nn.frame import Frame
 from megaframe.nn.mlp import activate, activate_again
-from megaframe.nn.moe.path import Local
+from megaframe.nn.moe.path import Dealt, Local
 from megaframe.parameter import Module, Parameter
 from megaframe.product import product_into
 from megaframe.spec import Normal, ParamSpec
@@ -69,12 +68,12 @@ class Experts(Module):
         x_AH: Tensor,
         gates_N: Tensor,
         last: Local,
-        counts: Sequence[int] | Tensor,
+        dealt: Dealt,
         frame: Frame,
     ) -> Tensor:
-        """x [A, hidden] as it arrives, from where `last` brings counts[i] rows to expert i (or to
-        where they end, as `Route` has them), times the gates, to the same shape."""
-        return _Experts.apply(x_AH, gates_N, self, last, counts, frame)
+        """x [A, hidden] as it arrives, from where `last` brings rows to the experts to which they
+        are `dealt`, times the gates, to the same shape."""
+        return _Experts.apply(x_AH, gates_N, self, last, dealt, frame)
 
 
 class _Experts(torch.autograd.Function):
@@ -89,11 +88,11 @@ class _Experts(torch.autograd.Function):
         gates_N: Tensor,
         experts: Experts,
         last: Local,
-        counts: Sequence[int] | Tensor,
+        dealt: Dealt,
         frame: Frame,
     ) -> Tensor:
         up_EOH, down_EHF = _matrices(experts.up), _matrices(experts.down)
-        pieces = _pieces(x_AH, up_EOH, down_EHF, counts, frame)
+        pieces = _pieces(x_AH, up_EOH, down_EHF, dealt, frame)
         y_NH, ups = frame.scratch.rows(len(gates_N), x_AH), []
         for piece in pieces:
             up = piece.product(last.some(x_AH, piece.rows), up_EOH[piece.experts])
@@ -183,29 +182,18 @@ class _Piece:
         return F.grouped_mm(rows, matrices_ENK.mT, offs=self.ends)
 
 
-def _pieces(
-    x_AH: Tensor, up: Tensor, down: Tensor, counts: Sequence[int] | Tensor, frame: Frame
-) -> list[_Piece]:
+def _pieces(x_AH: Tensor, up: Tensor, down: Tensor, dealt: Dealt, frame: Frame) -> list[_Piece]:
     by_torch = grouped(x_AH, up.shape[1], down.shape[2])
-    if frame.eight is None and (by_torch or frame.kernels.has("grouped_product")):
-        ends = _ends(x_AH, counts)
-        if by_torch or frame.kernels.find("grouped_product", x_AH, up, ends):
-            return [_Piece(frame, slice(None), slice(None), ends)]
-    if isinstance(counts, Tensor):
-        counts = counts.diff(prepend=counts.new_zeros(1)).tolist()
+    if frame.eight is None and (
+        by_torch or frame.kernels.find("grouped_product", x_AH, up, dealt.ends_E)
+    ):
+        return [_Piece(frame, slice(None), slice(None), dealt.ends_E)]
     found, start = [], 0
-    for expert, count in enumerate(counts):
+    for expert, count in enumerate(dealt.numbers()):
         if count:
             found.append(_Piece(frame, expert, slice(start, start + count)))
         start += count
     return found
-
-
-def _ends(x: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
-    """Where the rows of each expert end, int32 [E]."""
-    if isinstance(counts, Tensor):
-        return counts
-    return torch.tensor(counts, device=x.device).cumsum(0, dtype=torch.int32)
 
 
 def grouped(x_NH: Tensor, *widths: int) -> bool:

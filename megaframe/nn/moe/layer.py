@@ -39,6 +39,6 @@ class MixtureOfExperts(Module):
         ticket = going.depart(normed)
         weights = there(way.gates, frame.turn).cross(gates)
         shared = None if self.shared is None else self.shared(normed, as_it_is, frame)
-        made = self.experts(going.arrive(ticket), weights, way.last, way.counts, frame)
+        made = self.experts(going.arrive(ticket), weights, way.last, way.dealt, frame)
         out = back(way.rows, frame.turn).cross(made)
         return out if shared is None else out + shared

@@ -40,6 +40,29 @@ class Local(Step, Protocol):
     def some(self, x: Tensor, places: slice) -> Tensor: ...
 
 
+def counts(numbers: Tensor, most: int) -> Tensor:
+    """How often each number below `most` is there, int64 [most]. On a GPU `bincount` would ask
+    which is the least and the largest, and the host wait for it."""
+    if not numbers.is_cuda:
+        return torch.bincount(numbers, minlength=most)
+    return numbers.new_zeros(most).scatter_add_(0, numbers, torch.ones_like(numbers))
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """Rows that lie expert after expert. ends: where those of each end, int32 [E], on the device.
+    counts: how many each has, where the host knows it."""
+
+    ends_E: Tensor
+    counts: Sequence[int] | None = None
+
+    def numbers(self) -> Sequence[int]:
+        """The counts; the host may wait for them."""
+        if self.counts is not None:
+            return self.counts
+        return self.ends_E.diff(prepend=self.ends_E.new_zeros(1)).tolist()
+
+
 class Pick:
     """Rows `index` of so many; back, each row is the sum of all that were picked of it, in the
     order in which they were."""
@@ -49,8 +72,7 @@ class Pick:
     def __init__(self, index: Tensor, rows: int) -> None:
         self.index, self.rows = index, rows
         self._order = index.argsort(stable=True)
-        times = torch.bincount(index, minlength=rows)
-        self._ends = F.pad(times.cumsum(0), (1, 0))
+        self._ends = F.pad(counts(index, rows).cumsum(0), (1, 0))
 
     def there(self, x: Tensor) -> Pending[Tensor]:
         return Pending(self.some(x, slice(None)))

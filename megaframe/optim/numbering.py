@@ -1,0 +1,57 @@
+"""Numbering: which elements of which parameters lie where in a flat span, as one number each.
+
+An element has the same number wherever a layout puts it, so what is drawn by numbers is drawn alike
+under all of them. They are made for a chunk at a time and never kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megaframe.optim.division import Division
+from megaframe.spec import Box, ParamSpec
+
+
+class Numbering:
+    """That of what a rank keeps of a bucket. An element's number is a hash of (seed, name of the
+    parameter) plus its place in the whole parameter, in row-major order."""
+
+    def __init__(self, specs: Sequence[ParamSpec], division: Division, seed: int) -> None:
+        self._shapes = [spec.shape for spec in specs]
+        self._firsts = [_hash(f"{seed}/{spec.name}") for spec in specs]
+        self._division = division
+
+    def __call__(self, span: slice, device: torch.device) -> Tensor:
+        """int64, of the elements of `span`; 0 of padding."""
+        start = self._division.kept.start
+        found = torch.zeros(span.stop - span.start, dtype=torch.int64, device=device)
+        for index, box, place in self._division.pieces(
+            slice(start + span.start, start + span.stop)
+        ):
+            _count(found[place].view(box.shape), self._firsts[index], box, self._shapes[index])
+        return found
+
+
+def positions(span: slice, device: torch.device) -> Tensor:
+    """The numbers of a span that is all there is: its positions."""
+    return torch.arange(span.start, span.stop, device=device)
+
+
+def _count(out: Tensor, first: int, box: Box, shape: Sequence[int]) -> None:
+    """Write `first` plus the places of a box's elements in the tensor of this shape to `out`."""
+    rows = torch.zeros((), dtype=torch.int64, device=out.device)
+    *outer, last = [
+        torch.arange(start, start + count, device=out.device)
+        for start, count in zip(box.offset, box.shape, strict=True)
+    ]
+    for places, size in zip(outer, shape, strict=False):
+        rows = rows[..., None] * size + places
+    torch.add(rows[..., None] * shape[-1] + first, last, out=out)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")

@@ -1,0 +1,43 @@
+"""The promise that layout never changes the answer: what of a config breaks it.
+
+docs/design.md has the same list with what each changes, measured; `tests/parity/test_exceptions.py`
+holds both to what a run does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megaframe.config.schema import RunConfig
+
+
+def exceptions(config: RunConfig) -> Iterator[str]:
+    """What a config sets under which layouts give different answers: key, value and why."""
+    model, train, parallel, optim = config.model, config.train, config.parallel, config.optim
+    if model.moe is not None and model.moe.capacity is not None:
+        yield (
+            f"model.moe.capacity={model.moe.capacity:g} (drops what is sent to an expert beyond so "
+            "many times the mean of a rank and a microbatch)"
+        )
+    if train.fp8 != "none":
+        yield f"train.fp8={train.fp8} (scales are made of the numbers that a rank has)"
+    if parallel.reduce_precision != "master":
+        yield (
+            f"parallel.reduce_precision={parallel.reduce_precision} (rounds what ranks sum, before "
+            "they do)"
+        )
+    if parallel.compress != "none":
+        yield f"parallel.compress={parallel.compress} (leaves out some of what ranks sum)"
+    if optim.state == "int8":
+        yield "optim.state=int8 (tensor ranks may cut the blocks that share a scale)"
+    if optim.name == "lion" and model.qkv_bias:
+        yield (
+            "optim.name=lion (takes the sign of rounding for biases of keys, if optim.frozen has "
+            "them not)"
+        )
+
+
+def promise_note(config: RunConfig) -> Iterator[str]:
+    """One line with all of them; none where there are none."""
+    if found := "; ".join(exceptions(config)):
+        yield f"layout may change the answer: {found}"

@@ -1,0 +1,59 @@
+"""Numbers of elements: those of the whole parameter, whatever has been cut from it."""
+
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaframe.optim.division import Division
+from megaframe.optim.numbering import Numbering
+from megaframe.spec import Box, Constant, ParamSpec
+
+CPU = torch.device("cpu")
+SEED = 7
+
+
+def spec(name, shape):
+    return ParamSpec(name, shape, Constant(0.0), role="matrix")
+
+
+def whole(one):
+    """The numbers of a parameter that is whole, in its shape."""
+    box = Box((0,) * len(one.shape), one.shape)
+    division = Division.of([box], 1, 1, 0, divided=False)
+    return Numbering([one], division, SEED)(slice(0, box.size), CPU).view(one.shape)
+
+
+@st.composite
+def pieces(draw):
+    """A parameter and a box of it."""
+    shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    offset = [draw(st.integers(0, size - 1)) for size in shape]
+    sizes = [draw(st.integers(1, size - start)) for size, start in zip(shape, offset, strict=True)]
+    return tuple(shape), Box(tuple(offset), tuple(sizes))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(pieces(), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 40))
+def test_every_piece_has_the_numbers_of_its_place_in_the_whole(parts, ranks, chunk):
+    """On every rank that shares the bucket, a chunk at a time."""
+    specs = [spec(f"p{index}", shape) for index, (shape, _) in enumerate(parts)]
+    boxes = [box for _, box in parts]
+    for rank in range(ranks):
+        division = Division.of(boxes, 8, ranks, rank, divided=True)
+        numbering, length = Numbering(specs, division, SEED), division.kept.stop
+        length -= division.kept.start
+        chunks = [slice(i, min(i + chunk, length)) for i in range(0, length, chunk)]
+        found = torch.cat([numbering(span, CPU) for span in chunks])
+        for index, box, place in division.pieces(division.kept):
+            assert torch.equal(found[place].view(box.shape), whole(specs[index])[box.slices])
+            found[place] = 0
+        assert not found.any()
+
+
+def test_places_count_from_one_to_the_next_and_parameters_begin_elsewhere():
+    one, other = whole(spec("a", (3, 5))), whole(spec("b", (3, 5)))
+    assert torch.equal(one.flatten().diff(), torch.ones(14, dtype=torch.int64))
+    assert one[0, 0] != other[0, 0]
+    assert math.log2(int(one[0, 0])) < 32

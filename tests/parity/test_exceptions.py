@@ -1,0 +1,94 @@
+"""The options under which layouts give different answers: the table in docs/design.md says by how
+much, a run says so at its start, and both are held to what two steps come to in fp64.
+"""
+
+from pathlib import Path
+
+import pytest
+from training import MODELS, run
+
+from megaframe.config import RunConfig
+from megaframe.describe import describe
+from megaframe.layout import Layout
+from megaframe.plan.promise import exceptions, promise_note
+
+DESIGN = Path(__file__).resolve().parents[2] / "docs/design.md"
+COLUMNS = [
+    (2, {}, 4),
+    (2, {"tensor": 2}, 4),
+    (2, {"pipeline": 2}, 4),
+    (1, {}, 2),
+]
+"""Ranks, their layout and the microbatch, as the columns of the table have them."""
+SHARDS = {"hidden": 128, "heads": 2, "ffn": 128}
+"""Wide enough for blocks of 128, which two tensor ranks cut."""
+MODEL_OF = {"train.fp8": SHARDS, "model.moe.capacity": {"bias": False}}
+SAME = 1e-10
+
+
+def table():
+    """By option the rest of its row."""
+    promise = DESIGN.read_text().partition("## The promise")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in promise.splitlines() if line[:3] == "| `"]
+    return {row[0].strip("`"): row[2:] for row in rows}
+
+
+def sections(option):
+    """An option as sections of a config."""
+    key, _, value = option.partition("=")
+    section, name = key.split(".", 1)
+    if name == "moe.capacity":
+        moe = {"experts": 4, "ffn": 12, "top_k": 2, "capacity": float(value)}
+        return {"model": {"moe": moe, **MODEL_OF[key]}}
+    return {"model": MODEL_OF.get(key, {}), section: {name: value}}
+
+
+def outcome(pool, given, ranks, parallel, microbatch):
+    """Two steps with an option."""
+    parallel = {**parallel, **given.get("parallel", {})}
+    train = {**given.get("train", {}), "microbatch": microbatch}
+    model = {**MODELS["gpt2"], **given["model"]}
+    return pool.run(ranks, run, model, train, parallel, False, False, False, given.get("optim"))
+
+
+def apart(found, expected):
+    """The largest difference of a weight."""
+    return max(
+        float((piece - expected.whole(name)[box.slices]).abs().max())
+        for rank in found
+        for name, pieces in rank.weights.items()
+        if not name.startswith("optimizer.")
+        for box, piece in pieces
+    )
+
+
+@pytest.mark.parametrize("option", table())
+def test_the_table_says_how_far_answers_come_apart(option, pool):
+    """To a factor of three."""
+    given = sections(option)
+    (expected,) = outcome(pool, given, 1, {}, 4)
+    for cell, column in zip(table()[option], COLUMNS, strict=True):
+        difference = apart(outcome(pool, given, *column), expected)
+        if cell == "same":
+            assert difference < SAME, column
+        else:
+            assert SAME < float(cell) / 3 < difference < 3 * float(cell), column
+
+
+@pytest.mark.parametrize("option", table())
+def test_each_is_named_when_it_is_used(option):
+    given = sections(option)
+    config = RunConfig(**{**given, "model": {"vocab": 37, **MODELS["gpt2"], **given["model"]}})
+    (found,) = exceptions(config)
+    assert found.startswith(f"{option} (")
+
+
+def test_all_of_a_run_stand_in_one_line_and_a_run_without_any_says_nothing():
+    model = {"vocab": 37, "bias": True}
+    config = RunConfig(model=model, optim={"name": "lion"}, parallel={"compress": "topk"})
+    (line,) = promise_note(config)
+    assert line.startswith("layout may change the answer: parallel.compress=topk (")
+    assert "; optim.name=lion (" in line
+    assert describe(config, Layout(data=2)).splitlines()[-1] == line
+    for calm in ({}, {"state": "bf16"}, {"name": "muon"}):
+        assert not list(promise_note(RunConfig(model=model, optim=calm)))
