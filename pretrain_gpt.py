@@ -9,18 +9,29 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import sys
 
 from megaframe import __version__
 from megaframe.config import explain, listing, load
-from megaframe.errors import reported
+from megaframe.errors import EXIT_USER_ERROR, reported
 from megaframe.layout import Layout
 from megaframe.plan.check import check
 from megaframe.plan.elastic import fitted
+
+_USAGE = """usage: pretrain_gpt.py --config FILE [--dry-run] [section.key=value ...]
+
+  python pretrain_gpt.py --config configs/demo.yaml train.steps=10      (after `make demo`)
+  torchrun --nproc-per-node 8 pretrain_gpt.py --config llama3-8b --dry-run
+
+--help lists all options and keys; --explain KEY documents one."""
 
 
 def main() -> None:
     """The whole story."""
     arguments = parse_arguments()
+    if arguments.config is None and not arguments.overrides and not arguments.explain:
+        print(_USAGE, file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
     if arguments.explain:
         with reported():
             print(explain(arguments.explain))
@@ -65,7 +76,7 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--config", metavar="FILE", help="a YAML file, or the name of one of ours: demo"
+        "--config", metavar="FILE", help="a YAML file, or the name of a shipped config: demo"
     )
     parser.add_argument(
         "--dry-run",

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from megaframe.config import RunConfig, dump
 from megaframe.layout import Layout
 from megaframe.optim.choice import choices_table
+from megaframe.plan.check import warnings
 from megaframe.plan.held import rank_memory
-from megaframe.plan.nodes import crossing
 from megaframe.plan.promise import promise_note
 from megaframe.plan.schedules import pipeline_summary, step_schedule
 from megaframe.plan.stages import stage_plans
@@ -26,7 +26,6 @@ def describe(config: RunConfig, layout: Layout, *, host: bool = False) -> str:
     microbatches = train.global_batch // (train.microbatch * layout.data)
     schedule = step_schedule(config, microbatches)
     node = config.parallel.node_size or layout.world
-    warning = crossing(config, layout, node)
     lines = [
         dump(config),
         f"layout      {layout}",
@@ -36,7 +35,7 @@ def describe(config: RunConfig, layout: Layout, *, host: bool = False) -> str:
         *choices_table(config, specs),
         *pipeline_summary(config, schedule),
         *_memory(config, layout, schedule, host),
-        *(() if warning is None else (f"warning: {warning}",)),
+        *warnings(config, layout, node),
         *promise_note(config),
     ]
     return "\n".join(lines)
@@ -44,7 +43,7 @@ def describe(config: RunConfig, layout: Layout, *, host: bool = False) -> str:
 
 def _active(specs: Sequence[ParamSpec]) -> str:
     active = active_parameters(specs)
-    return "" if active == parameter_count(specs) else f", {active:,} of which each token meets"
+    return "" if active == parameter_count(specs) else f", {active:,} active per token"
 
 
 def _memory(config: RunConfig, layout: Layout, schedule: Schedule, host: bool) -> Iterator[str]:

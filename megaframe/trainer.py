@@ -31,7 +31,7 @@ from megaframe.meter.sinks import METRICS_FILE, set_aside
 from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.optim.bucket import UNSENT
 from megaframe.pipeline import Pipeline
-from megaframe.plan.nodes import crossing
+from megaframe.plan.check import warnings
 from megaframe.plan.promise import promise_note
 from megaframe.plan.schedules import pipeline_summary
 from megaframe.run_state import (
@@ -94,7 +94,7 @@ class Trainer:
             self.meter.note(line)
         if self._dropped:
             self.meter.note(
-                "what compression had not sent yet is dropped: it belongs to another layout"
+                "the residual of gradient compression is dropped: it belongs to another layout"
             )
         if aside is not None:
             kept, lines = aside
@@ -105,12 +105,12 @@ class Trainer:
         for line in (*self._differences, *self.saving.take_notes()):
             self.meter.note(line)
         if config.optim.offload and mesh.device.type == "cpu":
-            self.meter.note("optim.offload=true does nothing on a CPU: all memory is the host's")
+            self.meter.note("optim.offload=true has no effect on a CPU")
         if config.train.offload and mesh.device.type == "cpu":
-            self.meter.note("train.offload=true does nothing on a CPU but copy")
+            self.meter.note("train.offload=true only copies on a CPU")
         node = config.parallel.node_size or ranks_on_this_node()
-        if (warning := crossing(config, mesh.layout, node)) is not None:
-            self.meter.note(f"warning: {warning}")
+        for warning in warnings(config, mesh.layout, node):
+            self.meter.note(warning)
         for line in promise_note(config):
             self.meter.note(line)
         self.saving.begin(source, ledger.saved)
@@ -231,7 +231,7 @@ class Trainer:
             if now > _JUMP * before:
                 self.meter.note(
                     f"the first loss after the load is {now:.4f}, the last before it was "
-                    f"{before:.4f}: look whether data and config are those of the run"
+                    f"{before:.4f}: check that data and config are those of the run"
                 )
 
     def _global_loss(self) -> float:
@@ -362,7 +362,7 @@ class Trainer:
         wanted = self.config.checkpoint.weights
         if not wanted:
             return
-        with open_checkpoint(given(wanted, "checkpoint.weights")) as checkpoint:
+        with open_checkpoint(given(wanted, "checkpoint.weights", latest=True)) as checkpoint:
             saved = read_state(checkpoint).config
             weights = (one for one in self.optimizer.tensors() if one[0] == one[1].name)
             checkpoint.load(starting_parts(weights, checkpoint, saved, self.config))

@@ -52,9 +52,9 @@ def test_a_run_has_under_150_fields():
     assert 50 < count(RunConfig) < 150
 
 
-def test_the_house_names_every_module():
+def test_the_design_names_every_module():
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    house = text[text.index("## The house") : text.index("## Contracts")]
+    house = text[text.index("## Module structure") : text.index("## Contracts")]
     named = set(re.findall(r"[a-z_]+(?:\.py|/)", house))
     modules = {path.name for path in (ROOT / "megaframe").glob("*.py")} - {"__init__.py"}
     rooms = {f"{path.parent.name}/" for path in (ROOT / "megaframe").glob("*/__init__.py")}

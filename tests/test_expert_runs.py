@@ -108,7 +108,7 @@ def test_experts_that_start_from_a_dense_run_answer_as_it_did(
     more = {f"parallel__{key}": value for key, value in parallel.items()}
     upcycled = overrides(
         model__moe="{experts: 4, top_k: 2}",
-        checkpoint__weights=tmp_path / "dense/checkpoints/step-00000004",
+        checkpoint__weights=tmp_path / "dense/checkpoints",  # its latest
         optim__lr=1e-12,
         optim__min_lr=0,
         train__steps=1,

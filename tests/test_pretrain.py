@@ -290,7 +290,8 @@ class TestMistakes:
 
     def test_a_run_folder_that_cannot_be_written(self, mistake, tmp_path):
         (tmp_path / "file").write_text("")
-        mistake("run.dir", run__dir=tmp_path / "file" / "run")
+        told = mistake("Not a directory", "run.dir", run__dir=tmp_path / "file" / "run")
+        assert "make room" not in told
 
 
 def test_dry_run_prints_and_touches_nothing(overrides, capsys, monkeypatch, tmp_path):
@@ -301,6 +302,15 @@ def test_dry_run_prints_and_touches_nothing(overrides, capsys, monkeypatch, tmp_
     for words in ("hidden: 16", f"{count:,} in", "1 rank", "total"):
         assert words in text, text
     assert not (tmp_path / "run").exists()
+
+
+def test_a_warm_up_longer_than_the_run_is_a_warning(overrides, pool, tmp_path):
+    """A few steps of a config that warms up for thousands is what everybody tries first."""
+    pool.run(1, train, overrides(train__steps=2, optim__warmup=8))
+    found = [line["lr"] for line in lines(tmp_path / "run")]
+    assert found == pytest.approx([0.01 / 9, 0.02 / 9])
+    warning = "optim.warmup=8 is longer than train.steps=2: the learning rate is still rising"
+    assert warning in (tmp_path / "run/run.log").read_text()
 
 
 def test_explain_and_help(capsys, monkeypatch):

@@ -209,7 +209,7 @@ def _arguments() -> argparse.Namespace:
                 "--tolerance",
                 type=float,
                 default=0.0,
-                help="distances up to so much of a tensor's largest element are none",
+                help="tolerance, relative to a tensor's largest element",
             )
         if run is reshard:
             command.add_argument("--files", type=int, required=True, help="number of files")

@@ -27,7 +27,7 @@ A text is jsonl, parquet or plain (also .gz, .zst), or a token file, PREFIX.bin,
 but the first token count. Bits per byte need a tokenizer, and compare models of different ones.
 
 Tasks come from the YAML files under --include, or from the harness; their data must be on this
-machine. A task's file can name Python code that is then run: take tasks from those whom you trust.
+machine. A task file can name Python code to run: only run task files from sources you trust.
 """
 
 

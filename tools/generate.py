@@ -51,7 +51,7 @@ def _arguments() -> argparse.Namespace:
         required=True,
         help="a checkpoint, or a folder of them, of which the latest is taken; path or URL",
     )
-    parser.add_argument("--prompt", default="", help="text to go on from")
+    parser.add_argument("--prompt", default="", help="text to continue")
     parser.add_argument("--tokens", type=int, default=100, help="most tokens to sample")
     parser.add_argument(
         "--temperature", type=float, default=0.8, help="0 takes the likeliest token"

@@ -10,9 +10,9 @@ from megaframe.config.describe import Key, keys
 _BEGIN = """\
 # Options
 
-Every key of a run with what it takes and its default, as `tools/options.py` writes it from the \
-schema; a test holds the two together. `pretrain_gpt.py --explain KEY` says the same of one key. \
-A default that is `derived` follows from other keys, as its text says.\
+Every config key with the values it takes and its default. `tools/options.py` generates this \
+page from the schema, and a test keeps them in sync. `pretrain_gpt.py --explain KEY` prints the \
+same for one key. A `derived` default depends on other keys, as the description says.\
 """
 
 

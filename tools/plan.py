@@ -249,7 +249,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--config", metavar="FILE", help="a YAML file, or the name of one of ours: demo"
+        "--config", metavar="FILE", help="a YAML file, or the name of a shipped config: demo"
     )
     parser.add_argument(
         "--cluster",

@@ -227,22 +227,25 @@ def locate(given: Place) -> Place | None:
     return given if is_one else find(given, "latest")
 
 
-def given(text: str, key: str) -> Place:
-    """The checkpoint at the path or URL that a key of the config gives. Raises UserError where
-    there is none, or it is damaged, or its place cannot be reached."""
+def given(text: str, key: str, *, latest: bool = False) -> Place:
+    """The checkpoint at the path or URL that a key of the config gives. latest: a folder of
+    checkpoints stands for its latest. Raises UserError where there is none, or it is damaged, or
+    its place cannot be reached."""
     try:
-        return _checked(place(text), key)
+        return _checked(place(text), key, latest)
     except OSError as error:
         raise UserError(f"cannot look for checkpoints in {text}: {error.strerror}") from None
 
 
-def _checked(path: Place, key: str) -> Place:
+def _checked(path: Place, key: str, latest: bool) -> Place:
     if not store_of(path).is_folder(path):
         raise UserError(f"{key}={path}: there is no such folder")
     if is_temporary(path.name):
         raise UserError(f"{key}={path} is a save that was never finished")
     inside = checkpoints(path)
     if inside and MANIFEST not in store_of(path).entries(path):
+        if latest and (newest := _newest(path, _say)) is not None:
+            return newest
         raise UserError(f"{key}={path} holds checkpoints; give one, as {inside[0]}")
     open_checkpoint(path).close()
     return path

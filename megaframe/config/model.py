@@ -12,40 +12,41 @@ from megaframe.config.section import NonNegative, Positive, Section
 
 class RotaryScaling(Section):
     kind: Literal["none", "llama3", "yarn"] = "none"
-    """How rotary frequencies are stretched to contexts longer than the model was trained on."""
+    """How to scale rotary frequencies to contexts longer than the model was trained on."""
     factor: Annotated[float, Field(ge=1.0)] = 1.0
-    """Context length after stretching divided by `original_length`."""
+    """Context length after scaling divided by `original_length`."""
     original_length: Positive = 8192
-    """Context length in tokens before stretching."""
+    """Context length in tokens before scaling."""
     low_frequency: Annotated[float, Field(gt=0)] = 1.0
-    """llama3: wavelengths above original_length / low_frequency are stretched in full.
-    yarn: rotations at and under which a frequency is stretched in full (its beta_slow)."""
+    """llama3: wavelengths above original_length / low_frequency are fully scaled. yarn: number of
+    rotations up to which a frequency is fully scaled (beta_slow)."""
     high_frequency: Annotated[float, Field(gt=0)] = 4.0
-    """llama3: wavelengths below original_length / high_frequency are kept as they are.
-    yarn: rotations at and above which a frequency is kept (its beta_fast, usually 32)."""
+    """llama3: wavelengths below original_length / high_frequency are unchanged. yarn: number of
+    rotations from which a frequency is unchanged (beta_fast, usually 32)."""
     mscale: Annotated[float, Field(ge=0)] = 1.0
-    """yarn: strength m of the factor 0.1 * m * ln(factor) + 1 on rotated queries and keys."""
+    """yarn: m in the factor 0.1 * m * ln(factor) + 1 on rotated queries and keys."""
     mscale_all_dim: Annotated[float, Field(ge=0)] = 0.0
-    """yarn with `model.latent`: strength of a like factor on all dims of queries and keys, which
-    the one on rotated dims is divided by."""
+    """yarn with `model.latent`: m of a similar factor on all dimensions of queries and keys, by
+    which the factor on rotated dimensions is divided."""
 
 
 class Latent(Section):
     query_rank: Positive | None = None
-    """Width of the latent that queries are made of. Default: none, they are made of the stream."""
+    """Width of the query latent. Default: none; queries are computed directly from the residual
+    stream."""
     kv_rank: Positive
-    """Width of the latent that keys and values of all heads are made of."""
+    """Width of the latent from which keys and values of all heads are computed."""
     head_dim: Positive
     """Width of the part of a query or key head that is not rotated."""
     rotary_dim: Positive
-    """Width of the rotated part; its key is one for all heads."""
+    """Width of the rotated part; all heads share its key."""
     value_dim: Positive
     """Width of a value head."""
 
 
 class Emulate(Section):
     forward: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds that the forward of one block waits for each microbatch."""
+    """Seconds that the forward pass of one block waits per microbatch."""
     backward: Annotated[float, Field(ge=0)] = 0.0
     """Seconds that its input gradient waits."""
     weight: Annotated[float, Field(ge=0)] = 0.0
@@ -74,7 +75,7 @@ class Model(Section):
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     """Epsilon of the normalisation."""
     position: Literal["learned", "rotary", "none"] = "rotary"
-    """How a token knows its position: a learned table, or rotated queries and keys."""
+    """Position encoding: a learned table, rotated queries and keys, or none."""
     positions: Positive | None = None
     """Rows of the learned position table. Default: train.seq."""
     rotary_base: Annotated[float, Field(gt=0)] = 10000.0
@@ -82,34 +83,35 @@ class Model(Section):
     rotary_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of each head's width that is rotated."""
     rotary_scaling: RotaryScaling = RotaryScaling()
-    """Stretching of rotary frequencies to longer contexts."""
+    """Scaling of rotary frequencies to longer contexts."""
     activation: Literal["gelu", "gelu_tanh", "relu2", "swiglu"] = "gelu_tanh"
     """Activation of the MLP; `relu2` is squared ReLU, `swiglu` is gated with SiLU."""
     bias: bool = False
-    """Biases in all linears and, with layernorm, in the norms."""
+    """Biases in all linear layers and, with layernorm, in the norms."""
     qkv_bias: bool = Field(default_factory=lambda given: given["bias"])
     """Biases in the query, key and value projections only. Default: `bias`."""
     tie_embeddings: bool = False
     """Use the token embedding as the output head."""
     latent: Latent | None = None
-    """Multi-head latent attention (DeepSeek-V2): queries, keys and values of `heads` heads come
-    from narrow latents. `kv_heads`, `head_dim` and `qk_norm` then mean nothing."""
+    """Multi-head latent attention (DeepSeek-V2): queries, keys and values of `heads` heads are
+    computed from narrow latents. `kv_heads`, `head_dim` and `qk_norm` are then ignored."""
     qk_norm: bool = False
-    """RMS-normalise each query and key head before rotation (one learned gain per head width)."""
+    """RMS-normalise each query and key head before rotation (one learned gain per element of a
+    head)."""
     mtp_depth: NonNegative = 0
-    """Multi-token prediction (DeepSeek-V3): how many tokens beyond the next one are predicted in
-    training, each from one more block behind the last layer. Evaluation does without."""
+    """Multi-token prediction (DeepSeek-V3): number of tokens beyond the next one to predict in
+    training, each with one extra block after the last layer. Not used in evaluation."""
     window: Positive | None = None
     """Sliding-window attention: a token sees itself and the `window` - 1 tokens before it."""
     logit_softcap: Annotated[float, Field(gt=0)] | None = None
     """Replace logits x by cap * tanh(x / cap)."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout on embeddings and on each residual branch; the mask depends on seed, step, layer and
-    token only, never on the layout."""
+    """Dropout on embeddings and on each residual branch; the mask depends only on seed, step, layer
+    and token, never on the layout."""
     moe: Moe | None = None
-    """Mixture of experts in the place of the MLP. Default: none."""
+    """Mixture of experts in place of the MLP. Default: none."""
     init_std: Annotated[float, Field(gt=0)] = 0.02
     """Standard deviation of initial weights; output projections get init_std / sqrt(2 * layers)."""
     emulate: Emulate | None = None
-    """Blocks wait instead of computing, and have no weights: to measure schedules and communication
+    """Blocks wait instead of computing and have no weights, to measure schedules and communication
     of many ranks on few cores. Trains nothing."""

@@ -77,7 +77,7 @@ class Run:
             if np.isfinite(after):
                 found.append(Event(int(step), "restart", f"resumed after step {after:.0f}"))
         for step in steps[metrics.column("skipped") > 0]:
-            found.append(Event(int(step), "skip", f"step {step:.0f}: nothing was updated"))
+            found.append(Event(int(step), "skip", f"step {step:.0f}: update skipped"))
         # It is saved when the line of its step is written: its time is in the next one.
         for step in steps[metrics.column("time/checkpoint") > 0]:
             found.append(Event(int(step) - 1, "checkpoint", f"checkpoint of step {step - 1:.0f}"))

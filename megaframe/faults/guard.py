@@ -24,7 +24,7 @@ from megaframe.comm.place import named
 from megaframe.config import RunConfig
 from megaframe.data.loader import Step
 from megaframe.engine import Outcome
-from megaframe.errors import LostRanks, OutOfStep, UserError
+from megaframe.errors import BadDevice, LostRanks, NotFinite, OutOfStep, UserError
 from megaframe.faults.history import History
 from megaframe.faults.leaving import Launcher
 from megaframe.faults.ledger import FAULTS, Ledger
@@ -41,14 +41,6 @@ from megaframe.run_state import RunState
 GoBack = Callable[[Callable[[Place], Place | None]], tuple[int, RunState] | None]
 """Continues from a checkpoint that it lets choose in the home of all of them; gives its step and
 state, None where none was chosen."""
-
-
-class NotFinite(RuntimeError):
-    """Losses or gradients stayed as they must not be; weights are those of the last good step."""
-
-
-class BadDevice(RuntimeError):
-    """Replicas of the weights differ, and differ again after the way back to a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +124,9 @@ class Guard:
         again = self._pipeline.train(microbatches, step, scale, by_block=True)
         text = f"step {step + 1}: {self._sickness(first, microbatches)}; "
         if again.update.finite():
-            text += "run again it is finite: a fault that passed"
+            text += "finite when rerun: a transient fault"
         else:
-            text += f"run again the same: {self._place(again.signs, microbatches)}"
+            text += f"the same when rerun: {self._place(again.signs, microbatches)}"
         self._meter.note(text)
         return again
 
@@ -175,12 +167,12 @@ class Guard:
         finite = done.outcome.update.finite()
         text = f"step {done.step}"
         if not finite:
-            text += f": {self._sickness(done.outcome, done.samples)}; nothing was updated"
+            text += f": {self._sickness(done.outcome, done.samples)}; update skipped"
         judgement = self.history.judge(done.first, known["loss"], finite)
         if judgement.choice == "stop":
             self._meter.note(text)
             self._meter.close()
-            raise NotFinite(f"{text}, {judgement.why}")
+            raise NotFinite(f"{text}; {judgement.why}")
         if judgement.choice == "go_back":
             return self._go_back(done.step, f"{text}: {judgement.why}")
         if not finite:
@@ -194,17 +186,17 @@ class Guard:
         if finding is None:
             self._compared = step
             if before is not None:
-                text = f"step {step}: run again all replicas are equal; what differed before"
-                self._meter.note(f"{text}, on {named(before.ranks)}, was a fault that passed")
+                text = f"step {step}: all replicas are equal when rerun; the difference on"
+                self._meter.note(f"{text} {named(before.ranks)} was a transient fault")
             return False
         which = named(finding.ranks) + ("" if finding.sure else ", of which one must be wrong,")
         text = f"step {step}: weights on {which} differ from their replicas"
         if before is not None:
             self._meter.note(text)
-            raise BadDevice(f"{text}, again after a way back: look at the device")
+            raise BadDevice(f"{text}, again after resuming from a checkpoint: check the device")
         self._differed[step] = finding
         if not self._go_back(self._compared + 1, text):
-            raise BadDevice(f"{text}, and no checkpoint of before is there to go back to")
+            raise BadDevice(f"{text}, and there is no earlier checkpoint to resume from")
         return True
 
     def _sickness(self, outcome: Outcome, data: Sequence[Microbatch] | Sequence[Tensor]) -> str:
@@ -235,7 +227,7 @@ class Guard:
         with self._meter.time("checkpoint"):
             found = self._return(choose)
         if found is None:
-            self._meter.note(f"{why}; there is no checkpoint before it to go back to")
+            self._meter.note(f"{why}; there is no earlier checkpoint to resume from")
             return False
         step, state = found
         self.history.load(state.history)
@@ -245,7 +237,7 @@ class Guard:
         self._meter.note(text)
         self._ledger.goes_back(step, text)
         if not self.history.may_return(step):
-            raise NotFinite(f"{text}, as often before")
+            raise NotFinite(f"{text} once too often, giving up")
         return True
 
 

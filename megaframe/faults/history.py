@@ -57,7 +57,7 @@ class History:
     def _not_finite(self, first: int) -> Judgement:
         self._skipped += 1
         if self._skipped >= _MAX_SKIPPED:
-            return Judgement("stop", f"as in the {_MAX_SKIPPED - 1} steps before")
+            return Judgement("stop", f"{_MAX_SKIPPED} consecutive non-finite steps, giving up")
         if self._faults.non_finite == "stop":
             return Judgement("stop", "faults.non_finite=stop")
         if self._faults.non_finite != "roll_back":

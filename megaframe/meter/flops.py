@@ -41,7 +41,7 @@ class Flops:
         return (
             f"model FLOPs per token: {self.model / 1e6:,.1f} M with causal attention (headline), "
             f"{self.full_attention / 1e6:,.1f} M with full attention, "
-            f"{self.hardware / 1e6:,.1f} M with what recompute adds"
+            f"{self.hardware / 1e6:,.1f} M including recompute"
         )
 
 

@@ -91,9 +91,11 @@ def flat(line: Line, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 def cannot_write(path: Path, error: OSError) -> UserError:
     """What a user is told when the disk is full or a folder is not writable."""
-    return UserError(
-        f"cannot write {path}: {error.strerror}; make room or set run.dir to another folder"
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    advice = (
+        "make room, or set run.dir to another folder" if full else "set run.dir to another folder"
     )
+    return UserError(f"cannot write {path}: {error.strerror}; {advice}")
 
 
 class JsonlSink:

@@ -18,8 +18,10 @@ from megaframe.config.numbers import (
 from megaframe.config.schema import BatchRamp, Checkpoint, Optim, RunConfig, Train
 from megaframe.config.url import is_url, url_mistake
 from megaframe.errors import UserError
+from megaframe.layout import Layout
 from megaframe.plan.context import context_mistakes
 from megaframe.plan.experts import expert_mistakes
+from megaframe.plan.nodes import crossing
 from megaframe.plan.shape import model_mistakes
 from megaframe.plan.tensor import tensor_mistakes
 from megaframe.schedule import schedule_mistakes
@@ -34,6 +36,15 @@ def check(config: RunConfig, world: int, *, data: bool = True) -> None:
     if found:
         count = "1 mistake" if len(found) == 1 else f"{len(found)} mistakes"
         raise UserError("\n  ".join([f"{count} in the config", *found]))
+
+
+def warnings(config: RunConfig, layout: Layout, node_size: int) -> list[str]:
+    """What works, but hardly as meant. node_size: ranks of a node."""
+    found = (
+        crossing(config, layout, node_size),
+        _still_rising(config.optim, config.train.steps),
+    )
+    return [f"warning: {warning}" for warning in found if warning is not None]
 
 
 def mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[str]:
@@ -240,11 +251,16 @@ def _precision(train: Train) -> Iterator[str]:
         )
 
 
+def _still_rising(optim: Optim, steps: int) -> str | None:
+    if optim.warmup <= steps:
+        return None
+    return (
+        f"optim.warmup={optim.warmup} is longer than train.steps={steps}: the learning rate is "
+        "still rising when the run ends"
+    )
+
+
 def _learning_rate(optim: Optim, steps: int) -> Iterator[str]:
-    if optim.warmup > steps:
-        yield (
-            f"optim.warmup={optim.warmup} is longer than train.steps={steps}; use {steps} or fewer"
-        )
     if optim.min_lr > optim.lr:
         yield (
             f"optim.min_lr={optim.min_lr:g} is above optim.lr={optim.lr:g}; "

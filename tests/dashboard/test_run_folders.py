@@ -186,7 +186,7 @@ def test_the_report_names_the_largest_losses_and_escapes_names(tmp_path):
     prediction = {"step_seconds": 1.0, "mfu": 0.5, "breakdown": {"compute": 0.9, "data": 0.1}}
     text = report(Run(folder), prediction)
     assert "| kernels below peak |" in text and "| predicted |" in text
-    assert "step 7: nothing was updated" in text and "resumed after step 19" in text
+    assert "step 7: update skipped" in text and "resumed after step 19" in text
     page = html(text)
     assert "<b>x" not in page and "&lt;b&gt;x&lt;b&gt;|*y*" in page
     first = next(advice(losses(Run(folder))))

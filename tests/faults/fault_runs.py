@@ -44,8 +44,6 @@ def main(overrides, fault=None, rank=None, *arguments):
         return 0
     except SystemExit as status:
         return status.code
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
     finally:
         Trainer._train_step = train_step
 

@@ -16,6 +16,8 @@ from fault_runs import (
     wrong_labels,
 )
 
+from megaframe.errors import EXIT_BAD_DEVICE, EXIT_NOT_FINITE
+
 EVERY = {"checkpoint__every": 4, "checkpoint__keep": 10}
 
 
@@ -42,7 +44,7 @@ def test_a_fault_that_passes_is_replayed_and_leaves_no_trace(run, whole, tmp_pat
     assert losses(tmp_path / "run") == whole
     assert re.search(
         r"step 7: gradients of .* are not finite \(first in the forward pass of microbatch 0, "
-        r"stage 0, on rank 1, of samples 50, 51\); run again it is finite: a fault that passed",
+        r"stage 0, on rank 1, of samples 50, 51\); finite when rerun: a transient fault",
         log(tmp_path / "run"),
     )
 
@@ -52,7 +54,7 @@ def test_a_fault_that_stays_is_named_with_its_block(run, tmp_path):
     assert run("run", 2, *damage, faults__non_finite="replay", **EVERY) == [0, 0]
     text = log(tmp_path / "run")
     where = "microbatch 1, stage 0, block 1, on rank 0, of samples 44, 45"
-    assert f"run again the same: first in the forward pass of {where}" in text
+    assert f"the same when rerun: first in the forward pass of {where}" in text
     assert [line["step"] for line in lines(tmp_path / "run") if line["skipped"]] == [6]
 
 
@@ -79,8 +81,16 @@ def test_data_that_fails_twice_is_left_out_under_any_layout(ranks, run, tmp_path
 
 def test_a_run_may_stop_at_the_first_bad_step(run, tmp_path):
     damage = (nan_in_sample, None, 45, 1)
-    for text in run("run", 2, *damage, faults__non_finite="stop", **EVERY):
-        assert text.startswith("NotFinite: step 6: gradients of ") and "samples 44, 45" in text
+    ends = run("run", 2, *damage, faults__non_finite="stop", **EVERY)
+    assert ends == [EXIT_NOT_FINITE] * 2
+    text = log(tmp_path / "run")
+    assert "step 6: gradients of " in text and "samples 44, 45" in text
+
+
+def test_a_run_gives_up_after_many_bad_steps_in_a_row(run, tmp_path):
+    keys = {"train__steps": 30, **EVERY}
+    assert run("run", 1, nan_in_weights, 0, 2, **keys) == [EXIT_NOT_FINITE]
+    assert "; update skipped" in log(tmp_path / "run")
 
 
 def test_a_spike_is_left_out_and_the_decision_survives_a_layout(run, tmp_path):
@@ -105,16 +115,13 @@ def test_a_flipped_bit_is_found_named_and_undone(run, whole, tmp_path):
     assert losses(tmp_path / "run") == whole
     text = log(tmp_path / "run")
     assert "step 8: weights on ranks 0, 1, of which one must be wrong, differ" in text
-    assert "step 8: run again all replicas are equal; what differed before, on ranks 0, 1" in text
+    assert "step 8: all replicas are equal when rerun; the difference on ranks 0, 1" in text
 
 
 def test_a_device_that_flips_bits_again_is_named(run, tmp_path):
     keys = {"faults__compare_every": 4, "train__microbatch": 1, **EVERY}
-    for text in run("run", 4, flip, 2, 6, True, **keys):
-        assert text == (
-            "BadDevice: step 8: weights on rank 2 differ from their replicas, again after a way "
-            "back: look at the device"
-        )
+    assert run("run", 4, flip, 2, 6, True, **keys) == [EXIT_BAD_DEVICE] * 4
+    assert "step 8: weights on rank 2 differ from their replicas" in log(tmp_path / "run")
 
 
 def test_a_slow_rank_is_named(run, tmp_path):
