@@ -51,7 +51,8 @@ def _norms() -> Iterator[Example]:
             y, total if added else None, total if added else x, gain, means, scales, center
         )
 
-    for width, center, added in ((128, False, False), (4096, False, True), (16384, True, True)):
+    plain = (128, False, False), (2048, False, True), (4096, False, True)
+    for width, center, added in (*plain, (4096, True, True), (16384, True, True)):
         kind = "layernorm" if center else "rmsnorm"
         name = f"{kind} {width}{' + residual' if added else ''}"
         yield Example(name, partial(call, width, center, added))
