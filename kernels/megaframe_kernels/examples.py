@@ -51,11 +51,13 @@ def _norms() -> Iterator[Example]:
             y, total if added else None, total if added else x, gain, means, scales, center
         )
 
-    plain = (128, False, False), (2048, False, True), (4096, False, True)
-    for width, center, added in (*plain, (4096, True, True), (16384, True, True)):
+    narrow = (128, False, False), (2048, False, True), (4096, False, True), (4096, True, True)
+    for width, center, added in (*narrow, (16384, False, True), (16384, True, True)):
         kind = "layernorm" if center else "rmsnorm"
         name = f"{kind} {width}{' + residual' if added else ''}"
         yield Example(name, partial(call, width, center, added))
+        if width > 8192:
+            yield Example(f"{name}, fp32", partial(call, width, center, added, torch.float32))
 
 
 def _activations() -> Iterator[Example]:
