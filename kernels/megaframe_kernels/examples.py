@@ -166,12 +166,13 @@ def _grouped() -> Iterator[Example]:
 
 
 def _quantise() -> Iterator[Example]:
-    def call(block: tuple[int, int]) -> None:
-        fp8.launch_quantise(_shaped(8192, 4096), torch.float8_e4m3fn, *block, False)
+    def call(width: int, block: tuple[int, int]) -> None:
+        fp8.launch_quantise(_shaped(8192, width), torch.float8_e4m3fn, *block, False)
 
     for name, block in (("tensor", (0, 0)), ("row", (1, 0)), ("1 x 128", (1, 128))):
-        yield Example(name, partial(call, block), least_chip=90)
-    yield Example("128 x 128", partial(call, (128, 128)), least_chip=90)
+        yield Example(name, partial(call, 4096, block), least_chip=90)
+    yield Example("128 x 128", partial(call, 4096, (128, 128)), least_chip=90)
+    yield Example("row of 32768", partial(call, 32768, (1, 0)), least_chip=90)
 
 
 EXAMPLES: dict[str, Callable[[], Iterable[Example]]] = {
