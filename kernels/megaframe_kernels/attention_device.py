@@ -11,10 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megaframe_kernels.device_math import product, tanh
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-LOG_2 = tl.constexpr(0.6931471805599453)
+from megaframe_kernels.device_math import LOG2_E, LOG_2, product, tanh
 
 
 @triton.jit

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megaframe_kernels.device import ceil_div, launch, power_of_2
-from megaframe_kernels.device_math import tanh
+from megaframe_kernels.device_math import LOG2_E, LOG_2, tanh
 from megaframe_kernels.direct import direct
 from megaframe_kernels.installed import missing_liger, missing_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_place, refuse_types
@@ -50,8 +50,10 @@ def reference_parts(
     here = labels_T - start
     inside = (here >= 0) & (here < z.shape[1])
     at = here.masked_fill(~inside, 0)[:, None]
-    label = z.gather(1, at)[:, 0] * inside if z.shape[1] else z.sum(1)
-    return z.logsumexp(1), (1.0 - label_smoothing) * label + label_smoothing / vocab * z.sum(1)
+    label = torch.where(inside, z.gather(1, at)[:, 0], 0.0) if z.shape[1] else z.sum(1)
+    if label_smoothing:  # else a word at -inf would make the sum, and 0 of it, no number
+        label = (1.0 - label_smoothing) * label + label_smoothing / vocab * z.sum(1)
+    return z.logsumexp(1), label
 
 
 def losses(partition_T: Tensor, label_T: Tensor, labels_T: Tensor, z_loss: float) -> Tensor:
@@ -122,26 +124,30 @@ def _forward(
     """One row a program: running maxima and sums of exponentials (Milakov and Gimelshein 2018).
 
     Each few neighbours have a maximum of their own until the row ends: threads need not meet in
-    the loop.
+    the loop. The next block is asked for before this one is used. Maxima are in units of log 2,
+    because exponentials of 2 are what the hardware has.
     """
     row = tl.program_id(0).to(tl.int64)
-    total = tl.zeros([BLOCK // 8], tl.float32)
-    top, plain = total - float("inf"), total
     place = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    at = logits + row * stride
+    total = tl.zeros([BLOCK // 8], tl.float32)
+    top, plain = total - 1e38, total  # not -inf, whose difference from itself is no number
+    following = tl.load(at + place, mask=place < words, other=-float("inf"))
     for first in range(0, words, BLOCK):
         inside = first + place < words
-        at = logits + row * stride + first + place
-        z = tl.load(at, mask=inside, other=-float("inf")).to(tl.float32)
+        z = following.to(tl.float32)
+        beyond = first + BLOCK + place
+        following = tl.load(at + beyond, mask=beyond < words, other=-float("inf"))
         if CAP:
             z = tl.where(inside, cap * tanh(z / cap), -float("inf"))
-        highest = tl.maximum(top, tl.max(z, 1))
-        shift = tl.where(highest == -float("inf"), 0.0, highest)
-        total = total * tl.exp(top - shift) + tl.sum(tl.exp(z - shift[:, None]), 1)
+        highest = tl.maximum(top, tl.max(z, 1) * LOG2_E)
+        powers = tl.exp2(z * LOG2_E - highest[:, None])
+        total = total * tl.exp2(top - highest) + tl.sum(powers, 1)
         top = highest
         if SMOOTH:
             plain += tl.sum(tl.where(inside, z, 0.0), 1)
     highest = tl.max(top, 0)
-    partition = highest + tl.log(tl.sum(total * tl.exp(top - highest), 0))
+    partition = (highest + tl.log2(tl.sum(total * tl.exp2(top - highest), 0))) * LOG_2
     tl.store(partitions + row, partition)
     here = tl.load(labels + row) - start
     inside = (here >= 0) & (here < words)
@@ -181,7 +187,7 @@ def _backward(
         bent = tanh(z / cap)
         z = cap * bent
     d_target = tl.load(d_targets + row)
-    result = tl.load(d_partitions + row) * tl.exp(z - tl.load(partitions + row))
+    result = tl.load(d_partitions + row) * tl.exp2((z - tl.load(partitions + row)) * LOG2_E)
     share = tl.where(column == tl.load(labels + row) - start, 1.0, 0.0)
     if SMOOTH:
         share = (1.0 - smoothing) * share + spread

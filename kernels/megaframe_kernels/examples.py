@@ -51,10 +51,13 @@ def _norms() -> Iterator[Example]:
             y, total if added else None, total if added else x, gain, means, scales, center
         )
 
-    for width, center, added in ((128, False, False), (4096, False, True), (16384, True, True)):
+    narrow = (128, False, False), (2048, False, True), (4096, False, True), (4096, True, True)
+    for width, center, added in (*narrow, (16384, False, True), (16384, True, True)):
         kind = "layernorm" if center else "rmsnorm"
         name = f"{kind} {width}{' + residual' if added else ''}"
         yield Example(name, partial(call, width, center, added))
+        if width > 8192:
+            yield Example(f"{name}, fp32", partial(call, width, center, added, torch.float32))
 
 
 def _activations() -> Iterator[Example]:
@@ -163,12 +166,13 @@ def _grouped() -> Iterator[Example]:
 
 
 def _quantise() -> Iterator[Example]:
-    def call(block: tuple[int, int]) -> None:
-        fp8.launch_quantise(_shaped(8192, 4096), torch.float8_e4m3fn, *block, False)
+    def call(width: int, block: tuple[int, int]) -> None:
+        fp8.launch_quantise(_shaped(8192, width), torch.float8_e4m3fn, *block, False)
 
     for name, block in (("tensor", (0, 0)), ("row", (1, 0)), ("1 x 128", (1, 128))):
-        yield Example(name, partial(call, block), least_chip=90)
-    yield Example("128 x 128", partial(call, (128, 128)), least_chip=90)
+        yield Example(name, partial(call, 4096, block), least_chip=90)
+    yield Example("128 x 128", partial(call, 4096, (128, 128)), least_chip=90)
+    yield Example("row of 32768", partial(call, 32768, (1, 0)), least_chip=90)
 
 
 EXAMPLES: dict[str, Callable[[], Iterable[Example]]] = {

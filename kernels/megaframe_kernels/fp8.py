@@ -2,8 +2,9 @@
 
 A scale is what the numbers are to be multiplied by to get the original back. It is exact: the
 largest magnitude over the largest number of the type, optionally rounded up to a power of two, by
-which multiplication is free of error. A tensor needs two passes, because its scale depends on all
-of it; rows and blocks take one.
+which multiplication is free of error. It is divided by once: numbers are multiplied by its inverse.
+A tensor needs two passes, because its scale depends on all of it, and so do rows that registers do
+not hold; others and blocks take one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
 TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _WIDEST = 16384
+"""Elements of the largest block that registers hold."""
 _TILE = 4096
 _SHARED = 128
 """Elements along a row, or rows, that share a scale where it is neither of a row nor of all."""
@@ -46,10 +48,10 @@ def reference(
     scale = blocks.abs().amax((1, 3)).clamp_min(_LEAST) * (1.0 / torch.finfo(dtype).max)
     if power_of_two:
         scale = torch.exp2(torch.ceil(torch.log2(scale)))
-    by = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    by = (1.0 / scale).repeat_interleave(rows, 0).repeat_interleave(columns, 1)
     by = by[: x_RC.shape[0], : x_RC.shape[1]]
     largest = torch.finfo(dtype).max
-    return (wide / by).clamp(-largest, largest).to(dtype), scale
+    return (wide * by).clamp(-largest, largest).to(dtype), scale
 
 
 def restore(quantised_RC: Tensor, scales: Tensor, block: tuple[int, int] | None = None) -> Tensor:
@@ -65,9 +67,14 @@ def _block(x: Tensor, block: tuple[int, int] | None) -> tuple[int, int]:
 
 
 @triton.jit
-def _narrow(value: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """To 8 bits, ties to even. The interpreter loses the carry of a mantissa that rounds up to the
-    next power of two, so there numbers are brought to the grid of the type first."""
+def _narrow(
+    value: tl.tensor, scale: tl.tensor, MOST: tl.constexpr, KIND: tl.constexpr
+) -> tl.tensor:
+    """Over a scale, to 8 bits, ties to even. The interpreter loses the carry of a mantissa that
+    rounds up to the next power of two, so there numbers are brought to the grid of the type first.
+    """
+    value = value * tl.div_rn(1.0, scale)  # one division a scale
+    value = tl.minimum(tl.maximum(value, -MOST), MOST)
     if INTERPRETED:
         exponent = ((value.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
         if tl.float8e4nv == KIND:
@@ -90,7 +97,7 @@ def _scale_of(largest: tl.tensor, MOST: tl.constexpr, POWER_OF_TWO: tl.constexpr
 
 
 @triton.jit
-def _quantise_block(
+def _quantise_blocks(
     x: tl.tensor,
     out: tl.tensor,
     scales: tl.tensor,
@@ -101,21 +108,54 @@ def _quantise_block(
     stride: tl.tensor,
     MOST: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    DOWN: tl.constexpr,
     ROWS: tl.constexpr,
+    ACROSS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """One block a program."""
-    across = tl.cdiv(width, columns)
-    down, right = tl.program_id(0) // across, tl.program_id(0) % across
-    row = (down.to(tl.int64) * rows + tl.arange(0, ROWS))[:, None]
-    column = (right * columns + tl.arange(0, COLUMNS))[None, :]
-    inside = (row < height) & (tl.arange(0, ROWS)[:, None] < rows)
-    inside = inside & (column < width) & (tl.arange(0, COLUMNS)[None, :] < columns)
+    """A few blocks a program, as [block, row in it, block, column in it]."""
+    blocks = tl.cdiv(width, columns)
+    programs = tl.cdiv(blocks, ACROSS)
+    down = (tl.program_id(0) // programs).to(tl.int64) * DOWN
+    down += tl.arange(0, DOWN)[:, None, None, None]
+    right = (tl.program_id(0) % programs) * ACROSS + tl.arange(0, ACROSS)[None, None, :, None]
+    within = tl.arange(0, ROWS)[None, :, None, None], tl.arange(0, COLUMNS)[None, None, None, :]
+    row, column = down * rows + within[0], right * columns + within[1]
+    inside = (row < height) & (within[0] < rows) & (column < width) & (within[1] < columns)
     value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    scale = _scale_of(tl.max(tl.max(tl.abs(value), 1), 0), MOST, POWER_OF_TWO)
-    tl.store(scales + tl.program_id(0), scale)
-    result = tl.minimum(tl.maximum(tl.div_rn(value, scale + value * 0.0), -MOST), MOST)
-    tl.store(out + row * width + column, _narrow(result, out.dtype.element_ty), mask=inside)
+    largest = tl.max(tl.max(tl.abs(value), 3, keep_dims=True), 1, keep_dims=True)
+    scale = _scale_of(largest, MOST, POWER_OF_TWO)
+    here = (down * rows < height) & (right < blocks)
+    tl.store(scales + down * blocks + right, scale, mask=here)
+    result = _narrow(value, scale, MOST, out.dtype.element_ty)
+    tl.store(out + row * width + column, result, mask=inside)
+
+
+@triton.jit
+def _quantise_row(
+    x: tl.tensor,
+    out: tl.tensor,
+    scales: tl.tensor,
+    width: tl.tensor,
+    stride: tl.tensor,
+    MOST: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """A row a program, which registers do not hold: it is read again, from the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    top = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        value = tl.load(x + row * stride + column, mask=column < width, other=0.0)
+        top = tl.maximum(top, tl.abs(value.to(tl.float32)))
+    scale = _scale_of(tl.max(top, 0), MOST, POWER_OF_TWO)
+    tl.store(scales + row, scale)
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        value = tl.load(x + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
+        result = _narrow(value, scale, MOST, out.dtype.element_ty)
+        tl.store(out + row * width + column, result, mask=column < width)
 
 
 @triton.jit
@@ -149,9 +189,8 @@ def _quantise(
     row = (tl.program_id(0) // across).to(tl.int64)
     column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
-    result = tl.div_rn(value, tl.load(scale) + value * 0.0)
-    result = tl.minimum(tl.maximum(result, -MOST), MOST)
-    tl.store(out + row * width + column, _narrow(result, out.dtype.element_ty), mask=column < width)
+    result = _narrow(value, tl.load(scale), MOST, out.dtype.element_ty)
+    tl.store(out + row * width + column, result, mask=column < width)
 
 
 def launch_quantise(
@@ -168,10 +207,28 @@ def launch_quantise(
         return out, _launch_whole(x, out, most, power_of_two)
     grid = ceil_div(height, rows), ceil_div(width, columns)
     scales = x.new_empty(grid, dtype=torch.float32)
-    tile = power_of_2(rows), power_of_2(columns)
+    tall, wide = power_of_2(rows), power_of_2(columns)
+    if tall * wide > _WIDEST:
+        launch(
+            _quantise_row,
+            (height,),
+            x,
+            out,
+            scales,
+            width,
+            x.stride(0),
+            MOST=most,
+            POWER_OF_TWO=power_of_two,
+            BLOCK=_TILE,
+            warps=8,
+        )
+        return out, scales
+    blocks = max(1, _TILE // (tall * wide))
+    across = min(blocks, power_of_2(grid[1]))
+    down = blocks // across
     launch(
-        _quantise_block,
-        (grid[0] * grid[1],),
+        _quantise_blocks,
+        (ceil_div(grid[0], down) * ceil_div(grid[1], across),),
         x,
         out,
         scales,
@@ -182,9 +239,11 @@ def launch_quantise(
         x.stride(0),
         MOST=most,
         POWER_OF_TWO=power_of_two,
-        ROWS=tile[0],
-        COLUMNS=tile[1],
-        warps=min(16, max(1, tile[0] * tile[1] // 512)),
+        DOWN=down,
+        ROWS=tall,
+        ACROSS=across,
+        COLUMNS=wide,
+        warps=min(16, max(1, blocks * tall * wide // 512)),
     )
     return out, scales
 
@@ -237,7 +296,8 @@ def _refuses(
     power_of_two: bool = False,
 ) -> str | None:
     rows, columns = _block(x_RC, block)
-    if block is not None and power_of_2(rows) * power_of_2(columns) > _WIDEST:
+    fits = block is None or power_of_2(rows) * power_of_2(columns) <= _WIDEST
+    if not fits and (rows > 1 or columns < x_RC.shape[1]):
         return f"a block of {rows} x {columns} does not fit in registers"
     if dtype not in TYPES:
         return f"{dtype} is none of {', '.join(map(str, TYPES))}"

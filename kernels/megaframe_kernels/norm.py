@@ -115,6 +115,8 @@ def launch_backward(
     rows, width = flat.shape
     tile_rows, tile_width, warps = _shape(width)
     wide = tile_width > _WHOLE
+    if wide and total.dtype == torch.float32:
+        warps *= 2  # twice the loads of 16 bytes, whose addresses take registers as well
     programs = min(processors(total) * max(1, 16 // warps), max(1, ceil_div(rows, tile_rows)))
     d_x = torch.empty_like(total, memory_format=torch.contiguous_format)
     d_gain = scales.new_empty(programs, width) if rows else scales.new_zeros(programs, width)

@@ -84,6 +84,24 @@ def test_a_divided_vocabulary_gives_the_losses_and_gradients_of_the_whole(option
     torch.testing.assert_close(torch.cat([g for _, g in results], 1), truth, rtol=1e-5, atol=1e-6)
 
 
+def test_words_that_cannot_be():
+    """Some of a row, and all that a rank has of it."""
+    whole, chosen = rand(6, 29, scale=2.0), torch.arange(6)
+    whole[:, 9:25] = -float("inf")
+    want, truth = loss_kernel.reference(whole.clone(), chosen)
+    got, made = loss_kernel.run_triton(whole.clone(), chosen)
+    torch.testing.assert_close((got, made), (want, truth), rtol=1e-5, atol=1e-6)
+
+    def compute(part, join):
+        given = whole[:, part].clone(), chosen
+        return loss_kernel.run_triton(*given, start=part.start, vocab=29, join=join)
+
+    results = on_ranks(compute, 29, (9, 20))
+    for losses, _ in results:
+        torch.testing.assert_close(losses, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.cat([g for _, g in results], 1), truth, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_cross_entropy(options, dtype):

@@ -5,7 +5,7 @@ import torch
 from exactness import DTYPES, rand
 from megaframe_kernels import fp8
 
-BLOCKS = [None, (1, 0), (1, 128), (4, 16), (0, 8)]
+BLOCKS = [None, (1, 0), (1, 128), (4, 16), (0, 8), (3, 20)]
 
 
 @pytest.mark.parametrize("dtype", fp8.TYPES)
@@ -38,6 +38,18 @@ def test_strided_low_precision_and_zeros(dtype, block):
 def test_empty(block):
     got, _ = fp8.run_triton(torch.empty(0, 5), block=block)
     assert got.shape == (0, 5)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_rows_that_registers_do_not_hold(power_of_two):
+    x = rand(3, 20000, dtype=torch.bfloat16)
+    implementation = fp8.QUANTISE.implementations["triton"]
+    assert "3 x 20000" in implementation.refuses(x, block=(3, 0))
+    assert implementation.refuses(x, block=(1, 0)) is None
+    got, scales = fp8.run_triton(x, block=(1, 0), power_of_two=power_of_two)
+    want, true_scales = fp8.reference(x, block=(1, 0), power_of_two=power_of_two)
+    assert torch.equal(scales, true_scales)
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
 def test_the_largest_number_survives():
