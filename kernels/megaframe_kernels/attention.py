@@ -9,12 +9,15 @@ heads, D width of a head.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megaframe_kernels import attention_device
@@ -525,10 +528,26 @@ def _torch_refuses(*given: Any, softcap: float | None = None, **options: Any) ->
     return _library_refuses(*given, **options)
 
 
-def _gpu_refuses(query: Tensor, *given: Any, **options: Any) -> str | None:
+def _backend_refuses(
+    can_use: Callable[[SDPAParams], bool],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Spans,
+    **options: Any,
+) -> str | None:
+    """Torch knows best what one of its backends takes on this GPU, by widths of heads, numbers of
+    keys and whether algorithms must be deterministic; a backend that is forced on others fails."""
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return "it takes bf16 and fp16 on a GPU"
-    return _torch_refuses(query, *given, **options)
+    reason = _torch_refuses(query, key, value, spans, **options)
+    if reason is not None:
+        return reason
+    given = (x.transpose(1, 2) for x in (query, key, value))
+    params = SDPAParams(*given, None, 0.0, True, query.shape[2] != key.shape[2])
+    if not can_use(params):
+        return f"torch's {can_use.__name__} says no; with debug=True it says why"
+    return None
 
 
 def _flash_refuses(query: Tensor, *given: Any, **options: Any) -> str | None:
@@ -540,8 +559,15 @@ def _flash_refuses(query: Tensor, *given: Any, **options: Any) -> str | None:
 _ALL = (
     Implementation("triton", run_triton, missing_nothing, _refuses),
     Implementation("torch", _run_torch, missing_nothing, _torch_refuses),
-    Implementation("torch-flash", _run_torch_flash, missing_cuda, _gpu_refuses),
-    Implementation("cudnn", _run_cudnn, missing_cuda, _gpu_refuses),
+    Implementation(
+        "torch-flash",
+        _run_torch_flash,
+        missing_cuda,
+        partial(_backend_refuses, can_use_flash_attention),
+    ),
+    Implementation(
+        "cudnn", _run_cudnn, missing_cuda, partial(_backend_refuses, can_use_cudnn_attention)
+    ),
     Implementation("flash-attn", _run_flash_attention, missing_flash_attention, _flash_refuses),
 )
 KERNEL = Kernel("attention", reference, {one.name: one for one in _ALL}, constant=8.0)

@@ -176,3 +176,31 @@ def test_torch_does_the_same():
         *given, find_spans(1, 24, 24, DEVICE, window=3)
     )
     assert "window" in reason
+
+
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+
+@pytest.mark.parametrize(("name", "backend"), [("cudnn", "cudnn"), ("torch-flash", "flash")])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_backend_of_torch_takes_what_torch_says(name, backend, deterministic, monkeypatch):
+    """Torch's answer is stood in for: a build without CUDA always says no."""
+    asked = []
+
+    def answer(params, debug):
+        asked.append(params)
+        return not torch.are_deterministic_algorithms_enabled()
+
+    monkeypatch.setattr(torch._C, f"_can_use_{backend}_attention", answer)
+    given = [x.as_subclass(OnGpu) for x in heads(24, batch=3, n=4, g=2, dtype=torch.bfloat16)]
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        reason = KERNEL.implementations[name].refuses(*given, find_spans(3, 24, 24, DEVICE))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert (reason is not None) == deterministic
+    (params,) = asked
+    assert params.query.shape == (3, 4, 24, 16) and params.key.shape == (3, 2, 24, 16)
+    assert params.is_causal and params.enable_gqa
