@@ -41,7 +41,7 @@ class Order:
 
 
 def reference_order(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The fields of `Order` from the experts that tokens chose, of `count` in all."""
+    """The fields of `Order` from the experts that tokens chose, 0 .. count - 1."""
     flat = experts_TK.reshape(-1).long()
     order = flat.argsort(stable=True)
     places = torch.empty_like(order)
@@ -63,14 +63,14 @@ def _count(
     chosen = tl.load(experts + choice, mask=choice < choices, other=-1)
     expert = tl.arange(0, EXPERTS)
     here = (chosen[:, None] == expert[None, :]).to(tl.int32)
-    at = tl.program_id(0) * count + expert
+    at = expert * tl.num_programs(0) + tl.program_id(0)
     tl.store(counts + at, tl.sum(here, 0), mask=expert < count)
 
 
 @triton.jit
 def _place(
     experts: tl.tensor,
-    starts: tl.tensor,
+    along: tl.tensor,
     order: tl.tensor,
     places: tl.tensor,
     choices: tl.tensor,
@@ -83,11 +83,12 @@ def _place(
     chosen = tl.load(experts + choice, mask=inside, other=-1)
     expert = tl.arange(0, EXPERTS)
     here = (chosen[:, None] == expert[None, :]).to(tl.int32)
-    start = tl.load(starts + tl.program_id(0) * count + expert, mask=expert < count, other=0)
+    at = expert * tl.num_programs(0) + tl.program_id(0)
+    start = tl.load(along + at - 1, mask=(expert < count) & (at > 0), other=0)
     before = tl.cumsum(here, 0) - here + start[None, :]
     place = tl.sum(before * here, 1)
     tl.store(places + choice, place, mask=inside)
-    tl.store(order + place, choice, mask=inside)
+    tl.store(order + place, choice, mask=inside & (chosen >= 0) & (chosen < count))
 
 
 def launch_order(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,17 +97,17 @@ def launch_order(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor
     choices = flat.numel()
     padded = power_of_2(max(count, 16))
     block = max(16, min(_CHOICES, _TILE // padded))
-    blocks = ceil_div(choices, block)
-    counts = torch.empty(blocks, count, dtype=torch.int32, device=flat.device)
+    blocks = max(ceil_div(choices, block), 1)
+    # Of an expert all blocks lie together: sums along the whole are where each block's choices end.
+    counts = torch.empty(count, blocks, dtype=torch.int32, device=flat.device)
     tile = {"CHOICES": block, "EXPERTS": padded}
     launch(_count, (blocks,), flat, counts, choices, count, **tile)
-    along = counts.cumsum(0, dtype=torch.int32)
-    totals = counts.sum(0, dtype=torch.int32)
-    ends = totals.cumsum(0, dtype=torch.int32)
-    starts = along - counts + (ends - totals)
-    order = torch.empty(choices, dtype=torch.int32, device=flat.device)
+    along = counts.view(-1).cumsum(0, dtype=torch.int32)
+    # Zeros: a choice of an expert that is not there leaves a place at the end to nobody.
+    order = torch.zeros(choices, dtype=torch.int32, device=flat.device)
     places = torch.empty_like(flat, dtype=torch.int32)
-    launch(_place, (blocks,), flat, starts.contiguous(), order, places, choices, count, **tile)
+    launch(_place, (blocks,), flat, along, order, places, choices, count, **tile)
+    ends = along.view(count, blocks)[:, -1].contiguous()
     return order, places, ends
 
 
@@ -245,7 +246,7 @@ def launch_order_cuda(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, T
     """As `reference_order`, in CUDA C++."""
     flat = experts_TK.contiguous()
     blocks = cuda_library.count("megaframe_expert_order_blocks", flat.numel())
-    order, places = flat.new_empty(flat.numel()), torch.empty_like(flat)
+    order, places = flat.new_zeros(flat.numel()), torch.zeros_like(flat)
     ends, starts = flat.new_empty(count), flat.new_empty(blocks, count)
     outputs = (t.data_ptr() for t in (starts, order, places, ends))
     given = flat.data_ptr(), flat.numel(), count, *outputs

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exactness import DEVICE, DTYPES, check, rand
+from exactness import DEVICE, DTYPES, check, deterministic, rand
 from megaframe_kernels import attention
 from megaframe_kernels.attention import KERNEL, launch_backward, launch_forward
 from megaframe_kernels.spans import find_spans
@@ -183,8 +183,8 @@ class OnGpu(torch.Tensor):
 
 
 @pytest.mark.parametrize(("name", "backend"), [("cudnn", "cudnn"), ("torch-flash", "flash")])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_a_backend_of_torch_takes_what_torch_says(name, backend, deterministic, monkeypatch):
+@pytest.mark.parametrize("mode", [False, True])
+def test_a_backend_of_torch_takes_what_torch_says(name, backend, mode, monkeypatch):
     """Torch's answer is stood in for: a build without CUDA always says no."""
     asked = []
 
@@ -194,13 +194,9 @@ def test_a_backend_of_torch_takes_what_torch_says(name, backend, deterministic, 
 
     monkeypatch.setattr(torch._C, f"_can_use_{backend}_attention", answer)
     given = [x.as_subclass(OnGpu) for x in heads(24, batch=3, n=4, g=2, dtype=torch.bfloat16)]
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(deterministic)
-    try:
+    with deterministic(mode):
         reason = KERNEL.implementations[name].refuses(*given, find_spans(3, 24, 24, DEVICE))
-    finally:
-        torch.use_deterministic_algorithms(before)
-    assert (reason is not None) == deterministic
+    assert (reason is not None) == mode
     (params,) = asked
     assert params.query.shape == (3, 4, 24, 16) and params.key.shape == (3, 2, 24, 16)
     assert params.is_causal and params.enable_gqa

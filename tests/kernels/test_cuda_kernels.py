@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from exactness import DEVICE, assert_close, generator, rand
+from exactness import DEVICE, assert_close, deterministic, generator, rand
 from megaframe_kernels import cuda_library, permute, scattered
 from megaframe_kernels.cuda_build import CHIPS, BuildError, build, find_nvcc, sources
 
@@ -136,6 +136,16 @@ def test_expert_order(library, tokens, k, experts):
     want = permute.reference_order(chosen, experts)
     for mine, true in zip(permute.launch_order_cuda(chosen, experts), want, strict=True):
         assert mine.dtype == torch.int32 and torch.equal(mine, true)
+
+
+@pytest.mark.parametrize("stranger", [-1, 5, 4096])
+def test_an_order_leads_to_choices_whatever_was_chosen(library, stranger):
+    chosen = torch.randint(0, 5, (40, 2), generator=generator(3), device="cpu").int().to(DEVICE)
+    chosen[3, 1] = chosen[30, 0] = stranger
+    with deterministic():
+        order, places, ends = permute.launch_order_cuda(chosen, 5)
+    assert ((order >= 0) & (order < 80)).all() and ((places >= 0) & (places < 80)).all()
+    assert ends[-1] == 78
 
 
 def test_what_stands_in_the_way_is_one_line(tmp_path):

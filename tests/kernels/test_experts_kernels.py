@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exactness import DEVICE, DTYPES, check, generator, rand
+from exactness import DEVICE, DTYPES, check, deterministic, generator, rand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megaframe_kernels import grouped, permute, router
@@ -25,6 +25,17 @@ def test_router_of_strided_low_precision_logits_with_ties(dtype):
     check(router.KERNEL, "triton", (logits, 4), {}, 12)
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_nan_is_passed_on_and_chooses_experts_that_are_there(score):
+    logits = rand(9, 11)
+    logits[2] = torch.nan
+    logits[5, 7] = torch.nan
+    want, chosen = router.reference(logits, 4, score=score)
+    got, mine = router.run_triton(logits, 4, score=score)
+    assert torch.equal(mine, chosen) and torch.equal(got.isnan(), want.isnan())
+    assert got[2].isnan().all() and got[5].isnan().any() and got.isnan().any(1).sum() == 2
+
+
 def order_of(tokens, k, experts, seed=0, skipped=()):
     """Choices of a batch, some experts left without tokens, and their order."""
     allowed = torch.tensor([e for e in range(experts) if e not in skipped], device="cpu")
@@ -45,6 +56,16 @@ def test_order(seed, tokens, k, experts):
     got = permute.launch_order(chosen, experts)
     for mine, true in zip(got, (order.order_P, order.places_TK, order.ends_E), strict=True):
         assert mine.dtype == torch.int32 and torch.equal(mine, true)
+
+
+@pytest.mark.parametrize("stranger", [-1, 5, 4096])
+def test_an_order_leads_to_choices_whatever_was_chosen(stranger):
+    chosen, order = order_of(40, 2, 5)
+    chosen[3, 1] = chosen[30, 0] = stranger
+    with deterministic():
+        got, places, ends = permute.launch_order(chosen, 5)
+    assert ((got >= 0) & (got < 80)).all() and ((places >= 0) & (places < 80)).all()
+    assert ends[-1] == 78 and (order.ends_E - ends).max() <= 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
