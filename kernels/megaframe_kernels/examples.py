@@ -153,6 +153,7 @@ def _grouped() -> Iterator[Example]:
         weights, ends = _shaped(8, 14336, 4096, dtype=dtype), _shaped(8, dtype=torch.int32)
         given = (ends, order, order, 2) if moved else (ends, None, None)
         y = grouped.launch_multiply(x, weights, *given)
+        grouped.launch_clear(y, ends)
         grouped.launch_multiply(y, weights.transpose(1, 2), ends, order, None)
         grouped.launch_weight_gradient(y, x, weights, *given)
         into = _shaped(8, 14336, 4096, dtype=torch.float32)
