@@ -155,9 +155,10 @@ def _grouped() -> Iterator[Example]:
         y = grouped.launch_multiply(x, weights, *given)
         grouped.launch_clear(y, ends)
         grouped.launch_multiply(y, weights.transpose(1, 2), ends, order, None)
-        grouped.launch_weight_gradient(y, x, weights, *given)
+        rows = _shaped(16384, 4096, dtype=dtype)
+        grouped.launch_weight_gradient(y, rows, weights, ends)
         into = _shaped(8, 14336, 4096, dtype=torch.float32)
-        grouped.launch_weight_gradient_into(into, y, x, *given, add=True)
+        grouped.launch_weight_gradient_into(into, y, rows, ends, add=True)
 
     yield Example("8 experts", partial(call, torch.bfloat16, False))
     yield Example("8 experts, rows moved", partial(call, torch.bfloat16, True))

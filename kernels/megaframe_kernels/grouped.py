@@ -193,12 +193,9 @@ def _multiply_transposed(
     d_y: tl.tensor,
     x: tl.tensor,
     ends: tl.tensor,
-    gather: tl.tensor,
-    scatter: tl.tensor,
     d_weights: tl.tensor,
     outputs: tl.tensor,
     inputs: tl.tensor,
-    chosen: tl.tensor,
     d_stride: tl.tensor,
     x_stride: tl.tensor,
     ROWS: tl.constexpr,
@@ -222,14 +219,10 @@ def _multiply_transposed(
     for first in range(start, end, DEPTH):
         place = first + tl.arange(0, DEPTH)
         inside = place < end
-        row, from_row = place.to(tl.int64), place.to(tl.int64)
-        if scatter is not None:
-            row = tl.load(scatter + place, mask=inside, other=0).to(tl.int64)
-        if gather is not None:
-            from_row = (tl.load(gather + place, mask=inside, other=0) // chosen).to(tl.int64)
+        row = place.to(tl.int64)
         at = d_y + row[None, :] * d_stride + output[:, None]
         a = tl.load(at, mask=inside[None, :] & (output[:, None] < outputs), other=0.0)
-        at = x + from_row[:, None] * x_stride + column[None, :]
+        at = x + row[:, None] * x_stride + column[None, :]
         b = tl.load(at, mask=inside[:, None] & (column[None, :] < inputs), other=0.0)
         total = product(a, b, total, PRECISION)
     at = expert.to(tl.int64) * outputs * inputs + output[:, None] * inputs + column[None, :]
@@ -305,16 +298,11 @@ def launch_weight_gradient(
     x: Tensor,
     weights_ENH: Tensor,
     ends_E: Tensor,
-    gather_P: Tensor | None,
-    scatter_P: Tensor | None,
-    chosen: int = 1,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """Gradient of the weights."""
     d_weights = torch.empty_like(weights_ENH, memory_format=torch.contiguous_format)
-    launch_weight_gradient_into(
-        d_weights, d_y, x, ends_E, gather_P, scatter_P, chosen, add=False, tiles=tiles
-    )
+    launch_weight_gradient_into(d_weights, d_y, x, ends_E, add=False, tiles=tiles)
     return d_weights
 
 
@@ -323,9 +311,6 @@ def launch_weight_gradient_into(
     d_y: Tensor,
     x: Tensor,
     ends_E: Tensor,
-    gather_P: Tensor | None = None,
-    scatter_P: Tensor | None = None,
-    chosen: int = 1,
     *,
     add: bool,
     tiles: Tiles | None = None,
@@ -343,12 +328,9 @@ def launch_weight_gradient_into(
         d_y,
         x,
         ends_E,
-        gather_P,
-        scatter_P,
         d_weights,
         outputs,
         inputs,
-        chosen,
         d_y.stride(0),
         x.stride(0),
         ROWS=tiles.rows,
@@ -374,16 +356,8 @@ def _multiply_op(
 
 
 @torch.library.custom_op("megaframe::grouped_weight_gradient", mutates_args=())
-def _weight_op(
-    d_y: Tensor,
-    x: Tensor,
-    weights_ENH: Tensor,
-    ends_E: Tensor,
-    gather_P: Tensor | None,
-    scatter_P: Tensor | None,
-    chosen: int,
-) -> Tensor:
-    return launch_weight_gradient(d_y, x, weights_ENH, ends_E, gather_P, scatter_P, chosen)
+def _weight_op(d_y: Tensor, x: Tensor, weights_ENH: Tensor, ends_E: Tensor) -> Tensor:
+    return launch_weight_gradient(d_y, x, weights_ENH, ends_E)
 
 
 @torch.library.custom_op("megaframe::grouped_gradient_", mutates_args=("grads_ENH",))
@@ -435,15 +409,18 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, ends, order, places = ctx.saved_tensors
-        gather, scatter = order if ctx.gather else None, order if ctx.scatter else None
-        d_x = d_weights = None
+        d_y, d_x, d_weights = gradients[0], None, None
+        if ctx.scatter:
+            d_y = permute.gather(d_y, order, None, 1)
         if ctx.needs_input_grad[0]:
-            # Read from where they were written; the choices of a token are summed in one order.
-            d_x = _multiply_op(gradients[0], weights.transpose(1, 2), ends, scatter, None, 1)
+            d_x = _multiply_op(d_y, weights.transpose(1, 2), ends, None, None, 1)
+            # The choices of a token are summed in one order.
             d_x = permute.combine(d_x, None, places) if ctx.gather else d_x
         if ctx.needs_input_grad[1]:
-            moved = gather, scatter
-            d_weights = _weight_op(gradients[0], x, weights, ends, *moved, ctx.chosen)
+            # Rows are moved first: here each is read once for every tile of the other side, and
+            # where rows lie together, their places need no registers and no loads.
+            x = permute.gather(x, order, None, ctx.chosen) if ctx.gather else x
+            d_weights = _weight_op(d_y, x, weights, ends)
         return d_x, d_weights, None, None, None, None, None
 
 

@@ -258,7 +258,7 @@ _order_op = torch.library.custom_op("megaframe::expert_order", launch_order, mut
 _order_cuda_op = torch.library.custom_op(
     "megaframe::expert_order_cuda", launch_order_cuda, mutates_args=()
 )
-_gather_op = torch.library.custom_op("megaframe::expert_gather", launch_gather, mutates_args=())
+gather = torch.library.custom_op("megaframe::expert_gather", launch_gather, mutates_args=())
 combine = torch.library.custom_op("megaframe::expert_combine", launch_combine, mutates_args=())
 _inner_op = torch.library.custom_op("megaframe::expert_inner", launch_inner, mutates_args=())
 
@@ -272,7 +272,7 @@ def _(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     return empty(experts_TK.numel()), empty(*experts_TK.shape), empty(count)
 
 
-@_gather_op.register_fake
+@gather.register_fake
 def _(x_TH: Tensor, order_P: Tensor, weights: Tensor | None, k: int) -> Tensor:
     return x_TH.new_empty(order_P.shape[0], x_TH.shape[1])
 
@@ -291,7 +291,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, order_P: Tensor, places_TK: Tensor) -> Tensor:
         ctx.save_for_backward(places_TK)
-        return _gather_op(x_TH, order_P, None, places_TK.shape[1])
+        return gather(x_TH, order_P, None, places_TK.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -309,7 +309,7 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         y, weights, order, places = ctx.saved_tensors
-        d_y = _gather_op(gradients[0], order, weights, places.shape[1])
+        d_y = gather(gradients[0], order, weights, places.shape[1])
         d_weights = None
         if weights is not None and ctx.needs_input_grad[1]:
             d_weights = _inner_op(gradients[0], y, places, weights)
