@@ -27,6 +27,8 @@ from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 from megaframe_kernels.spans import Spans
 
 _WIDEST = 256
+_CACHED = 32 * 2**20
+"""Bytes of what programs that start together read, which the cache of a large chip holds."""
 _SHARED_OF_WIDEST = 136 * 1024
 """Bytes of shared memory that heads wider than 128 take before Hopper."""
 
@@ -133,6 +135,13 @@ def _adjacent(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def _together(pairs: int, rows: Tensor, shared: float) -> int:
+    """How many pairs of a head and a sample start together, where `shared` of them read the same
+    head of rows [B, length, heads, D] and of others like them."""
+    read = 2 * rows.shape[1] * rows.shape[3] * rows.element_size() / shared
+    return max(min(int(_CACHED / max(read, 1)), pairs), 1)
+
+
 def launch_forward(
     query: Tensor,
     key: Tensor,
@@ -147,6 +156,7 @@ def launch_forward(
     """Out [B, Q, N, D] and log-sum-exp, fp32 [B, N, Q]."""
     query, key, value = _adjacent(query), _adjacent(key), _adjacent(value)
     batch, queries, heads, width = query.shape
+    per_group = heads // key.shape[2]
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     lse = query.new_empty(batch, heads, queries, dtype=torch.float32)
     blocks = blocks or choose_blocks(FORWARD[generation(query)], query)
@@ -163,8 +173,9 @@ def launch_forward(
         lse,
         queries,
         key.shape[1],
+        _together(heads * batch, key, per_group),
         heads,
-        heads // key.shape[2],
+        per_group,
         width,
         *query.stride()[:3],
         *key.stride()[:3],
@@ -220,9 +231,10 @@ def launch_backward(
         M=tall,
         WIDTH=power_of_2(width),
     )
-    sizes = (queries, key.shape[1], heads, heads // key.shape[2], width)
+    groups, per_group = key.shape[2], heads // key.shape[2]
     strides = (s for x in (query, key, value, d_out) for s in x.stride()[:3])
-    numbers = (*sizes, *strides, _scale(query, scale), softcap or 1.0)
+    lengths = queries, key.shape[1]
+    numbers = (heads, per_group, width, *strides, _scale(query, scale), softcap or 1.0)
     d_query, d_key, d_value = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
@@ -239,6 +251,8 @@ def launch_backward(
         starts,
         stops,
         d_query,
+        *lengths,
+        _together(heads * batch, key, per_group),
         *numbers,
         M=by_query.queries,
         N=by_query.keys,
@@ -248,12 +262,14 @@ def launch_backward(
     )
     launch(
         attention_device.backward_keys,
-        (ceil_div(key.shape[1], by_key.keys) * key.shape[2] * batch,),
+        (ceil_div(key.shape[1], by_key.keys) * groups * batch,),
         *saved,
         first,
         last,
         d_key,
         d_value,
+        *lengths,
+        _together(groups * batch, query, 1 / per_group),
         *numbers,
         M=by_key.queries,
         N=by_key.keys,

@@ -18,6 +18,21 @@ LOG_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def _share(
+    blocks: tl.tensor, together: tl.tensor, heads: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """A program's turn among the blocks of a head, its head and its sample. Blocks of the same turn
+    start together, of as many heads as keep what they read in the cache: of a causal mask the first
+    turns are the longest, and the last programs of all are short."""
+    pairs = tl.num_programs(0) // blocks
+    first = tl.program_id(0) // (blocks * together) * together
+    abreast = tl.minimum(pairs - first, together)
+    rest = tl.program_id(0) % (blocks * together)
+    pair = first + rest % abreast
+    return rest // abreast, pair % heads, pair // heads
+
+
+@triton.jit
 def _visits(
     start: tl.tensor,
     stop: tl.tensor,
@@ -134,6 +149,7 @@ def forward(
     lse: tl.tensor,
     queries: tl.tensor,
     keys: tl.tensor,
+    together: tl.tensor,
     heads: tl.tensor,
     per_group: tl.tensor,
     width: tl.tensor,
@@ -156,16 +172,15 @@ def forward(
     PRECISION: tl.constexpr,
 ) -> None:
     blocks = tl.cdiv(queries, M)
-    # The last queries of a causal mask see most: they start first.
-    mine = blocks - 1 - tl.program_id(0) % blocks
+    turn, head, sample = _share(blocks, together, heads)
+    mine = blocks - 1 - turn  # the last queries of a causal mask see most
     query = mine * M + tl.arange(0, M)
-    head = (tl.program_id(0) // blocks) % heads
-    batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
+    group = (head // per_group).to(tl.int64)
+    head, batch = head.to(tl.int64), sample.to(tl.int64)
     inside = query < queries
     start = tl.load(starts + batch * queries + query, mask=inside, other=0)
     stop = tl.load(stops + batch * queries + query, mask=inside, other=0)
     low, high, whole_low, whole_high = _visits(start, stop, inside, keys, N)
-    group = head // per_group
     q_rows = q + batch * q_batch + head * q_head
     q_MD = _rows(q_rows, mine, q_stride, queries, width, True, M, WIDTH, EVEN)
     k_rows, v_rows = k + batch * k_batch + group * k_head, v + batch * v_batch + group * v_head
@@ -215,7 +230,7 @@ def mean_gradients(
     """delta = sum(d_out out) - d_lse: what every score of a query gets less."""
     blocks = tl.cdiv(queries, M)
     query = (tl.program_id(0) % blocks) * M + tl.arange(0, M)
-    head = (tl.program_id(0) // blocks) % heads
+    head = ((tl.program_id(0) // blocks) % heads).to(tl.int64)
     batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = (query[:, None] < queries) & (column[None, :] < width)
@@ -280,6 +295,7 @@ def backward_queries(
     d_q: tl.tensor,
     queries: tl.tensor,
     keys: tl.tensor,
+    together: tl.tensor,
     heads: tl.tensor,
     per_group: tl.tensor,
     width: tl.tensor,
@@ -305,15 +321,15 @@ def backward_queries(
     PRECISION: tl.constexpr,
 ) -> None:
     blocks = tl.cdiv(queries, M)
-    mine = blocks - 1 - tl.program_id(0) % blocks
+    turn, head, sample = _share(blocks, together, heads)
+    mine = blocks - 1 - turn
     query = mine * M + tl.arange(0, M)
-    head = (tl.program_id(0) // blocks) % heads
-    batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
+    group = (head // per_group).to(tl.int64)
+    head, batch = head.to(tl.int64), sample.to(tl.int64)
     inside = query < queries
     start = tl.load(starts + batch * queries + query, mask=inside, other=0)
     stop = tl.load(stops + batch * queries + query, mask=inside, other=0)
     low, high, whole_low, whole_high = _visits(start, stop, inside, keys, N)
-    group = head // per_group
     q_rows, d_rows = q + batch * q_batch + head * q_head, d_out + batch * d_batch + head * d_head
     q_MD = _rows(q_rows, mine, q_stride, queries, width, True, M, WIDTH, EVEN)
     d_out_MD = _rows(d_rows, mine, d_stride, queries, width, True, M, WIDTH, EVEN)
@@ -404,6 +420,7 @@ def backward_keys(
     d_v: tl.tensor,
     queries: tl.tensor,
     keys: tl.tensor,
+    together: tl.tensor,
     heads: tl.tensor,
     per_group: tl.tensor,
     width: tl.tensor,
@@ -430,10 +447,9 @@ def backward_keys(
 ) -> None:
     """All query heads of a group in one program: their sum has one order, and needs no atomics."""
     blocks, groups = tl.cdiv(keys, N), heads // per_group
-    mine = tl.program_id(0) % blocks
+    mine, group, sample = _share(blocks, together, groups)  # the first keys are seen by most
     key = mine * N + tl.arange(0, N)
-    group = (tl.program_id(0) // blocks) % groups
-    batch = (tl.program_id(0) // blocks // groups).to(tl.int64)
+    group, batch = group.to(tl.int64), sample.to(tl.int64)
     inside = key < keys
     first = tl.load(firsts + batch * keys + key, mask=inside, other=0)
     last = tl.load(lasts + batch * keys + key, mask=inside, other=0)

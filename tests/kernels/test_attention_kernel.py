@@ -83,6 +83,16 @@ def test_softcap_sinks_and_scale():
     check(WithSinks, "triton", (*given, sinks), options, length, length, scale=0.5)
 
 
+@pytest.mark.parametrize(("tensors", "by_head", "by_group"), [(0, 1, 1), (10, 10, 2), (16, 12, 4)])
+def test_heads_that_start_one_after_the_other(tensors, by_head, by_group, monkeypatch):
+    """Of 12 heads and of 6 groups that share two of them, in 2 samples."""
+    monkeypatch.setattr(attention, "_CACHED", tensors * 70 * 16 * 4)
+    assert attention._together(12, heads(70)[1], 2) == by_head
+    assert attention._together(6, heads(70)[0], 1 / 2) == by_group
+    given = heads(70, batch=2, n=6, g=3)
+    hold(given, find_spans(2, 70, 70, DEVICE), need_lse=True)
+
+
 def test_queries_that_see_nothing_give_zero_and_get_no_gradient():
     documents = torch.tensor([[0, 0, 3, 3, 5]])
     spans = find_spans(
