@@ -46,15 +46,10 @@ class Blocks:
 Table: TypeAlias = dict[int, Blocks]
 """By the padded width of a head; what is in between takes the next."""
 
-_FORWARD_OF_WARPGROUPS: Table = {
-    64: Blocks(128, 128, 8, 3),
-    128: Blocks(128, 128, 8, 2),
-    256: Blocks(64, 64, 8, 2),
-}
 FORWARD: dict[int, Table] = {
     8: {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 64, 8, 2)},
-    9: _FORWARD_OF_WARPGROUPS,
-    10: _FORWARD_OF_WARPGROUPS,
+    9: {64: Blocks(128, 128, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(128, 64, 8, 2)},
+    10: {64: Blocks(128, 128, 8, 3), 128: Blocks(128, 128, 8, 2), 256: Blocks(64, 64, 8, 2)},
 }
 """Of 16-bit numbers, by generation of the chip."""
 BACKWARD_QUERIES: Table = {
@@ -182,6 +177,8 @@ def launch_forward(
         *value.stride()[:3],
         _scale(query, scale),
         softcap or 1.0,
+        RAW=softcap is None and _scale(query, scale) > 0.0,
+        LATE=generation(query) > 8,  # where matrix units work by themselves
         M=blocks.queries,
         N=blocks.keys,
         warps=blocks.warps,

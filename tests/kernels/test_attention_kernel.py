@@ -11,6 +11,13 @@ NONE = (None, None, None)
 """Sinks, scale and softcap."""
 
 
+@pytest.fixture(params=[8, 9])
+def order(request, monkeypatch):
+    """Values multiplied at once, and a visit later; on a GPU in the order of that GPU."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(attention, "generation", lambda _: request.param)
+
+
 def heads(queries, keys=None, batch=1, n=2, g=1, width=16, dtype=torch.float32, scale=1.0):
     keys = queries if keys is None else keys
     return (
@@ -27,12 +34,12 @@ def hold(given, spans, **options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_causal_with_grouped_heads(dtype):
+def test_causal_with_grouped_heads(dtype, order):
     given = heads(70, batch=2, n=4, g=2, dtype=dtype)
     hold(given, find_spans(2, 70, 70, DEVICE), need_lse=True)
 
 
-def test_blocks_without_a_mask_and_windows():
+def test_blocks_without_a_mask_and_windows(order):
     # 130 tokens in blocks of 32: some blocks are seen whole, some in part, some by nobody.
     hold(heads(130, n=1), find_spans(1, 130, 130, DEVICE))
     hold(heads(130, n=1), find_spans(1, 130, 130, DEVICE, window=40))
@@ -40,7 +47,7 @@ def test_blocks_without_a_mask_and_windows():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_packed_documents(causal):
+def test_packed_documents(causal, order):
     documents = (rand(2, 75, seed=4) > 1.2).cumsum(1)
     spans = find_spans(
         2, 75, 75, DEVICE, causal=causal, query_documents=documents, key_documents=documents
@@ -53,11 +60,12 @@ def test_widths_that_are_no_power_of_two(width):
     hold(heads(20, width=width), find_spans(1, 20, 20, DEVICE))
 
 
-def test_softcap_sinks_and_scale():
+@pytest.mark.parametrize(("softcap", "scale"), [(2.0, 0.7), (None, 0.7), (None, -0.7), (None, 0.0)])
+def test_softcap_sinks_and_scale(softcap, scale, order):
     given = heads(45, n=4, g=2)
     sinks = rand(4, seed=9).requires_grad_()
     spans = find_spans(1, 45, 45, DEVICE, window=9)
-    options = {"softcap": 2.0, "scale": 0.7, "need_lse": True}
+    options = {"softcap": softcap, "scale": scale, "need_lse": True}
     length = 45 * 4
 
     class WithSinks:
@@ -93,7 +101,7 @@ def test_heads_that_start_one_after_the_other(tensors, by_head, by_group, monkey
     hold(given, find_spans(2, 70, 70, DEVICE), need_lse=True)
 
 
-def test_queries_that_see_nothing_give_zero_and_get_no_gradient():
+def test_queries_that_see_nothing_give_zero_and_get_no_gradient(order):
     documents = torch.tensor([[0, 0, 3, 3, 5]])
     spans = find_spans(
         1, 5, 5, DEVICE, query_documents=documents, key_documents=torch.tensor([[0, 1, 3, 4, 4]])
@@ -107,7 +115,7 @@ def test_queries_that_see_nothing_give_zero_and_get_no_gradient():
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (0, 4), (3, 0), (33, 5)])
-def test_odd_and_empty_sizes(queries, keys):
+def test_odd_and_empty_sizes(queries, keys, order):
     spans = find_spans(1, queries, keys, DEVICE, causal=False)
     given = heads(queries, keys)
     if keys:
@@ -117,7 +125,7 @@ def test_odd_and_empty_sizes(queries, keys):
         assert (out == 0).all() and (lse == -torch.inf).all()
 
 
-def test_large_scores_and_strided_heads():
+def test_large_scores_and_strided_heads(order):
     fused = rand(1, 40, 2, 4, 16, scale=20.0)
     given = tuple(fused[..., i, :].detach().requires_grad_() for i in (0, 1, 3))
     spans = find_spans(1, 40, 40, DEVICE)
