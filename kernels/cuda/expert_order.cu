@@ -28,8 +28,11 @@ __device__ inline int count_round(int expert, int32_t* counts, int32_t& before) 
   return rank;
 }
 
-__device__ inline int choice_of(const int32_t* experts, int64_t choice, int64_t choices) {
-  return choice < choices ? experts[choice] : -1;
+// The expert of a choice; -1 where there is no such choice or no such expert.
+__device__ inline int choice_of(const int32_t* experts, int64_t choice, int64_t choices,
+                                int count) {
+  const int expert = choice < choices ? experts[choice] : -1;
+  return 0 <= expert && expert < count ? expert : -1;
 }
 
 // Count this block's choices: counts[w * count + e] of warp w.
@@ -41,7 +44,7 @@ __device__ inline void count_block(const int32_t* experts, int64_t choices, int 
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kBlockChoices + warp * kRun;
   for (int round = 0; round < kRounds; ++round) {
     int32_t before;
-    const int expert = choice_of(experts, first + round * kLanes + lane, choices);
+    const int expert = choice_of(experts, first + round * kLanes + lane, choices, count);
     count_round(expert, counts + warp * count, before);
   }
   __syncthreads();
@@ -115,7 +118,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int round = 0; round < kRounds; ++round) {
     const int64_t choice = first + round * kLanes + lane;
     int32_t before;
-    const int expert = choice_of(experts, choice, choices);
+    const int expert = choice_of(experts, choice, choices, count);
     const int rank = count_round(expert, counts + warp * count, before);
     if (expert >= 0) {
       places[choice] = before + rank;

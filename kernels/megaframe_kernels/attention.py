@@ -9,12 +9,15 @@ heads, D width of a head.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megaframe_kernels import attention_device
@@ -24,6 +27,8 @@ from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 from megaframe_kernels.spans import Spans
 
 _WIDEST = 256
+_CACHED = 32 * 2**20
+"""Bytes of what programs that start together read, which the cache of a large chip holds."""
 _SHARED_OF_WIDEST = 136 * 1024
 """Bytes of shared memory that heads wider than 128 take before Hopper."""
 
@@ -41,15 +46,10 @@ class Blocks:
 Table: TypeAlias = dict[int, Blocks]
 """By the padded width of a head; what is in between takes the next."""
 
-_FORWARD_OF_WARPGROUPS: Table = {
-    64: Blocks(128, 128, 8, 3),
-    128: Blocks(128, 128, 8, 2),
-    256: Blocks(64, 64, 8, 2),
-}
 FORWARD: dict[int, Table] = {
     8: {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 64, 8, 2)},
-    9: _FORWARD_OF_WARPGROUPS,
-    10: _FORWARD_OF_WARPGROUPS,
+    9: {64: Blocks(128, 128, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(128, 64, 8, 2)},
+    10: {64: Blocks(128, 128, 8, 3), 128: Blocks(128, 128, 8, 2), 256: Blocks(64, 64, 8, 2)},
 }
 """Of 16-bit numbers, by generation of the chip."""
 BACKWARD_QUERIES: Table = {
@@ -130,6 +130,13 @@ def _adjacent(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def _together(pairs: int, rows: Tensor, shared: float) -> int:
+    """How many pairs of a head and a sample start together, where `shared` of them read the same
+    head of rows [B, length, heads, D] and of others like them."""
+    read = 2 * rows.shape[1] * rows.shape[3] * rows.element_size() / shared
+    return max(min(int(_CACHED / max(read, 1)), pairs), 1)
+
+
 def launch_forward(
     query: Tensor,
     key: Tensor,
@@ -144,6 +151,7 @@ def launch_forward(
     """Out [B, Q, N, D] and log-sum-exp, fp32 [B, N, Q]."""
     query, key, value = _adjacent(query), _adjacent(key), _adjacent(value)
     batch, queries, heads, width = query.shape
+    per_group = heads // key.shape[2]
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     lse = query.new_empty(batch, heads, queries, dtype=torch.float32)
     blocks = blocks or choose_blocks(FORWARD[generation(query)], query)
@@ -160,14 +168,17 @@ def launch_forward(
         lse,
         queries,
         key.shape[1],
+        _together(heads * batch, key, per_group),
         heads,
-        heads // key.shape[2],
+        per_group,
         width,
         *query.stride()[:3],
         *key.stride()[:3],
         *value.stride()[:3],
         _scale(query, scale),
         softcap or 1.0,
+        RAW=softcap is None and _scale(query, scale) > 0.0,
+        LATE=generation(query) > 8,  # where matrix units work by themselves
         M=blocks.queries,
         N=blocks.keys,
         warps=blocks.warps,
@@ -217,9 +228,10 @@ def launch_backward(
         M=tall,
         WIDTH=power_of_2(width),
     )
-    sizes = (queries, key.shape[1], heads, heads // key.shape[2], width)
+    groups, per_group = key.shape[2], heads // key.shape[2]
     strides = (s for x in (query, key, value, d_out) for s in x.stride()[:3])
-    numbers = (*sizes, *strides, _scale(query, scale), softcap or 1.0)
+    lengths = queries, key.shape[1]
+    numbers = (heads, per_group, width, *strides, _scale(query, scale), softcap or 1.0)
     d_query, d_key, d_value = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
@@ -236,6 +248,8 @@ def launch_backward(
         starts,
         stops,
         d_query,
+        *lengths,
+        _together(heads * batch, key, per_group),
         *numbers,
         M=by_query.queries,
         N=by_query.keys,
@@ -245,12 +259,14 @@ def launch_backward(
     )
     launch(
         attention_device.backward_keys,
-        (ceil_div(key.shape[1], by_key.keys) * key.shape[2] * batch,),
+        (ceil_div(key.shape[1], by_key.keys) * groups * batch,),
         *saved,
         first,
         last,
         d_key,
         d_value,
+        *lengths,
+        _together(groups * batch, query, 1 / per_group),
         *numbers,
         M=by_key.queries,
         N=by_key.keys,
@@ -525,10 +541,26 @@ def _torch_refuses(*given: Any, softcap: float | None = None, **options: Any) ->
     return _library_refuses(*given, **options)
 
 
-def _gpu_refuses(query: Tensor, *given: Any, **options: Any) -> str | None:
+def _backend_refuses(
+    can_use: Callable[[SDPAParams], bool],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Spans,
+    **options: Any,
+) -> str | None:
+    """Torch knows best what one of its backends takes on this GPU, by widths of heads, numbers of
+    keys and whether algorithms must be deterministic; a backend that is forced on others fails."""
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return "it takes bf16 and fp16 on a GPU"
-    return _torch_refuses(query, *given, **options)
+    reason = _torch_refuses(query, key, value, spans, **options)
+    if reason is not None:
+        return reason
+    given = (x.transpose(1, 2) for x in (query, key, value))
+    params = SDPAParams(*given, None, 0.0, True, query.shape[2] != key.shape[2])
+    if not can_use(params):
+        return f"torch's {can_use.__name__} says no; with debug=True it says why"
+    return None
 
 
 def _flash_refuses(query: Tensor, *given: Any, **options: Any) -> str | None:
@@ -540,8 +572,15 @@ def _flash_refuses(query: Tensor, *given: Any, **options: Any) -> str | None:
 _ALL = (
     Implementation("triton", run_triton, missing_nothing, _refuses),
     Implementation("torch", _run_torch, missing_nothing, _torch_refuses),
-    Implementation("torch-flash", _run_torch_flash, missing_cuda, _gpu_refuses),
-    Implementation("cudnn", _run_cudnn, missing_cuda, _gpu_refuses),
+    Implementation(
+        "torch-flash",
+        _run_torch_flash,
+        missing_cuda,
+        partial(_backend_refuses, can_use_flash_attention),
+    ),
+    Implementation(
+        "cudnn", _run_cudnn, missing_cuda, partial(_backend_refuses, can_use_cudnn_attention)
+    ),
     Implementation("flash-attn", _run_flash_attention, missing_flash_attention, _flash_refuses),
 )
 KERNEL = Kernel("attention", reference, {one.name: one for one in _ALL}, constant=8.0)

@@ -15,6 +15,21 @@ from megaframe_kernels.device_math import LOG2_E, LOG_2, product, tanh
 
 
 @triton.jit
+def _share(
+    blocks: tl.tensor, together: tl.tensor, heads: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """A program's turn among the blocks of a head, its head and its sample. Blocks of the same turn
+    start together, of as many heads as keep what they read in the cache: of a causal mask the first
+    turns are the longest, and the last programs of all are short."""
+    pairs = tl.num_programs(0) // blocks
+    first = tl.program_id(0) // (blocks * together) * together
+    abreast = tl.minimum(pairs - first, together)
+    rest = tl.program_id(0) % (blocks * together)
+    pair = first + rest % abreast
+    return rest // abreast, pair % heads, pair // heads
+
+
+@triton.jit
 def _visits(
     start: tl.tensor,
     stop: tl.tensor,
@@ -77,13 +92,30 @@ def _slope(d_s: tl.tensor, s: tl.tensor, cap: tl.tensor, CAP: tl.constexpr) -> t
 
 
 @triton.jit
+def _block_at(
+    visit: tl.tensor,
+    low: tl.tensor,
+    left: tl.tensor,
+    whole_low: tl.tensor,
+    whole_high: tl.tensor,
+    edges: tl.tensor,
+) -> tl.tensor:
+    """The block of a visit: those that are masked come first, `left` of them before the others."""
+    edge = tl.where(visit < left, low + visit, whole_high + visit - left)
+    return tl.where(visit < edges, edge, whole_low + visit - edges)
+
+
+@triton.jit
 def _attend(
     out: tl.tensor,
     top: tl.tensor,
     total: tl.tensor,
+    p: tl.tensor,
+    decay: tl.tensor,
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
+    behind: tl.tensor,
     block: tl.tensor,
     start: tl.tensor,
     stop: tl.tensor,
@@ -94,29 +126,43 @@ def _attend(
     scale: tl.tensor,
     cap: tl.tensor,
     CAP: tl.constexpr,
+    RAW: tl.constexpr,
+    LATE: tl.constexpr,
     MASK: tl.constexpr,
     N: tl.constexpr,
     WIDTH: tl.constexpr,
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Add a block of keys to the running result (Dao et al. 2022)."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Add a block of keys to the running result (Dao et al. 2022).
+
+    LATE: values are multiplied with the shares p and the decay of the visit before, between the
+    scores of this one and their exponentials: matrix units work meanwhile (Shah et al. 2024).
+    """
     key = block * N + tl.arange(0, N)
     k_ND = _rows(k, block, k_stride, keys, width, MASK, N, WIDTH, EVEN)
-    s = _scores(product(q, tl.trans(k_ND), None, PRECISION), scale, cap, CAP)
+    s = product(q, tl.trans(k_ND), None, PRECISION)
+    if LATE:
+        v_ND = _rows(v, behind, v_stride, keys, width, True, N, WIDTH, EVEN)
+        out = product(p, v_ND, out * decay[:, None], PRECISION)
+    unit = scale * LOG2_E
+    if not RAW:
+        s, unit = _scores(s, scale, cap, CAP), 1.0
     if MASK:
         seen = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
         s = tl.where(seen, s, -float("inf"))
-    highest = tl.maximum(top, tl.max(s, 1))
+    highest = tl.maximum(top, tl.max(s, 1) * unit)
     shift = highest
     if MASK:  # a query that has seen nothing yet
         shift = tl.where(highest == -float("inf"), 0.0, highest)
-    p = tl.exp2(s - shift[:, None])
-    decay = tl.exp2(top - shift)
+    shares = tl.exp2(s * unit - shift[:, None])
+    less = tl.exp2(top - shift)
+    total = total * less + tl.sum(shares, 1)
+    if LATE:
+        return out, highest, total, shares.to(p.dtype), less
     v_ND = _rows(v, block, v_stride, keys, width, MASK, N, WIDTH, EVEN)
-    out = out * decay[:, None]
-    out = product(p.to(v_ND.dtype), v_ND, out, PRECISION)
-    return out, highest, total * decay + tl.sum(p, 1)
+    out = product(shares.to(p.dtype), v_ND, out * less[:, None], PRECISION)
+    return out, highest, total, p, decay
 
 
 @triton.jit
@@ -131,6 +177,7 @@ def forward(
     lse: tl.tensor,
     queries: tl.tensor,
     keys: tl.tensor,
+    together: tl.tensor,
     heads: tl.tensor,
     per_group: tl.tensor,
     width: tl.tensor,
@@ -146,6 +193,8 @@ def forward(
     scale: tl.tensor,
     cap: tl.tensor,
     CAP: tl.constexpr,
+    RAW: tl.constexpr,
+    LATE: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -153,16 +202,15 @@ def forward(
     PRECISION: tl.constexpr,
 ) -> None:
     blocks = tl.cdiv(queries, M)
-    # The last queries of a causal mask see most: they start first.
-    mine = blocks - 1 - tl.program_id(0) % blocks
+    turn, head, sample = _share(blocks, together, heads)
+    mine = blocks - 1 - turn  # the last queries of a causal mask see most
     query = mine * M + tl.arange(0, M)
-    head = (tl.program_id(0) // blocks) % heads
-    batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
+    group = (head // per_group).to(tl.int64)
+    head, batch = head.to(tl.int64), sample.to(tl.int64)
     inside = query < queries
     start = tl.load(starts + batch * queries + query, mask=inside, other=0)
     stop = tl.load(stops + batch * queries + query, mask=inside, other=0)
     low, high, whole_low, whole_high = _visits(start, stop, inside, keys, N)
-    group = head // per_group
     q_rows = q + batch * q_batch + head * q_head
     q_MD = _rows(q_rows, mine, q_stride, queries, width, True, M, WIDTH, EVEN)
     k_rows, v_rows = k + batch * k_batch + group * k_head, v + batch * v_batch + group * v_head
@@ -172,18 +220,29 @@ def forward(
         top = total + tl.load(sinks + head).to(tl.float32) * LOG2_E
         total += 1.0
     result = tl.zeros([M, WIDTH], tl.float32)
+    p, decay = tl.zeros([M, N], v.dtype.element_ty), tl.zeros([M], tl.float32)
     left = whole_low - low
-    for visit in range(0, left + high - whole_high):
-        block = tl.where(visit < left, low + visit, whole_high + visit - left)
-        result, top, total = _attend(
-            result, top, total, q_MD, k_rows, v_rows, block, start, stop, keys, width,
-            k_stride, v_stride, scale, cap, CAP, True, N, WIDTH, EVEN, PRECISION,
+    edges = left + high - whole_high
+    for visit in range(0, edges):
+        block = _block_at(visit, low, left, whole_low, whole_high, edges)
+        behind = _block_at(tl.maximum(visit - 1, 0), low, left, whole_low, whole_high, edges)
+        result, top, total, p, decay = _attend(
+            result, top, total, p, decay, q_MD, k_rows, v_rows, behind, block, start, stop, keys,
+            width, k_stride, v_stride, scale, cap, CAP, RAW, LATE, True, N, WIDTH, EVEN,
+            PRECISION,
         )  # fmt: skip
-    for block in range(whole_low, whole_high):
-        result, top, total = _attend(
-            result, top, total, q_MD, k_rows, v_rows, block, start, stop, keys, width,
-            k_stride, v_stride, scale, cap, CAP, False, N, WIDTH, EVEN, PRECISION,
+    for visit in range(edges, high - low):
+        block = _block_at(visit, low, left, whole_low, whole_high, edges)
+        behind = _block_at(tl.maximum(visit - 1, 0), low, left, whole_low, whole_high, edges)
+        result, top, total, p, decay = _attend(
+            result, top, total, p, decay, q_MD, k_rows, v_rows, behind, block, start, stop, keys,
+            width, k_stride, v_stride, scale, cap, CAP, RAW, LATE, False, N, WIDTH, EVEN,
+            PRECISION,
         )  # fmt: skip
+    if LATE:
+        behind = _block_at(tl.maximum(high - low - 1, 0), low, left, whole_low, whole_high, edges)
+        v_ND = _rows(v_rows, behind, v_stride, keys, width, True, N, WIDTH, EVEN)
+        result = product(p, v_ND, result * decay[:, None], PRECISION)
     some = total > 0.0
     result = result / tl.where(some, total, 1.0)[:, None]
     column = tl.arange(0, WIDTH)
@@ -212,7 +271,7 @@ def mean_gradients(
     """delta = sum(d_out out) - d_lse: what every score of a query gets less."""
     blocks = tl.cdiv(queries, M)
     query = (tl.program_id(0) % blocks) * M + tl.arange(0, M)
-    head = (tl.program_id(0) // blocks) % heads
+    head = ((tl.program_id(0) // blocks) % heads).to(tl.int64)
     batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = (query[:, None] < queries) & (column[None, :] < width)
@@ -277,6 +336,7 @@ def backward_queries(
     d_q: tl.tensor,
     queries: tl.tensor,
     keys: tl.tensor,
+    together: tl.tensor,
     heads: tl.tensor,
     per_group: tl.tensor,
     width: tl.tensor,
@@ -302,15 +362,15 @@ def backward_queries(
     PRECISION: tl.constexpr,
 ) -> None:
     blocks = tl.cdiv(queries, M)
-    mine = blocks - 1 - tl.program_id(0) % blocks
+    turn, head, sample = _share(blocks, together, heads)
+    mine = blocks - 1 - turn
     query = mine * M + tl.arange(0, M)
-    head = (tl.program_id(0) // blocks) % heads
-    batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
+    group = (head // per_group).to(tl.int64)
+    head, batch = head.to(tl.int64), sample.to(tl.int64)
     inside = query < queries
     start = tl.load(starts + batch * queries + query, mask=inside, other=0)
     stop = tl.load(stops + batch * queries + query, mask=inside, other=0)
     low, high, whole_low, whole_high = _visits(start, stop, inside, keys, N)
-    group = head // per_group
     q_rows, d_rows = q + batch * q_batch + head * q_head, d_out + batch * d_batch + head * d_head
     q_MD = _rows(q_rows, mine, q_stride, queries, width, True, M, WIDTH, EVEN)
     d_out_MD = _rows(d_rows, mine, d_stride, queries, width, True, M, WIDTH, EVEN)
@@ -401,6 +461,7 @@ def backward_keys(
     d_v: tl.tensor,
     queries: tl.tensor,
     keys: tl.tensor,
+    together: tl.tensor,
     heads: tl.tensor,
     per_group: tl.tensor,
     width: tl.tensor,
@@ -427,10 +488,9 @@ def backward_keys(
 ) -> None:
     """All query heads of a group in one program: their sum has one order, and needs no atomics."""
     blocks, groups = tl.cdiv(keys, N), heads // per_group
-    mine = tl.program_id(0) % blocks
+    mine, group, sample = _share(blocks, together, groups)  # the first keys are seen by most
     key = mine * N + tl.arange(0, N)
-    group = (tl.program_id(0) // blocks) % groups
-    batch = (tl.program_id(0) // blocks // groups).to(tl.int64)
+    group, batch = group.to(tl.int64), sample.to(tl.int64)
     inside = key < keys
     first = tl.load(firsts + batch * keys + key, mask=inside, other=0)
     last = tl.load(lasts + batch * keys + key, mask=inside, other=0)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -31,10 +33,10 @@ def sources() -> list[Path]:
     raise BuildError("the CUDA sources are not installed")
 
 
-def digest() -> str:
-    """Of all that a build is made from."""
+def digest(compiler: str = "") -> str:
+    """Of all that a build is made from, and of the processor that it is for."""
     files = sources()
-    whole = hashlib.sha256()
+    whole = hashlib.sha256(f"{platform.machine()}\0{compiler}\0".encode())
     for file in (*files, *sorted(files[0].parent.glob("*.cuh"))):
         whole.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return whole.hexdigest()[:16]
@@ -51,6 +53,12 @@ def find_nvcc() -> str:
     return found
 
 
+def nvcc_version() -> str:
+    """What the compiler says of itself."""
+    command = [find_nvcc(), "--version"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
 def build(library: Path, chips: Sequence[int]) -> None:
     """Compile the library for some chips. Raises BuildError with the compiler's first complaint."""
     targets = [f"-gencode=arch=compute_{chip},code=sm_{chip}" for chip in chips]
@@ -62,7 +70,8 @@ def build(library: Path, chips: Sequence[int]) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             lines = (done.stderr + done.stdout).splitlines()
-            first = next((line for line in lines if "error" in line.lower()), "no message")
+            complaints = (line for line in lines if re.search("error|fatal", line, re.IGNORECASE))
+            first = next(complaints, "no message")
             raise BuildError(f"nvcc failed: {first.strip()}")
         # Ranks that build at once each put a whole file in place; the last one stays.
         made.replace(library)
@@ -74,6 +83,7 @@ def prebuilt() -> Path:
 
 
 def cached(chip: int) -> Path:
-    """Where a build at first use lies."""
+    """Where a build at first use lies: one for each compiler, as a driver may be too old for what a
+    newer one makes, and a home may be shared by machines that differ."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "megaframe_kernels" / f"cuda-{digest()}-sm{chip}.so"
+    return home / "megaframe_kernels" / f"cuda-{digest(nvcc_version())}-sm{chip}.so"

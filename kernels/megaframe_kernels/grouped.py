@@ -39,6 +39,7 @@ class Tiles:
 TILES = {8: Tiles(128, 128, 64, 8, 3), 9: Tiles(128, 256, 64, 8, 3), 10: Tiles(128, 256, 64, 8, 3)}
 """Of 16-bit numbers, by generation of the chip."""
 _COLUMNS_OF_ADDING = 128
+_CLEARED = 64
 _WIDE_NUMBERS = Tiles(32, 32, 32, 4, 2)
 """For fp32."""
 
@@ -76,13 +77,18 @@ def reference(
 
 @triton.jit
 def _find_tile(
-    ends: tl.tensor, tile: tl.tensor, count: tl.tensor, ROWS: tl.constexpr, EXPERTS: tl.constexpr
+    ends: tl.tensor,
+    tile: tl.tensor,
+    count: tl.tensor,
+    places: tl.tensor,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Expert of a tile of rows (`count` if there is no such tile), its first place, and where the
-    expert's places end."""
+    """Expert of a tile of rows (more than `count` if there is no such tile), its first place, and
+    where the expert's places end. Places that no expert has are those of the expert `count`."""
     expert = tl.arange(0, EXPERTS)
-    known = expert < count
-    end = tl.load(ends + expert, mask=known, other=0)
+    known = expert <= count
+    end = tl.load(ends + expert, mask=expert < count, other=places)
     start = tl.load(ends + expert - 1, mask=known & (expert > 0), other=0)
     tiles = tl.where(known, tl.cdiv(end - start, ROWS), 0)
     until = tl.cumsum(tiles, 0)
@@ -111,6 +117,7 @@ def _multiply(
     gather: tl.tensor,
     scatter: tl.tensor,
     out: tl.tensor,
+    places: tl.tensor,
     experts: tl.tensor,
     outputs: tl.tensor,
     inputs: tl.tensor,
@@ -127,9 +134,10 @@ def _multiply(
 ) -> None:
     across = tl.cdiv(outputs, COLUMNS)
     tile, right = _walk(tl.program_id(0), tl.num_programs(0) // across, across)
-    expert, first, end = _find_tile(ends, tile, experts, ROWS, EXPERTS)
-    if expert >= experts:
+    expert, first, end = _find_tile(ends, tile, experts, places, ROWS, EXPERTS)
+    if expert > experts:
         return
+    terms = tl.where(expert < experts, inputs, 0)
     place = first + tl.arange(0, ROWS)
     inside = place < end
     row = place.to(tl.int64)
@@ -141,8 +149,8 @@ def _multiply(
     left = x + row[:, None] * x_stride + depth[None, :]
     right = matrix + column[None, :] * output_stride + depth[:, None] * input_stride
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, inputs, DEPTH):
-        known = start + depth < inputs
+    for start in range(0, terms, DEPTH):
+        known = start + depth < terms
         a = tl.load(left + start, mask=inside[:, None] & known[None, :], other=0.0)
         within = known[:, None] & (column[None, :] < outputs)
         b = tl.load(right + start * input_stride, mask=within, other=0.0)
@@ -156,16 +164,38 @@ def _multiply(
 
 
 @triton.jit
+def _clear(
+    out: tl.tensor,
+    ends: tl.tensor,
+    experts: tl.tensor,
+    places: tl.tensor,
+    outputs: tl.tensor,
+    stride: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """0 for the places beyond the last end."""
+    first = tl.program_id(0) * ROWS
+    end = tl.load(ends + experts - 1)
+    if first + ROWS <= end:
+        return
+    place = first + tl.arange(0, ROWS)
+    beyond = (place >= end) & (place < places)
+    row = out + place.to(tl.int64)[:, None] * stride
+    zeros = tl.zeros([ROWS, COLUMNS], out.dtype.element_ty)
+    for start in range(0, outputs, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        tl.store(row + column[None, :], zeros, mask=beyond[:, None] & (column[None, :] < outputs))
+
+
+@triton.jit
 def _multiply_transposed(
     d_y: tl.tensor,
     x: tl.tensor,
     ends: tl.tensor,
-    gather: tl.tensor,
-    scatter: tl.tensor,
     d_weights: tl.tensor,
     outputs: tl.tensor,
     inputs: tl.tensor,
-    chosen: tl.tensor,
     d_stride: tl.tensor,
     x_stride: tl.tensor,
     ROWS: tl.constexpr,
@@ -189,14 +219,10 @@ def _multiply_transposed(
     for first in range(start, end, DEPTH):
         place = first + tl.arange(0, DEPTH)
         inside = place < end
-        row, from_row = place.to(tl.int64), place.to(tl.int64)
-        if scatter is not None:
-            row = tl.load(scatter + place, mask=inside, other=0).to(tl.int64)
-        if gather is not None:
-            from_row = (tl.load(gather + place, mask=inside, other=0) // chosen).to(tl.int64)
+        row = place.to(tl.int64)
         at = d_y + row[None, :] * d_stride + output[:, None]
         a = tl.load(at, mask=inside[None, :] & (output[:, None] < outputs), other=0.0)
-        at = x + from_row[:, None] * x_stride + column[None, :]
+        at = x + row[:, None] * x_stride + column[None, :]
         b = tl.load(at, mask=inside[:, None] & (column[None, :] < inputs), other=0.0)
         total = product(a, b, total, PRECISION)
     at = expert.to(tl.int64) * outputs * inputs + output[:, None] * inputs + column[None, :]
@@ -230,8 +256,7 @@ def launch_multiply(
     x = _adjacent(x)
     places = x.shape[0] if gather_P is None else gather_P.shape[0]
     experts, outputs, inputs = weights_ENH.shape
-    # Zeros: what lies beyond the last expert's end is written by nobody.
-    out = x.new_zeros(places, outputs)
+    out = x.new_empty(places, outputs)
     tiles, precision = _choose(x, tiles)
     launch(
         _multiply,
@@ -242,6 +267,7 @@ def launch_multiply(
         gather_P,
         scatter_P,
         out,
+        places,
         experts,
         outputs,
         inputs,
@@ -251,7 +277,7 @@ def launch_multiply(
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
         DEPTH=tiles.depth,
-        EXPERTS=power_of_2(max(experts, 2)),
+        EXPERTS=power_of_2(experts + 1),
         PRECISION=precision,
         warps=tiles.warps,
         stages=tiles.stages,
@@ -259,21 +285,24 @@ def launch_multiply(
     return out
 
 
+def launch_clear(out_PN: Tensor, ends_E: Tensor) -> None:
+    """Zeros in the rows beyond the last end."""
+    places, outputs = out_PN.shape
+    tile = {"ROWS": _CLEARED, "COLUMNS": _CLEARED}
+    given = (out_PN, ends_E, ends_E.shape[0], places, outputs, out_PN.stride(0))
+    launch(_clear, (ceil_div(places, _CLEARED),), *given, **tile)
+
+
 def launch_weight_gradient(
     d_y: Tensor,
     x: Tensor,
     weights_ENH: Tensor,
     ends_E: Tensor,
-    gather_P: Tensor | None,
-    scatter_P: Tensor | None,
-    chosen: int = 1,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """Gradient of the weights."""
     d_weights = torch.empty_like(weights_ENH, memory_format=torch.contiguous_format)
-    launch_weight_gradient_into(
-        d_weights, d_y, x, ends_E, gather_P, scatter_P, chosen, add=False, tiles=tiles
-    )
+    launch_weight_gradient_into(d_weights, d_y, x, ends_E, add=False, tiles=tiles)
     return d_weights
 
 
@@ -282,9 +311,6 @@ def launch_weight_gradient_into(
     d_y: Tensor,
     x: Tensor,
     ends_E: Tensor,
-    gather_P: Tensor | None = None,
-    scatter_P: Tensor | None = None,
-    chosen: int = 1,
     *,
     add: bool,
     tiles: Tiles | None = None,
@@ -302,12 +328,9 @@ def launch_weight_gradient_into(
         d_y,
         x,
         ends_E,
-        gather_P,
-        scatter_P,
         d_weights,
         outputs,
         inputs,
-        chosen,
         d_y.stride(0),
         x.stride(0),
         ROWS=tiles.rows,
@@ -333,21 +356,18 @@ def _multiply_op(
 
 
 @torch.library.custom_op("megaframe::grouped_weight_gradient", mutates_args=())
-def _weight_op(
-    d_y: Tensor,
-    x: Tensor,
-    weights_ENH: Tensor,
-    ends_E: Tensor,
-    gather_P: Tensor | None,
-    scatter_P: Tensor | None,
-    chosen: int,
-) -> Tensor:
-    return launch_weight_gradient(d_y, x, weights_ENH, ends_E, gather_P, scatter_P, chosen)
+def _weight_op(d_y: Tensor, x: Tensor, weights_ENH: Tensor, ends_E: Tensor) -> Tensor:
+    return launch_weight_gradient(d_y, x, weights_ENH, ends_E)
 
 
 @torch.library.custom_op("megaframe::grouped_gradient_", mutates_args=("grads_ENH",))
 def _gradient_op(grads_ENH: Tensor, d_y: Tensor, x: Tensor, ends_E: Tensor, add: bool) -> None:
     launch_weight_gradient_into(grads_ENH, d_y, x, ends_E, add=add)
+
+
+_clear_op = torch.library.custom_op(
+    "megaframe::grouped_clear_", launch_clear, mutates_args=("out_PN",)
+)
 
 
 @_multiply_op.register_fake
@@ -389,15 +409,18 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, ends, order, places = ctx.saved_tensors
-        gather, scatter = order if ctx.gather else None, order if ctx.scatter else None
-        d_x = d_weights = None
+        d_y, d_x, d_weights = gradients[0], None, None
+        if ctx.scatter:
+            d_y = permute.gather(d_y, order, None, 1)
         if ctx.needs_input_grad[0]:
-            # Read from where they were written; the choices of a token are summed in one order.
-            d_x = _multiply_op(gradients[0], weights.transpose(1, 2), ends, scatter, None, 1)
+            d_x = _multiply_op(d_y, weights.transpose(1, 2), ends, None, None, 1)
+            # The choices of a token are summed in one order.
             d_x = permute.combine(d_x, None, places) if ctx.gather else d_x
         if ctx.needs_input_grad[1]:
-            moved = gather, scatter
-            d_weights = _weight_op(gradients[0], x, weights, ends, *moved, ctx.chosen)
+            # Rows are moved first: here each is read once for every tile of the other side, and
+            # where rows lie together, their places need no registers and no loads.
+            x = permute.gather(x, order, None, ctx.chosen) if ctx.gather else x
+            d_weights = _weight_op(d_y, x, weights, ends)
         return d_x, d_weights, None, None, None, None, None
 
 
@@ -444,6 +467,30 @@ def run_torch_gradient(
     return grads_ENH.add_(made) if add else grads_ENH.copy_(made)
 
 
+def _multiply_by_torch(x: Tensor, weights_ENH: Tensor, ends_E: Tensor) -> Tensor:
+    out = torch._grouped_mm(x, weights_ENH.transpose(1, 2), offs=ends_E)
+    _clear_op(out, ends_E)  # which torch leaves as it was made
+    return out
+
+
+class _TorchProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weights, ends)
+        return _multiply_by_torch(x, weights, ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights, ends = ctx.saved_tensors
+        d_y = gradients[0].contiguous()
+        d_x = d_weights = None
+        if ctx.needs_input_grad[0]:
+            d_x = _multiply_by_torch(d_y, weights.transpose(1, 2), ends)
+        if ctx.needs_input_grad[1]:
+            d_weights = torch._grouped_mm(d_y.t(), x, offs=ends)
+        return d_x, d_weights, None
+
+
 def run_torch(
     x: Tensor,
     weights_ENH: Tensor,
@@ -457,7 +504,7 @@ def run_torch(
     """As the reference, by torch's grouped product between two passes that move rows."""
     if gather and order_P is not None and places_TK is not None:
         x = x.index_select(0, order_P // max(places_TK.shape[1], 1))
-    out = torch._grouped_mm(x, weights_ENH.transpose(1, 2), offs=ends_E)
+    out = _TorchProduct.apply(x, weights_ENH, ends_E)
     if scatter and order_P is not None:
         return torch.empty_like(out).index_copy(0, order_P.long(), out)
     return out
@@ -493,15 +540,35 @@ def _gradient_refuses(
     return refuse_types(grads_ENH, d_y_PN)
 
 
-def _torch_gradient_refuses(grads_ENH: Tensor, d_y_PN: Tensor, *rest: Any) -> str | None:
-    return _torch_refuses(d_y_PN)
+def _torch_gradient_refuses(
+    grads_ENH: Tensor, d_y_PN: Tensor, x_PH: Tensor, *_: Any
+) -> str | None:
+    return _torch_refuses_place(d_y_PN) or _torch_refuses_strides(d_y_PN, x_PH)
 
 
-def _torch_refuses(x: Tensor, *_: Any, **__: Any) -> str | None:
+def _torch_refuses(x: Tensor, weights_ENH: Tensor, *_: Any, **__: Any) -> str | None:
+    return _torch_refuses_place(x) or _torch_refuses_strides(x, weights_ENH)
+
+
+def _torch_refuses_place(x: Tensor) -> str | None:
     if not x.is_cuda or x.dtype != torch.bfloat16:
         return "torch's grouped product takes bf16 on a GPU"
-    if capability(x.device.index)[0] < 9:
-        return "torch's grouped product needs compute capability 9.0"
+    if capability(x.device.index)[0] not in (9, 10):
+        return "torch's grouped product waits for the device unless that is of generation 9 or 10"
+    return None
+
+
+def _torch_refuses_strides(*matrices: Tensor) -> str | None:
+    """Rows or columns of matrices [.., H] or [E, N, H] must lie together, each begin at a multiple
+    of 16 bytes, and so must those of a product and of gradients."""
+    for x in matrices:
+        columns, (down, across) = x.shape[-1], x.stride()[-2:]
+        if across != 1:
+            columns, down, across = x.shape[-2], across, down
+        shifts = (*x.shape[1:], down, x.storage_offset())
+        uneven = any(shift * x.element_size() % 16 for shift in shifts)
+        if across != 1 or down < columns or uneven:
+            return f"strides of {x.stride()} are not of whole 16 bytes for torch's grouped product"
     return None
 
 

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+import triton
 
 
 def missing_nothing() -> None:
@@ -21,10 +22,9 @@ def missing_nothing() -> None:
 
 def missing_triton(least: tuple[int, int]) -> str | None:
     """Why a kernel cannot be used that older versions of Triton do not compile, or None."""
-    version = metadata.version("triton")
-    numbers = tuple(int(n) for n in version.split(".")[:2])
+    numbers = tuple(int(n) for n in triton.__version__.split(".")[:2])
     if numbers < least:
-        return f"Triton {version} does not compile it; {least[0]}.{least[1]} does"
+        return f"Triton {triton.__version__} does not compile it; {least[0]}.{least[1]} does"
     return None
 
 

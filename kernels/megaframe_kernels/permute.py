@@ -41,7 +41,7 @@ class Order:
 
 
 def reference_order(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The fields of `Order` from the experts that tokens chose, of `count` in all."""
+    """The fields of `Order` from the experts that tokens chose, 0 .. count - 1."""
     flat = experts_TK.reshape(-1).long()
     order = flat.argsort(stable=True)
     places = torch.empty_like(order)
@@ -63,14 +63,14 @@ def _count(
     chosen = tl.load(experts + choice, mask=choice < choices, other=-1)
     expert = tl.arange(0, EXPERTS)
     here = (chosen[:, None] == expert[None, :]).to(tl.int32)
-    at = tl.program_id(0) * count + expert
+    at = expert * tl.num_programs(0) + tl.program_id(0)
     tl.store(counts + at, tl.sum(here, 0), mask=expert < count)
 
 
 @triton.jit
 def _place(
     experts: tl.tensor,
-    starts: tl.tensor,
+    along: tl.tensor,
     order: tl.tensor,
     places: tl.tensor,
     choices: tl.tensor,
@@ -83,11 +83,12 @@ def _place(
     chosen = tl.load(experts + choice, mask=inside, other=-1)
     expert = tl.arange(0, EXPERTS)
     here = (chosen[:, None] == expert[None, :]).to(tl.int32)
-    start = tl.load(starts + tl.program_id(0) * count + expert, mask=expert < count, other=0)
+    at = expert * tl.num_programs(0) + tl.program_id(0)
+    start = tl.load(along + at - 1, mask=(expert < count) & (at > 0), other=0)
     before = tl.cumsum(here, 0) - here + start[None, :]
     place = tl.sum(before * here, 1)
     tl.store(places + choice, place, mask=inside)
-    tl.store(order + place, choice, mask=inside)
+    tl.store(order + place, choice, mask=inside & (chosen >= 0) & (chosen < count))
 
 
 def launch_order(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,17 +97,17 @@ def launch_order(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor
     choices = flat.numel()
     padded = power_of_2(max(count, 16))
     block = max(16, min(_CHOICES, _TILE // padded))
-    blocks = ceil_div(choices, block)
-    counts = torch.empty(blocks, count, dtype=torch.int32, device=flat.device)
+    blocks = max(ceil_div(choices, block), 1)
+    # Of an expert all blocks lie together: sums along the whole are where each block's choices end.
+    counts = torch.empty(count, blocks, dtype=torch.int32, device=flat.device)
     tile = {"CHOICES": block, "EXPERTS": padded}
     launch(_count, (blocks,), flat, counts, choices, count, **tile)
-    along = counts.cumsum(0, dtype=torch.int32)
-    totals = counts.sum(0, dtype=torch.int32)
-    ends = totals.cumsum(0, dtype=torch.int32)
-    starts = along - counts + (ends - totals)
-    order = torch.empty(choices, dtype=torch.int32, device=flat.device)
+    along = counts.view(-1).cumsum(0, dtype=torch.int32)
+    # Zeros: a choice of an expert that is not there leaves a place at the end to nobody.
+    order = torch.zeros(choices, dtype=torch.int32, device=flat.device)
     places = torch.empty_like(flat, dtype=torch.int32)
-    launch(_place, (blocks,), flat, starts.contiguous(), order, places, choices, count, **tile)
+    launch(_place, (blocks,), flat, along, order, places, choices, count, **tile)
+    ends = along.view(count, blocks)[:, -1].contiguous()
     return order, places, ends
 
 
@@ -245,7 +246,7 @@ def launch_order_cuda(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, T
     """As `reference_order`, in CUDA C++."""
     flat = experts_TK.contiguous()
     blocks = cuda_library.count("megaframe_expert_order_blocks", flat.numel())
-    order, places = flat.new_empty(flat.numel()), torch.empty_like(flat)
+    order, places = flat.new_zeros(flat.numel()), torch.zeros_like(flat)
     ends, starts = flat.new_empty(count), flat.new_empty(blocks, count)
     outputs = (t.data_ptr() for t in (starts, order, places, ends))
     given = flat.data_ptr(), flat.numel(), count, *outputs
@@ -257,7 +258,7 @@ _order_op = torch.library.custom_op("megaframe::expert_order", launch_order, mut
 _order_cuda_op = torch.library.custom_op(
     "megaframe::expert_order_cuda", launch_order_cuda, mutates_args=()
 )
-_gather_op = torch.library.custom_op("megaframe::expert_gather", launch_gather, mutates_args=())
+gather = torch.library.custom_op("megaframe::expert_gather", launch_gather, mutates_args=())
 combine = torch.library.custom_op("megaframe::expert_combine", launch_combine, mutates_args=())
 _inner_op = torch.library.custom_op("megaframe::expert_inner", launch_inner, mutates_args=())
 
@@ -271,7 +272,7 @@ def _(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     return empty(experts_TK.numel()), empty(*experts_TK.shape), empty(count)
 
 
-@_gather_op.register_fake
+@gather.register_fake
 def _(x_TH: Tensor, order_P: Tensor, weights: Tensor | None, k: int) -> Tensor:
     return x_TH.new_empty(order_P.shape[0], x_TH.shape[1])
 
@@ -290,7 +291,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, order_P: Tensor, places_TK: Tensor) -> Tensor:
         ctx.save_for_backward(places_TK)
-        return _gather_op(x_TH, order_P, None, places_TK.shape[1])
+        return gather(x_TH, order_P, None, places_TK.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -308,7 +309,7 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         y, weights, order, places = ctx.saved_tensors
-        d_y = _gather_op(gradients[0], order, weights, places.shape[1])
+        d_y = gather(gradients[0], order, weights, places.shape[1])
         d_weights = None
         if weights is not None and ctx.needs_input_grad[1]:
             d_weights = _inner_op(gradients[0], y, places, weights)

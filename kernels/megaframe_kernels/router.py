@@ -81,6 +81,8 @@ def _forward(
     by = scores
     if bias is not None:
         by += tl.load(bias + expert, mask=expert < count, other=0.0).to(tl.float32)[None, :]
+    # As a sort has it, NaN is above all: a maximum that meets NaN may choose what is padded.
+    by = tl.where(by == by, by, float("inf"))
     by = tl.where(known, by, -float("inf"))
     rank = tl.arange(0, CHOSEN)
     best = tl.zeros([TOKENS, CHOSEN], tl.int32)

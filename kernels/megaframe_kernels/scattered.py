@@ -254,7 +254,11 @@ def _cuda_adamw_refuses(
         return "divisor and skip must be fp32"
     if lists[2] and lists[3] and lists[2][0].dtype != lists[3][0].dtype:
         return "both moments must be of one type"
-    return _cuda_refuses(*lists)
+    reason = _cuda_refuses(*lists)
+    if reason is None:
+        away = (t for t in (divisor, skip) if t is not None and t.device != lists[0][0].device)
+        reason = next((f"divisor or skip is on {t.device}" for t in away), None)
+    return reason
 
 
 def _library_refuses(*lists: Sequence[Tensor], **_: Any) -> str | None:

@@ -1,5 +1,7 @@
 """Holds an implementation to its reference in fp64, forward and backward."""
 
+from contextlib import contextmanager
+
 import torch
 from megaframe_kernels.kernel import KernelError
 
@@ -16,6 +18,17 @@ def rand(*shape, dtype=torch.float32, seed=0, scale=1.0):
 def generator(seed):
     """Of random numbers; for the CPU, as generators of devices differ."""
     return torch.Generator("cpu").manual_seed(seed)
+
+
+@contextmanager
+def deterministic(mode=True):
+    """Torch's deterministic algorithms, under which new memory is full of NaN and large numbers."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(mode)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def tensors(tree):

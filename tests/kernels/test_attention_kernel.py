@@ -2,13 +2,20 @@
 
 import pytest
 import torch
-from exactness import DEVICE, DTYPES, check, rand
+from exactness import DEVICE, DTYPES, check, deterministic, rand
 from megaframe_kernels import attention
 from megaframe_kernels.attention import KERNEL, launch_backward, launch_forward
 from megaframe_kernels.spans import find_spans
 
 NONE = (None, None, None)
 """Sinks, scale and softcap."""
+
+
+@pytest.fixture(params=[8, 9])
+def order(request, monkeypatch):
+    """Values multiplied at once, and a visit later; on a GPU in the order of that GPU."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(attention, "generation", lambda _: request.param)
 
 
 def heads(queries, keys=None, batch=1, n=2, g=1, width=16, dtype=torch.float32, scale=1.0):
@@ -27,12 +34,12 @@ def hold(given, spans, **options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_causal_with_grouped_heads(dtype):
+def test_causal_with_grouped_heads(dtype, order):
     given = heads(70, batch=2, n=4, g=2, dtype=dtype)
     hold(given, find_spans(2, 70, 70, DEVICE), need_lse=True)
 
 
-def test_blocks_without_a_mask_and_windows():
+def test_blocks_without_a_mask_and_windows(order):
     # 130 tokens in blocks of 32: some blocks are seen whole, some in part, some by nobody.
     hold(heads(130, n=1), find_spans(1, 130, 130, DEVICE))
     hold(heads(130, n=1), find_spans(1, 130, 130, DEVICE, window=40))
@@ -40,7 +47,7 @@ def test_blocks_without_a_mask_and_windows():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_packed_documents(causal):
+def test_packed_documents(causal, order):
     documents = (rand(2, 75, seed=4) > 1.2).cumsum(1)
     spans = find_spans(
         2, 75, 75, DEVICE, causal=causal, query_documents=documents, key_documents=documents
@@ -53,11 +60,12 @@ def test_widths_that_are_no_power_of_two(width):
     hold(heads(20, width=width), find_spans(1, 20, 20, DEVICE))
 
 
-def test_softcap_sinks_and_scale():
+@pytest.mark.parametrize(("softcap", "scale"), [(2.0, 0.7), (None, 0.7), (None, -0.7), (None, 0.0)])
+def test_softcap_sinks_and_scale(softcap, scale, order):
     given = heads(45, n=4, g=2)
     sinks = rand(4, seed=9).requires_grad_()
     spans = find_spans(1, 45, 45, DEVICE, window=9)
-    options = {"softcap": 2.0, "scale": 0.7, "need_lse": True}
+    options = {"softcap": softcap, "scale": scale, "need_lse": True}
     length = 45 * 4
 
     class WithSinks:
@@ -83,7 +91,17 @@ def test_softcap_sinks_and_scale():
     check(WithSinks, "triton", (*given, sinks), options, length, length, scale=0.5)
 
 
-def test_queries_that_see_nothing_give_zero_and_get_no_gradient():
+@pytest.mark.parametrize(("tensors", "by_head", "by_group"), [(0, 1, 1), (10, 10, 2), (16, 12, 4)])
+def test_heads_that_start_one_after_the_other(tensors, by_head, by_group, monkeypatch):
+    """Of 12 heads and of 6 groups that share two of them, in 2 samples."""
+    monkeypatch.setattr(attention, "_CACHED", tensors * 70 * 16 * 4)
+    assert attention._together(12, heads(70)[1], 2) == by_head
+    assert attention._together(6, heads(70)[0], 1 / 2) == by_group
+    given = heads(70, batch=2, n=6, g=3)
+    hold(given, find_spans(2, 70, 70, DEVICE), need_lse=True)
+
+
+def test_queries_that_see_nothing_give_zero_and_get_no_gradient(order):
     documents = torch.tensor([[0, 0, 3, 3, 5]])
     spans = find_spans(
         1, 5, 5, DEVICE, query_documents=documents, key_documents=torch.tensor([[0, 1, 3, 4, 4]])
@@ -97,7 +115,7 @@ def test_queries_that_see_nothing_give_zero_and_get_no_gradient():
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (0, 4), (3, 0), (33, 5)])
-def test_odd_and_empty_sizes(queries, keys):
+def test_odd_and_empty_sizes(queries, keys, order):
     spans = find_spans(1, queries, keys, DEVICE, causal=False)
     given = heads(queries, keys)
     if keys:
@@ -107,7 +125,7 @@ def test_odd_and_empty_sizes(queries, keys):
         assert (out == 0).all() and (lse == -torch.inf).all()
 
 
-def test_large_scores_and_strided_heads():
+def test_large_scores_and_strided_heads(order):
     fused = rand(1, 40, 2, 4, 16, scale=20.0)
     given = tuple(fused[..., i, :].detach().requires_grad_() for i in (0, 1, 3))
     spans = find_spans(1, 40, 40, DEVICE)
@@ -176,3 +194,27 @@ def test_torch_does_the_same():
         *given, find_spans(1, 24, 24, DEVICE, window=3)
     )
     assert "window" in reason
+
+
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+
+@pytest.mark.parametrize(("name", "backend"), [("cudnn", "cudnn"), ("torch-flash", "flash")])
+@pytest.mark.parametrize("mode", [False, True])
+def test_a_backend_of_torch_takes_what_torch_says(name, backend, mode, monkeypatch):
+    """Torch's answer is stood in for: a build without CUDA always says no."""
+    asked = []
+
+    def answer(params, debug):
+        asked.append(params)
+        return not torch.are_deterministic_algorithms_enabled()
+
+    monkeypatch.setattr(torch._C, f"_can_use_{backend}_attention", answer)
+    given = [x.as_subclass(OnGpu) for x in heads(24, batch=3, n=4, g=2, dtype=torch.bfloat16)]
+    with deterministic(mode):
+        reason = KERNEL.implementations[name].refuses(*given, find_spans(3, 24, 24, DEVICE))
+    assert (reason is not None) == mode
+    (params,) = asked
+    assert params.query.shape == (3, 4, 24, 16) and params.key.shape == (3, 2, 24, 16)
+    assert params.is_causal and params.enable_gqa

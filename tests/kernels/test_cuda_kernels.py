@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from exactness import DEVICE, assert_close, generator, rand
+from exactness import DEVICE, assert_close, deterministic, generator, rand
 from megaframe_kernels import cuda_library, permute, scattered
-from megaframe_kernels.cuda_build import CHIPS, BuildError, build, find_nvcc, sources
+from megaframe_kernels.cuda_build import CHIPS, BuildError, build, cached, find_nvcc, sources
 
 try:
     NVCC = find_nvcc()
@@ -136,6 +136,50 @@ def test_expert_order(library, tokens, k, experts):
     want = permute.reference_order(chosen, experts)
     for mine, true in zip(permute.launch_order_cuda(chosen, experts), want, strict=True):
         assert mine.dtype == torch.int32 and torch.equal(mine, true)
+
+
+@pytest.mark.parametrize("stranger", [-1, 5, 4096])
+def test_an_order_leads_to_choices_whatever_was_chosen(library, stranger):
+    chosen = torch.randint(0, 5, (40, 2), generator=generator(3), device="cpu").int().to(DEVICE)
+    chosen[3, 1] = chosen[30, 0] = stranger
+    with deterministic():
+        order, places, ends = permute.launch_order_cuda(chosen, 5)
+    assert ((order >= 0) & (order < 80)).all() and ((places >= 0) & (places < 80)).all()
+    assert ends[-1] == 78
+
+
+def test_an_address_on_another_device_is_refused(monkeypatch):
+    monkeypatch.setattr(scattered, "_cuda_refuses", lambda *_: None)
+    lists = parameters([3], torch.float32, None, 0)
+    refuses = scattered.ADAMW.implementations["cuda"].refuses
+    assert refuses(*lists, divisor=torch.tensor(2.0, device=DEVICE)) is None
+    assert "on meta" in refuses(*lists, skip=torch.tensor(0.0, device="meta"))
+
+
+def compiler(folder, *lines):
+    """An nvcc that only says these lines."""
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("\n".join(("#!/bin/sh", *(f"echo '{line}'" for line in lines), "exit 1\n")))
+    nvcc.chmod(0o755)
+    return str(folder)
+
+
+def test_a_build_is_of_its_compiler_and_of_its_processor(tmp_path, monkeypatch):
+    found = set()
+    for version in ("12.8", "13.0"):
+        monkeypatch.setenv("CUDA_HOME", compiler(tmp_path / version, version))
+        for processor in ("x86_64", "aarch64"):
+            monkeypatch.setattr("platform.machine", lambda name=processor: name)
+            found.add(cached(90))
+    assert len(found) == 4
+
+
+def test_a_fatal_complaint_is_told(tmp_path, monkeypatch):
+    complaint = "nvcc fatal   : Unsupported gpu architecture"
+    monkeypatch.setenv("CUDA_HOME", compiler(tmp_path, "nvcc warning : old", complaint))
+    with pytest.raises(BuildError, match=complaint):
+        build(tmp_path / "library.so", (1,))
 
 
 def test_what_stands_in_the_way_is_one_line(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exactness import DEVICE, DTYPES, check, generator, rand
+from exactness import DEVICE, DTYPES, assert_close, check, deterministic, generator, rand, wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megaframe_kernels import grouped, permute, router
@@ -25,6 +25,17 @@ def test_router_of_strided_low_precision_logits_with_ties(dtype):
     check(router.KERNEL, "triton", (logits, 4), {}, 12)
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_nan_is_passed_on_and_chooses_experts_that_are_there(score):
+    logits = rand(9, 11)
+    logits[2] = torch.nan
+    logits[5, 7] = torch.nan
+    want, chosen = router.reference(logits, 4, score=score)
+    got, mine = router.run_triton(logits, 4, score=score)
+    assert torch.equal(mine, chosen) and torch.equal(got.isnan(), want.isnan())
+    assert got[2].isnan().all() and got[5].isnan().any() and got.isnan().any(1).sum() == 2
+
+
 def order_of(tokens, k, experts, seed=0, skipped=()):
     """Choices of a batch, some experts left without tokens, and their order."""
     allowed = torch.tensor([e for e in range(experts) if e not in skipped], device="cpu")
@@ -45,6 +56,16 @@ def test_order(seed, tokens, k, experts):
     got = permute.launch_order(chosen, experts)
     for mine, true in zip(got, (order.order_P, order.places_TK, order.ends_E), strict=True):
         assert mine.dtype == torch.int32 and torch.equal(mine, true)
+
+
+@pytest.mark.parametrize("stranger", [-1, 5, 4096])
+def test_an_order_leads_to_choices_whatever_was_chosen(stranger):
+    chosen, order = order_of(40, 2, 5)
+    chosen[3, 1] = chosen[30, 0] = stranger
+    with deterministic():
+        got, places, ends = permute.launch_order(chosen, 5)
+    assert ((got >= 0) & (got < 80)).all() and ((places >= 0) & (places < 80)).all()
+    assert ends[-1] == 78 and (order.ends_E - ends).max() <= 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,10 +110,38 @@ def test_gradients_of_experts_in_higher_precision(dtype, add):
     check(grouped.GRADIENT, "triton", given, {}, 74, scale=4.0)
 
 
-def test_places_beyond_the_last_expert_are_zero():
-    x, weights = rand(10, 16), rand(2, 8, 16)
-    y = grouped.run_triton(x, weights, torch.tensor([3, 7], dtype=torch.int32))
-    assert (y[7:] == 0).all() and (y[:7] != 0).any()
+@pytest.mark.parametrize("name", ["triton", "torch"])
+@pytest.mark.parametrize("ends", [[3, 7], [33, 33], [0, 0], [0, 130]])
+def test_places_beyond_the_last_expert_are_zero(name, ends):
+    x = rand(130, 16, dtype=torch.bfloat16).requires_grad_()
+    weights = rand(2, 8, 16, dtype=torch.bfloat16, seed=1).requires_grad_()
+    given = (x, weights, torch.tensor(ends, dtype=torch.int32))
+    with deterministic():
+        y = grouped.KERNEL.implementations[name].run(*given)
+        d_x, d_weights = torch.autograd.grad(y, (x, weights), torch.ones_like(y))
+    assert (y[ends[-1] :] == 0).all() and (d_x[ends[-1] :] == 0).all()
+    want = grouped.reference(*(wide(t) for t in given))
+    assert_close(grouped.KERNEL, y.detach(), want.detach(), 16, "product", scale=4.0)
+    assert torch.isfinite(d_weights).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "change", "taken"),
+    [
+        ((10, 16), lambda x: x, True),
+        ((10, 24), lambda x: x[:, :16], True),
+        ((2, 24, 16), lambda w: w.transpose(1, 2), True),
+        ((10, 12), lambda x: x, False),
+        ((10, 20), lambda x: x[:, :16], False),
+        ((10, 24), lambda x: x[:, 4:20], False),
+        ((10, 32), lambda x: x[:, ::2], False),
+        ((1, 16), lambda x: x.expand(10, -1), False),
+        ((2, 12, 16), lambda w: w, False),
+    ],
+)
+def test_torch_is_given_strides_of_whole_16_bytes(shape, change, taken):
+    reason = grouped._torch_refuses_strides(change(rand(*shape, dtype=torch.bfloat16)))
+    assert (reason is None) == taken
 
 
 def test_gradients_are_bitwise_repeatable():

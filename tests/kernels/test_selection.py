@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+import triton
 from exactness import rand
 from megaframe_kernels import installed, selection
 from megaframe_kernels.kernel import REFERENCE, KernelError
@@ -94,8 +95,11 @@ def test_the_unrelated_package_apex_is_told_from_nvidias(tmp_path, monkeypatch):
         cached.cache_clear()
 
 
-def test_a_triton_that_is_too_old_is_named():
+def test_a_triton_that_is_too_old_is_named(monkeypatch):
     assert installed.missing_triton((3, 5)) is None
+    monkeypatch.setattr(triton, "__version__", "3.5.1+gitbfeb0668")  # of no package of that name
+    assert installed.missing_triton((3, 5)) is None
+    assert "3.6 does" in installed.missing_triton((3, 6))
     assert "does not compile it; 99.0 does" in installed.missing_triton((99, 0))
 
 
