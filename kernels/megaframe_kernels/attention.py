@@ -557,7 +557,9 @@ def _backend_refuses(
     if reason is not None:
         return reason
     given = (x.transpose(1, 2) for x in (query, key, value))
-    params = SDPAParams(*given, None, 0.0, True, query.shape[2] != key.shape[2])
+    grouped = query.shape[2] != key.shape[2]
+    # The stubs know a class without arguments.
+    params = SDPAParams(*given, None, 0.0, True, grouped)  # type: ignore[call-arg, arg-type]
     if not can_use(params):
         return f"torch's {can_use.__name__} says no; with debug=True it says why"
     return None
