@@ -1,6 +1,6 @@
 """What of a step's transfers nothing hides, and how long each GPU does nothing.
 
-python pretrain_gpt.py --config run.yaml meter.profile=20
+python pretrain_gpt.py --config run.yaml meter.profile=[20]
 python tools/exposed.py runs/default/profile
 
 Reads what torch's profiler wrote of the steps in `meter.profile`: files, or all of a folder. A

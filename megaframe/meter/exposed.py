@@ -61,7 +61,7 @@ def exposed(path: Path, gaps: int = 0) -> list[Exposed]:
     if not spans:
         raise UserError(
             f"{path} has {len(events)} events and none of a GPU; profile a step on one "
-            "(run.device=cuda, meter.profile=10)"
+            "(run.device=cuda, meter.profile=[10])"
         )
     return [_of_device(device, spans[device], gaps) for device in sorted(spans)]
 

@@ -42,9 +42,8 @@ CASES = {
     "expert_combine": lambda: (rand(6, 8), rand(3, 2), ORDER.places_TK),
     "expert_inner": lambda: (rand(3, 8), rand(6, 8), ORDER.places_TK, rand(3, 2)),
     "grouped_product": lambda: (rand(6, 8), rand(3, 4, 8), ORDER.ends_E, None, ORDER.order_P, 2),
-    "grouped_weight_gradient": lambda: (
-        *(rand(6, 4), rand(3, 8), rand(3, 4, 8), ORDER.ends_E, ORDER.order_P, None, 2),
-    ),
+    "grouped_weight_gradient": lambda: (rand(6, 4), rand(6, 8), rand(3, 4, 8), ORDER.ends_E),
+    "grouped_clear_": lambda: (rand(8, 4), ORDER.ends_E),
     "grouped_gradient_": lambda: (
         *(rand(3, 4, 8), rand(6, 4), rand(6, 8, seed=1), ORDER.ends_E, True),
     ),
