@@ -556,10 +556,8 @@ def _backend_refuses(
     reason = _torch_refuses(query, key, value, spans, **options)
     if reason is not None:
         return reason
-    given = (x.transpose(1, 2) for x in (query, key, value))
-    grouped = query.shape[2] != key.shape[2]
-    # The stubs know a class without arguments.
-    params = SDPAParams(*given, None, 0.0, True, grouped)  # type: ignore[call-arg, arg-type]
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    params = SDPAParams(q, k, v, None, 0.0, True, q.shape[1] != k.shape[1])
     if not can_use(params):
         return f"torch's {can_use.__name__} says no; with debug=True it says why"
     return None

@@ -490,24 +490,24 @@ def backward_keys(
     blocks, groups = tl.cdiv(keys, N), heads // per_group
     mine, group, sample = _share(blocks, together, groups)  # the first keys are seen by most
     key = mine * N + tl.arange(0, N)
-    group, batch = group.to(tl.int64), sample.to(tl.int64)
+    batch = sample.to(tl.int64)
     inside = key < keys
     first = tl.load(firsts + batch * keys + key, mask=inside, other=0)
     last = tl.load(lasts + batch * keys + key, mask=inside, other=0)
     low, high, whole_low, whole_high = _visits(first, last, inside, queries, M)
-    k_rows, v_rows = k + batch * k_batch + group * k_head, v + batch * v_batch + group * v_head
+    wide = group.to(tl.int64)
+    k_rows, v_rows = k + batch * k_batch + wide * k_head, v + batch * v_batch + wide * v_head
     k_ND = _rows(k_rows, mine, k_stride, keys, width, True, N, WIDTH, EVEN)
     v_ND = _rows(v_rows, mine, v_stride, keys, width, True, N, WIDTH, EVEN)
     k_sum, v_sum = tl.zeros([N, WIDTH], tl.float32), tl.zeros([N, WIDTH], tl.float32)
     if WIDTH > 128:  # registers do for one loop only
         whole_low, whole_high = high, high
     left = whole_low - low
-    for head in range(group * per_group, (group + 1) * per_group):
-        q_rows, d_rows = (
-            q + batch * q_batch + head * q_head,
-            d_out + batch * d_batch + head * d_head,
-        )
-        at = (batch * heads + head) * queries
+    first_head = wide * per_group
+    q_rows = q + batch * q_batch + first_head * q_head
+    d_rows = d_out + batch * d_batch + first_head * d_head
+    at = (batch * heads + first_head) * queries
+    for _ in range(0, per_group):
         for visit in range(0, left + high - whole_high):
             block = tl.where(visit < left, low + visit, whole_high + visit - left)
             k_sum, v_sum = _key_gradients(
@@ -522,6 +522,7 @@ def backward_keys(
                     last, queries, width, q_stride, d_stride, scale, cap, CAP, False, M, WIDTH,
                     EVEN, PRECISION,
                 )  # fmt: skip
+        q_rows, d_rows, at = q_rows + q_head, d_rows + d_head, at + queries
     column = tl.arange(0, WIDTH)
     at = ((batch * keys + key)[:, None] * groups + group) * width + column[None, :]
     written = inside[:, None] & (column[None, :] < width)

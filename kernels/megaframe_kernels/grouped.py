@@ -540,9 +540,7 @@ def _gradient_refuses(
     return refuse_types(grads_ENH, d_y_PN)
 
 
-def _torch_gradient_refuses(
-    grads_ENH: Tensor, d_y_PN: Tensor, x_PH: Tensor, *_: Any
-) -> str | None:
+def _torch_gradient_refuses(grads_ENH: Tensor, d_y_PN: Tensor, x_PH: Tensor, *_: Any) -> str | None:
     return _torch_refuses_place(d_y_PN) or _torch_refuses_strides(d_y_PN, x_PH)
 
 
