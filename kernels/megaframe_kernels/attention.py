@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megaframe_kernels import attention_device
 from megaframe_kernels.device import ceil_div, generation, launch, power_of_2, shared_memory
+from megaframe_kernels.direct import direct
 from megaframe_kernels.installed import missing_cuda, missing_flash_attention, missing_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 from megaframe_kernels.spans import Spans
@@ -281,8 +282,7 @@ def launch_backward(
     return d_query, d_key, d_value, d_sinks
 
 
-@torch.library.custom_op("megaframe::attention", mutates_args=())
-def _forward_op(
+def _forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -297,8 +297,7 @@ def _forward_op(
     return launch_forward(query, key, value, starts, stops, sinks, scale, softcap)
 
 
-@torch.library.custom_op("megaframe::attention_backward", mutates_args=())
-def _backward_op(
+def _backward(
     d_out: Tensor,
     d_lse: Tensor | None,
     query: Tensor,
@@ -316,6 +315,10 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     saved = (query, key, value, out, lse, starts, stops, first, last, sinks)
     return launch_backward(d_out, d_lse, *saved, scale, softcap)
+
+
+_forward_op = torch.library.custom_op("megaframe::attention", _forward, mutates_args=())
+_backward_op = torch.library.custom_op("megaframe::attention_backward", _backward, mutates_args=())
 
 
 @_forward_op.register_fake
@@ -346,11 +349,13 @@ def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, 
     d_out, d_lse = gradients
     saved = ctx.saved_tensors
     d_out = torch.zeros_like(saved[3]) if d_out is None else d_out
-    *three, d_sinks = _backward_op(d_out, d_lse, *saved, ctx.scale, ctx.softcap)
+    *three, d_sinks = _direct_backward(d_out, d_lse, *saved, ctx.scale, ctx.softcap)
     return (*three, None, None, None, None, None if saved[-1] is None else d_sinks, None, None)
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_keep)
+_direct_forward = direct(_forward_op, _forward, _keep, _differentiate)
+_direct_backward = direct(_backward_op, _backward)
 
 
 def reference_backward(
@@ -400,7 +405,7 @@ def run_triton_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As the reference."""
     saved = (query_BQND, key_BKGD, value_BKGD, out_BQND, lse_BNQ.contiguous(), *spans.tensors)
-    d_query, d_key, d_value, _ = _backward_op(d_out_BQND, None, *saved, None, scale, None)
+    d_query, d_key, d_value, _ = _direct_backward(d_out_BQND, None, *saved, None, scale, None)
     return d_query, d_key, d_value
 
 
@@ -417,7 +422,7 @@ def run_triton(
 ) -> tuple[Tensor, Tensor | None]:
     """As the reference."""
     given = (query_BQND, key_BKGD, value_BKGD, *spans.tensors, sinks_N)
-    out, lse = _forward_op(*given, scale, softcap)
+    out, lse = _direct_forward(*given, scale, softcap)
     return out, lse if need_lse else None
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from megaframe_kernels import permute
 from megaframe_kernels.device import capability, ceil_div, generation, launch, power_of_2
 from megaframe_kernels.device_math import product
+from megaframe_kernels.direct import direct
 from megaframe_kernels.installed import missing_cuda, missing_triton
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
@@ -388,6 +389,10 @@ def _(d_y: Tensor, x: Tensor, weights_ENH: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(weights_ENH, memory_format=torch.contiguous_format)
 
 
+_direct_multiply = direct(_multiply_op, launch_multiply)
+_direct_weight = direct(_weight_op, launch_weight_gradient)
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -404,7 +409,7 @@ class _Product(torch.autograd.Function):
         ctx.chosen = 1 if places is None else max(places.shape[1], 1)
         ctx.gather, ctx.scatter = gather, scatter
         moved = order if gather else None, order if scatter else None
-        return _multiply_op(x, weights, ends, *moved, ctx.chosen)
+        return _direct_multiply(x, weights, ends, *moved, ctx.chosen)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -413,14 +418,14 @@ class _Product(torch.autograd.Function):
         if ctx.scatter:
             d_y = permute.gather(d_y, order, None, 1)
         if ctx.needs_input_grad[0]:
-            d_x = _multiply_op(d_y, weights.transpose(1, 2), ends, None, None, 1)
+            d_x = _direct_multiply(d_y, weights.transpose(1, 2), ends, None, None, 1)
             # The choices of a token are summed in one order.
             d_x = permute.combine(d_x, None, places) if ctx.gather else d_x
         if ctx.needs_input_grad[1]:
             # Rows are moved first: here each is read once for every tile of the other side, and
             # where rows lie together, their places need no registers and no loads.
             x = permute.gather(x, order, None, ctx.chosen) if ctx.gather else x
-            d_weights = _weight_op(d_y, x, weights, ends)
+            d_weights = _direct_weight(d_y, x, weights, ends)
         return d_x, d_weights, None, None, None, None, None
 
 

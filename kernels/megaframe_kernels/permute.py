@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megaframe_kernels import cuda_library
 from megaframe_kernels.device import ceil_div, launch, power_of_2
+from megaframe_kernels.direct import direct
 from megaframe_kernels.installed import missing_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_place, refuse_types
 
@@ -258,8 +259,8 @@ _order_op = torch.library.custom_op("megaframe::expert_order", launch_order, mut
 _order_cuda_op = torch.library.custom_op(
     "megaframe::expert_order_cuda", launch_order_cuda, mutates_args=()
 )
-gather = torch.library.custom_op("megaframe::expert_gather", launch_gather, mutates_args=())
-combine = torch.library.custom_op("megaframe::expert_combine", launch_combine, mutates_args=())
+_gather_op = torch.library.custom_op("megaframe::expert_gather", launch_gather, mutates_args=())
+_combine_op = torch.library.custom_op("megaframe::expert_combine", launch_combine, mutates_args=())
 _inner_op = torch.library.custom_op("megaframe::expert_inner", launch_inner, mutates_args=())
 
 
@@ -272,12 +273,12 @@ def _(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     return empty(experts_TK.numel()), empty(*experts_TK.shape), empty(count)
 
 
-@gather.register_fake
+@_gather_op.register_fake
 def _(x_TH: Tensor, order_P: Tensor, weights: Tensor | None, k: int) -> Tensor:
     return x_TH.new_empty(order_P.shape[0], x_TH.shape[1])
 
 
-@combine.register_fake
+@_combine_op.register_fake
 def _(y_PH: Tensor, weights: Tensor | None, places_TK: Tensor) -> Tensor:
     return y_PH.new_empty(places_TK.shape[0], y_PH.shape[1])
 
@@ -285,6 +286,13 @@ def _(y_PH: Tensor, weights: Tensor | None, places_TK: Tensor) -> Tensor:
 @_inner_op.register_fake
 def _(d_out_TH: Tensor, y_PH: Tensor, places_TK: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+
+gather = direct(_gather_op, launch_gather)
+combine = direct(_combine_op, launch_combine)
+_direct_inner = direct(_inner_op, launch_inner)
+_direct_order = direct(_order_op, launch_order)
+_direct_order_cuda = direct(_order_cuda_op, launch_order_cuda)
 
 
 class _Permute(torch.autograd.Function):
@@ -312,7 +320,7 @@ class _Unpermute(torch.autograd.Function):
         d_y = gather(gradients[0], order, weights, places.shape[1])
         d_weights = None
         if weights is not None and ctx.needs_input_grad[1]:
-            d_weights = _inner_op(gradients[0], y, places, weights)
+            d_weights = _direct_inner(gradients[0], y, places, weights)
         return d_y, d_weights, None, None
 
 
@@ -341,9 +349,9 @@ ORDER = Kernel(
     "expert_order",
     reference_order,
     {
-        "triton": Implementation("triton", _order_op, missing_nothing, _order_refuses),
+        "triton": Implementation("triton", _direct_order, missing_nothing, _order_refuses),
         "cuda": Implementation(
-            "cuda", _order_cuda_op, cuda_library.missing_library, _cuda_order_refuses
+            "cuda", _direct_order_cuda, cuda_library.missing_library, _cuda_order_refuses
         ),
     },
 )
