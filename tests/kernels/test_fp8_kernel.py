@@ -52,6 +52,21 @@ def test_rows_that_registers_do_not_hold(power_of_two):
     assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", fp8.TYPES)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_what_is_not_finite_shows(dtype, block, power_of_two):
+    for width in (200, 20000) if block == (1, 0) else (200,):
+        x = rand(9, width)
+        x[1, 3], x[7, 150] = float("nan"), float("inf")
+        got, scales = fp8.run_triton(x, dtype, block, power_of_two)
+        want, true_scales = fp8.reference(x, dtype, block, power_of_two)
+        assert got[1, 3].float().isnan() and got[7, 150].float().isnan()
+        exact = {"rtol": 0.0, "atol": 0.0, "equal_nan": True}
+        torch.testing.assert_close(scales, true_scales, **exact)
+        torch.testing.assert_close(got.float(), want.float(), **exact)
+
+
 def test_the_largest_number_survives():
     x = torch.tensor([[1e30, -3.0, 0.0, 1e-30]])
     got, scales = fp8.run_triton(x)
