@@ -380,8 +380,11 @@ def _product_refuses(
 ) -> str | None:
     if not a_MK.is_cuda or capability(a_MK.device.index) < (8, 9):
         return "torch's scaled product needs a GPU of compute capability 8.9"
-    if a_scales.shape[1] > 1 and capability(a_MK.device.index)[0] != 9:
+    shared = a_scales.shape != (1, 1) and b_scales.shape[0] != b_NK.shape[0]
+    if (shared or a_scales.shape[1] > 1) and capability(a_MK.device.index)[0] != 9:
         return "torch's scaled product takes scales of 128 on compute capability 9.0"
+    if shared and b_scales.shape[1] % 4:  # torch either refuses these or reads them wrongly
+        return f"a row has {b_scales.shape[1]} scales of 128 x 128; cuBLASLt takes them by fours"
     if a_MK.shape[1] % 16 or b_NK.shape[0] % 16:
         return "torch's scaled product needs dims that 16 divides"
     if dtype != torch.bfloat16:

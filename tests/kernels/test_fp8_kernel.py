@@ -4,6 +4,7 @@ import pytest
 import torch
 from exactness import DTYPES, rand
 from megaframe_kernels import fp8
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 BLOCKS = [None, (1, 0), (1, 128), (4, 16), (0, 8), (3, 20)]
 
@@ -79,3 +80,25 @@ def test_a_scale_that_is_a_power_of_two_stays(block):
     x = torch.tensor([[448.0, 1.0], [448.0, -448.0]])
     got, scales = fp8.run_triton(x, torch.float8_e4m3fn, block, True)
     assert (scales == 1).all() and torch.equal(got.float(), x)
+
+
+@pytest.mark.parametrize(
+    ("a_scales", "b_scales", "major", "why"),
+    [
+        ((1, 1), (1, 1), 10, None),
+        ((64, 1), (256, 1), 10, None),
+        ((64, 8), (2, 8), 9, None),
+        ((64, 6), (256, 6), 9, None),
+        ((64, 6), (2, 6), 9, "by fours"),
+        ((64, 1), (2, 1), 9, "by fours"),
+        ((64, 8), (2, 8), 10, "capability 9.0"),
+    ],
+)
+def test_what_the_scaled_product_refuses(a_scales, b_scales, major, why, monkeypatch):
+    monkeypatch.setattr(fp8, "capability", lambda index: (major, 0))
+    columns = a_scales[1] * 128
+    with FakeTensorMode(), torch.device("cuda"):
+        a, b = (torch.empty(rows, columns, dtype=torch.float8_e4m3fn) for rows in (64, 256))
+        scales = torch.empty(a_scales), torch.empty(b_scales)
+        reason = fp8.SCALED_PRODUCT.implementations["torch"].refuses(a, b, *scales)
+    assert reason is None if why is None else why in reason
