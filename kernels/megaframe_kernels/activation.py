@@ -54,7 +54,7 @@ def _gelu_share(value: tl.tensor, TANH: tl.constexpr) -> tuple[tl.tensor, tl.ten
     """gelu(x) / x, and the slope of that."""
     if TANH:
         # Beyond 20 the share is 0 or 1 in fp32, and the cube may overflow.
-        near = tl.minimum(tl.maximum(value, -20.0), 20.0)
+        near = tl.clamp(value, -20.0, 20.0, propagate_nan=tl.PropagateNan.ALL)
         share = tl.sigmoid(1.5957691216057308 * (near + 0.044715 * near * near * near))
         inner = 1.5957691216057308 * (1.0 + 0.134145 * near * near)
         return share, share * (1.0 - share) * inner
@@ -79,7 +79,7 @@ def _forward(
         up = tl.load(x + row * stride + width + column, mask=inside, other=0.0)
         result = value * tl.sigmoid(value) * up.to(tl.float32)
     elif KIND == "relu2":
-        positive = tl.maximum(value, 0.0)
+        positive = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
         result = positive * positive
     else:
         share, _ = _gelu_share(value, KIND == "gelu_tanh")
@@ -112,10 +112,10 @@ def _backward(
         tl.store(at + width, d_up.to(d_x.dtype.element_ty), mask=inside)
         result = given * up * share * (1.0 + value * (1.0 - share))
     elif KIND == "relu2":
-        result = given * 2.0 * tl.maximum(value, 0.0)
+        result = given * 2.0 * tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:
         share, slope = _gelu_share(value, KIND == "gelu_tanh")
-        near = tl.minimum(tl.maximum(value, -20.0), 20.0)
+        near = tl.clamp(value, -20.0, 20.0, propagate_nan=tl.PropagateNan.ALL)
         result = given * (share + near * slope)
     tl.store(at, result.to(d_x.dtype.element_ty), mask=inside)
 

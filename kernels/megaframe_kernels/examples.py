@@ -106,6 +106,7 @@ def _square_sum() -> Iterator[Example]:
         square_sum.launch_sum(_shaped(2**27, dtype=dtype))
 
     yield Example("fp32", partial(call, torch.float32))
+    yield Example("bf16", partial(call, torch.bfloat16))
 
 
 def _attention() -> Iterator[Example]:

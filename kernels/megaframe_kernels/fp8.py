@@ -71,10 +71,10 @@ def _narrow(
     value: tl.tensor, scale: tl.tensor, MOST: tl.constexpr, KIND: tl.constexpr
 ) -> tl.tensor:
     """Over a scale, to 8 bits, ties to even. The interpreter loses the carry of a mantissa that
-    rounds up to the next power of two, so there numbers are brought to the grid of the type first.
-    """
+    rounds up to the next power of two, and NaN, so there numbers are brought to the grid of the
+    type first, and NaN is put in."""
     value = value * tl.div_rn(1.0, scale)  # one division a scale
-    value = tl.minimum(tl.maximum(value, -MOST), MOST)
+    value = tl.clamp(value, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRETED:
         exponent = ((value.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
         if tl.float8e4nv == KIND:
@@ -83,16 +83,28 @@ def _narrow(
             exponent = tl.maximum(exponent, -14) - 2
         step = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
         value = ((value / step + 12582912.0) - 12582912.0) * step
+        bits = value.to(KIND).to(tl.int8, bitcast=True)
+        return tl.where(value == value, bits, 0x7F).to(tl.int8).to(KIND, bitcast=True)
     return value.to(KIND)
 
 
 @triton.jit
+def _magnitude(value: tl.tensor) -> tl.tensor:
+    """Bits of |value| in fp32: integers in the order of the numbers, and NaN, which a maximum of
+    numbers may lose, above them."""
+    return value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
 def _scale_of(largest: tl.tensor, MOST: tl.constexpr, POWER_OF_TWO: tl.constexpr) -> tl.tensor:
-    scale = tl.maximum(largest, 1e-30) * (1.0 / MOST)
+    """From the bits of the largest magnitude."""
+    largest = largest.to(tl.float32, bitcast=True)
+    scale = tl.maximum(largest, 1e-30, propagate_nan=tl.PropagateNan.ALL) * (1.0 / MOST)
     if POWER_OF_TWO:  # the exponent, one up unless nothing follows it
         bits = scale.to(tl.int32, bitcast=True)
         up = tl.where((bits & 0x7FFFFF) != 0, 1, 0)
-        scale = (((bits >> 23) + up) << 23).to(tl.float32, bitcast=True)
+        power = (((bits >> 23) + up) << 23).to(tl.float32, bitcast=True)
+        scale = tl.where(scale == scale, power, scale)
     return scale
 
 
@@ -123,7 +135,7 @@ def _quantise_blocks(
     row, column = down * rows + within[0], right * columns + within[1]
     inside = (row < height) & (within[0] < rows) & (column < width) & (within[1] < columns)
     value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    largest = tl.max(tl.max(tl.abs(value), 3, keep_dims=True), 1, keep_dims=True)
+    largest = tl.max(tl.max(_magnitude(value), 3, keep_dims=True), 1, keep_dims=True)
     scale = _scale_of(largest, MOST, POWER_OF_TWO)
     here = (down * rows < height) & (right < blocks)
     tl.store(scales + down * blocks + right, scale, mask=here)
@@ -144,11 +156,11 @@ def _quantise_row(
 ) -> None:
     """A row a program, which registers do not hold: it is read again, from the cache."""
     row = tl.program_id(0).to(tl.int64)
-    top = tl.zeros([BLOCK], tl.float32)
+    top = tl.zeros([BLOCK], tl.int32)
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
         value = tl.load(x + row * stride + column, mask=column < width, other=0.0)
-        top = tl.maximum(top, tl.abs(value.to(tl.float32)))
+        top = tl.maximum(top, _magnitude(value))
     scale = _scale_of(tl.max(top, 0), MOST, POWER_OF_TWO)
     tl.store(scales + row, scale)
     for first in range(0, width, BLOCK):
@@ -164,14 +176,14 @@ def _largest(
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Largest magnitude of a few rows."""
-    top = tl.zeros([BLOCK], tl.float32)
+    top = tl.zeros([BLOCK], tl.int32)
     for row in range(tl.program_id(0), height, tl.num_programs(0)):
         for first in range(0, width, BLOCK):
             column = first + tl.arange(0, BLOCK)
             at = x + tl.cast(row, tl.int64) * stride + column
             value = tl.load(at, mask=column < width, other=0.0)
-            top = tl.maximum(top, tl.abs(value.to(tl.float32)))
-    tl.store(parts + tl.program_id(0), tl.max(top, 0))
+            top = tl.maximum(top, _magnitude(value))
+    tl.store(parts + tl.program_id(0), tl.max(top, 0).to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -368,8 +380,11 @@ def _product_refuses(
 ) -> str | None:
     if not a_MK.is_cuda or capability(a_MK.device.index) < (8, 9):
         return "torch's scaled product needs a GPU of compute capability 8.9"
-    if a_scales.shape[1] > 1 and capability(a_MK.device.index)[0] != 9:
+    shared = a_scales.shape != (1, 1) and b_scales.shape[0] != b_NK.shape[0]
+    if (shared or a_scales.shape[1] > 1) and capability(a_MK.device.index)[0] != 9:
         return "torch's scaled product takes scales of 128 on compute capability 9.0"
+    if shared and b_scales.shape[1] % 4:  # torch either refuses these or reads them wrongly
+        return f"a row has {b_scales.shape[1]} scales of 128 x 128; cuBLASLt takes them by fours"
     if a_MK.shape[1] % 16 or b_NK.shape[0] % 16:
         return "torch's scaled product needs dims that 16 divides"
     if dtype != torch.bfloat16:

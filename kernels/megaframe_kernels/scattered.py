@@ -135,14 +135,14 @@ def run_torch_adamw(
     **options: Any,
 ) -> tuple[Tensor, ...]:
     """As the reference, by torch's fused AdamW and copies; it divides the gradients in place."""
-    steps = [torch.full((), step, dtype=torch.float32, device=w.device) for w in weights]
+    number = torch.full((), step, dtype=torch.float32, device=weights[0].device)
     torch._fused_adamw_(
         list(weights),
         list(grads),
         list(means),
         list(squares),
         [],
-        steps,
+        [number] * len(weights),  # they are read alone
         amsgrad=False,
         maximize=False,
         grad_scale=divisor,

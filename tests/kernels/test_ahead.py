@@ -1,6 +1,7 @@
 """Compiling for chips that are not here: Triton's own compiler, and the assembler's report."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,16 @@ from megaframe_kernels.registry import KERNELS
 PACKAGE = Path(__file__).resolve().parents[2] / "kernels"
 
 
+def compiled(folder, *arguments):
+    """Rows of the report of what is compiled into a folder."""
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE), "TRITON_CACHE_DIR": str(folder)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "megaframe_kernels.ahead", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()[1:]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -22,15 +33,18 @@ PACKAGE = Path(__file__).resolve().parents[2] / "kernels"
     ],
 )
 def test_nothing_spills(arguments, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE), "TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "megaframe_kernels.ahead", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = done.stdout.splitlines()[1:]
+    rows = compiled(tmp_path, *arguments)
     if "attention" in arguments:
         units = {row.split()[-1] for row in rows if not row.startswith("mean_gradients")}
         assert len(rows) == 4 and units == {"wgmma"}
+
+
+def test_no_maximum_or_minimum_of_numbers_loses_nan(tmp_path):
+    """The interpreter keeps it in the larger of two, whatever it is told."""
+    compiled(tmp_path, "--kernels", "activation", "quantise", "--chips", "90")
+    text = "".join(path.read_text() for path in tmp_path.rglob("*.ptx"))
+    found = set(re.findall(r"\b(?:max|min)\.[\w.]*f32", text))
+    assert found and all(".NaN." in name for name in found)
 
 
 def test_what_does_not_fit_is_told():

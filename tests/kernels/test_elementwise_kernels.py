@@ -31,6 +31,17 @@ def test_activation_of_large_values(kind):
     check(activation.KERNEL, "triton", (x, kind))
 
 
+@pytest.mark.parametrize("kind", activation.KINDS)
+def test_activation_of_nan(kind):
+    x = rand(2, 32)
+    x[0, 3] = float("nan")
+    x.requires_grad_()
+    y = activation.KERNEL.implementations["triton"].run(x, kind)
+    (d_x,) = torch.autograd.grad(y.sum(), x)
+    assert y[0, 3].isnan() and d_x[0, 3].isnan()
+    assert torch.isfinite(y[1]).all() and torch.isfinite(d_x[1]).all()
+
+
 def table(shape, dtype=torch.float32):
     angle = rand(*shape, seed=5, scale=3.0)
     return angle.cos().to(dtype), angle.sin().to(dtype)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from exactness import DTYPES, rand
 from megaframe_kernels import fp8
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 BLOCKS = [None, (1, 0), (1, 128), (4, 16), (0, 8), (3, 20)]
 
@@ -52,6 +53,21 @@ def test_rows_that_registers_do_not_hold(power_of_two):
     assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", fp8.TYPES)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_what_is_not_finite_shows(dtype, block, power_of_two):
+    for width in (200, 20000) if block == (1, 0) else (200,):
+        x = rand(9, width)
+        x[1, 3], x[7, 150] = float("nan"), float("inf")
+        got, scales = fp8.run_triton(x, dtype, block, power_of_two)
+        want, true_scales = fp8.reference(x, dtype, block, power_of_two)
+        assert got[1, 3].float().isnan() and got[7, 150].float().isnan()
+        exact = {"rtol": 0.0, "atol": 0.0, "equal_nan": True}
+        torch.testing.assert_close(scales, true_scales, **exact)
+        torch.testing.assert_close(got.float(), want.float(), **exact)
+
+
 def test_the_largest_number_survives():
     x = torch.tensor([[1e30, -3.0, 0.0, 1e-30]])
     got, scales = fp8.run_triton(x)
@@ -64,3 +80,25 @@ def test_a_scale_that_is_a_power_of_two_stays(block):
     x = torch.tensor([[448.0, 1.0], [448.0, -448.0]])
     got, scales = fp8.run_triton(x, torch.float8_e4m3fn, block, True)
     assert (scales == 1).all() and torch.equal(got.float(), x)
+
+
+@pytest.mark.parametrize(
+    ("a_scales", "b_scales", "major", "why"),
+    [
+        ((1, 1), (1, 1), 10, None),
+        ((64, 1), (256, 1), 10, None),
+        ((64, 8), (2, 8), 9, None),
+        ((64, 6), (256, 6), 9, None),
+        ((64, 6), (2, 6), 9, "by fours"),
+        ((64, 1), (2, 1), 9, "by fours"),
+        ((64, 8), (2, 8), 10, "capability 9.0"),
+    ],
+)
+def test_what_the_scaled_product_refuses(a_scales, b_scales, major, why, monkeypatch):
+    monkeypatch.setattr(fp8, "capability", lambda index: (major, 0))
+    columns = a_scales[1] * 128
+    with FakeTensorMode(), torch.device("cuda"):
+        a, b = (torch.empty(rows, columns, dtype=torch.float8_e4m3fn) for rows in (64, 256))
+        scales = torch.empty(a_scales), torch.empty(b_scales)
+        reason = fp8.SCALED_PRODUCT.implementations["torch"].refuses(a, b, *scales)
+    assert reason is None if why is None else why in reason
