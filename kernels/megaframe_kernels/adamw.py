@@ -74,7 +74,8 @@ def _store(
     tl.store(at, value.to(at.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+# What changes with the step or the shard: a kernel for each kind of number would be compiled.
+@triton.jit(do_not_specialize=("seed", "first"))
 def _step(
     weights: tl.tensor,
     grads: tl.tensor,
