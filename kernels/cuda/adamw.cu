@@ -8,7 +8,10 @@
 namespace megaframe {
 
 struct Step {
-  float beta1, beta2, eps;
+  float mean_share;  // 1 - beta1
+  float beta2;
+  float square_share;  // 1 - beta2
+  float eps;
   float keep;    // 1 - lr decay
   float rate;    // lr / (1 - beta1^step)
   float unbias;  // (1 - beta2^step)^(-1/2)
@@ -19,8 +22,8 @@ struct Step {
 
 __device__ inline void update(const Step& step, float by, float& w, float g, float& m, float& v) {
   g *= by;
-  m += (1.0f - step.beta1) * (g - m);
-  v = step.beta2 * v + (1.0f - step.beta2) * g * g;
+  m += step.mean_share * (g - m);
+  v = step.beta2 * v + step.square_share * g * g;
   w = w * step.keep - step.rate * m / (sqrtf(v) * step.unbias + step.eps);
 }
 
@@ -71,13 +74,15 @@ __global__ void __launch_bounds__(kThreads) adamw(const Tensors<5> tensors, cons
 // lists: weights, gradients, means, squares, copies (null without); kinds: their types, one for both
 // moments. divisor and skip may be null. Returns a CUDA error, 0 for none.
 MEGAFRAME_EXPORT int megaframe_adamw(void* const* const* lists, const int64_t* lengths, int count,
-                                     const int* kinds, float beta1, float beta2, float eps,
-                                     float keep, float rate, float unbias, const float* divisor,
-                                     const float* skip, void* stream) {
+                                     const int* kinds, float mean_share, float beta2,
+                                     float square_share, float eps, float keep, float rate,
+                                     float unbias, const float* divisor, const float* skip,
+                                     void* stream) {
   using namespace megaframe;
-  const Step step{beta1,          beta2,          eps,            keep,
-                  rate,           unbias,         Kind(kinds[0]), Kind(kinds[1]),
-                  Kind(kinds[2]), Kind(kinds[3]), divisor,        skip};
+  const Step step{mean_share,     beta2,          square_share,   eps,
+                  keep,           rate,           unbias,         Kind(kinds[0]),
+                  Kind(kinds[1]), Kind(kinds[2]), Kind(kinds[3]), divisor,
+                  skip};
   return in_batches<5>(lists, lengths, count, [&](const Tensors<5>& tensors, int64_t blocks) {
     return launch(adamw, blocks, stream, tensors, step);
   });

@@ -74,7 +74,8 @@ def _store(
     tl.store(at, value.to(at.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+# What changes with the step or the shard: a kernel for each kind of number would be compiled.
+@triton.jit(do_not_specialize=("seed", "first"))
 def _step(
     weights: tl.tensor,
     grads: tl.tensor,
@@ -86,8 +87,9 @@ def _step(
     length: tl.tensor,
     seed: tl.tensor,
     first: tl.tensor,
-    beta1: tl.tensor,
+    mean_share: tl.tensor,
     beta2: tl.tensor,
+    square_share: tl.tensor,
     eps: tl.tensor,
     keep: tl.tensor,
     rate: tl.tensor,
@@ -95,7 +97,8 @@ def _step(
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """keep: 1 - lr decay. rate: lr / (1 - beta1^step). unbias: (1 - beta2^step)^(-1/2)."""
+    """mean_share, square_share: 1 - beta1 and 1 - beta2, of which fp32 would lose digits. keep: 1 -
+    lr decay. rate: lr / (1 - beta1^step). unbias: (1 - beta2^step)^(-1/2)."""
     if skip is not None:  # noqa: SIM102 (compiled without a flag, there is none to load)
         if tl.load(skip) != 0.0:
             return
@@ -105,9 +108,9 @@ def _step(
     if divisor is not None:
         g /= tl.load(divisor).to(tl.float32)
     m = tl.load(mean + place, mask=inside, other=0.0).to(tl.float32)
-    m += (1.0 - beta1) * (g - m)
+    m += mean_share * (g - m)
     v = tl.load(square + place, mask=inside, other=0.0).to(tl.float32)
-    v = beta2 * v + (1.0 - beta2) * g * g
+    v = beta2 * v + square_share * g * g
     w = tl.load(weights + place, mask=inside, other=0.0).to(tl.float32)
     w = w * keep - rate * m / (tl.sqrt(v) * unbias + eps)
     bits, mean_bits, square_bits = place, place, place
@@ -151,8 +154,9 @@ def launch_step(
         weights.numel(),
         seed or 0,
         first,
-        beta1,
+        1.0 - beta1,
         beta2,
+        1.0 - beta2,
         eps,
         1.0 - lr * weight_decay,
         lr / (1.0 - beta1**step),

@@ -80,7 +80,8 @@ def _compile(one: Launch, example: str, chip: int) -> Usage:
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     values = dict(zip(one.kernel.arg_names, one.arguments, strict=False)) | one.constants
     for index, name in enumerate(one.kernel.arg_names):
-        kind, aligned = _describe(values[name], name in one.constants)
+        special = not one.kernel.params[index].do_not_specialize
+        kind, aligned = _describe(values[name], name in one.constants, special)
         signature[name] = kind
         if kind == "constexpr":
             constants[(index,)] = values[name]
@@ -92,14 +93,15 @@ def _compile(one: Launch, example: str, chip: int) -> Usage:
     return _read(one.kernel.__name__, example, chip, compiled)
 
 
-def _describe(value: Any, constant: bool) -> tuple[str, bool]:
-    """A value as Triton's launcher would describe it: its type, and whether 16 divides it."""
-    if constant or value is None or (isinstance(value, int) and value == 1):
+def _describe(value: Any, constant: bool, special: bool) -> tuple[str, bool]:
+    """A value as Triton's launcher would describe it: its type, and whether 16 divides it. special:
+    that it is 1, or that 16 divides it, makes a kernel of its own."""
+    if constant or value is None or (special and isinstance(value, int) and value == 1):
         return "constexpr", False
     if isinstance(value, Tensor):
         return _TYPES[value.dtype], True
     if isinstance(value, int):
-        return "i32" if -(2**31) <= value < 2**31 else "i64", value % 16 == 0
+        return "i32" if -(2**31) <= value < 2**31 else "i64", special and value % 16 == 0
     return "fp32", False
 
 

@@ -24,7 +24,7 @@ _SIGNATURES = {
     "megaframe_probe": (ctypes.c_int, ()),
     "megaframe_adamw": (
         ctypes.c_int,
-        (_POINTER, _POINTER, ctypes.c_int, _POINTER, *([_NUMBER] * 6), *([_POINTER] * 3)),
+        (_POINTER, _POINTER, ctypes.c_int, _POINTER, *([_NUMBER] * 7), *([_POINTER] * 3)),
     ),
     "megaframe_square_sum_blocks": (_LENGTH, (_POINTER, ctypes.c_int)),
     "megaframe_square_sum": (

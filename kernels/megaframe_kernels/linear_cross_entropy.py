@@ -21,6 +21,8 @@ from megaframe_kernels.loss import run_triton as loss_of
 
 CHUNK = 2**28
 """Logits that exist at a time; enough rows that the products do not feel the division."""
+_TILE = 128
+"""Rows of a tile of a product; chunks of more, but the last, are whole numbers of them."""
 
 
 def reference(
@@ -67,6 +69,8 @@ class _Fused(torch.autograd.Function):
     ) -> Tensor:
         tokens, words = hidden_TH.shape[0], weight_VH.shape[0]
         rows = max(1, min(tokens, chunk // max(words, 1)))
+        if _TILE < rows < tokens:
+            rows -= rows % _TILE
         logits_TV = hidden_TH.new_empty(rows, words)
         loss = hidden_TH.new_zeros((), dtype=torch.float32)
         d_hidden = torch.empty_like(hidden_TH) if ctx.needs_input_grad[0] else None

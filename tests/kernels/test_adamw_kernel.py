@@ -44,6 +44,15 @@ def test_adamw(length, divisor):
         assert_close(adamw.KERNEL, mine, true, 1, "state")
 
 
+def test_a_beta_close_to_1_loses_no_digits():
+    given = state(300)
+    for moment in given[2:4]:
+        moment.zero_()
+    got, want = both("triton", given, beta1=0.99, beta2=0.9999, step=1)
+    for mine, true in zip(got, want, strict=True):
+        assert_close(adamw.KERNEL, mine, true, 1, "state")
+
+
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_adamw_with_low_precision_gradients_and_moments(low):
     got, want = both("triton", state(300, low, low, copy=None))

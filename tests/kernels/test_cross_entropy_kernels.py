@@ -135,6 +135,20 @@ def test_chunks_change_nothing_and_backward_scales():
         torch.testing.assert_close(results[0], other, rtol=1e-5, atol=1e-6)
 
 
+def test_chunks_are_whole_tiles(monkeypatch):
+    seen = []
+
+    def spy(logits, *rest, **options):
+        seen.append(len(logits))
+        return loss_kernel.run_triton(logits, *rest, **options)
+
+    monkeypatch.setattr(linear_cross_entropy, "loss_of", spy)
+    hidden, weight = rand(300, 4), rand(3, 4, seed=1)
+    for rows in (200, 300, 100):
+        linear_cross_entropy.run_triton(hidden, weight, labels(300, 3), chunk=3 * rows)
+    assert seen == [128, 128, 44, 300, 100, 100, 100]
+
+
 def test_linear_cross_entropy_on_a_divided_vocabulary():
     hidden, weight = rand(6, 8).requires_grad_(), rand(29, 8, seed=1).requires_grad_()
     options, chosen = {"label_smoothing": 0.1, "z_loss": 0.01}, labels(6, 29)

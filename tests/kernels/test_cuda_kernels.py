@@ -91,6 +91,16 @@ def test_scattered_adamw(library, lengths, grad, copy, unaligned, divisor):
         assert_close(scattered.ADAMW, one, true, 1, "state")
 
 
+def test_a_beta_close_to_1_loses_no_digits(library):
+    lists = parameters([70], torch.float32, None, 0)
+    for moment in (*lists[2], *lists[3]):
+        moment.zero_()
+    options = {**OPTIONS, "beta1": 0.99, "beta2": 0.9999, "step": 1}
+    want = scattered.reference_adamw(*copied(lists, torch.Tensor.double), **options)
+    for one, true in zip(scattered.run_cuda_adamw(*lists, **options), want, strict=True):
+        assert_close(scattered.ADAMW, one, true, 1, "state")
+
+
 def test_a_skipped_step_changes_nothing(library):
     lists = parameters([10, 700], torch.float32, None, 0)
     before = copied(lists)
