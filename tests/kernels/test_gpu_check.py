@@ -306,16 +306,17 @@ def test_rows_that_are_left_out_stay_as_they_were(monkeypatch):
     assert results.known["training"] == [made, found[0]]
 
 
-def test_tests_end_as_pytest_says(tmp_path):
+def test_tests_end_as_pytest_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(limited, "_GRACE", 60.0)  # pytest may tell what failed, however slow
     good, bad, slow = (tmp_path / f"test_{name}.py" for name in ("good", "bad", "slow"))
     good.write_text("def test_failed_errors(): pass")
     bad.write_text("def test_one(): pass\ndef test_two(): assert 1 == 2")
-    slow.write_text("import time\ndef test_one(): assert 1 == 2\ndef test_two(): time.sleep(60)")
+    slow.write_text("import time\ndef test_one(): assert 1 == 2\ndef test_two(): time.sleep(600)")
     assert gpu_check.run_tests(good, 60, dry=True)["outcome"] == "passed"
     found = gpu_check.run_tests(bad, 60, dry=True)
     assert found["outcome"] == "failed" and found["counts"].startswith("1 failed, 1 passed")
     assert "assert 1 == 2" in found["log"]
-    found = gpu_check.run_tests(slow, 4, dry=True)
+    found = gpu_check.run_tests(slow, 10, dry=True)
     assert found["outcome"].startswith("not finished after") and "assert 1 == 2" in found["log"]
 
 
