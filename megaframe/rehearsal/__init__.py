@@ -7,7 +7,6 @@ counted on the way, memory and bytes, is therefore what the code does and not wh
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -65,8 +64,7 @@ def rehearse(config: RunConfig, layout: Layout, rank: int) -> Counted:
             "kernels": Kernels(),
         }
     )
-    with Hollow() as ledger, warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of names that torch will change
+    with Hollow() as ledger:
         mesh = Mesh(layout, alone=rank)
         return counted_step(config, mesh, ledger)
 
