@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,8 @@ def run_limited(
             text=True,
             errors="replace",
             start_new_session=True,
+            # A shell's background ignores it, and so would all that is started there.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
 
         def end(how: signal.Signals) -> None:

@@ -3,6 +3,7 @@ goes wrong on the way costs no more than its own number.
 """
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -316,7 +317,11 @@ def test_tests_end_as_pytest_says(tmp_path, monkeypatch):
     found = gpu_check.run_tests(bad, 60, dry=True)
     assert found["outcome"] == "failed" and found["counts"].startswith("1 failed, 1 passed")
     assert "assert 1 == 2" in found["log"]
-    found = gpu_check.run_tests(slow, 10, dry=True)
+    heeded = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a shell
+    try:
+        found = gpu_check.run_tests(slow, 10, dry=True)
+    finally:
+        signal.signal(signal.SIGINT, heeded)
     assert found["outcome"].startswith("not finished after") and "assert 1 == 2" in found["log"]
 
 
