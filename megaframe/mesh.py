@@ -38,8 +38,6 @@ AXIS_SETS: tuple[tuple[str, ...], ...] = (
     ("pipeline", "data", "context", "tensor"),
 )
 """The axis sets over which some part of megaframe communicates. The last is the world."""
-_WATCHED = 60.0
-"""Seconds that the watch has between a timeout of ours and that of NCCL."""
 EXPERT_SETS: tuple[tuple[str, ...], ...] = (
     ("context", "tensor"),
     ("expert",),
@@ -48,6 +46,8 @@ EXPERT_SETS: tuple[tuple[str, ...], ...] = (
     ("expert_shard",),
 )
 """Those over which experts do."""
+_WATCHED = 60.0
+"""Seconds that the watch has between a timeout of ours and that of NCCL."""
 
 
 def world_size() -> int:

@@ -44,10 +44,18 @@ class Pair:
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
-        # The number of threads of an operator is each thread's own, and part of the order of sums.
-        return ThreadPoolExecutor(
-            1, "beside", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
-        )
+        # Each thread's own are the number of threads of an operator, which is part of the order of
+        # sums, and the GPU that is used unless another is named.
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        given = torch.get_num_threads(), gpu
+        return ThreadPoolExecutor(1, "beside", initializer=_like_another, initargs=given)
+
+
+def _like_another(threads: int, gpu: int | None) -> None:
+    """Let this thread compute as one with these does."""
+    torch.set_num_threads(threads)
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
 
 
 class _Baton:
