@@ -7,7 +7,6 @@ in it is refused, by a message that does not repeat it; the secret belongs into 
 from __future__ import annotations
 
 import re
-from urllib.parse import urlsplit
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://", re.ASCII)
 
@@ -26,10 +25,7 @@ def url_mistake(text: str) -> str | None:
         return f"{scheme}://... has characters that cannot be printed, or spaces around it"
     if "?" in text or "#" in text:
         return f"{scheme}://... has a ? or #, behind which secrets stand; leave all from there out"
-    if (
-        "@" in text.partition("://")[2].partition("/")[0]
-        and ":" in urlsplit(text).netloc.rpartition("@")[0]
-    ):
+    if ":" in text.partition("://")[2].partition("/")[0].rpartition("@")[0]:
         return (
             f"{scheme}://... has a password in it; leave that out, and give it by the environment "
             "or the store's own configuration"
