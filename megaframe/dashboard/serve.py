@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from megaframe.dashboard.page import POLICY, page
 from megaframe.dashboard.panels import page_data
@@ -70,16 +70,16 @@ class Server:
 
     def _answer(self, target: str) -> tuple[HTTPStatus, str, bytes]:
         """Status, type and content for the path and query of a request."""
-        where = urlsplit(target)
-        query = parse_qs(where.query)
+        path, _, asked = target.partition("?")
+        query = parse_qs(asked)
         given = query.get("token", [""])[0]
         if not hmac.compare_digest(given.encode(), self.token.encode()):
             text = b"This page needs the token that the server printed when it started.\n"
             return HTTPStatus.FORBIDDEN, "text/plain", text
         version, data = self._data()
-        if where.path == "/":
+        if path == "/":
             return HTTPStatus.OK, "text/html", page(data, self.token).encode()
-        if where.path != "/data":
+        if path != "/data":
             return HTTPStatus.NOT_FOUND, "text/plain", b"There is no such page.\n"
         if query.get("version", [""])[0] == version:
             data = {}

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -195,6 +196,12 @@ def test_what_is_written_arrives(visit, tmp_path):
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(f"{base}../etc/passwd?token={server.token}")
         assert refused.value.code == 404
+        for odd in ("http://[", "*", f"http://[?token={server.token}"):
+            host, port = server.address.split("/")[2].split(":")
+            with socket.create_connection((host, int(port))) as line:
+                line.sendall(f"GET {odd} HTTP/1.0\r\n\r\n".encode())
+                status = line.makefile().readline().split()[1]
+            assert status == ("404" if server.token in odd else "403")
         tab.context.close()
     finally:
         server.close()
