@@ -117,7 +117,7 @@ class Engine:
                 with self.follow(action, passes.kind(action)):
                     passes.do(action, following)
         tallies = [stage.take_tally() for stage in self.stages.values()]
-        loss = sum((t.loss for t in tallies if t.loss is not None), passes.loss)
+        loss = sum((t.loss for t in tallies if t.loss is not None), passes.losses.sum())
         return Passed(loss, passes.ahead, passes.signs, tallies)
 
     def _update(self, action: Action) -> Update:
@@ -140,13 +140,14 @@ class Engine:
         return found[::-1]
 
     def evaluate(self, schedule: Schedule, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Execute the forward passes without gradients. Returns the loss sum as `Outcome` does."""
+        """Execute the forward passes without gradients. Returns the loss sum of each microbatch,
+        fp64 [M], as `Outcome` does."""
         passes = _Passes(self, schedule, microbatches, 0, None)
         for action in schedule.ranks[self.rank]:
             if action.kind in _FORWARD_ONLY:
                 passes.do(action)
         self._finish()
-        return passes.loss
+        return passes.losses
 
     def _finish(self) -> None:
         """Wait until everything has left."""
@@ -174,7 +175,8 @@ class _Passes:
         self._reducing: set[int] = set()
         self._forwards: Counter[int] = Counter()
         self.signs: list[Sign] = []
-        self.loss, self.ahead = torch.zeros(2, dtype=torch.float64, device=engine.mesh.device)
+        zeros = partial(torch.zeros, dtype=torch.float64, device=engine.mesh.device)
+        self.losses, self.ahead = zeros(len(microbatches)), zeros(())
 
     def kind(self, action: Action) -> str:
         """That of the action; of a backward with both gradients, BW."""
@@ -238,7 +240,7 @@ class _Passes:
             y = stage.forward(microbatch, data, step, scale, x, done, following, hand_over)
             self.signs.append(sign(False, number, microbatch, y))
         if stage.end is not None:
-            self.loss += y
+            self.losses[microbatch] += y
             ahead = stage.end.take_ahead()
             if ahead is not None:
                 self.ahead += ahead

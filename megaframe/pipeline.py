@@ -106,7 +106,7 @@ class Pipeline:
         return self._engine.run(schedule, parts, step, scale, paired, by_block=by_block)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Loss sum without gradients; see `Engine.evaluate`."""
+        """Loss sum of each microbatch without gradients, [M]; see `Engine.evaluate`."""
         schedule, _ = self._lowered(len(microbatches), False)
         return self._engine.evaluate(schedule, self._parts(microbatches))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -12,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from megaframe.checkpoint import Checkpoint, Place, Slice
 from megaframe.config import RunConfig
 from megaframe.config.compare import TRAINING_ONLY, differences
+from megaframe.config.schema import Data
 from megaframe.errors import UserError
 from megaframe.optim.optimizer import OptimizerState
 
@@ -101,13 +103,27 @@ def new_state(slices: Sequence[Slice], saved: Collection[str]) -> Iterator[str]:
         )
 
 
+def _other_splits(saved: Data, data: Data) -> Iterator[str]:
+    """A line for each source that both have, by the name of its files, with documents of training
+    that were held out before, or the other way round."""
+    if other := [*differences(saved.split, data.split, (), "data.split")]:
+        yield from other
+        return
+    before, now = (
+        {Path(source.path).name: source.split or given.split for source in given.sources}
+        for given in (saved, data)
+    )
+    for name in before.keys() & now.keys():
+        yield from differences(before[name], now[name], (), f"data.sources, split of {name}")
+
+
 def check_same_run(saved: RunConfig, config: RunConfig, path: Place) -> None:
     """Refuse a checkpoint of another model, or of other data or another order of them."""
     other = [
         *differences(saved.model, config.model, TRAINING_ONLY, "model"),
         *differences(saved.run.seed, config.run.seed, (), "run.seed"),
         *differences(saved.train.seq, config.train.seq, (), "train.seq"),
-        *differences(saved.data.split, config.data.split, (), "data.split"),
+        *_other_splits(saved.data, config.data),
     ]
     if other:
         start = f"to start a new run from its weights, where they fit: checkpoint.weights={path}"

@@ -239,22 +239,21 @@ class Trainer:
         return float(all_reduce(self._loss.clone(), self.mesh.world).wait())
 
     def _evaluate(self) -> None:
-        """Record loss, perplexity and bits per byte on the validation split."""
-        totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
-        microbatches = [
-            _move(microbatch, self.mesh.device)
-            for microbatch in self.loader.evaluation(self.config.train.eval_samples)
-        ]
-        totals[0] = self.pipeline.evaluate(microbatches)
+        """Record loss, perplexity and bits per byte on the validation split, and the loss of each
+        source where there are several."""
+        batches = [*self.loader.evaluation(self.config.train.eval_samples)]
+        microbatches = [_move(microbatch, self.mesh.device) for _, microbatch in batches]
+        totals_M3 = torch.zeros(len(batches), 3, dtype=torch.float64, device=self.mesh.device)
+        totals_M3[:, 0] = self.pipeline.evaluate(microbatches)
         place = self.mesh.coordinate
         if place["pipeline"] == place["context"] == place["tensor"] == 0:
-            for microbatch in microbatches:
+            for microbatch, totals in zip(microbatches, totals_M3, strict=True):
                 valid = microbatch.labels_BS != IGNORE
-                totals[1] += valid.sum()
+                totals[1] = valid.sum()
                 if self._token_bytes is not None:
-                    totals[2] += self._token_bytes[microbatch.labels_BS[valid]].sum()
-        totals = all_reduce(totals, self.mesh.world).wait()
-        nats, tokens, size = totals.tolist()
+                    totals[2] = self._token_bytes[microbatch.labels_BS[valid]].sum()
+        totals_M3 = all_reduce(totals_M3, self.mesh.world).wait().cpu()
+        nats, tokens, size = totals_M3.sum(0).tolist()
         if not tokens:
             self.meter.note(
                 f"step {self.step}: no token of the evaluation has a label (data.mask_eod masks "
@@ -265,6 +264,12 @@ class Trainer:
         self.meter.record("eval_perplexity", math.exp(min(nats / tokens, 700.0)), "last")
         if size:
             self.meter.record("eval_bits_per_byte", nats / math.log(2) / size, "last")
+        sources = dict.fromkeys(source for source, _ in batches)
+        for source in sources if len(sources) > 1 else ():
+            rows = [row for row, (of, _) in zip(totals_M3, batches, strict=True) if of == source]
+            nats, tokens, _ = torch.stack(rows).sum(0).tolist()
+            if tokens:
+                self.meter.record(f"eval_losses/{source}", nats / tokens, "last")
 
     def _save(self, writer: Writer | MemoryWriter) -> None:
         state = RunState(

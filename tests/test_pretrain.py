@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from program import Program
 
@@ -17,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 import pretrain_gpt  # noqa: E402
 from megaframe.checkpoint.manifest import MANIFEST, decode, encode  # noqa: E402
+from megaframe.data.indexed import TokenFileWriter  # noqa: E402
 
 LEARN = {"train__steps": 60, "train__global_batch": 32, "train__microbatch": 16, "optim__lr": 0.03}
 
@@ -89,6 +91,36 @@ def test_ranks_do_not_change_the_run(documents, pool, overrides, tmp_path):
             for key in {"loss", "grad_norm", "eval_loss", "tokens"} & line.keys():
                 assert other[key] == pytest.approx(line[key], rel=1e-10)
     assert [line["tokens"] // 16 for line in runs[1]] == [8] * 5 + [16] * 7
+
+
+def test_each_source_is_evaluated_and_no_layout_changes_what_it_comes_to(
+    pool, corpus, overrides, tmp_path
+):
+    with TokenFileWriter(str(tmp_path / "other"), np.dtype(np.uint16)) as writer:
+        for start in range(30):
+            writer.append(np.arange(start, start + 31).astype(np.uint16))
+
+    def evaluated(ranks, name, *sources, **changes):
+        folder = tmp_path / name
+        changes = {"train__eval_samples": 42, **changes}
+        keys = overrides(run__dir=folder, train__eval_every=6, **changes)
+        given = ", ".join(f"{{path: {path}, split: {split}}}" for path, split in sources)
+        pool.run(ranks, train, [*keys, f"data.sources=[{given}]"])
+        return lines(folder)[-1]
+
+    trained, held_out = (corpus, [0.8, 0.2, 0]), (tmp_path / "other", [0, 1, 0])
+    one = evaluated(1, "one", trained, held_out)
+    assert one["eval_losses"].keys() == {"tokens", "other"}
+    assert one["eval_loss"] == pytest.approx(sum(one["eval_losses"].values()) / 2, rel=1e-12)
+    alone = evaluated(1, "alone", trained, train__eval_samples=21)
+    assert "eval_losses" not in alone
+    assert alone["eval_loss"] == pytest.approx(one["eval_losses"]["tokens"], rel=1e-12)
+    for axes in ({"data": 2}, {"pipeline": 2}, {"context": 2}, {"tensor": 2}):
+        (axis,) = axes
+        changes = {f"parallel__{axis}": 2, "train__microbatch": 1}
+        other = evaluated(2, axis, trained, held_out, **changes)
+        assert other["eval_losses"] == pytest.approx(one["eval_losses"], rel=1e-10)
+        assert other["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-10)
 
 
 def test_a_killed_run_continues_on_the_same_curve(pool, overrides, tmp_path):
@@ -262,7 +294,7 @@ class TestMistakes:
         mistake("checkpoint.weights=latest", "no such folder", checkpoint__weights="latest")
         assert not (tmp_path / "run").exists()
 
-    def test_another_model(self, mistake, pool, overrides):
+    def test_another_model(self, mistake, pool, corpus, overrides):
         pool.run(1, train, overrides(checkpoint__every=12))
         mistake("model.layers", "2", "3", model__layers=3, checkpoint__resume="latest")
         text = mistake("model.norm_eps: 1e-05 there, 0.001 here", "checkpoint.weights=",
@@ -270,6 +302,9 @@ class TestMistakes:
         assert "model.hidden" not in text
         mistake("train.seq: 16 there, 8 here", train__seq=8, checkpoint__resume="latest")
         mistake("run.seed: 1234 there, 5 here", run__seed=5, checkpoint__resume="latest")
+        held_out = f"[{{path: {corpus}, split: [1, 0, 0]}}]"
+        mistake("data.sources, split of tokens: (0.8, 0.2, 0.0) there, (1.0, 0.0, 0.0) here",
+                data__sources=held_out, checkpoint__resume="latest")  # fmt: skip
         inside = {"model__rotary_scaling": "{kind: yarn, factor: 2.0}"}
         text = mistake("model.rotary_scaling.factor: 1.0 there, 2.0 here",
                        **inside, checkpoint__resume="latest")  # fmt: skip

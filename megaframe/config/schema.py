@@ -255,17 +255,23 @@ class Optim(Section):
     """fp16: steps without overflow after which the loss scale doubles."""
 
 
+Split = tuple[Fraction, Fraction, Fraction]
+
+
 class Source(Section):
     path: str
     """Path of the token files without suffix: PATH.bin and PATH.idx."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Share of samples from this source, relative to the others."""
+    split: Split | None = None
+    """The split of this source: [0, 1, 0] only evaluates it, [1, 0, 0] only trains on it. Default:
+    `data.split`."""
 
 
 class Data(Section):
     sources: tuple[Source, ...] = ()
-    """Token files and their weights in the blend."""
-    split: tuple[Fraction, Fraction, Fraction] = (0.98, 0.02, 0.0)
+    """Token files, their weights in the blend and their splits."""
+    split: Split = (0.98, 0.02, 0.0)
     """Shares of each source's documents for training, validation and test, in this order. The test
     share is held out of training and validation; nothing in a run evaluates it."""
     tokenizer: str | None = None

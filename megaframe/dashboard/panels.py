@@ -45,6 +45,7 @@ PANELS = (
     ),
     Panel("loss", "Loss", "lines", ("loss", "mtp_loss"), "nats per token"),
     Panel("evaluation", "Evaluation", "lines", ("eval_loss", "eval_bits_per_byte"), "nats; bits"),
+    Panel("evaluation_sources", "Evaluation by source", "lines", ("eval_losses/",), "nats"),
     Panel("lr", "Learning rate", "lines", ("lr",)),
     Panel("grad_norm", "Gradient norm", "lines", ("grad_norm",), log=True),
     Panel("tokens", "Tokens per second", "lines", ("tokens_per_second",), "tokens/s"),

@@ -36,14 +36,21 @@ def bars(run: Run) -> dict[str, Any]:
         thinned = {k: np.maximum.reduceat(v, starts) for k, v in kinds.items()}
         found["memory_ranks"] = _group([f"rank {i}" for i in starts], thinned)
     if "sources" in rows:
-        given = value_of(run.config, "data.sources")
-        sources = given if isinstance(given, list) else []
-        counts = rows["sources"][1][-1]
-        names = [
-            str(sources[i].get("path", i)) if i < len(sources) and isinstance(sources[i], dict)
-            else f"source {i}" for i in range(len(counts))
-        ]  # fmt: skip
+        counts, names = rows["sources"][1][-1], _trained_on(run)
+        if len(names) != len(counts):
+            names = [f"source {i}" for i in range(len(counts))]
         found["sources"] = _group(names, {"samples": np.asarray(counts, dtype=float)})
+    return found
+
+
+def _trained_on(run: Run) -> list[str]:
+    """Paths of the sources with a share of training, as far as the config tells."""
+    sources, split = (value_of(run.config, f"data.{key}") for key in ("sources", "split"))
+    found = []
+    for source in sources if isinstance(sources, list) else []:
+        given = (source.get("split") or split) if isinstance(source, dict) else None
+        if not (isinstance(given, list) and given and given[0] == 0):
+            found.append(str(source.get("path")) if isinstance(source, dict) else str(source))
     return found
 
 

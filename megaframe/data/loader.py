@@ -118,13 +118,15 @@ class Loader:
             self._ahead.close()
         self._ahead, self._made = None, self._handed_out
 
-    def evaluation(self, samples: int) -> Iterator[Microbatch]:
-        """This rank's share of the first `samples` samples of the validation split, once.
+    def evaluation(self, samples: int) -> Iterator[tuple[str, Microbatch]]:
+        """This rank's share of the first `samples` samples of the validation split, once: the name
+        of a source and a microbatch of it, source by source.
 
         They are the same ones each time, for any ranks and any `run.seed`; fewer where a source has
-        no more. All ranks get equally many microbatches of equal sizes: where the last ones do not
-        divide, a rank's last place repeats a sample with labels `IGNORE` only. samples_B counts
-        from 0. Raises `UserError` when a source has no validation split.
+        no more. All ranks get equally many microbatches of equal sizes: where the last ones of a
+        source do not divide, a rank's last place repeats a sample with labels `IGNORE` only.
+        samples_B counts from 0 in the order of the blend. Raises `UserError` when a source whose
+        share is not 0 has no validation split.
         """
         if self._validation is None:
             self._validation = Reader(self._config, "validation", _EVALUATION_SEED)
@@ -133,14 +135,16 @@ class Loader:
         there = numbers < reader.sizes[sources]
         sources, numbers = sources[there], numbers[there]
         together = self._config.train.microbatch * self._ranks
-        for start in range(0, sources.size, together):
-            share = -(-min(together, sources.size - start) // self._ranks)
-            places_N = start + self._rank * share + np.arange(share)
-            absent_N = places_N >= sources.size
-            places_N[absent_N] = sources.size - 1
-            batch = reader.read(sources[places_N], numbers[places_N], places_N)
-            batch.labels_BS[absent_N.tolist().count(False) :] = IGNORE
-            yield batch
+        for source, name in enumerate(reader.names):
+            of_source = np.flatnonzero(sources == source)
+            for start in range(0, of_source.size, together):
+                share = -(-min(together, of_source.size - start) // self._ranks)
+                mine_N = start + self._rank * share + np.arange(share)
+                there_N = mine_N < of_source.size
+                places_N = of_source[np.minimum(mine_N, of_source.size - 1)]
+                batch = reader.read(sources[places_N], numbers[places_N], places_N)
+                batch.labels_BS[int(there_N.sum()) :] = IGNORE
+                yield name, batch
 
     def _make(self) -> tuple[Step, Progress]:
         """The step after the last one made, and the progress with it."""

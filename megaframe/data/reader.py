@@ -10,7 +10,7 @@ Shape suffixes: N samples, S tokens of a sample, T = S + 1 tokens of a window.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from megaframe.config.schema import RunConfig
 from megaframe.data.order import sample_indices, source_key
-from megaframe.data.samples import Source, Split, documents, positions
+from megaframe.data.samples import SPLITS, Source, Split, documents, positions
 from megaframe.errors import UserError
 from megaframe.microbatch import IGNORE, Microbatch
 
@@ -29,23 +29,36 @@ _LOOKED_UP_AHEAD = 1024
 
 
 class Reader:
-    """The sources of `config.data` in one split, each in the order that `seed` and its name give.
+    """The sources of `config.data` that have a share of one split, each in the order that `seed`
+    and its name give.
 
-    paths, weights, sizes (samples of an epoch): one entry a source, in the order of the config.
-    Raises `UserError` for what is wrong with a source.
+    paths, names (of the files, or their paths where several have the same), weights, sizes (samples
+    of an epoch): one entry a source, in the order of the config. Raises `UserError` for what is
+    wrong with a source.
     """
 
     def __init__(self, config: RunConfig, split: Split, seed: int) -> None:
         data = config.data
-        self.paths = tuple(source.path for source in data.sources)
-        _check_paths(self.paths)
+        _check_paths([source.path for source in data.sources])
+        shares = [source.split or data.split for source in data.sources]
+        place = SPLITS.index(split)
+        given = [(s, own) for s, own in zip(data.sources, shares, strict=True) if own[place]]
+        if not given:
+            raise UserError(
+                f"no source has a share of the {split} split: data.split={list(data.split)} and "
+                "data.sources[...].split leave it none; give it one, as [0.98, 0.02, 0]"
+            )
+        self.paths = tuple(source.path for source, _ in given)
         vocab = config.model.vocab or _ANY_TOKEN
         self._seq = config.train.seq
         self._data = data
-        self._sources = [Source(p, split, data.split, self._seq, vocab) for p in self.paths]
-        self.weights = tuple(source.weight for source in data.sources)
+        self._sources = [Source(s.path, split, own, self._seq, vocab) for s, own in given]
+        self.weights = tuple(source.weight for source, _ in given)
         self.sizes = np.array([source.windows for source in self._sources], np.int64)
-        self._keys = np.array([source_key(seed, name) for name in _names(self.paths)], np.uint64)
+        files = [Path(path).name for path in self.paths]
+        alone = zip(files, self.paths, strict=True)
+        self.names = tuple(n if files.count(n) == 1 else path for n, path in alone)
+        self._keys = np.array([source_key(seed, n) for n in _numbered(files)], np.uint64)
         self._known_from, self._known = 0, np.empty(0, np.int64)
 
     def read(self, sources_N: Numbers, numbers_N: Numbers, samples_N: Numbers) -> Microbatch:
@@ -129,17 +142,16 @@ def cut(batch: Microbatch, size: int) -> tuple[Microbatch, ...]:
     )
 
 
-def _names(paths: tuple[str, ...]) -> Iterator[str]:
+def _numbered(files: Sequence[str]) -> Iterator[str]:
     """What each source is known by to its order: the name of its files without the folder, so that
     they can move; where several have the same, with a number."""
     seen: Counter[str] = Counter()
-    for path in paths:
-        name = Path(path).name
+    for name in files:
         yield f"{name}\0{seen[name]}"
         seen[name] += 1
 
 
-def _check_paths(paths: tuple[str, ...]) -> None:
+def _check_paths(paths: Sequence[str]) -> None:
     """Counts of what was consumed are kept by path, so a path may stand for one source only."""
     twice = [path for path, count in Counter(paths).items() if count > 1]
     if twice:

@@ -28,7 +28,7 @@ class Source:
 
     path:    token files without suffix.
     split:   which of the three ranges of documents.
-    shares:  `data.split`.
+    shares:  of documents for training, validation and test.
     seq:     inputs of a window, S.
     vocab:   token ids from here up, and negative ones, are refused when they are read.
     Raises `UserError` when the split is empty, shorter than a window, or not in one piece.
@@ -155,7 +155,7 @@ def document_range(
         return first, last
     needed = "more documents" if shares[place] else f"a share of at least 1/{max(1, documents)}"
     raise UserError(
-        f"data.split={list(shares)} leaves the {split} split of {path} without a document: "
+        f"split={list(shares)} leaves the {split} split of {path} without a document: "
         f"{shares[place]:g} of {documents} documents; give it {needed}"
     )
 

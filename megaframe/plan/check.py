@@ -322,18 +322,25 @@ def _sources(config: RunConfig) -> Iterator[str]:
 
 
 def _data(config: RunConfig) -> Iterator[str]:
-    train, validation, test = config.data.split
-    total = train + validation + test
-    if abs(total - 1) > 1e-6:
-        parts = [round(part / total, 6) for part in config.data.split] if total else [1, 0, 0]
-        yield f"data.split={shown(config.data.split)} sums to {total:g}, not 1; use {shown(parts)}"
-    elif train == 0:
-        yield f"data.split={shown(config.data.split)} leaves nothing to train on"
-    if config.train.eval_every and validation == 0:
+    data = config.data
+    splits = {"data.split": data.split}
+    for number, source in enumerate(data.sources):
+        if source.split is not None:
+            splits[f"data.sources[{number}].split"] = source.split
+    if len(splits) > len(data.sources) > 0:
+        del splits["data.split"]  # every source has its own
+    totals = {key: sum(split) for key, split in splits.items()}
+    wrong = {key: total for key, total in totals.items() if abs(total - 1) > 1e-6}
+    for key, total in wrong.items():
+        parts = [round(part / total, 6) for part in splits[key]] if total else [1, 0, 0]
+        yield f"{key}={shown(splits[key])} sums to {total:g}, not 1; use {shown(parts)}"
+    text = ", ".join(f"{key}={shown(split)}" for key, split in splits.items())
+    if not wrong and not any(split[0] for split in splits.values()):
+        yield f"{text} leaves nothing to train on; use a split such as [0.98, 0.02, 0]"
+    if config.train.eval_every and not any(split[1] for split in splits.values()):
         yield (
-            f"train.eval_every={config.train.eval_every} needs a validation split, and data.split="
-            f"{shown(config.data.split)} has none; use train.eval_every=0 or a split such as "
-            f"[0.98, 0.02, 0]"
+            f"train.eval_every={config.train.eval_every} needs a validation split, and {text} has "
+            "none; use train.eval_every=0 or a split such as [0.98, 0.02, 0]"
         )
 
 

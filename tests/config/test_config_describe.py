@@ -47,7 +47,11 @@ def test_the_listing_names_every_key_that_holds_a_value_aligned():
         ("train.precision", "one of fp32, bf16, fp16, fp64"),
         ("checkpoint.resume", "text or null"),
         ("data.split", "a list of 3, each a number from 0 to 1"),
-        ("data.sources", "a list, each {path: text, weight: a number > 0 (default 1.0)}"),
+        (
+            "data.sources",
+            "a list, each {path: text, weight: a number > 0 (default 1.0), split: a list of 3, "
+            "each a number from 0 to 1 or null (default null)}",
+        ),
     ],
 )
 def test_what_a_key_takes(name, words):

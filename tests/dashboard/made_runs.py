@@ -37,7 +37,7 @@ def lines(steps, ranks=4, stages=2, every=10, start=0, seed=0):
         if step == 20:
             line["resumed_after"] = 19
         if every and step % every == 0:
-            line["eval_loss"] = 3.0
+            line["eval_loss"], line["eval_losses"] = 3.0, {"web": 2.5, "code": 3.5}
             work = [0.5 + 0.2 * (rank == 1) for rank in range(ranks)]
             held = {f"held/{kind}": [1e8] * ranks for kind in ("weights", "optimizer")}
             line["ranks"] = {"work": work, "memory_bytes": [1e9] * ranks, **held}

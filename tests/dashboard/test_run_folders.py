@@ -47,6 +47,18 @@ def test_a_whole_run_has_every_panel_and_no_note(tmp_path):
     json.dumps(data, allow_nan=False)
 
 
+def test_bars_of_sources_leave_out_those_that_nothing_is_trained_on(tmp_path):
+    def places(**data):
+        run = Run(write(tmp_path / "run", lines(10), config={"data": data}))
+        return page_data([run])["runs"][0]["bars"]["sources"]["places"]
+
+    held_out = {"path": "held-out", "split": [0.0, 1.0, 0.0]}
+    two = [{"path": "web", "split": None}, {"path": "code", "split": [1.0, 0.0, 0.0]}]
+    assert places(sources=[held_out, *two]) == ["web", "code"]
+    none = {"sources": [held_out, {"path": "more"}, *two], "split": [0.0, 1.0, 0.0]}
+    assert places(**none) == ["source 0", "source 1"]
+
+
 def test_losses_and_mfu_are_the_whole_peak(tmp_path):
     run = Run(write(tmp_path / "run", lines(60)))
     assert sum(losses(run).values()) == pytest.approx(1)

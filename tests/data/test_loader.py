@@ -334,7 +334,7 @@ def evaluation_samples(config, ranks, samples):
     """Samples of all ranks that have labels, and the shapes that each rank saw."""
     found, shapes = [], []
     for rank in range(ranks):
-        batches = list(Loader(config, rank, ranks).evaluation(samples))
+        batches = [batch for _, batch in Loader(config, rank, ranks).evaluation(samples)]
         shapes.append([tuple(batch.tokens_BS.shape) for batch in batches])
         for batch in batches:
             for number, tokens, labels in zip(
@@ -360,7 +360,7 @@ def test_evaluation_is_the_same_for_any_ranks_and_microbatch(paths, samples):
         assert found == expected
         assert all(one == shapes[0] for one in shapes)
         rows = sum(rows for rows, _ in shapes[0]) * ranks
-        assert len(expected) <= rows < len(expected) + ranks
+        assert len(expected) <= rows < len(expected) + ranks * len(paths)
 
 
 def test_evaluation_is_disjoint_from_training_and_repeats_itself(paths):
@@ -368,12 +368,55 @@ def test_evaluation_is_disjoint_from_training_and_repeats_itself(paths):
     loader = Loader(config, 0, 1)
     trained = {token for _, token in samples_of(take(loader, 100))}
     first, second = (
-        [batch.tokens_BS.tolist() for batch in loader.evaluation(20)] for _ in range(2)
+        [batch.tokens_BS.tolist() for _, batch in loader.evaluation(20)] for _ in range(2)
     )
     assert first == second
     assert not trained & {row[0] for batch in first for row in batch}
     other = config.model_copy(update={"run": config.run.model_copy(update={"seed": 5})})
-    assert first == [batch.tokens_BS.tolist() for batch in Loader(other, 0, 1).evaluation(20)]
+    again = Loader(other, 0, 1).evaluation(20)
+    assert first == [batch.tokens_BS.tolist() for _, batch in again]
+
+
+def with_splits(paths, *splits, **sections):
+    """A config whose sources have these splits of their own, None for that of all."""
+    sources = [{"path": path, "split": own} for path, own in zip(paths, splits, strict=True)]
+    return config_of(paths, sources=sources, **sections)
+
+
+def test_a_source_can_be_for_training_or_validation_alone(paths):
+    only_trained, only_evaluated = (1.0, 0.0, 0.0), (0.0, 1.0, 0.0)
+    config = with_splits(paths, only_trained, only_evaluated, None, train={"eval_every": 1})
+    loader = Loader(config, 0, 1)
+    trained = {token for _, token in samples_of(take(loader, 40))}
+    # 13 x 20, 40 x 20 and 7 x 16 tokens in windows of 8: of these all were read.
+    assert {token // 10_000 for token in trained} == {0, 2}
+    assert len(trained) == 32 + 13
+    assert loader.consumed == (160, 160)
+    evaluated = [(name, batch) for name, batch in loader.evaluation(1000)]
+    first = {(name, int(token)) for name, batch in evaluated for token in batch.tokens_BS[:, 0]}
+    assert {(name, token // 10_000) for name, token in first} == {("source1", 1), ("source2", 2)}
+    assert len(first) == 99 + 3
+    assert not trained & {token for _, token in first}
+    # Each source stays together, in the order of the config.
+    assert [name for name, _ in evaluated] == sorted(name for name, _ in evaluated)
+
+
+def test_a_source_of_validation_changes_nothing_of_training(paths, tmp_path):
+    (tmp_path / "apart").mkdir()
+    held_out = write_token_file(tmp_path / "apart" / "source0", counting_documents([30] * 20, 50))
+    alone = with_splits(paths, (1.0, 0.0, 0.0), None, None)
+    more = with_splits([held_out, *paths], (0.0, 1.0, 0.0), (1.0, 0.0, 0.0), None, None)
+    before = take(Loader(alone, 0, 1), 30)
+    after = take(Loader(more, 0, 1), 30)
+    assert samples_of(before) == samples_of(after)
+    resumed = Loader(more, 0, 1)
+    assert resumed.load(before[9].state) == []
+    assert all(map(same, take(resumed, 20), before[10:]))
+    names = [name for name, _ in Loader(more, 0, 1).evaluation(1000)]
+    assert {*names} == {"source0", "source1", "source2"}
+    twice = with_splits([held_out, *paths], *[None] * 4)
+    names = {name for name, _ in Loader(twice, 0, 1).evaluation(1000)}
+    assert names == {held_out, paths[0], "source1", "source2"}
 
 
 def test_a_missing_validation_split_is_refused_at_once_when_it_is_needed(paths):

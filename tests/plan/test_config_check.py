@@ -167,6 +167,18 @@ def test_a_sound_config_passes(overrides):
         (["data.split=[0, 0, 0]"], r"sums to 0, not 1; use \[1, 0, 0\]"),
         (["data.split=[0, 0.5, 0.5]"], "leaves nothing to train on"),
         (["train.eval_every=5", "data.split=[1, 0, 0]"], "eval_every=5 needs a validation split"),
+        (
+            ["data.sources=[{path: a}, {path: b, split: [0.5, 0, 1]}]"],
+            r"data.sources\[1\].split=\[0.5, 0.0, 1.0\] sums to 1.5, not 1; use \[0.333333, 0.0",
+        ),
+        (
+            ["data.sources=[{path: a, split: [0, 1, 0]}, {path: b, split: [0, 0, 1]}]"],
+            r"sources\[0\].split=\[0.0, 1.0, 0.0\], .*sources\[1\].* leaves nothing to train on",
+        ),
+        (
+            ["train.eval_every=5", "data.sources=[{path: a, split: [1, 0, 0]}]"],
+            r"needs a validation split, and data.sources\[0\].split=\[1.0, 0.0, 0.0\] has none",
+        ),
     ],
 )
 def test_what_is_refused(overrides, message):
