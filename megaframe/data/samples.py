@@ -155,8 +155,8 @@ def document_range(
         return first, last
     needed = "more documents" if shares[place] else f"a share of at least 1/{max(1, documents)}"
     raise UserError(
-        f"split={list(shares)} leaves the {split} split of {path} without a document: "
-        f"{shares[place]:g} of {documents} documents; give it {needed}"
+        f"data.split, or the source's own, {list(shares)} leaves the {split} split of {path} "
+        f"without a document: {shares[place]:g} of {documents} documents; give it {needed}"
     )
 
 
