@@ -49,7 +49,7 @@ class Hosts:
     def start(self, drill: Drill, **changes: object) -> list[Process]:
         """All ranks of a run."""
         ranks = drill.ranks
-        place = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks // 2}
+        place: dict[str, object] = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks // 2}
         place |= {"MASTER_ADDR": f"{LINKS['control']}.1", "MASTER_PORT": free_port()}
         self._processes = []
         for rank in range(ranks):

@@ -70,8 +70,8 @@ def table(found: Iterable[tuple[Path, Exposed]]) -> Table:
     for name in ("span ms", "compute", "communication", "exposed", "copies", "exposed", "idle"):
         made.add_column(name, justify="right")
     for path, one in found:
-        seconds = (one.span, one.compute, one.communication, one.exposed_communication)
-        seconds += (one.copies, one.exposed_copies, one.idle)
+        communication = one.communication, one.exposed_communication
+        seconds = (one.span, one.compute, *communication, one.copies, one.exposed_copies, one.idle)
         made.add_row(path.stem, str(one.device), *(f"{1e3 * each:,.2f}" for each in seconds))
     return made
 

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -59,7 +60,7 @@ def product_times(
     for rows, outputs, terms in sizes:
         left = torch.randn(rows, terms, device=device).to(kind)
         right = torch.randn(terms, outputs, device=device).to(kind)
-        found.append(seconds_of(lambda left=left, right=right: product(left, right), device))
+        found.append(seconds_of(partial(product, left, right), device))
     return found
 
 

@@ -29,7 +29,7 @@ def main() -> None:
     with reported():
         run = Run(arguments.run)
         found, why = beside_or_why(run.folder, run.environment, arguments.cluster)
-        prediction = read_prediction(arguments.prediction) or (found and found.record())
+        prediction = read_prediction(arguments.prediction) or (found.record() if found else None)
         text = report(run, prediction, [*found.tries()] if found else [why])
         folder = arguments.output or arguments.run
         for name, content in zip(REPORT_FILES, (text, html(text)), strict=True):
