@@ -20,11 +20,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megaframe.config.schema import Data
+from megaframe.config.schema import Data, RunConfig
 from megaframe.data.documents import texts
 from megaframe.data.indexed import TokenFile
 from megaframe.data.pieces import Reading, pieces
-from megaframe.data.samples import documents, positions
+from megaframe.data.reader import Reader
+from megaframe.data.samples import Split, documents, positions
 from megaframe.data.tokenizer import Tokenizer
 from megaframe.errors import UserError
 from megaframe.microbatch import IGNORE, Microbatch
@@ -239,6 +240,15 @@ def read_passage(path: str, tokenizer: Tokenizer | None, reading: Reading) -> Pa
     if len(found.tokens) < 2:
         raise UserError(f"{path} holds nothing to predict; it takes at least one token of text")
     return found
+
+
+def read_split(config: RunConfig, split: Split) -> Iterator[tuple[str, Passage]]:
+    """The documents that each source of a run has in a split, end to end, with its name. Raises
+    `UserError` for sources that cannot be read, and where none has a share of the split."""
+    reader = Reader(config, split, seed=0)
+    for name, source in zip(reader.names, reader.sources, strict=True):
+        tokens = source.tokens.astype(np.int64)
+        yield name, Passage(tokens, 1, _marks(len(tokens), source.starts()))
 
 
 def _token_file(prefix: str) -> Passage:

@@ -21,7 +21,7 @@ from megaframe.data.indexed import TokenFileWriter
 from megaframe.data.pieces import Reading
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.errors import UserError
-from megaframe.evaluation import Passage, read_passage, score, windows
+from megaframe.evaluation import Passage, read_passage, read_split, score, windows
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
 from megaframe.microbatch import Microbatch
@@ -63,7 +63,7 @@ def alone(tmp_path_factory):
         run={"dir": str(folder / "run"), "device": "cpu"},
         model={"layers": 1, "hidden": 16, "heads": 2, "vocab": 257, "position": "learned"},
         train={"seq": 16, "steps": 1, "global_batch": 1, "precision": "fp32"},
-        data={"sources": [{"path": data}], "tokenizer": "bytes"},
+        data={"sources": [{"path": data}], "split": [0.8, 0.2, 0.0], "tokenizer": "bytes"},
         checkpoint={"every": 1},
         meter={"peak_tflops": 1.0, "console": "quiet"},
     )
@@ -110,6 +110,11 @@ def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrid
     (found,) = score(stage, [passage], context=16, stride=16, data=config.data)
     assert found.tokens == 96 - bool(heed)
     assert found.loss == pytest.approx(lines(tmp_path / "run")[-1]["eval_loss"], rel=1e-6)
+    ((name, same),) = read_split(config, "validation")
+    assert name == "all" and np.array_equal(same.tokens, passage.tokens)
+    assert np.array_equal(same.beginnings, passage.beginnings)
+    with pytest.raises(UserError, match="no source has a share of the test split"):
+        next(read_split(config, "test"))
     _, low = load_model(place(str(tmp_path / "run/checkpoints")), precision="bf16")
     (rounded,) = score(low, [passage], context=16, stride=16, data=config.data)
     assert rounded.loss == pytest.approx(found.loss, rel=0.01) and rounded != found
@@ -177,6 +182,12 @@ def test_the_tool_prints_files_and_all_of_them(alone, tmp_path, monkeypatch, cap
     assert found["all"]["loss"] == pytest.approx(mean)
     run(monkeypatch, "--checkpoint", alone, "--text", one, "--precision", "bf16")
     assert "perplexity" in capsys.readouterr().out
+    run(monkeypatch, "--checkpoint", alone, "--split", "validation", "--text", one, "--json")
+    found = json.loads(capsys.readouterr().out)["text"]
+    assert (
+        found["data"]["tokens"] == 79
+    )  # two documents of 40 tokens, and the first has none before
+    assert found["all"]["tokens"] == 79 + found[str(one)]["tokens"]
 
 
 def test_what_cannot_be_evaluated_is_said(alone, tmp_path, monkeypatch, capsys):
@@ -201,6 +212,7 @@ def test_what_cannot_be_evaluated_is_said(alone, tmp_path, monkeypatch, capsys):
         (["--checkpoint", alone, "--text", text, "--tokenizer", f"tiktoken:{ranks}"], "has 2021"),
         (["--checkpoint", alone, "--text", text, "--stride", "17"], "takes 1 to 16"),
         (["--checkpoint", alone, "--text", text, "--context", "17"], "learned 16 positions"),
+        (["--checkpoint", alone, "--split", "test"], "no source has a share of the test split"),
         (["--checkpoint", alone], "nothing to evaluate on"),
     ):
         with pytest.raises(SystemExit) as ended:

@@ -1,6 +1,7 @@
 """Evaluate a checkpoint on held-out text, and on tasks of lm-evaluation-harness.
 
 python tools/evaluate.py --checkpoint runs/demo/checkpoints --text held-out.jsonl
+python tools/evaluate.py --checkpoint runs/demo/checkpoints --split validation
 python tools/evaluate.py --checkpoint runs/demo/checkpoints --tasks mine --include my-tasks/
 """
 
@@ -10,15 +11,17 @@ import argparse
 import json
 import os
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from megaframe.checkpoint import place
 from megaframe.config import RunConfig
 from megaframe.data.pieces import FORMATS, Reading
+from megaframe.data.samples import SPLITS
 from megaframe.data.tokenizer import Tokenizer, import_library
 from megaframe.errors import UserError, reported
-from megaframe.evaluation import Score, read_passage, score
+from megaframe.evaluation import Score, read_passage, read_split, score
 from megaframe.sampling import load_model, tokenizer_of
 from megaframe.stage import Stage
 
@@ -35,8 +38,10 @@ def main() -> None:
     """Load, score, print."""
     arguments = _arguments()
     with reported():
-        if not arguments.text and not arguments.tasks:
-            raise UserError("nothing to evaluate on; give --text FILE or --tasks NAME")
+        if not (arguments.text or arguments.split or arguments.tasks):
+            raise UserError(
+                "nothing to evaluate on; give --text FILE, --split NAME or --tasks NAME"
+            )
         if arguments.tasks:
             import_library("lm_eval", "evaluate")
         config, stage = load_model(
@@ -47,7 +52,7 @@ def main() -> None:
         )
         context = arguments.context or config.train.seq
         results: dict[str, Any] = {}
-        if arguments.text:
+        if arguments.text or arguments.split:
             results["text"] = _on_texts(arguments, config, stage, context)
         if arguments.tasks:
             results["tasks"] = _on_tasks(arguments, config, stage, context)
@@ -58,13 +63,14 @@ def main() -> None:
 def _on_texts(
     arguments: argparse.Namespace, config: RunConfig, stage: Stage, context: int
 ) -> dict[str, Any]:
-    """Score each file, and all of them."""
+    """Score each file, and each source of the split, and all of them."""
     named = arguments.tokenizer or config.data.tokenizer
     tokenizer: Tokenizer | None = tokenizer_of(config, named) if named else None
     reading = Reading(arguments.key, arguments.format, arguments.split_blank_lines)
     total, shown = Score(), {}
-    for path in arguments.text:
-        passage = read_passage(path, tokenizer, reading)
+    files = ((path, read_passage(path, tokenizer, reading)) for path in arguments.text)
+    sources = read_split(config, arguments.split) if arguments.split else ()
+    for name, passage in chain(files, sources):
         (found,) = score(
             stage,
             [passage],
@@ -75,12 +81,12 @@ def _on_texts(
             token_bytes=None if tokenizer is None else tokenizer.token_bytes(),
         )
         if not found.tokens:
-            raise UserError(f"{path}: data.mask_eod of the run leaves no token that counts")
+            raise UserError(f"{name}: data.mask_eod of the run leaves no token that counts")
         total += found
-        shown[path] = _numbers(found)
+        shown[name] = _numbers(found)
         if not arguments.json:
-            print(_line(path, found))
-    if len(arguments.text) > 1:
+            print(_line(name, found))
+    if len(shown) > 1:
         shown["all"] = _numbers(total)
         if not arguments.json:
             print(_line("all", total))
@@ -137,7 +143,8 @@ def _arguments() -> argparse.Namespace:
         required=True,
         help="a checkpoint, or a folder of them, of which the latest is taken; path or URL",
     )
-    add("--text", nargs="+", metavar="FILE", help="held-out text, or token files")
+    add("--text", nargs="+", default=(), metavar="FILE", help="held-out text, or token files")
+    add("--split", choices=SPLITS[1:], help="the run's own documents of this part of data.split")
     add("--context", type=_positive, help="tokens of a window (default: train.seq of the run)")
     add("--stride", type=_positive, help="tokens that a window counts beyond the one before it, "
         "1 to the context, its default; fewer see more before them and cost more")  # fmt: skip

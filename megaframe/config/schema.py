@@ -272,8 +272,8 @@ class Data(Section):
     sources: tuple[Source, ...] = ()
     """Token files, their weights in the blend and their splits."""
     split: Split = (0.98, 0.02, 0.0)
-    """Shares of each source's documents for training, validation and test, in this order. The test
-    share is held out of training and validation; nothing in a run evaluates it."""
+    """Shares of each source's documents for training, validation and test, in this order. A run
+    never reads the test share; `tools/evaluate.py --split test` evaluates it."""
     tokenizer: str | None = None
     """KIND:PATH with KIND sentencepiece, hf or tiktoken, or just `bytes`."""
     reset_positions: bool = False

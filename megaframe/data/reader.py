@@ -32,9 +32,9 @@ class Reader:
     """The sources of `config.data` that have a share of one split, each in the order that `seed`
     and its name give.
 
-    paths, names (of the files, or their paths where several have the same), weights, sizes (samples
-    of an epoch): one entry a source, in the order of the config. Raises `UserError` for what is
-    wrong with a source.
+    sources, paths, names (of the files, or their paths where several have the same), weights, sizes
+    (samples of an epoch): one entry a source, in the order of the config. Raises `UserError` for
+    what is wrong with a source.
     """
 
     def __init__(self, config: RunConfig, split: Split, seed: int) -> None:
@@ -52,9 +52,9 @@ class Reader:
         vocab = config.model.vocab or _ANY_TOKEN
         self._seq = config.train.seq
         self._data = data
-        self._sources = [Source(s.path, split, own, self._seq, vocab) for s, own in given]
+        self.sources = [Source(s.path, split, own, self._seq, vocab) for s, own in given]
         self.weights = tuple(source.weight for source, _ in given)
-        self.sizes = np.array([source.windows for source in self._sources], np.int64)
+        self.sizes = np.array([source.windows for source in self.sources], np.int64)
         files = [Path(path).name for path in self.paths]
         alone = zip(files, self.paths, strict=True)
         self.names = tuple(n if files.count(n) == 1 else path for n, path in alone)
@@ -103,7 +103,7 @@ class Reader:
         A permutation of a few numbers costs as much as one of a thousand, so with one source, whose
         numbers ascend, the next thousand are looked up together.
         """
-        if len(self._sources) > 1:
+        if len(self.sources) > 1:
             return sample_indices(numbers_N, self.sizes[sources_N], self._keys[sources_N])
         first, last = int(numbers_N[0]), int(numbers_N[-1])
         if first < self._known_from or last >= self._known_from + self._known.size:
@@ -113,14 +113,14 @@ class Reader:
 
     def _groups(self, sources_N: Numbers) -> Iterator[tuple[Source, Numbers | slice]]:
         """Each source of the batch and the rows that come from it."""
-        if len(self._sources) == 1:
-            yield self._sources[0], slice(None)
+        if len(self.sources) == 1:
+            yield self.sources[0], slice(None)
             return
         order = np.argsort(sources_N, kind="stable")
         ends = np.flatnonzero(np.diff(sources_N[order])) + 1
         for rows in np.split(order, ends):
             if rows.size:
-                yield self._sources[int(sources_N[rows[0]])], rows
+                yield self.sources[int(sources_N[rows[0]])], rows
 
 
 def cut(batch: Microbatch, size: int) -> tuple[Microbatch, ...]:

@@ -32,6 +32,9 @@ class Source:
     seq:     inputs of a window, S.
     vocab:   token ids from here up, and negative ones, are refused when they are read.
     Raises `UserError` when the split is empty, shorter than a window, or not in one piece.
+
+    `tokens` are those of the split, in the file's own dtype; `starts()` says where among them its
+    documents begin.
     """
 
     def __init__(
@@ -58,10 +61,10 @@ class Source:
         self.windows = (tokens - 1) // seq
         self._seq = seq
         self._starts: NDArray[np.int64] | None = None
-        items = np.asarray(self._file.tokens)[self._first : self._first + tokens]
-        step = items.itemsize
+        self.tokens = np.asarray(self._file.tokens)[self._first : self._first + tokens]
+        step = self.tokens.itemsize
         self._rows_WT = np.lib.stride_tricks.as_strided(
-            items, (self.windows, seq + 1), (seq * step, step), writeable=False
+            self.tokens, (self.windows, seq + 1), (seq * step, step), writeable=False
         )
 
     def read(self, windows_W: NDArray[np.int64]) -> NDArray[np.integer]:
@@ -107,6 +110,10 @@ class Source:
                 f"the {item} bytes of a {self._file.dtype} token; write the file again"
             )
         return begin // item, (end - begin) // item
+
+    def starts(self) -> NDArray[np.int64]:
+        """First token of each document of the split that has one; 0 is the first of the split."""
+        return self._document_starts() - self._first
 
     def _document_starts(self) -> NDArray[np.int64]:
         """First token in the file of each document of the split that has one; made when needed."""
