@@ -35,7 +35,8 @@ def fill(out: Tensor, spec: ParamSpec, box: Box, seed: int) -> None:
         values = torch.empty(stop - start, *spec.shape[1:])
         values.normal_(0.0, spec.init.std, generator=_generator(seed, spec.name, block))
         low, high = max(start, first), min(stop, first + count)
-        out[low - first : high - first].copy_(values[(slice(low - start, high - start), *rest)])
+        drawn = slice(low - start, high - start), *rest
+        out[low - first : high - first].copy_(values[drawn])
 
 
 def _generator(seed: int, name: str, block: int) -> torch.Generator:
