@@ -94,7 +94,7 @@ def asked(arguments: argparse.Namespace) -> Question:
     if gpus is None:
         gpus = rest * (parallel.data or max(1, cluster.node // rest))
     if gpus < 1:
-        raise UserError(f"--gpus {gpus} is no number of GPUs; use 1 or more")
+        raise UserError(f"--gpus {gpus} is not a number of GPUs; use 1 or more")
     given = {text.partition("=")[0] for text in arguments.overrides}
     fixed: dict[str, Any] = {}
     for section, keys in ((parallel, "parallel"), (config.train, "train")):
@@ -226,7 +226,7 @@ def dry_run(choice: Choice, rank: int, *, as_json: bool) -> None:
 
     if not 0 <= rank < choice.layout.world:
         raise UserError(
-            f"--rank {rank} is none of {choice.layout.world} ranks; use 0 to "
+            f"--rank {rank} is not one of the {choice.layout.world} ranks; use 0 to "
             f"{choice.layout.world - 1}"
         )
     rows = compared(

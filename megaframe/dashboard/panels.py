@@ -56,7 +56,7 @@ PANELS = (
     ),
     Panel(
         "time", "Time of a step", "lines", ("time/",), "ms", 1000.0,
-        "The parts of a step sum to it; communication is what nothing ran beside.",
+        "The parts of a step sum to it; communication is only what nothing overlapped.",
     ),
     Panel(
         "stragglers", "Ranks: work beyond the median", "heat", unit="%",
@@ -197,7 +197,7 @@ def read_prediction(path: Path | None) -> dict[str, Any] | None:
         predicted(found)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
         raise UserError(
-            f"--prediction={path} is no JSON object with step_seconds, mfu and breakdown"
+            f"--prediction={path} is not a JSON object with step_seconds, mfu and breakdown"
         ) from None
     return found
 
