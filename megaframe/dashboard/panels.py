@@ -67,7 +67,7 @@ PANELS = (
     Panel(
         "allocator", "Memory of a GPU's allocator", "lines", ("allocator/",), "GiB", 2.0**-30,
         "Reserved is what it took from the GPU; fragmented is what of it lay in pieces that it "
-        "could neither use nor give back. Both at their most.",
+        "could neither use nor return. Both are peak values.",
     ),
     Panel("memory_ranks", "Memory by kind and rank", "bars", unit="GiB"),
     Panel("bytes", "Sent by a rank in a step", "lines", ("bytes/",), "MiB", 2.0**-20),
