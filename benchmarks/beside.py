@@ -1,10 +1,10 @@
-"""Every comparison with peers on CPUs by one command, and what they came to as one page.
+"""Runs every comparison with peers on CPUs, and writes their results as one page.
 
     python benchmarks/beside.py --megatron-python .venv-megatron/bin/python --rounds 2
 
-Each comparison is a script of its own, whose contenders run by turns; its measurements, with their
-commit, versions and config, are a file in `results/`. The page and its picture are made of those
-files and of nothing else (`--page` makes them again).
+Each comparison is a script of its own with interleaved contenders; its measurements, with their
+commit, versions and config, are a file in `results/`. The page and its plot are made from these
+files alone (`--page` makes them again).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Comparison:
     hosts: bool = False
 
     def command(self, given: argparse.Namespace) -> list[str]:
-        """As it is called, with the peers that are at hand."""
+        """As it is called, with the peers that were given."""
         found = {peer: getattr(given, peer) for peer in self.peers}
         places = [f"--{peer.replace('_', '-')}={path}" for peer, path in found.items() if path]
         counts = [f"--rounds={given.rounds}", f"--steps={given.steps}"]
@@ -66,7 +66,7 @@ COMPARISONS = (
     ),
     *(
         Comparison(
-            f"Data over {ranks} ranks (the number behind a name is the ZeRO stage)",
+            f"Data parallelism on {ranks} ranks (the number after a name is the ZeRO stage)",
             "data_cpu.py",
             f"data_cpu_{ranks}_ranks.json",
             "data.md",
@@ -76,7 +76,7 @@ COMPARISONS = (
         for ranks in (2, 4)
     ),
     Comparison(
-        "Data over 2 hosts of 2 ranks, on links of 800 Mbit/s",
+        "Data parallelism on 2 hosts of 2 ranks, with links of 800 Mbit/s",
         "netlab_peers.py",
         "netlab_peers.json",
         "data.md",
@@ -85,7 +85,8 @@ COMPARISONS = (
     ),
     *(
         Comparison(
-            f"Matrices over {ranks} ranks, with sequence parallelism where a name does not deny it",
+            f"Tensor parallelism on {ranks} ranks (`seq.`: with sequence parallelism, which "
+            "megaframe always uses)",
             "tensor_cpu.py",
             f"tensor_cpu_{ranks}_ranks.json",
             "tensor.md",
@@ -96,7 +97,7 @@ COMPARISONS = (
     ),
     *(
         Comparison(
-            f"Layers over {stages} ranks, by size of the vocabulary",
+            f"Pipeline parallelism on {stages} ranks, by vocabulary size",
             "pipeline_cpu.py",
             f"pipeline_cpu_{stages}_stages.json",
             "pipeline.md",
@@ -106,13 +107,13 @@ COMPARISONS = (
         for stages in (2, 4)
     ),
     Comparison(
-        "Attention over 2 and 4 ranks, by length of the sample",
+        "Context parallelism on 2 and 4 ranks (attention only), by sample length",
         "context_cpu.py",
         "context_cpu.json",
         "tensor.md",
     ),
     Comparison(
-        "A layer of experts",
+        "One layer of experts",
         "experts_cpu.py",
         "experts_cpu.json",
         "experts.md",
@@ -137,21 +138,22 @@ def page() -> str:
     """The document."""
     found = [one for one in COMPARISONS if one.file.exists()]
     parts = [
-        "# Beside the peers",
-        "The same model and data on the same machine, contenders by turns in one run, medians with "
-        "the range of the rounds, peak memory of the largest rank. Made by "
-        "`python benchmarks/beside.py` of the measurements in `benchmarks/results/`; what each "
-        "script compares, and how, is in [benchmarks/README.md](../benchmarks/README.md). "
-        "torchtitan is not among them: its trainer (0.3.0) runs on accelerators only; FSDP2 and "
-        "torch.compile, of which it is made, are.",
-        "![our fastest beside the fastest peer](images/peers.svg)",
+        "# Compared with other trainers",
+        "All contenders train the same model on the same data and machine, interleaved in one run. "
+        "Numbers are medians with the range of the rounds; memory is the peak of the largest rank. "
+        "`python benchmarks/beside.py` makes this page from the measurements in "
+        "`benchmarks/results/`; [benchmarks/README.md](../benchmarks/README.md) describes what "
+        "each script compares, and how. torchtitan is missing, because its trainer (0.3.0) runs on "
+        "accelerators only; FSDP2 and torch.compile, which it is built on, are included. The last "
+        "column is the speed of the nearest megaframe row above, divided by that of the peer.",
+        "![megaframe's fastest variant and the fastest peer](images/peers.svg)",
     ]
     for comparison in found:
         document = json.loads(comparison.file.read_text(encoding="utf-8"))
         cores = document["machine"]["cores"]
         parts.append(
             f"## {comparison.title}\n\nCommit {document['commit'][:8]}, {document['date'][:10]}, "
-            f"rounds: {document['config']['rounds']}, threads of a process: {document['threads']}, "
+            f"rounds: {document['config']['rounds']}, threads per process: {document['threads']}, "
             f"cores: {cores}, {versions(document)}. [More]({comparison.guide})"
         )
         parts.extend(table(case, rows) for case, rows in tables(comparison))
@@ -169,10 +171,10 @@ def versions(document: dict[str, Any]) -> str:
 
 
 def table(case: str, rows: Sequence[dict[str, Any]]) -> str:
-    """One case; beside each peer how many times as fast the one of ours is that stands above it."""
+    """One case; next to each peer, the speed of the row of ours above it over the peer's."""
     beside = float(best_of(rows, ours=True)["speed"]["median"])
     lines = [
-        f"| {case} | tokens/s | range | peak GB | times as fast is ours |",
+        f"| {case} | tokens/s | range | peak GB | megaframe / peer |",
         "|---|---|---|---|---|",
     ]
     for row in rows:
@@ -210,7 +212,7 @@ def draw(out: Path) -> None:
     axis.bar_label(drawn, fmt="%.2f", padding=2, fontsize=7)
     axis.axvline(1, color="#666", linewidth=0.8)
     axis.invert_yaxis()
-    axis.set_title("tokens per second, times the fastest peer", fontsize=9)
+    axis.set_title("megaframe's tokens per second, relative to the fastest peer", fontsize=9)
     axis.tick_params(labelsize=7)
     axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
@@ -223,7 +225,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each run")
     scripts = sorted({one.script for one in COMPARISONS})
     parser.add_argument("--only", nargs="+", choices=scripts, default=scripts)
-    parser.add_argument("--page", action="store_true", help="measure nothing, make the page again")
+    parser.add_argument("--page", action="store_true", help="only rewrite the page")
     parser.add_argument("--megatron-python", type=Path, help="an interpreter with megatron-core")
     parser.add_argument("--deepspeed-python", type=Path, help="an interpreter with DeepSpeed")
     parser.add_argument("--huggingface-python", type=Path, help="one with transformers, accelerate")
@@ -233,7 +235,7 @@ def main() -> None:
         if comparison.script in given.only:
             print(f"\n{comparison.title}", flush=True)
             if comparison.hosts and os.geteuid():
-                print("is left out: only root may make hosts")
+                print("skipped: emulated hosts need root")
                 continue
             subprocess.run(comparison.command(given), cwd=ROOT, check=True)
     PAGE.write_text(page(), encoding="utf-8")

@@ -139,12 +139,13 @@ def _mean_told(known: Sequence[Cost], rows: int) -> str:
     took = ", ".join(f"{cost.layers:.0f} in {cost.row.seconds:.1f} s" for cost in alike)
     pairs = list(contradictions(known, APART))
     return (
-        f"with tensor {ALIKE[0]} and microbatches of {ALIKE[1]}, so many layers one after the "
-        f"other took: {took}. In {len(pairs)} pairs of rows a layer and sample costs over "
-        f"{APART - 1:.0%} more with no more tensor ranks and no smaller microbatches, which leaves "
-        f"{least_error(known, APART) / rows:.1%} of mean error to any prediction that knows no "
-        "reason for it (`benchmarks/published_bounds.py`). Six rows of 39.1 billion parameters "
-        "with tensor 2 and 4 are more than half of the error."
+        f"with tensor {ALIKE[0]} and microbatches of {ALIKE[1]}, the time of a step does not grow "
+        f"steadily with the number of layers run one after the other: {took}. In {len(pairs)} "
+        f"pairs of rows a layer and sample costs over {APART - 1:.0%} more although it has no more "
+        "tensor ranks and no smaller microbatches. Any prediction that knows no reason for this "
+        f"has a mean error of at least {least_error(known, APART) / rows:.1%} "
+        "(`benchmarks/published_bounds.py`). Six rows of 39.1 billion parameters with tensor 2 and "
+        "4 make up more than half of the error."
     )
 
 
@@ -159,14 +160,15 @@ def _order_told(known: Sequence[Cost], thin: Sequence[Cost]) -> str:
     narrow = price[2, 2] / price[1, 2] - 1
     return (
         f"the row with tensor 1 takes {alone:.4f} s for a layer and sample ({one.layers:.0f} "
-        f"layers of {one.microbatch} one after the other in {one.row.seconds:.1f} s). One with "
-        f"tensor 2 ({two.layers:.0f} layers of {two.microbatch}) is then "
-        f"{alone * two.bubble:.1f} s if two ranks take half as long, and the fastest row read, "
-        f"{fastest:.1f} s with tensor {most}, is chosen only if two ranks cost "
-        f"{fastest / two.bubble / alone - 1:.0%} more than one. They cost 3% more by the authors' "
-        "own all-reduces (six of 0.405 ms for a layer and microbatch), "
-        f"{adds:.0%} if what tensor {most} costs more ({dearest / alone - 1:.0%} at most) grows as "
-        f"the ranks less one, and {narrow * 3072 / WIDTH:.0%} if the {narrow:.0%} of width 3072 "
-        f"fall with the width. It took {two.row.seconds:.1f} s: whoever is right about tensor 1 "
-        f"and {most} chooses it or a slower one, and loses {least_loss(known, dearer):.1%} or more."
+        f"layers one after the other, with microbatches of {one.microbatch}, in "
+        f"{one.row.seconds:.1f} s). If two ranks take half as long, a row with tensor 2 "
+        f"({two.layers:.0f} layers, microbatches of {two.microbatch}) takes "
+        f"{alone * two.bubble:.1f} s. The fastest row read, {fastest:.1f} s with tensor {most}, is "
+        f"then chosen only if two ranks cost {fastest / two.bubble / alone - 1:.0%} more than one. "
+        "They cost 3% more according to the authors' own all-reduces (six of 0.405 ms for a layer "
+        f"and microbatch), {adds:.0%} if the extra cost of tensor {most} "
+        f"({dearest / alone - 1:.0%} at most) grows with the number of ranks minus one, and "
+        f"{narrow * 3072 / WIDTH:.0%} if the {narrow:.0%} of width 3072 fall with the width. The "
+        f"row took {two.row.seconds:.1f} s: any prediction that is right about tensor 1 and {most} "
+        f"chooses it or a slower one, and loses {least_loss(known, dearer):.1%} or more."
     )

@@ -16,11 +16,11 @@ from published_tables import TABLES, Table, gpt
 from megaframe.plan.constants import CONSTANTS
 
 _INTRODUCTION = """\
-# What a step is predicted to take, beside what it took
+# Predicted and published step times
 
-Steps of other trainers on GPUs, as their authors published them, beside what `megaframe.plan` \
-predicts of the same model, layout, cluster and software. One command makes this page and its \
-plot:
+This page compares step times of other trainers on GPUs, as their authors published them, with \
+what `megaframe.plan` predicts for the same model, layout, cluster and software. One command makes \
+this page and its plot:
 
 ```sh
 .venv/bin/python benchmarks/published.py --write
@@ -30,74 +30,79 @@ plot:
 
 {summary}
 
-**error**: of the step's time, relative. **fitted to**: every other row, beginning with the first; \
-**held out**: the rest. **null**: the mean error of the best constant rate for each chip, chosen \
-on all rows; **removed**: the part of it that the prediction removes. **loses**: where a table has \
-layouts of one model on the same ranks, how much slower the predicted best is than the true best, \
-at worst. Targets in brackets.
+Errors are relative errors of the step time; **mean** and **most** are over all rows. **fitted \
+to**: mean error of every other row, beginning with the first, to which constants were fitted; \
+**held out**: mean error of the rest. **null**: the mean error of the best constant rate for each \
+chip, chosen on all rows; **removed**: the part of it that the prediction removes. **loses**: \
+where a table has layouts of one model on the same ranks, how much slower the layout predicted to \
+be best is than the one that is best, in the worst case. Targets are in brackets.
 
 {notes}
 
 ## What is fitted, declared and guessed
 
-- **Fitted**: at most six constants of each generation of chips, to up to 14 of every other row of \
+- **Fitted**: at most six constants per generation of chips, to at most 14 of every other row of \
 each table, to all tables at once (`python benchmarks/published.py --fit a100`).
-- **Known**: the shares of links that NCCL was seen to reach (`megaframe/plan/constants.py`).
+- **Known**: the share of a link's bandwidth that NCCL was seen to reach \
+(`megaframe/plan/constants.py`).
 - **Declared**, from papers and sources (`benchmarks/published_tables.py`): what overlaps, \
-attention, microbatches, chunks, and gradients that leave together.
+attention, microbatches, chunks, and gradients that are sent together.
 - **Guessed**: how often elementwise kernels pass over a value, how many kernels are launched, and \
 which machine vTrain's single node was.
-- **Averaged**, where the microbatch is not published (README): alternatives that fit the chip and \
-are within 5% of the fastest. Any may have been the run, and the least of so many is too little.
+- **Averaged**, where the microbatch is not published (README): the alternatives that fit the chip \
+and are within 5% of the fastest. The run may have used any of them, and the least of so many \
+would be too low.
 
 {constants}
 
-Memory of h100 is at its bound, no constant of a100 at one. With contention from 1.5 on nothing \
-inside a node is hidden, so that Zero Bubble's transfers between stages tell its value.
+The memory constant of h100 is at its bound; no constant of a100 is. With a contention of 1.5 or \
+more, nothing within a node is hidden, so its value is determined by Zero Bubble's transfers \
+between stages.
 
 ## Choices made with the rows held out in view
 
-The rows held out test the constants, not the choices below, nor the guesses and the form of the \
-model: all of these were settled with the errors of all rows in view.
+The rows held out test the constants. They do not test the choices below, the guesses or the form \
+of the model: all of these were settled with the errors of all rows in view.
 
-- **Order of rows.** In a first fit every other row had none of MegaScale's own software and none \
-of Korthikanti's selective recompute, and MegaScale got worse (4.7%, a row 10.7% off). Its rows \
-stand in the order of its paper since, Korthikanti's column by column.
-- **Which fit of a100.** It came last, after three terms: shares of links by tier, gradients of a \
-chunk that leave together, latency by tier. With the constants of before, or with MegaScale's \
-order alone, vTrain on 64 nodes was 5.92%, but a row of SC21 table 1 6.03 or 6.1% off. The fit \
-with both orders left Korthikanti at 2.02%, over its test's limit, and was begun again, which \
-lowered the errors fitted to as well (their sum from 0.3222 to 0.3217). It is kept, although \
-Korthikanti (1.8 to 2.0%), vTrain on 64 nodes (5.92 to 6.04%) and the worst choice on one node \
-(21.5 to 39.1%, between two predictions 0.7% apart) were better before.
-- **Bound of contention.** It stood at 3, its bound, which is 12 since: there a transfer between \
-nodes delays compute by all that it takes.
-- **h100** was fitted with a share of 0.8 for all links; fitted again README is 2.53%, over its \
+- **Order of rows.** In a first fit, every other row contained none of MegaScale's own software \
+and none of Korthikanti's selective recompute, and MegaScale got worse (4.7%, a row 10.7% off). \
+Since then its rows are in the order of its paper, and Korthikanti's are in order column by \
+column.
+- **Which fit of a100.** The last fit was made after three terms were added: shares of links by \
+tier, gradients of a chunk that are sent together, latency by tier. With the previous constants, \
+or with MegaScale's order alone, vTrain on 64 nodes was 5.92%, but a row of SC21 table 1 was 6.03 \
+or 6.1% off. The fit with both orders left Korthikanti at 2.02%, over its test's limit, and was \
+started again, which also lowered the errors fitted to (their sum from 0.3222 to 0.3217). It was \
+kept, although Korthikanti (1.8 to 2.0%), vTrain on 64 nodes (5.92 to 6.04%) and the worst choice \
+on one node (21.5 to 39.1%, between two predictions 0.7% apart) were better before.
+- **Bound of contention.** The fitted value was 3, which was its bound. The bound has been 12 \
+since; at that value a transfer between nodes delays computation by its whole duration.
+- **h100** was fitted with a share of 0.8 for all links. Fitted again, README is 2.53%, over its \
 limit.
-- **README.** Two facts were declared when it missed its limits: two tables of the vocabulary, \
-without which its layers do not add up to its parameters, and chunks of one layer, as in each of \
-NVIDIA's recipes of that month that has chunks (NeMo-Megatron-Launcher, 2 July 2024).
-- **Facts left out.** Six that sources tell, from what norms read to how DeepSpeed's pipeline \
-sends: none brings vTrain on 64 nodes below 6%, and where they change anything some table misses \
-what its test holds it to ([log](log.md#predicted-steps), with numbers).
+- **README.** Two facts were declared when it missed its limits: two vocabulary tables, without \
+which its layers do not add up to its parameters, and chunks of one layer, as in each of NVIDIA's \
+recipes of that month that has chunks (NeMo-Megatron-Launcher, 2 July 2024).
+- **Facts left out.** Sources contain six more facts, from what norms read to how DeepSpeed's \
+pipeline sends. None brings vTrain on 64 nodes below 6%, and where they change anything, some \
+table misses the limit of its test ([log](log.md#predicted-steps), with numbers).
 """
 
 _NOTES = """\
 ## What is not reached, and why
 
-- **vTrain on 64 nodes** ({missed}order): rows contradict each other, and the simulator of the \
-table's authors errs by 14.7% on such runs, as they publish.
+- **vTrain on 64 nodes** ({missed}order): rows contradict each other, and according to the table's \
+authors their own simulator errs by 14.7% on such runs.
 {bounds} {absent}
-- **vTrain on one node** (order): these rows are what its authors' simulator computes \
+- **vTrain on one node** (order): these rows are computed by its authors' simulator \
 (`src/predictor.py` of VIA-Research/vTrain), although their file calls them measured. Four rows \
-with tensor 8 that differ in microbatches alone lie on a line to a nanosecond, 61.894735 ms for \
-each. 27 pairs that differ in data ranks alone differ by what the simulator's tables of \
-all-reduces say, to 0.1 microseconds, also beyond 1 GB, where its code leaves out the factor 2 (d \
-- 1) / d and 8 ranks come out faster than 2. Its compute is one recording of a layer for each \
-tensor size, width and microbatch: at width 1024 a pass takes 3.58 ms with tensor 2 and \
-microbatches of 2, 3.13 ms with twice the work, and 3.90 ms with that divided by tensor 4. Which \
-of two layouts is the best is a matter of these recordings; {wrong} of {choices} choices lose more \
-than 1.5%.
+with tensor 8 that differ only in microbatches lie on a line to within a nanosecond, 61.894735 ms \
+for each. 27 pairs that differ only in data ranks differ by what the simulator's tables of \
+all-reduces contain, to 0.1 microseconds. This also holds beyond 1 GB, where its code leaves out \
+the factor 2 (d - 1) / d and 8 ranks come out faster than 2. Its computation is one recording of a \
+layer for each tensor size, width and microbatch: at width 1024 a pass takes 3.58 ms with tensor 2 \
+and microbatches of 2, 3.13 ms with twice the work, and 3.90 ms with that divided by tensor 4. \
+These recordings decide which of two layouts is best; {wrong} of {choices} choices lose more than \
+1.5%.
 - **llm-foundry**: 13 billion parameters on eight GPUs of 40 GB nearly fill them, and are 11 to \
 15% slower than predicted.
 """
@@ -178,9 +183,9 @@ def _absent_told(lines: Sequence[Line]) -> str:
     line = absent_line(lines)
     return (
         f"**These {len(lines)} of the authors' 109 rows leave out the fastest** of that model: "
-        f"tensor 4, 4 stages, microbatches of 2, {line.row.seconds:.1f} s. It is predicted to be "
-        f"the fastest, {line.seconds:.1f} s, and of the 109 the four choices lose 0, 4.5, 0 and "
-        "0.6% ([log](log.md#predicted-steps))."
+        f"tensor 4, 4 stages, microbatches of 2, {line.row.seconds:.1f} s. It is also predicted to "
+        f"be the fastest, {line.seconds:.1f} s. Among all 109 rows the four choices lose 0, 4.5, 0 "
+        "and 0.6% ([log](log.md#predicted-steps))."
     )
 
 

@@ -55,7 +55,7 @@ def train(config: RunConfig, layout: Layout, notes: Sequence[str] = ()) -> None:
             mesh.close()
         often, last = often + 1, mesh.place.step
         of = f"{often} of faults.restarts={config.faults.restarts}"
-        notes = (*notes, f"begun again in the same processes ({of}): {why}")
+        notes = (*notes, f"restarted in the same processes ({of}): {why}")
         del trainer, mesh
         gc.collect()  # what refers to itself holds the memory that the next trainer needs
 

@@ -34,7 +34,7 @@ def with_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
     begun = _begun(config)
     if begun is not None and not axis_sizes(begun.parallel, world)[1]:
         kept = _taken(config, begun)
-        return kept, [f"parallel.auto: the layout with which {config.run.dir} began"]
+        return kept, [f"parallel.auto: the layout that {config.run.dir} started with"]
     cluster = cluster_of(config)
     given = config.parallel.model_fields_set.intersection(FREE)
     values = {name: getattr(config.parallel, name) for name in given}
@@ -45,7 +45,7 @@ def with_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
     why = [*decision(found, cluster), *found.best.prediction.reasons]
     notes = [f"parallel.auto: {world} ranks on {cluster.name}. {why[0]}", *why[1:]]
     if begun is not None:
-        notes.append(f"the layout with which {config.run.dir} began is not one of {world} ranks")
+        notes.append(f"the layout that {config.run.dir} started with is not one for {world} ranks")
     return best, notes
 
 
@@ -60,7 +60,7 @@ def with_blocks(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
     plans = stage_plans(found)
     again, blocks = sum(p.recomputed for p in plans), sum(len(p.blocks) for p in plans)
     by_stage = ", ".join(str(plan.recomputed) for plan in plans)
-    note = f"train.recompute_blocks=auto: {again} of {blocks} blocks run again"
+    note = f"train.recompute_blocks=auto: {again} of {blocks} blocks are recomputed"
     note += f" ({by_stage} by stage)" * (len(plans) > 1) + f", to fit {cluster.chip.name}"
     return found, [note]
 

@@ -238,7 +238,7 @@ def read_passage(path: str, tokenizer: Tokenizer | None, reading: Reading) -> Pa
     else:
         found = _text_file(path, tokenizer, reading)
     if len(found.tokens) < 2:
-        raise UserError(f"{path} holds nothing to predict; it takes at least one token of text")
+        raise UserError(f"{path} has nothing to predict; give at least one token of text")
     return found
 
 

@@ -97,7 +97,7 @@ class Graph:
         if times <= _EAGER:
             return compute(microbatches)
         if len(self._recorded) == _MOST:
-            self._say(f"{_MOST} graphs of other shapes or numbers of valid tokens are kept")
+            self._say(f"there are {_MOST} graphs for other shapes or numbers of valid tokens")
             return compute(microbatches)
         inputs = [_copied(one) for one in microbatches]
         passed, run = self._record(lambda: compute(inputs))
@@ -114,13 +114,13 @@ def refuse(config: RunConfig, layout: Layout, device: torch.device) -> None:
     """Raise `UserError` where a step is no graph, with every reason."""
     moe = config.model.moe
     reasons = {
-        f"a graph is of a GPU, and this runs on a {device.type}": device.type != "cuda",
+        f"CUDA graphs need a GPU, and this runs on a {device.type}": device.type != "cuda",
         f"the {layout.world} ranks exchange tensors during the passes; use 1": layout.world > 1,
-        "model.moe: the host deals out tokens": moe is not None,
+        "model.moe: the host distributes tokens": moe is not None,
         f"model.dropout={config.model.dropout:g}: masks are keyed by the step; use 0": (
             config.model.dropout > 0
         ),
-        "train.offload=true moves tensors beside it; use false": config.train.offload,
+        "train.offload=true moves tensors outside the graph; use false": config.train.offload,
         "data.reset_attention=true: what tokens see differs from step to step; use false": (
             config.data.reset_attention
         ),

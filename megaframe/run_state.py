@@ -72,7 +72,7 @@ def read_state(checkpoint: Checkpoint) -> RunState:
                 f"{checkpoint.path} is of a run with keys that this version of megaframe does not "
                 f"know: {', '.join(unknown)}; use the version that saved it, or a later one"
             ) from None
-        raise UserError(f"{checkpoint.path} holds no state of a run: {error}") from None
+        raise UserError(f"{checkpoint.path} has no run state: {error}") from None
 
 
 def without_missing(slices: Sequence[Slice], saved: Collection[str]) -> list[Slice]:

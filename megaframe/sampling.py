@@ -41,7 +41,7 @@ def load_model(
         saved = checkpoint.tensors
         if ema and not any(name.startswith(AVERAGE) for name in saved):
             raise UserError(
-                f"--ema: {path} holds no average of weights; train with optim.ema, such as 0.999"
+                f"--ema: {path} has no average of weights; train with optim.ema, for example 0.999"
             )
         prefix = AVERAGE if ema else ""
         slices = [

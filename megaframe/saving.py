@@ -69,8 +69,8 @@ class Saving:
             return saved
         if saved is not None:
             saved.close()
-        than = "none is saved" if step is None else f"the newest that is saved is of step {step}"
-        self._notes.append(f"continued from copies in memory of step {recalled.step}; {than}")
+        than = "none is saved" if step is None else f"the newest saved checkpoint is of step {step}"
+        self._notes.append(f"resumed from copies in memory of step {recalled.step}; {than}")
         return recalled
 
     def take_notes(self) -> list[str]:
@@ -99,8 +99,8 @@ class Saving:
         name, problems = json.loads(self._told(text))
         wrong = "; ".join([wrong, *problems])
         if not name:
-            raise UserError(f"{wrong}; no checkpoint before it is whole")
-        self._notes.append(f"{wrong}; continued from {name} instead")
+            raise UserError(f"{wrong}; no earlier checkpoint is intact")
+        self._notes.append(f"{wrong}; resumed from {name} instead")
         return open_checkpoint(self.home / name)
 
     def _told(self, text: str | None) -> str:
@@ -161,8 +161,8 @@ class Saving:
         if waited > _LONG:
             name = "every" if writer is self._writer else "memory_every"
             note(
-                f"step {step} waited {waited:.1f} s for the save before it: checkpoint.{name}="
-                f"{getattr(self._config.checkpoint, name)} is more often than saves are done"
+                f"step {step} waited {waited:.1f} s for the previous save: checkpoint.{name}="
+                f"{getattr(self._config.checkpoint, name)} saves more often than saves finish"
             )
         writer.save(step, slices, state)
 
@@ -205,7 +205,7 @@ class Saving:
         try:
             ask()
         except UserError as error:
-            note(f"warning: {error}; the run goes on, and what was saved before stays")
+            note(f"warning: {error}; the run continues, and earlier checkpoints stay")
 
     def _run_id(self, group: Group, *, make: bool = False) -> str | None:
         """The id that rank 0 finds in the run folder; with `make`, else a new one."""

@@ -99,8 +99,8 @@ class Trainer:
         if aside is not None:
             kept, lines = aside
             self.meter.note(
-                f"begun anew, for no checkpoint was saved before; the {lines} lines of the start "
-                f"before are in {kept}"
+                f"started from scratch, because no checkpoint had been saved; the {lines} lines of "
+                f"the previous start are in {kept}"
             )
         for line in (*self._differences, *self.saving.take_notes()):
             self.meter.note(line)
@@ -256,8 +256,8 @@ class Trainer:
         nats, tokens, size = totals_M3.sum(0).tolist()
         if not tokens:
             self.meter.note(
-                f"step {self.step}: no token of the evaluation has a label (data.mask_eod masks "
-                "those at which a document begins); nothing is recorded of it"
+                f"step {self.step}: no evaluation token has a label (data.mask_eod masks those at "
+                "which a document begins); nothing is recorded"
             )
             return
         self.meter.record("eval_loss", nats / tokens, "last")
@@ -381,7 +381,7 @@ class Trainer:
             raise UserError(
                 f"run.dir={self.folder} holds a run up to step {reached} whose last checkpoint was "
                 f"of step {saved}, and there is none in {self.saving.home}: bring its checkpoints "
-                f"back there, give another run.dir, or delete {self.folder} to begin anew"
+                f"back there, give another run.dir, or delete {self.folder} to start from scratch"
             )
 
     def _refuse_to_overwrite(self) -> None:

@@ -87,4 +87,4 @@ def _cannot_become_experts(config: RunConfig) -> Iterator[str]:
     if moe.shared:
         yield f"model.moe.shared={moe.shared} has nothing to start from; use model.moe.shared=0"
     if model.bias:
-        yield "model.bias=true gives the dense MLP biases, which experts have not"
+        yield "model.bias=true gives the dense MLP biases, which experts lack"

@@ -54,12 +54,12 @@ def test_a_resumed_run_keeps_its_layout_on_as_many_ranks(tmp_path):
     (tmp_path / "config.yaml").write_text(dump(begun))
     kept, notes = with_layout(asked, 16)
     assert (kept.parallel.tensor, kept.parallel.pipeline, kept.parallel.zero) == (2, 2, 1)
-    assert "began" in notes[0]
+    assert "started with" in notes[0]
     (tmp_path / "config.yaml").write_text(
         dump(config.model_copy(update={"parallel": config.parallel.model_copy(update={"data": 3})}))
     )
     anew, notes = with_layout(asked, 16)
-    assert anew.parallel == config.parallel and "is not one of 16 ranks" in notes[-1]
+    assert anew.parallel == config.parallel and "is not one for 16 ranks" in notes[-1]
 
 
 def test_a_model_without_room_is_refused_before_anything_is_built(tmp_path):
@@ -73,7 +73,7 @@ def test_a_run_says_why_and_its_folder_has_the_layout(overrides, tmp_path):
     given = overrides(parallel__auto="true", train__steps=2, checkpoint__every=2)
     command = [sys.executable, "pretrain_gpt.py", *given, "checkpoint.resume=latest"]
     given.remove("train.microbatch=2")
-    for steps, words in ((2, "Use "), (4, "the layout with which")):
+    for steps, words in ((2, "Use "), (4, "the layout that")):
         done = subprocess.run(
             [*command, f"train.steps={steps}"], cwd=ROOT, capture_output=True, text=True
         )

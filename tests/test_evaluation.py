@@ -128,7 +128,7 @@ def test_an_evaluation_without_a_label_is_said_and_the_run_goes_on(pool, overrid
     pool.run(2, train, overrides(**every, data__sources=f"[{{path: {source}}}]"))
     assert "eval_loss" not in lines(tmp_path / "run")[-1]
     said = (tmp_path / "run/run.log").read_text()
-    assert "no token of the evaluation has a label" in said
+    assert "no evaluation token has a label" in said
 
 
 def test_a_stride_of_one_gives_every_token_a_whole_window_before_it(build):
@@ -206,7 +206,7 @@ def test_what_cannot_be_evaluated_is_said(alone, tmp_path, monkeypatch, capsys):
     )
     for arguments, said in (
         (["--checkpoint", tmp_path, "--text", text], "there is no checkpoint"),
-        (["--checkpoint", alone, "--text", empty], "holds nothing to predict"),
+        (["--checkpoint", alone, "--text", empty], "has nothing to predict"),
         (["--checkpoint", alone, "--text", tmp_path / "none.txt"], "cannot read"),
         (["--checkpoint", alone, "--text", f"{large}.bin"], "token 2 is 300, but the model has"),
         (["--checkpoint", alone, "--text", text, "--tokenizer", f"tiktoken:{ranks}"], "has 2021"),

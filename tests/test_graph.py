@@ -94,12 +94,12 @@ class Nothing:
 def test_where_a_graph_cannot_work_it_is_refused(sections, layout, reasons):
     with pytest.raises(UserError) as error:
         refuse(RunConfig(**sections), layout, torch.device("cpu"))
-    for reason in ["a graph is of a GPU", *reasons]:
+    for reason in ["CUDA graphs need a GPU", *reasons]:
         assert reason in str(error.value)
 
 
 def test_a_run_on_a_cpu_says_so():
     if torch.cuda.is_available():
         pytest.skip("says of a machine without a GPU what it lacks")
-    with pytest.raises(UserError, match=r"train\.cuda_graph=true cannot work here\n  a graph"):
+    with pytest.raises(UserError, match=r"train\.cuda_graph=true cannot work here\n  CUDA graphs"):
         run(MODELS["llama"], {"cuda_graph": True})

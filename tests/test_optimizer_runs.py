@@ -71,7 +71,7 @@ def test_the_average_is_saved_and_used(pool, overrides, tmp_path):
     pool.run(
         1, train, overrides(**{**keys, "run__dir": tmp_path / "without", "optim__ema": "null"})
     )
-    with pytest.raises(UserError, match="holds no average of weights; train with optim"):
+    with pytest.raises(UserError, match="has no average of weights; train with optim"):
         load_model(tmp_path / "without/checkpoints", ema=True)
 
 

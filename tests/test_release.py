@@ -124,5 +124,5 @@ def test_it_runs_in_an_environment_of_its_own_from_another_folder(wheel, tmp_pat
 
 def test_a_config_of_ours_is_found_by_its_name():
     assert load("gpt2-124m") == load(str(ROOT / "configs/gpt2-124m.yaml"))
-    with pytest.raises(UserError, match="none of ours; use llama3-8b"):
+    with pytest.raises(UserError, match="no such file or shipped config; use llama3-8b"):
         load("lama3-8b")

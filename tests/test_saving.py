@@ -93,7 +93,7 @@ def no_room(trainer):
 def test_a_save_that_fails_is_said_and_the_run_goes_on(pool, overrides, tmp_path):
     pool.run(1, train, overrides(**KEYS), 0.0, no_room)
     log = (tmp_path / "run/run.log").read_text()
-    assert log.count("warning: ") == 1 and "checkpoint of step 2" in log and "goes on" in log
+    assert log.count("warning: ") == 1 and "checkpoint of step 2" in log and "run continues" in log
     saved = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*"))
     assert saved == [f"step-{step:08d}" for step in (1, 3, 4)]
 
@@ -112,4 +112,4 @@ def test_waiting_for_the_save_before_is_said_and_metered(pool, overrides, tmp_pa
     keys = overrides(**{**KEYS, "train__steps": 2})
     pool.run(1, train, keys, 0.0, dawdle)
     log = (tmp_path / "run/run.log").read_text()
-    assert "step 2 waited 1." in log and "checkpoint.every=1 is more often" in log
+    assert "step 2 waited 1." in log and "checkpoint.every=1 saves more often" in log

@@ -168,11 +168,11 @@ def import_dcp(given: argparse.Namespace) -> int:
     print(f"wrote {done.path}")
     if done.left_out:
         more = f" and {len(done.left_out) - 5} more" if len(done.left_out) > 5 else ""
-        print(
-            f"left out, for not being floating-point numbers: {', '.join(done.left_out[:5])}{more}"
-        )
+        print(f"left out, not floating-point numbers: {', '.join(done.left_out[:5])}{more}")
     if not done.has_state:
-        print("the folder has no state of a run: for a checkpoint to start from, give --config")
+        print(
+            "the folder has no run state; give --config for a checkpoint that runs can start from"
+        )
     return 0
 
 

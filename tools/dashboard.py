@@ -80,10 +80,10 @@ def parse_arguments() -> argparse.Namespace:
         "by default that of its config or device"
     )  # fmt: skip
     parser.add_argument(
-        "--wandb", metavar="ENTITY", help="save the panels as a workspace of the run's project "
-        "there instead"
+        "--wandb", metavar="ENTITY", help="instead save the panels as a workspace of the run's "
+        "project there"
     )  # fmt: skip
-    parser.add_argument("--serve", action="store_true", help="show them live instead")
+    parser.add_argument("--serve", action="store_true", help="instead show the runs live")
     parser.add_argument(
         "--host", default=LOOPBACK, help="where --serve listens; by default only this machine can "
         "reach it"

@@ -113,7 +113,7 @@ def judge_software() -> Iterator[Finding]:
             said = f"torch {torch.__version__} sees {seen} of {len(known)} GPUs"
             yield Finding("torch", f"{said}: install its CUDA build", "error")
     if not seen:
-        yield Finding("torch", f"no GPU: a run goes on the CPU, {os.cpu_count()} cores")
+        yield Finding("torch", f"no GPU: a run uses the CPU, {os.cpu_count()} cores")
         return
     for index in range(seen):
         yield _try_gpu(index)

@@ -235,7 +235,7 @@ def link(drill: Drill, draw: random.Random) -> Round:
         seconds = drill.goes_on(first) - struck_at
         statuses = both.finish()
     what = f"data link down after step {step}, statuses {statuses}"
-    return Round(what, drill.noted("begun again in the same processes"), seconds)
+    return Round(what, drill.noted("restarted in the same processes"), seconds)
 
 
 def network(drill: Drill, draw: random.Random) -> Round:
@@ -349,7 +349,7 @@ def _kinds(text: str) -> list[str]:
     names = text.split(",")
     unknown = [name for name in names if name not in KINDS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {', '.join(KINDS)}")
+        raise argparse.ArgumentTypeError(f"{unknown[0]} is not one of {', '.join(KINDS)}")
     return names
 
 

@@ -141,16 +141,20 @@ def _arguments() -> argparse.Namespace:
     add(
         "--checkpoint",
         required=True,
-        help="a checkpoint, or a folder of them, of which the latest is taken; path or URL",
+        help="a checkpoint, or a folder of them, whose latest is used; path or URL",
     )
     add("--text", nargs="+", default=(), metavar="FILE", help="held-out text, or token files")
     add("--split", choices=SPLITS[1:], help="the run's own documents of this part of data.split")
     add("--context", type=_positive, help="tokens of a window (default: train.seq of the run)")
-    add("--stride", type=_positive, help="tokens that a window counts beyond the one before it, "
-        "1 to the context, its default; fewer see more before them and cost more")  # fmt: skip
-    add("--precision", choices=("fp32", "bf16", "fp64"), help="of products (default: the run's)")
+    add("--stride", type=_positive, help="new tokens that each window scores, 1 to the "
+        "context (default: the context); fewer have more context and cost more")  # fmt: skip
+    add(
+        "--precision",
+        choices=("fp32", "bf16", "fp64"),
+        help="of matrix products (default: the run's)",
+    )
     add("--batch", type=_positive, default=8, help="windows at a time (default: %(default)s)")
-    add("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu; cuda is not tried")
+    add("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu; cuda is untested")
     add("--ema", action="store_true", help="use the average of the weights (optim.ema)")
     add("--tokenizer", help="KIND:PATH; default: the tokenizer of the run")
     add("--key", default="text", help="jsonl key or Parquet column of the text (default: text)")

@@ -49,14 +49,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--checkpoint",
         required=True,
-        help="a checkpoint, or a folder of them, of which the latest is taken; path or URL",
+        help="a checkpoint, or a folder of them, whose latest is used; path or URL",
     )
     parser.add_argument("--prompt", default="", help="text to continue")
     parser.add_argument("--tokens", type=int, default=100, help="most tokens to sample")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0 takes the likeliest token"
+        "--temperature", type=float, default=0.8, help="0 takes the most likely token"
     )
-    parser.add_argument("--top-k", type=int, default=50, help="sample among the likeliest K; 0 all")
+    parser.add_argument(
+        "--top-k", type=int, default=50, help="sample from the K most likely; 0: all"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the sampling")
     parser.add_argument(
         "--ema", action="store_true", help="use the average of the weights (optim.ema)"

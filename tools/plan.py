@@ -94,7 +94,7 @@ def asked(arguments: argparse.Namespace) -> Question:
     if gpus is None:
         gpus = rest * (parallel.data or max(1, cluster.node // rest))
     if gpus < 1:
-        raise UserError(f"--gpus {gpus} is no number of GPUs; use 1 or more")
+        raise UserError(f"--gpus {gpus} is not a number of GPUs; use 1 or more")
     given = {text.partition("=")[0] for text in arguments.overrides}
     fixed: dict[str, Any] = {}
     for section, keys in ((parallel, "parallel"), (config.train, "train")):
@@ -134,7 +134,7 @@ def show(question: Question, choice: Choice, found: Found | None) -> None:
         console.print(f"  - {line}")
     console.print(_table(choice))
     if found is not None:
-        console.print("[bold]Other choices, each with the best of all else[/bold]")
+        console.print("[bold]Other choices, each with the best values of everything else[/bold]")
         for line in alternatives(found, cluster):
             console.print(f"  {line}")
         console.print(_ranked(found))
@@ -226,7 +226,7 @@ def dry_run(choice: Choice, rank: int, *, as_json: bool) -> None:
 
     if not 0 <= rank < choice.layout.world:
         raise UserError(
-            f"--rank {rank} is none of {choice.layout.world} ranks; use 0 to "
+            f"--rank {rank} is not one of the {choice.layout.world} ranks; use 0 to "
             f"{choice.layout.world - 1}"
         )
     rows = compared(
@@ -236,7 +236,7 @@ def dry_run(choice: Choice, rank: int, *, as_json: bool) -> None:
         print(json.dumps([vars(row) for row in rows], indent=1))
         return
     console = Console(highlight=False)
-    console.print(f"rank {rank} of {choice.layout}: one step of the real engine, played alone")
+    console.print(f"rank {rank} of {choice.layout}: one step of the real engine, rehearsed alone")
     table = Table("", "counted", "planned", "difference", box=None, pad_edge=False)
     for row in rows:
         table.add_row(row.name, *row.shown)
@@ -265,7 +265,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="play one rank with the real engine, without memory or other ranks (needs torch)",
+        help="rehearse one rank with the real engine, without memory or other ranks (needs torch)",
     )
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="which one (default: 0)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")

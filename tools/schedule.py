@@ -25,10 +25,10 @@ from megaframe.schedule.simulate import Timeline, simulate
 
 _MOST_ACTIONS = 5_000_000
 _EPILOG = """\
-bubble is the part of the whole step in which ranks wait, bubble_time what that is per rank; waits
-is what each rank waits between its own first and last action, which is all that is lost where the
-next step may begin on one rank before this one ends on another. peak_activations counts, for each
-rank, microbatches whose activations it holds at once, one chunk of v being 1/v of it.
+bubble is the share of the whole step in which ranks wait; bubble_time is that time per rank. waits
+is how long each rank waits between its own first and last action: only this is lost if the next
+step can begin on one rank before this one ends on another. peak_activations is, for each rank, the
+number of microbatches whose activations it holds at once; one chunk of v counts as 1/v.
 
 example: python tools/schedule.py --schedule zb-v --stages 4 --chunks 2 --microbatches 8 \\
              --costs F=1,B=1,W=1,comm=0.1 --svg zb-v.svg --trace zb-v.json

@@ -21,7 +21,7 @@ def main() -> None:
     options = _options()
     path = f"{options.output}.model"
     if os.path.exists(path) and not options.overwrite:
-        raise UserError(f"{path} exists already; replace it with --overwrite")
+        raise UserError(f"{path} already exists; replace it with --overwrite")
     if options.vocab < 1 or options.megabytes <= 0:
         raise UserError(
             f"--vocab {options.vocab} and --megabytes {options.megabytes} must be above 0"

@@ -193,7 +193,7 @@ def run_liger(x: Tensor, kind: str) -> Tensor:
 
 def _refuses(x: Tensor, kind: str) -> str | None:
     if kind == "swiglu" and x.shape[-1] % 2:
-        return f"a row of {x.shape[-1]} has no two halves"
+        return f"a row of {x.shape[-1]} does not split into two halves"
     return refuse_types(x)
 
 

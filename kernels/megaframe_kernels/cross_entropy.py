@@ -392,7 +392,7 @@ def refuses_parts(
     *_: Any, join: Join | None = None, vocab: int | None = None, start: int = 0, **__: Any
 ) -> str | None:
     """Why a library that knows whole vocabularies only cannot run, or None."""
-    return "it has no form for a part of a vocabulary" if join or vocab or start else None
+    return "it does not support a part of a vocabulary" if join or vocab or start else None
 
 
 def _torch_refuses(
@@ -404,7 +404,7 @@ def _torch_refuses(
 
 
 def _liger_refuses(logits_TV: Tensor, labels_T: Tensor, **options: Any) -> str | None:
-    return refuses_parts(**options) or (None if logits_TV.is_cuda else "tensors are on no GPU")
+    return refuses_parts(**options) or (None if logits_TV.is_cuda else "tensors are not on a GPU")
 
 
 KERNEL = Kernel(

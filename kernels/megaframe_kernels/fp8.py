@@ -312,7 +312,7 @@ def _refuses(
     if not fits and (rows > 1 or columns < x_RC.shape[1]):
         return f"a block of {rows} x {columns} does not fit in registers"
     if dtype not in TYPES:
-        return f"{dtype} is none of {', '.join(map(str, TYPES))}"
+        return f"{dtype} is not one of {', '.join(map(str, TYPES))}"
     if x_RC.is_cuda and capability(x_RC.device.index) < (8, 9):
         return "8-bit floats need compute capability 8.9"
     return refuse_types(x_RC)
@@ -384,9 +384,9 @@ def _product_refuses(
     if (shared or a_scales.shape[1] > 1) and capability(a_MK.device.index)[0] != 9:
         return "torch's scaled product takes scales of 128 on compute capability 9.0"
     if shared and b_scales.shape[1] % 4:  # torch either refuses these or reads them wrongly
-        return f"a row has {b_scales.shape[1]} scales of 128 x 128; cuBLASLt takes them by fours"
+        return f"a row has {b_scales.shape[1]} scales of 128 x 128; cuBLASLt takes groups of four"
     if a_MK.shape[1] % 16 or b_NK.shape[0] % 16:
-        return "torch's scaled product needs dims that 16 divides"
+        return "torch's scaled product needs dims divisible by 16"
     if dtype != torch.bfloat16:
         return f"results in {dtype} are left to the reference"
     return None

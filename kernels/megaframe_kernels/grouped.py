@@ -539,7 +539,7 @@ def _gradient_refuses(
     grads_ENH: Tensor, d_y_PN: Tensor, x_PH: Tensor, ends_E: Tensor, add: bool
 ) -> str | None:
     if not grads_ENH.is_contiguous():
-        return "gradients do not lie together"
+        return "gradients are not contiguous"
     if ends_E.dtype != torch.int32 or d_y_PN.dtype != x_PH.dtype:
         return f"ends are {ends_E.dtype}, not int32, or rows {d_y_PN.dtype} and {x_PH.dtype}"
     return refuse_types(grads_ENH, d_y_PN)
@@ -571,7 +571,7 @@ def _torch_refuses_strides(*matrices: Tensor) -> str | None:
         shifts = (*x.shape[1:], down, x.storage_offset())
         uneven = any(shift * x.element_size() % 16 for shift in shifts)
         if across != 1 or down < columns or uneven:
-            return f"strides of {x.stride()} are not of whole 16 bytes for torch's grouped product"
+            return f"torch's grouped product needs strides of whole 16 bytes, not {x.stride()}"
     return None
 
 

@@ -84,7 +84,7 @@ def refuse_types(*tensors: Tensor | None) -> str | None:
     """Why a Triton kernel cannot take these tensors, or None."""
     for tensor in tensors:
         if tensor is not None and tensor.dtype not in FLOATS:
-            return f"{tensor.dtype} is none of {', '.join(map(str, FLOATS))}"
+            return f"{tensor.dtype} is not one of {', '.join(map(str, FLOATS))}"
     return refuse_place(*tensors)
 
 

@@ -152,7 +152,7 @@ def _refuses(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, **_: Any) -
 def _liger_refuses(
     hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, **options: Any
 ) -> str | None:
-    return refuses_parts(**options) or (None if hidden_TH.is_cuda else "tensors are on no GPU")
+    return refuses_parts(**options) or (None if hidden_TH.is_cuda else "tensors are not on a GPU")
 
 
 KERNEL = Kernel(

@@ -98,7 +98,7 @@ def _refuses(logits_TV: Tensor, labels_T: Tensor, **_: Any) -> str | None:
     if not logits_TV.shape[1]:
         return "a vocabulary of 0 words has no log-partition"
     if logits_TV.stride(1) != 1:
-        return "logits of a token do not lie together"
+        return "the logits of a token are not contiguous"
     return refuse_types(logits_TV) or refuse_place(labels_T)
 
 

@@ -334,7 +334,7 @@ def _order_refuses(experts_TK: Tensor, count: int) -> str | None:
 
 def _cuda_order_refuses(experts_TK: Tensor, count: int) -> str | None:
     reason = _order_refuses(experts_TK, count)
-    return reason or (None if experts_TK.is_cuda else "experts are on no GPU")
+    return reason or (None if experts_TK.is_cuda else "experts are not on a GPU")
 
 
 def _unpermute_refuses(y_PH: Tensor, weights_TK: Tensor | None, *_: Any) -> str | None:

@@ -241,7 +241,7 @@ def _cuda_refuses(*lists: Sequence[Tensor], **_: Any) -> str | None:
     if reason is None and any(t[0].dtype not in KINDS for t in lists if t):
         return "the CUDA kernels take fp32, bf16 and fp16"
     if reason is None and lists[0][0].device.type != "cuda":
-        return "tensors are on no GPU"
+        return "tensors are not on a GPU"
     return reason
 
 

@@ -180,7 +180,7 @@ def assemble(
     draft = store.draft(folder, step, attempt)
     try:
         if final in checkpoints(folder):
-            raise UserError(f"{final} is there already; remove it or give another folder")
+            raise UserError(f"{final} already exists; remove it or give another folder")
         store.begin(draft)
         saved = {}
         for number, group in enumerate(groups):

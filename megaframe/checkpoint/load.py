@@ -246,7 +246,7 @@ def _checked(path: Place, key: str, latest: bool) -> Place:
     if inside and MANIFEST not in store_of(path).entries(path):
         if latest and (newest := _newest(path, _say)) is not None:
             return newest
-        raise UserError(f"{key}={path} holds checkpoints; give one, as {inside[0]}")
+        raise UserError(f"{key}={path} holds checkpoints; give one of them, such as {inside[0]}")
     open_checkpoint(path).close()
     return path
 
@@ -269,8 +269,8 @@ def _newest(folder: Place, note: Callable[[str], None]) -> Place | None:
             note(f"warning: resuming from {path}: {'; '.join(problems)}")
         return path
     raise UserError(
-        f"checkpoint.resume=latest: no whole checkpoint is left in {folder}: "
-        f"{'; '.join(problems)}. To begin anew, remove {folder / POINTER} and every "
+        f"checkpoint.resume=latest: no intact checkpoint is left in {folder}: "
+        f"{'; '.join(problems)}. To start from scratch, remove {folder / POINTER} and every "
         f"{final_name(0)[:5]}* there"
     )
 

@@ -185,7 +185,7 @@ def decode(data: bytes, source: Place) -> Manifest:
     text = unsealed(data)
     if text is None:
         raise UserError(
-            f"{source} is damaged or is no manifest of a checkpoint: "
+            f"{source} is damaged or is not a checkpoint manifest: "
             f"its checksum does not match its {len(data)} bytes"
         )
     try:

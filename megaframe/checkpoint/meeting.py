@@ -67,7 +67,7 @@ class Meeting:
                 return [json.loads(self._store.get(key)) for key in keys]
         missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         raise UserError(
-            f"checkpoint of step {self._step} was given up after {self._timeout:g} s: no word "
+            f"checkpoint of step {self._step} was abandoned after {self._timeout:g} s: no message "
             f"({topic}) from ranks {_few(missing)} of {self._world}"
         )
 

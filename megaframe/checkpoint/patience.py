@@ -71,12 +71,10 @@ def require(found: Remote) -> None:
     try:
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
-        raise UserError(
-            f"{found}: {error}; pip install megaframe[cloud] has what s3:// needs"
-        ) from None
+        raise UserError(f"{found}: {error}; s3:// needs: pip install 'megaframe[cloud]'") from None
     except ValueError:
         known = [name for name in fsspec.available_protocols() if scheme[:2] == name[:2]]
-        near = f"; there are {', '.join(known)}" if known else ""
+        near = f"; known are {', '.join(known)}" if known else ""
         raise UserError(f"{found}: no store is known for {scheme}://{near}") from None
 
 

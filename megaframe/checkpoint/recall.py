@@ -101,10 +101,10 @@ def recall(
         step, servers, why = _newest(told, limit)
         if step is None:
             if newer_than is not None or why:
-                say(f"not continued from copies in memory: {why or 'there are none'}")
+                say(f"not resumed from copies in memory: {why or 'there are none'}")
             return None
         if why:
-            say(f"not continued from the newest copies in memory: {why}")
+            say(f"not resumed from the newest copies in memory: {why}")
         served = [rank for rank, server in servers.items() if server == group.index]
         parts = gather_json(group, [_part(ram, found[step, rank]) for rank in served])
         wrong = [text for ones in parts for one in ones for text in one["wrong"]]

@@ -179,7 +179,7 @@ class Writer(Background):
             if left and meeting.may_go(taken, left[0]):
                 self._contribute(meeting, taken, job, left.pop(0))
         raise UserError(
-            f"checkpoint of step {job.step} was given up by rank {self._rank} after "
+            f"checkpoint of step {job.step} was abandoned by rank {self._rank} after "
             f"{patience:g} s: rank 0 did not finish it"
             + (f" (it said: {old_failure})" if old_failure else "")
         )

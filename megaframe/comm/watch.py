@@ -210,7 +210,7 @@ class Watch:
         self._reachable = False
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return Verdict((), "the launcher that holds the store is gone or stuck")
-        return Verdict((0,), f"{self._name(0)} is gone or stuck, and the store that it holds")
+        return Verdict((0,), f"{self._name(0)} is gone or stuck, and the store with it")
 
     def _report(self, lost: LostRanks) -> bool:
         self._append("lost", json.dumps([self._rank, lost.ranks]) + "\n")
@@ -251,7 +251,7 @@ class Watch:
 
     def _accusation(self, ranks: tuple[int, ...], answering: bool) -> str:
         if not ranks:
-            return "no rank is gone, but ranks lost each other: look at the network between them"
+            return "no rank is gone, but ranks lost contact: check the network between them"
         names = "; ".join(map(self._name, ranks[:_NAMED])) + " ..." * (len(ranks) > _NAMED)
         verb = "are" if len(ranks) > 1 else "is"
         if answering:

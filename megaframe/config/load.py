@@ -69,9 +69,8 @@ def _mistake(kind: str, location: tuple[int | str, ...], table: Table) -> Mistak
     if name not in table:
         section = name.rpartition(".")[0]
         first = next(given for key, given in table.items() if key.startswith(f"{section}."))
-        text = (
-            f"{name}: missing beside the other keys of {section}; it takes {keys()[name].allowed}"
-        )
+        takes = keys()[name].allowed
+        text = f"{name}: missing, but other keys of {section} are given; it takes {takes}"
         return Mistake(first.origin, first.line, text)
     place = table[name].at(path)
     if kind == "extra_forbidden":

@@ -25,5 +25,5 @@ def config_path(given: str) -> str:
     if not path.is_file():
         names = sorted(found.stem for found in CONFIGS.glob("*.yaml"))
         close = get_close_matches(given, names, 3, 0.0)
-        raise UserError(f"--config {given}: no such file and none of ours; use {', '.join(close)}")
+        raise UserError(f"--config {given}: no such file or shipped config; use {', '.join(close)}")
     return str(path)

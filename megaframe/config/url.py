@@ -24,14 +24,16 @@ def url_mistake(text: str) -> str | None:
     if not text.isprintable() or text != text.strip():
         return f"{scheme}://... has characters that cannot be printed, or spaces around it"
     if "?" in text or "#" in text:
-        return f"{scheme}://... has a ? or #, behind which secrets stand; leave all from there out"
+        return (
+            f"{scheme}://... has a ? or #, which secrets may follow; leave out the rest from there"
+        )
     if ":" in text.partition("://")[2].partition("/")[0].rpartition("@")[0]:
         return (
-            f"{scheme}://... has a password in it; leave that out, and give it by the environment "
+            f"{scheme}://... has a password in it; leave it out, and give it in the environment "
             "or the store's own configuration"
         )
     if "::" in text:
         return f"{scheme}://... is a chain of URLs; use one"
     if any(part in (".", "..") for part in text.partition("://")[2].split("/")):
-        return f"{text} has . or .. in it; write the whole way"
+        return f"{text} has . or .. in it; write the full path"
     return None

@@ -17,20 +17,20 @@ _ADVICE = {
     "works longer than the others, or fewer stages",
     "stragglers": "some ranks work longer than others of their stage: see the rows of the heat "
     "map; tools/doctor.py on their machine tells whether clocks or neighbours are to blame",
-    "optimizer": "updating takes long: parallel.zero=1 divides it over data ranks; a larger "
-    "train.global_batch does it less often; optim.offload=false if the memory allows it",
-    "data": "the loader is waited for: a larger data.prefetch, or token files on a local disk",
-    "checkpoint": "saving holds the step up: a larger checkpoint.every",
+    "optimizer": "updates take long: parallel.zero=1 divides them over data ranks; a larger "
+    "train.global_batch needs fewer of them; optim.offload=false if the memory allows it",
+    "data": "steps wait for the loader: a larger data.prefetch, or token files on a local disk",
+    "checkpoint": "saving delays steps: a larger checkpoint.every",
     "evaluation": "a larger train.eval_every or smaller train.eval_samples",
     "other": "time that no part claims: the host may be slower than the device; "
     "meter.trace=[STEP] shows where",
-    "communication/tensor": "waits for tensor ranks: keep parallel.tensor inside of a node, make "
+    "communication/tensor": "waits for tensor ranks: keep parallel.tensor within a node, make "
     "it smaller, or set parallel.tensor_chunks",
     "communication/context": "waits for context ranks: a smaller parallel.context",
     "communication/pipeline": "messages between stages are slow: put neighbours on a faster link",
     "communication/data": "waits for data ranks: a larger train.global_batch, parallel.zero=1 "
     "instead of 3, or parallel.data_replicate where some links are slow",
-    "communication/expert": "waits for experts: parallel.dispatch for the links at hand, "
+    "communication/expert": "waits for experts: a parallel.dispatch that suits the links, "
     "parallel.expert_overlap=true with a pipeline, or a smaller parallel.expert",
 }
 

@@ -82,9 +82,9 @@ class Metrics:
             yield "no metrics yet" if self.path.exists() else f"there is no {self.path.name}"
         if self._bad:
             where = ", ".join(map(str, self._bad[:3])) + (" ..." if len(self._bad) > 3 else "")
-            yield f"{len(self._bad)} lines are no metrics and are left out (line {where})"
+            yield f"{len(self._bad)} lines are not metrics and are ignored (line {where})"
         if self._torn:
-            yield "the last line is not whole: it is being written, or was cut off"
+            yield "the last line is incomplete: it is being written, or was cut off"
         yield from self._back[:3]
         if self._many:
             yield f"only the first {_MOST_COLUMNS} names of metrics are read"

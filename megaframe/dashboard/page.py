@@ -37,11 +37,11 @@ _PAGE = """<!doctype html>
 <header>
 <h1></h1>
 <div class="controls">
-<fieldset><legend>along</legend>
+<fieldset><legend>x axis</legend>
 <label><input type="radio" name="x" value="step" checked><span>steps</span></label>
 <label><input type="radio" name="x" value="tokens"><span>tokens</span></label>
 <label><input type="radio" name="x" value="hours"><span>time</span></label></fieldset>
-<label><input type="checkbox" id="band" checked><span>least and most</span></label>
+<label><input type="checkbox" id="band" checked><span>minimum and maximum</span></label>
 <fieldset id="runs"></fieldset>
 <button id="theme" type="button">light or dark</button>
 <span id="live" class="unit" role="status">{status}</span>

@@ -57,7 +57,7 @@ PANELS = (
     ),
     Panel(
         "time", "Time of a step", "lines", ("time/",), "ms", 1000.0,
-        "The parts of a step sum to it; communication is what nothing ran beside.",
+        "The parts of a step sum to it; communication is only what nothing overlapped.",
     ),
     Panel(
         "stragglers", "Ranks: work beyond the median", "heat", unit="%",
@@ -68,7 +68,7 @@ PANELS = (
     Panel(
         "allocator", "Memory of a GPU's allocator", "lines", ("allocator/",), "GiB", 2.0**-30,
         "Reserved is what it took from the GPU; fragmented is what of it lay in pieces that it "
-        "could neither use nor give back. Both at their most.",
+        "could neither use nor return. Both are peak values.",
     ),
     Panel("memory_ranks", "Memory by kind and rank", "bars", unit="GiB"),
     Panel("bytes", "Sent by a rank in a step", "lines", ("bytes/",), "MiB", 2.0**-20),
@@ -198,7 +198,7 @@ def read_prediction(path: Path | None) -> dict[str, Any] | None:
         predicted(found)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
         raise UserError(
-            f"--prediction={path} is no JSON object with step_seconds, mfu and breakdown"
+            f"--prediction={path} is not a JSON object with step_seconds, mfu and breakdown"
         ) from None
     return found
 

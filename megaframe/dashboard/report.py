@@ -54,8 +54,8 @@ def _lines(run: Run, prediction: Mapping[str, Any] | None, planner: Sequence[str
     if not lost:
         yield from ("", "There are no metrics of where the time went.")
         return
-    yield from ("", "## What was lost where")
-    yield from ("", "From the whole of the peak down to the MFU, all steps but the first.", "")
+    yield from ("", "## Where the peak was lost")
+    yield from ("", "From the full peak down to the MFU, over all steps except the first.", "")
     expected = predicted(prediction) if prediction else {}
     causes = sorted(
         (c for c in {**lost, **expected} if c != "mfu"), key=lambda c: -lost.get(c, 0.0)

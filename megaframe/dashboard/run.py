@@ -32,10 +32,10 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
-            raise UserError(f"{folder} is no folder of a run")
+            raise UserError(f"{folder} is not a run folder")
         if not any((folder / name).exists() for name in (METRICS_FILE, CONFIG_FILE)):
             raise UserError(
-                f"{folder} has neither {METRICS_FILE} nor {CONFIG_FILE}: it is no folder of a run"
+                f"{folder} has neither {METRICS_FILE} nor {CONFIG_FILE}: it is not a run folder"
             )
         self.folder, self.name = folder, folder.resolve().name
         self.metrics = Metrics(folder / METRICS_FILE)
@@ -102,7 +102,7 @@ class Run:
         except (OSError, ValueError, RecursionError, yaml.YAMLError):
             found = None
         if not isinstance(found, dict):
-            self._notes.append(f"{name} cannot be read and is left out")
+            self._notes.append(f"{name} cannot be read and is ignored")
             return {}
         return found
 

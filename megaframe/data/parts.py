@@ -90,7 +90,7 @@ class PartsFolder:
             final = [f"{self._output}{suffix}" for suffix in (".idx", ".bin")]
             existing = [path for path in final if os.path.exists(path)]
             if existing and not overwrite:
-                raise UserError(f"{existing[0]} exists already; replace it with --overwrite")
+                raise UserError(f"{existing[0]} already exists; replace it with --overwrite")
             self._clear("lock")
             self._record(manifest)
         self._writer = TokenFileWriter(

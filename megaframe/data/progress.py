@@ -148,8 +148,8 @@ def _change(before: Mapping[str, float], roster: Roster, samples: int) -> str:
     }
     what = "; ".join(f"{what} {', '.join(paths)}" for what, paths in parts.items() if paths)
     return (
-        f"data.sources changed after sample {samples}: {what}; each source continues after what it "
-        "has given"
+        f"data.sources changed after sample {samples}: {what}; each source continues where it "
+        "stopped"
     )
 
 
@@ -158,7 +158,7 @@ def _other_sizes(before: Mapping[str, int], roster: Roster) -> Iterator[str]:
     other = [path for path in now if path in before and now[path] != before[path]]
     if other:
         yield (
-            f"{len(other)} sources are cut into another number of samples than before "
-            f"({other[0]}: {now[other[0]]}, before {before[other[0]]}), by their files, train.seq "
-            "or data.split; their order is a new one and may repeat samples"
+            f"{len(other)} sources have a different number of samples than before ({other[0]}: "
+            f"{now[other[0]]}, before {before[other[0]]}), because of their files, train.seq or "
+            "data.split; their order is new and may repeat samples"
         )

@@ -158,7 +158,7 @@ def _check_sequences(index: Index, prefix: str) -> None:
     item, covered = index.dtype.itemsize, 0
     if index.bin_bytes % item:
         raise UserError(
-            f"{prefix}.bin is truncated: {index.bin_bytes} bytes are no whole number of "
+            f"{prefix}.bin is truncated: {index.bin_bytes} bytes are not a whole number of "
             f"{index.dtype} tokens of {item} bytes, the type that {prefix}.idx names"
         )
     for start, sizes, pointers in _sequence_chunks(index):

@@ -57,7 +57,7 @@ def export(checkpoint: Checkpoint, folder: Path) -> None:
     Raises `UserError` where the folder is there, or cannot be written.
     """
     if folder.exists():
-        raise UserError(f"{folder} is there already; remove it or give another folder")
+        raise UserError(f"{folder} already exists; remove it or give another folder")
     temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.mkdir(parents=True)
@@ -217,7 +217,7 @@ def _state_of(
             step, state = given["step"], given["state"]
             if type(step) is int and 0 <= step < 1 << 48 and isinstance(state, dict):
                 return step, state
-    raise UserError(f"{folder / extent.file} is damaged: {STATE} is no state of a run")
+    raise UserError(f"{folder / extent.file} is damaged: {STATE} is not a run state")
 
 
 def _misfits(contents: Contents, config: RunConfig) -> Iterator[str]:

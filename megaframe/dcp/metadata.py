@@ -99,7 +99,7 @@ def read_metadata(folder: Path) -> Contents:
         data = path.read_bytes()
     except OSError as error:
         raise UserError(
-            f"{folder} is no folder of torch.distributed.checkpoint: {METADATA}: {error.strerror}"
+            f"{folder} is not a torch.distributed.checkpoint folder: {METADATA}: {error.strerror}"
         ) from None
     try:
         contents = _contents(describe(data, _EXPECTED))
@@ -141,7 +141,7 @@ def _contents(root: Any) -> Contents:
     left = _MAX_CHUNKS
     for name, entry in _typed(state.get("state_dict_metadata"), dict, "names").items():
         if not isinstance(name, str):
-            raise ValueError("it has a name that is no text")
+            raise ValueError("it has a name that is not text")
         if isinstance(entry, Record) and entry.what == _BYTES:
             if (name, None) in places:
                 others[name] = places[name, None]
@@ -192,7 +192,7 @@ def _places(given: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], Extent]:
         if not isinstance(name, str):
             raise ValueError("it stores something without a name")
         if not isinstance(file, str) or not _FILE.fullmatch(file):
-            raise ValueError(f"{name!r} is stored in {str(file)[:80]!r}, which is no file name")
+            raise ValueError(f"{name!r} is stored in {str(file)[:80]!r}, which is not a file name")
         if not (_is_count(start) and _is_count(length)):
             raise ValueError(f"{name!r} is stored in no part of {file}")
         if info.get("transform_descriptors"):
@@ -210,7 +210,7 @@ def _state(given: Any, what: Name) -> dict[str, Any]:
 
 def _typed(given: Any, kind: type, what: str) -> Any:
     if type(given) is not kind or (kind is tuple and not given):
-        raise ValueError(f"its {what} is no {kind.__name__}")
+        raise ValueError(f"its {what} is not a {kind.__name__}")
     return given
 
 
@@ -221,7 +221,7 @@ def _size(given: Any) -> Shape:
         few = type(sizes) in (tuple, list) and len(sizes) <= _MAX_DIMS
         if few and all(_is_count(size) for size in sizes):
             return tuple(sizes)
-    raise ValueError("it has a size that is none")
+    raise ValueError("it has an invalid size")
 
 
 def _is_count(given: Any) -> TypeGuard[int]:

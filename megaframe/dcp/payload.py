@@ -73,7 +73,7 @@ class DataFile:
         except (ValueError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
             raise UserError(f"{self.path} is damaged: {name}: {error}") from None
         if not isinstance(found, str):
-            raise UserError(f"{self.path} is damaged: {name} is no text")
+            raise UserError(f"{self.path} is damaged: {name} is not text")
         return found
 
     def _part(self, extent: Extent) -> _Part:
@@ -88,7 +88,7 @@ class DataFile:
         """All elements of a chunk where they are in the file, as whole numbers of their size."""
         archive = _Archive(self._part(chunk.extent), _MAX_PART)
         if archive.read("byteorder") != b"little":
-            raise ValueError("it is not of the order of bytes of this machine")
+            raise ValueError("its byte order is not that of this machine")
         size = DTYPES[dtype].itemsize
         key, first, shape, strides = _described(archive.read("data.pkl"), dtype)
         if shape != chunk.shape:
@@ -114,14 +114,14 @@ def _described(data: bytes, dtype: DTypeName) -> tuple[str, int, Shape, Shape]:
     expected = {_REBUILD_2, _REBUILD_3, _ORDERED, torch_name, *untyped}
     tensor = describe(data, expected | ({storage} if storage else set()))
     if not isinstance(tensor, Record) or tensor.what not in (_REBUILD_2, _REBUILD_3):
-        raise ValueError("it is no plain tensor")
+        raise ValueError("it is not a plain tensor")
     memory, first, shape, strides, *rest = tensor.arguments
     kind, held, key, *_ = memory.arguments[0] if _is_memory(memory) else (None,) * 3
     right = held == storage if tensor.what == _REBUILD_2 else torch_name in rest
     if kind != "storage" or not right or not re.fullmatch(r"[0-9]{1,9}", str(key)):
         raise ValueError(f"it is not stored as {torch_name.name}")
     if not all(map(_are_counts, ((first,), shape, strides))) or len(shape) != len(strides):
-        raise ValueError("its shape is none")
+        raise ValueError("its shape is invalid")
     return str(key), first, shape, strides
 
 
@@ -158,7 +158,7 @@ class _Part(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._extent.length}[whence]
         if base + offset < 0:
-            raise ValueError("it is no archive")
+            raise ValueError("it is not an archive")
         self._at = base + offset
         return self._at
 
@@ -198,7 +198,7 @@ class _Archive:
         start = entry.header_offset + _LOCAL_HEADER + names + extra
         self._part.seek(0, io.SEEK_END)
         if entry.file_size < 0 or start + entry.file_size > self._part.tell():
-            raise ValueError(f"its {name} ends behind it")
+            raise ValueError(f"its {name} ends after it")
         return start, entry.file_size
 
     def read(self, name: str) -> bytes:

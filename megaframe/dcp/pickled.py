@@ -52,8 +52,8 @@ def describe(data: bytes, expected: Collection[Name]) -> Any:
                 return machine.pop()
             machine.follow(code.name, argument)
     except (IndexError, KeyError, TypeError, OverflowError) as error:
-        raise ValueError(f"it is no pickle: {type(error).__name__}") from None
-    raise ValueError("it is no pickle: it has no end")
+        raise ValueError(f"it is not a pickle: {type(error).__name__}") from None
+    raise ValueError("it is not a pickle: it has no end")
 
 
 class _Mark:
@@ -88,12 +88,12 @@ class _Machine:
         elif code in _ACTS:
             _ACTS[code](self, argument)
         elif code not in _NOTHING:
-            raise ValueError(f"it has the instruction {code}, of which there is no need")
+            raise ValueError(f"it has the instruction {code}, which is not allowed")
 
     def pop(self) -> Any:
         value = self.stack.pop()
         if value is _Mark:
-            raise ValueError("it is no pickle: a mark in place of a value")
+            raise ValueError("it is not a pickle: a mark in place of a value")
         return value
 
     def _since_mark(self) -> list[Any]:
@@ -101,7 +101,7 @@ class _Machine:
         while self.stack[place] is not _Mark:
             place -= 1
             if place < 0:
-                raise ValueError("it is no pickle: a mark is missing")
+                raise ValueError("it is not a pickle: a mark is missing")
         found = self.stack[place + 1 :]
         del self.stack[place:]
         return found
@@ -113,13 +113,13 @@ class _Machine:
     def _append(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is not list:
-            raise ValueError("it is no pickle: something is added to what is no list")
+            raise ValueError("it is not a pickle: something is added to what is not a list")
         target.extend(items)
 
     def _set(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is not dict or len(items) % 2:
-            raise ValueError("it is no pickle: something is put into what is no dict")
+            raise ValueError("it is not a pickle: something is put into what is not a dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
             # Hashes of other things are made of what is in them, however deep.
             if not isinstance(key, str | int | Record):
@@ -129,13 +129,13 @@ class _Machine:
     def _named(self, module: Any, name: Any) -> None:
         found = Name(str(module), str(name))
         if found not in self.expected:
-            raise ValueError(f"it names {str(found)[:80]!r}, of which there is no need")
+            raise ValueError(f"it names {str(found)[:80]!r}, which is not allowed")
         self.stack.append(found)
 
     def _stack_global(self, _: Any) -> None:
         name, module = self.pop(), self.pop()
         if not isinstance(name, str) or not isinstance(module, str):
-            raise ValueError("it names what is no text")
+            raise ValueError("it names something that is not text")
         self._named(module, name)
 
     def _call(self, _: Any) -> None:

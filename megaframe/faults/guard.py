@@ -237,7 +237,7 @@ class Guard:
         self._meter.note(text)
         self._ledger.goes_back(step, text)
         if not self.history.may_return(step):
-            raise NotFinite(f"{text} once too often, giving up")
+            raise NotFinite(f"{text} too often, giving up")
         return True
 
 

@@ -65,6 +65,6 @@ class Stragglers:
         for alike in stages.values():
             for rank, kind, slow, usual in outliers(alike, self._factor, steps):
                 yield (
-                    f"rank {rank} is slow: {slow:.4f} s of {kind} in a step, where the ranks that "
-                    f"do the same have {usual:.4f} s"
+                    f"rank {rank} is slow: {slow:.4f} s of {kind} per step, where ranks with the "
+                    f"same work take {usual:.4f} s"
                 )

@@ -49,7 +49,7 @@ def export(checkpoint: Checkpoint, folder: Path, dtype: str = "bf16") -> None:
     `from_pretrained` loads. dtype: fp32, bf16 or fp16. Raises `UserError` where no Hugging Face
     model is the same, or the folder is there."""
     if folder.exists():
-        raise UserError(f"{folder} is there already; remove it or give another folder")
+        raise UserError(f"{folder} already exists; remove it or give another folder")
     run = read_state(checkpoint).config
     config = {**config_of(run.model), "dtype": str(_TYPES[dtype]).removeprefix("torch.")}
     theirs = tensors_of(run.model, model_specs(run))
@@ -100,7 +100,7 @@ def _write_tokenizer(run: RunConfig, folder: Path) -> None:
     if kind not in _TOKENIZERS:
         return
     if not Path(path).is_file():
-        raise UserError(f"data.tokenizer={run.data.tokenizer}: there is no such file any more")
+        raise UserError(f"data.tokenizer={run.data.tokenizer}: this file no longer exists")
     shutil.copy(path, folder / _TOKENIZERS[kind])
     name = "PreTrainedTokenizerFast" if kind == "hf" else "LlamaTokenizer"
     _write_json(folder / "tokenizer_config.json", {"tokenizer_class": name})

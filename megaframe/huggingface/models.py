@@ -88,10 +88,10 @@ def model_of(config: Mapping[str, Any]) -> Model:
     not here."""
     family = config.get("model_type")
     if family not in ARCHITECTURES:
-        raise UserError(f"model_type {family!r} is none of {', '.join(ARCHITECTURES)}")
+        raise UserError(f"model_type {family!r} is not one of {', '.join(ARCHITECTURES)}")
     for key, only in _FIXED[family].items():
         if config.get(key, only) != only:
-            raise UserError(f"{family}: {key}={config[key]!r} is not here, only {only!r}")
+            raise UserError(f"{family}: {key}={config[key]!r} is not supported, only {only!r}")
     keys = _FAMILIES[family].read(config)
     keys = {key: value for key, value in keys.items() if value is not None}
     return Model(**keys)
@@ -120,7 +120,9 @@ def config_of(model: Model) -> Keys:
         if key not in free and ours[key] != theirs[key]
     ]
     if wrong:
-        raise UserError(f"no Hugging Face model is this one; as {family}:\n  " + "\n  ".join(wrong))
+        raise UserError(
+            f"no Hugging Face model matches this config; as {family}:\n  " + "\n  ".join(wrong)
+        )
     return config
 
 
@@ -173,7 +175,9 @@ def _read_attention(config: Mapping[str, Any]) -> Keys:
     keys["kv_heads"] = config.get("num_key_value_heads")
     keys["head_dim"] = config.get("head_dim")
     if config.get("attention_bias"):
-        raise UserError("attention_bias=true has a bias of the output projection that is not here")
+        raise UserError(
+            "attention_bias=true has a bias of the output projection, which is not supported"
+        )
     if config.get("use_sliding_window", True):
         keys["window"] = config.get("sliding_window")
     return keys
@@ -203,7 +207,7 @@ def _scaling_of(rope: Mapping[str, Any]) -> Keys:
     if kind == "default":
         return {}
     if kind not in ("llama3", "yarn"):
-        raise UserError(f"rope_type {kind!r} is none of default, llama3, yarn")
+        raise UserError(f"rope_type {kind!r} is not one of default, llama3, yarn")
     shared = {"factor": rope["factor"], "original_length": rope["original_max_position_embeddings"]}
     if kind == "llama3":
         frequencies = {name: rope[f"{name}_freq_factor"] for name in ("low", "high")}

@@ -100,7 +100,7 @@ def hosts(links: Sequence[Link]) -> Iterator[list[Host]]:
 def check(links: Sequence[Link]) -> None:
     """Raise `UserError` where such a lab cannot be made here."""
     if not 1 <= len(links) <= MOST_HOSTS:
-        raise UserError(f"{len(links)} hosts; a lab has 1 to {MOST_HOSTS}")
+        raise UserError(f"{len(links)} hosts; use 1 to {MOST_HOSTS}")
     for link in links:
         check_rate(link.rate)
         if link.latency is not None and not _TIME.fullmatch(link.latency):
@@ -112,13 +112,13 @@ def check(links: Sequence[Link]) -> None:
             "packages iproute2 and util-linux"
         )
     if os.geteuid() != 0:
-        raise UserError("the network lab makes network namespaces, which only root may do")
+        raise UserError("the network lab makes network namespaces, which needs root")
     if said := _refused("tbf", "rate", "1mbit", "burst", BURST, "limit", QUEUE):
-        raise UserError(f"this machine does not let links be shaped (tc tbf): {said}")
+        raise UserError(f"this machine cannot shape links (tc tbf): {said}")
     if any(link.latency for link in links) and (said := _refused("netem", "delay", "1ms")):
         raise UserError(
-            f"a latency needs netem, which this kernel has not (CONFIG_NET_SCH_NETEM): {said}; "
-            "leave the latency out, the rate works without"
+            f"a latency needs netem, which this kernel lacks (CONFIG_NET_SCH_NETEM): {said}; "
+            "leave out the latency; the rate works without it"
         )
 
 

@@ -137,7 +137,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
         found = json.loads(text)
         events = found["traceEvents"] if isinstance(found, dict) else found
     except (OSError, EOFError, ValueError, KeyError) as error:
-        raise UserError(f"{path} is no trace of torch's profiler: {error}") from None
+        raise UserError(f"{path} is not a trace of torch's profiler: {error}") from None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        raise UserError(f"{path} is no trace of torch's profiler: no list of events in it")
+        raise UserError(f"{path} is not a trace of torch's profiler: no list of events in it")
     return events

@@ -63,5 +63,5 @@ def out_of_memory(
         with suppress(OSError):  # a full disk must not hide what is said here
             path.write_text(torch.cuda.memory_summary(device), encoding="utf-8")
             torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
-            text += f"; details in {path}, all blocks for pytorch.org/memory_viz beside it"
+            text += f"; details in {path}; all blocks for pytorch.org/memory_viz are next to it"
     return UserError(text)

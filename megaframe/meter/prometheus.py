@@ -26,7 +26,7 @@ class PrometheusSink:
             self._server = ThreadingHTTPServer((LOOPBACK, port), handler(self._answer))
         except OSError as error:
             raise UserError(
-                f"meter.port={port} cannot be listened on: {error.strerror}; choose another, or 0 "
+                f"cannot listen on meter.port={port}: {error.strerror}; choose another, or 0 "
                 "for a free one"
             ) from None
         self._server.daemon_threads = True

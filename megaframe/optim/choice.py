@@ -171,8 +171,8 @@ def frozen_names(config: RunConfig) -> frozenset[str]:
         if not fits:
             near = get_close_matches(pattern, names, 3, 0.0)
             raise UserError(
-                f"optim.frozen={pattern} fits none of the {len(names)} parameters; "
-                f"near are {either(near)}"
+                f"optim.frozen={pattern} matches none of the {len(names)} parameters; "
+                f"the nearest are {either(near)}"
             )
         found.update(fits)
     if len(found) == len(names):

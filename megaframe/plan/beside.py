@@ -53,13 +53,13 @@ class Beside:
         now, best = self.choice.prediction.step_seconds, found.best.prediction
         if best.step_seconds > (1 - _WORTH) * now:
             yield (
-                f"of {len(found.candidates):,} layouts of {ranks} ranks the planner knows none "
-                f"that would save {_WORTH:.0%} of the {now:.3g} s that it predicts of this one"
+                f"none of {len(found.candidates):,} layouts for {ranks} ranks would save "
+                f"{_WORTH:.0%} of the {now:.3g} s that the planner predicts for this one"
             )
             return
         yield (
             f"{in_words(found.candidates, found.best.place)}: {best.step_seconds:.3g} s a step by "
-            f"the planner, instead of the {now:.3g} s that it predicts of this layout"
+            f"the planner, instead of the {now:.3g} s that it predicts for this layout"
         )
         yield from best.reasons
 
@@ -79,11 +79,13 @@ def beside(config: Path, environment: Mapping[str, Any], cluster: str | None = N
     named. Raises `UserError` where it can say nothing."""
     given, ranks = load(str(config)), environment.get("ranks")
     if not isinstance(ranks, int) or ranks < 1:
-        raise UserError("the run's environment.json does not tell how many ranks it had")
+        raise UserError("the run's environment.json does not say how many ranks it had")
     device = str(environment.get("device", ""))
     name = cluster or given.parallel.cluster or likely_cluster(device)
     if name is None:
-        raise UserError(f"no cluster of {device or 'this device'} is known; name one by --cluster")
+        raise UserError(
+            f"no cluster of {device or 'this device'} is known; name one with --cluster"
+        )
     if given.model.vocab is None:
         raise UserError("model.vocab is not set in the run's config")
     machine = load_cluster(name)

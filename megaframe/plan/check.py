@@ -100,7 +100,7 @@ def _further_ahead(config: RunConfig) -> Iterator[str]:
     default = type(train).model_fields["mtp_weight"].default
     if not depth and train.mtp_weight != default:
         yield (
-            f"train.mtp_weight={train.mtp_weight:g} means nothing to model.mtp_depth=0; leave it "
+            f"train.mtp_weight={train.mtp_weight:g} has no effect with model.mtp_depth=0; leave it "
             "out, or use model.mtp_depth=1"
         )
 
@@ -181,7 +181,7 @@ def _stages(config: RunConfig) -> Iterator[str]:
             wrong = f"sums to {sum(given)}, not to model.layers={layers}"
         even = tuple((layers + number) // stages for number in reversed(range(stages)))
         yield (
-            f"parallel.layers_per_stage={shown(given)} {wrong}; use such as {shown(even)}, "
+            f"parallel.layers_per_stage={shown(given)} {wrong}; use for example {shown(even)}, "
             "or leave it out to divide by work"
         )
     blocks = config.train.recompute_blocks
@@ -189,7 +189,7 @@ def _stages(config: RunConfig) -> Iterator[str]:
         fitting = (blocks + (blocks[-1:] or (0,)) * stages)[:stages]
         yield (
             f"train.recompute_blocks={shown(blocks)} has {len(blocks)} stages, but {what} makes "
-            f"{stages}; use such as {shown(fitting)}, or one number for all"
+            f"{stages}; use for example {shown(fitting)}, or one number for all"
         )
 
 
@@ -197,7 +197,7 @@ def _schedule(config: RunConfig, data: int) -> Iterator[str]:
     parallel, train = config.parallel, config.train
     if parallel.schedule_memory is not None and parallel.schedule != "search":
         yield (
-            f"parallel.schedule_memory={parallel.schedule_memory:g} means nothing to "
+            f"parallel.schedule_memory={parallel.schedule_memory:g} has no effect with "
             f"parallel.schedule={parallel.schedule}; leave it out, or use parallel.schedule=search"
         )
     sizes = {train.global_batch} | ({train.batch_ramp.start} if train.batch_ramp else set())
@@ -230,7 +230,7 @@ def _compression(config: RunConfig) -> Iterator[str]:
         default = type(parallel).model_fields[key].default
         if value != default and parallel.compress != kind:
             yield (
-                f"parallel.{key}={value:g} means nothing to {name}; leave it out, or use "
+                f"parallel.{key}={value:g} has no effect with {name}; leave it out, or use "
                 f"parallel.compress={kind}"
             )
 
@@ -238,14 +238,14 @@ def _compression(config: RunConfig) -> Iterator[str]:
 def _precision(train: Train) -> Iterator[str]:
     if train.fp8 != "none" and train.precision == "fp16":
         yield (
-            f"train.fp8={train.fp8} has no scale of gradients that train.precision=fp16 needs; use "
+            f"train.fp8={train.fp8} has no gradient scale, which train.precision=fp16 needs; use "
             "train.precision=bf16"
         )
     again = train.recompute_blocks
     none = again == 0 if isinstance(again, int) else not any(again)
     if train.offload and train.recompute != "full" and none:
         yield (
-            "train.offload=true moves the inputs of blocks that run again, and train.recompute="
+            "train.offload=true moves the inputs of recomputed blocks, and train.recompute="
             f"{train.recompute} with train.recompute_blocks={shown(again)} has none; use "
             "train.recompute=full, or train.recompute_blocks=1 or more"
         )
@@ -271,12 +271,12 @@ def _learning_rate(optim: Optim, steps: int) -> Iterator[str]:
     room = steps - optim.warmup
     if optim.schedule == "wsd" and optim.decay >= steps:
         yield (
-            f"optim.decay={optim.decay} steps of the final fall are not fewer than train.steps="
+            f"optim.decay={optim.decay} steps of final decay are not fewer than train.steps="
             f"{steps}; use {max(1, steps // 5)} (a fifth)"
         )
     elif optim.schedule == "wsd" and optim.decay > room >= 0:
         yield (
-            f"optim.warmup={optim.warmup} and the final fall of optim.decay={optim.decay} overlap "
+            f"optim.warmup={optim.warmup} and the final optim.decay={optim.decay} steps overlap "
             f"in train.steps={steps}; use optim.decay={room} or fewer"
         )
     if optim.schedule in ("cosine", "linear") and optim.decay <= optim.warmup:
@@ -292,7 +292,7 @@ def _optimizer(optim: Optim) -> Iterator[str]:
     for key, value in (("momentum", optim.momentum), ("nesterov", optim.nesterov)):
         if value is not None and optim.name not in with_momentum:
             yield (
-                f"optim.{key}={shown(value)} means nothing to optim.name={optim.name}; leave it "
+                f"optim.{key}={shown(value)} has no effect with optim.name={optim.name}; leave it "
                 f"out, or use optim.name={either(with_momentum)}"
             )
     if optim.nesterov and optim.momentum == 0:
@@ -306,7 +306,7 @@ def _saving(checkpoint: Checkpoint) -> Iterator[str]:
     every, kept = checkpoint.every, checkpoint.keep_every
     if kept and not every:
         yield (
-            f"checkpoint.keep_every={kept} means nothing to checkpoint.every=0, which saves "
+            f"checkpoint.keep_every={kept} has no effect with checkpoint.every=0, which saves "
             "nothing; leave it out"
         )
     elif kept and kept % every:

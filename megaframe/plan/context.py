@@ -26,7 +26,7 @@ def context_mistakes(config: RunConfig) -> Iterator[str]:
     if kind != "nested":
         if given is not None:
             yield (
-                f"parallel.context_heads={given} means nothing to parallel.context_kind={kind}; "
+                f"parallel.context_heads={given} has no effect with parallel.context_kind={kind}; "
                 "leave it out, or use parallel.context_kind=nested"
             )
     elif given is None or context % given or not 1 < given < context:

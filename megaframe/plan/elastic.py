@@ -33,7 +33,9 @@ def fitted(config: RunConfig, world: int) -> tuple[RunConfig, int]:
         if not mistakes(found, used, data=False):
             return found, used
     wrong = "\n  ".join(mistakes(config, world, data=False))
-    raise UserError(f"faults.elastic found no layout for {world} ranks; as it is:\n  {wrong}")
+    raise UserError(
+        f"faults.elastic found no layout for {world} ranks; the layout of the config:\n  {wrong}"
+    )
 
 
 def _candidates(parallel: Parallel, world: int) -> Iterator[Mapping[str, int]]:

@@ -42,7 +42,7 @@ def expert_mistakes(config: RunConfig) -> Iterator[str]:
             if getattr(parallel, key) > 1:
                 yield (
                     f"parallel.{key}={getattr(parallel, key)} divides experts, and the model has "
-                    f"none; use parallel.{key}=1 or set model.moe.experts"
+                    f"none; use parallel.{key}=1, or set model.moe.experts"
                 )
         return
     yield from _router(moe)
@@ -70,13 +70,13 @@ def expert_mistakes(config: RunConfig) -> Iterator[str]:
 def _overlap(parallel: Parallel) -> Iterator[str]:
     if parallel.expert * parallel.expert_tensor == 1 or parallel.pipeline == 1:
         yield (
-            f"parallel.expert_overlap=true does nothing with parallel.expert={parallel.expert} and "
-            f"parallel.pipeline={parallel.pipeline}; use 2 or more of both, or "
+            f"parallel.expert_overlap=true has no effect with parallel.expert={parallel.expert} "
+            f"and parallel.pipeline={parallel.pipeline}; use 2 or more of both, or "
             "parallel.expert_overlap=false"
         )
     if parallel.zero == 3:
         yield (
-            "parallel.expert_overlap=true runs two passes at a time, and parallel.zero=3 brings "
+            "parallel.expert_overlap=true runs two passes at a time, and parallel.zero=3 gathers "
             "the weights of one; use parallel.zero=2 or less, or parallel.expert_overlap=false"
         )
 

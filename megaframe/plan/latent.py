@@ -15,18 +15,18 @@ def latent_mistakes(model: Model, latent: Latent) -> Iterator[str]:
     """What of model.latent does not fit the rest of the model."""
     if model.kv_heads != model.heads:
         yield (
-            f"model.kv_heads={model.kv_heads} means nothing to model.latent, which makes keys and "
-            f"values for each of model.heads={model.heads}; leave it out"
+            f"model.kv_heads={model.kv_heads} has no effect with model.latent, which computes keys "
+            f"and values for each of model.heads={model.heads}; leave it out"
         )
     if model.head_dim != max(1, model.hidden // model.heads):
         yield (
-            f"model.head_dim={model.head_dim} means nothing to model.latent, where a head has "
-            f"model.latent.head_dim={latent.head_dim} dims beside model.latent.rotary_dim="
+            f"model.head_dim={model.head_dim} has no effect with model.latent, where a head has "
+            f"model.latent.head_dim={latent.head_dim} dims besides model.latent.rotary_dim="
             f"{latent.rotary_dim} rotated ones; leave it out"
         )
     for name, given in (("qk_norm", model.qk_norm), ("qkv_bias", model.qkv_bias)):
         if given:
-            yield f"model.{name}=true does not go with model.latent; use model.{name}=false"
+            yield f"model.{name}=true cannot be combined with model.latent; use model.{name}=false"
     yield from _rotated(model, latent)
 
 
@@ -44,6 +44,6 @@ def _rotated(model: Model, latent: Latent) -> Iterator[str]:
         )
     if model.rotary_fraction != 1:
         yield (
-            f"model.rotary_fraction={model.rotary_fraction:g} means nothing to model.latent, of "
+            f"model.rotary_fraction={model.rotary_fraction:g} has no effect with model.latent, of "
             f"which model.latent.rotary_dim={latent.rotary_dim} dims are rotated; leave it out"
         )

@@ -80,7 +80,7 @@ def _ways(
     if fixed:
         free = _fitting(config, gpus, cluster, constants)
         if free:
-            yield f"without what is given: {free}"
+            yield f"without the given keys: {free}"
     more = _more(config, gpus, cluster, constants, fixed)
     if more:
         yield more

@@ -77,7 +77,8 @@ def write_page(
         *(f"<div>{figure}</div>" for figure in figures),
         "</div>",
         _listed(
-            "Other choices, each with the best of all else", tuple(alternatives(found, cluster))
+            "Other choices, each with the best values of everything else",
+            tuple(alternatives(found, cluster)),
         )
         if found is not None
         else "",

@@ -16,15 +16,15 @@ def exceptions(config: RunConfig) -> Iterator[str]:
     model, train, parallel, optim = config.model, config.train, config.parallel, config.optim
     if model.moe is not None and model.moe.capacity is not None:
         yield (
-            f"model.moe.capacity={model.moe.capacity:g} (drops what is sent to an expert beyond so "
-            "many times the mean of a rank and a microbatch)"
+            f"model.moe.capacity={model.moe.capacity:g} (drops what an expert gets beyond this "
+            "multiple of the mean load of a rank and microbatch)"
         )
     if train.fp8 != "none":
-        yield f"train.fp8={train.fp8} (scales are made of the numbers that a rank has)"
+        yield f"train.fp8={train.fp8} (scales depend on the numbers that a rank has)"
     if parallel.reduce_precision != "master":
         yield (
-            f"parallel.reduce_precision={parallel.reduce_precision} (rounds what ranks sum, before "
-            "they do)"
+            f"parallel.reduce_precision={parallel.reduce_precision} (rounds gradients "
+            "before ranks sum them)"
         )
     if parallel.compress != "none":
         yield f"parallel.compress={parallel.compress} (leaves out some of what ranks sum)"
@@ -32,8 +32,8 @@ def exceptions(config: RunConfig) -> Iterator[str]:
         yield "optim.state=int8 (tensor ranks may cut the blocks that share a scale)"
     if optim.name == "lion" and model.qkv_bias:
         yield (
-            "optim.name=lion (takes the sign of rounding for biases of keys, if optim.frozen has "
-            "them not)"
+            "optim.name=lion (takes the sign of rounding errors for biases of keys, unless "
+            "optim.frozen lists them)"
         )
 
 

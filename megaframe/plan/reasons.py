@@ -77,10 +77,12 @@ def _of_part(part: str, share: float, config: RunConfig, layout: Layout, cluster
 
 def _from_host(host: int, cluster: Cluster, seconds: float) -> str:
     link, name = cluster.chip.host_link, cluster.chip.name
-    what = f"{host / 2**30:.1f} GiB of a GPU's weights and state lie in the host's memory"
+    what = f"{host / 2**30:.1f} GiB of a GPU's weights and state are in host memory"
     if link is None:
-        return f"{what}; the link of a {name} there is not known, so the update counts as without"
-    how = f"come and go at {link / 1e9:g} GB/s each way"
+        return (
+            f"{what}; the link of a {name} to it is not known, so the update counts as without it"
+        )
+    how = f"move at {link / 1e9:g} GB/s in each direction"
     return f"{what} and {how}: the update takes {seconds:.2g} s"
 
 

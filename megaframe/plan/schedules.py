@@ -64,7 +64,7 @@ def pipeline_summary(config: RunConfig, schedule: Schedule) -> Iterator[str]:
     )
     yield f"stages      {len(plans)}, {layers} blocks in all"
     for plan in plans:
-        again = f", {plan.recomputed} run again" if plan.recomputed else ""
+        again = f", {plan.recomputed} recomputed" if plan.recomputed else ""
         share = work[plan.number] / sum(work)
         rank = schedule.rank_of[plan.number]
         yield f"  {plan.number:<4} rank {rank:<4} {share:6.1%} of the work  {plan}{again}"

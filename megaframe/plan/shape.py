@@ -34,7 +34,7 @@ def model_mistakes(model: Model, seq: int) -> Iterator[str]:
         )
     if model.position != "rotary" and model.rotary_scaling.kind != "none":
         yield (
-            f"model.rotary_scaling.kind={model.rotary_scaling.kind} does nothing with "
+            f"model.rotary_scaling.kind={model.rotary_scaling.kind} has no effect with "
             f"model.position={model.position}; use model.rotary_scaling.kind=none"
         )
 
@@ -56,7 +56,7 @@ def _scaling(model: Model) -> Iterator[str]:
     scaling = model.rotary_scaling
     if scaling.kind == "none" and scaling.factor != 1:
         yield (
-            f"model.rotary_scaling.factor={scaling.factor:g} does nothing with "
+            f"model.rotary_scaling.factor={scaling.factor:g} has no effect with "
             f"model.rotary_scaling.kind=none; use kind llama3 or yarn, or factor=1"
         )
     if scaling.kind != "none" and scaling.low_frequency >= scaling.high_frequency:
@@ -67,8 +67,8 @@ def _scaling(model: Model) -> Iterator[str]:
     if scaling.kind != "yarn" and (scaling.mscale, scaling.mscale_all_dim) != (1, 0):
         yield (
             f"model.rotary_scaling.mscale={scaling.mscale:g} and mscale_all_dim="
-            f"{scaling.mscale_all_dim:g} mean nothing to model.rotary_scaling.kind={scaling.kind}; "
-            "leave them out, or use kind yarn"
+            f"{scaling.mscale_all_dim:g} have no effect with model.rotary_scaling.kind="
+            f"{scaling.kind}; leave them out, or use kind yarn"
         )
     elif scaling.mscale_all_dim and model.latent is None:
         yield (

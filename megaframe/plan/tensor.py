@@ -41,7 +41,7 @@ def _chunks(config: RunConfig) -> Iterator[str]:
     rows = -(-train.microbatch * train.seq // (tensor * parallel.context))
     if chunks > 1 and tensor == 1:
         yield (
-            f"parallel.tensor_chunks={chunks} means nothing to parallel.tensor=1, where no rows "
+            f"parallel.tensor_chunks={chunks} has no effect with parallel.tensor=1, where no rows "
             "travel; leave it out"
         )
     elif chunks > rows:

@@ -82,7 +82,7 @@ def parse_action(text: str) -> Action:
     kinds = {kind.value: kind for kind in Kind}
     if match is None or match[2] not in kinds:
         raise UserError(
-            f"{text!r} is no action; write STAGE KIND MICROBATCH such as 0F3, "
+            f"{text!r} is not an action; write STAGE KIND MICROBATCH such as 0F3, "
             f"with KIND one of {', '.join(kinds)}"
         )
     kind = kinds[match[2]]

@@ -98,7 +98,7 @@ def parse_costs(text: str) -> Costs:
             raise UserError(f"costs {text!r}: {name} is given twice; give it once")
         if not _NUMBER.fullmatch(number):
             raise UserError(
-                f"costs {text!r}: {number!r} is no time; use seconds such as {name}=1.5"
+                f"costs {text!r}: {number!r} is not a time; use seconds such as {name}=1.5"
             )
         values[_FIELDS[name]] = Fraction(number)
     return replace(Costs(), **values)

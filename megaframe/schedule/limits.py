@@ -50,7 +50,7 @@ def name_mistakes(
     if name not in LIMITS:
         near = get_close_matches(name, NAMES, n=2, cutoff=0.5)
         use = f"; did you mean {either(near)}?" if near else ""
-        yield f"parallel.schedule={name} is none of {', '.join(NAMES)} and file:PATH{use}"
+        yield f"parallel.schedule={name} is not one of {', '.join(NAMES)} and file:PATH{use}"
         return
     limits = LIMITS[name]
     near_chunks = limits.nearest_chunks(chunks)
@@ -76,7 +76,7 @@ def group_mistakes(name: str, ranks: int, group: int | None) -> Iterator[str]:
         return
     if name != "interleaved":
         yield (
-            f"parallel.schedule_group={group}: a group of {group} microbatches means nothing to "
+            f"parallel.schedule_group={group}: a group of {group} microbatches has no effect with "
             f"{name}; leave it out, or use parallel.schedule=interleaved"
         )
     elif group < ranks:

@@ -236,7 +236,7 @@ class TestFind:
         (tmp_path / "step-00000003.0a1b2c3d.tmp").mkdir()
         assert find(tmp_path, "latest") is None
         (tmp_path / "latest").write_text("step-00000003\n")
-        with pytest.raises(UserError, match="no whole checkpoint is left"):
+        with pytest.raises(UserError, match="no intact checkpoint is left"):
             find(tmp_path, "latest")
 
     @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ class TestFind:
         assert find(tmp_path, "latest", notes.append) == tmp_path / "step-00000001"
         assert len(notes) == 1 and "20 bytes instead of" in notes[0]
         (tmp_path / "step-00000001" / "manifest.json").unlink()
-        with pytest.raises(UserError, match="no whole checkpoint is left"):
+        with pytest.raises(UserError, match="no intact checkpoint is left"):
             find(tmp_path, "latest")
 
     def test_a_path_is_taken_as_given(self, good, tmp_path):
@@ -275,7 +275,7 @@ class TestFind:
             find(tmp_path, str(tmp_path / "nowhere"))
         with pytest.raises(UserError, match="not a checkpoint"):
             find(tmp_path, str(tmp_path))
-        with pytest.raises(UserError, match=f"holds checkpoints; give one, as {good}"):
+        with pytest.raises(UserError, match=f"holds checkpoints; give one of them, such as {good}"):
             find(tmp_path, str(good.parent))
         unfinished = shutil.copytree(good, tmp_path / "step-00000001.00112233.tmp")
         with pytest.raises(UserError, match="never finished"):

@@ -363,7 +363,7 @@ class TestTools:
             status, text = self.run(capsys, monkeypatch, "diff", one, other)
             assert status == 0 and "0 tensors differ, 1 are the same" in text
         status, text = self.run(capsys, monkeypatch, "reshard", here, "--to", there, "--files", 1)
-        assert status == 2 and f"{there}/step-00000001 is there already" in text
+        assert status == 2 and f"{there}/step-00000001 already exists" in text
 
     def test_every_flipped_byte_is_found_and_named(self, memory, capsys, monkeypatch):
         path = saved(memory, 1.0)

@@ -123,6 +123,6 @@ def test_other_files_hold_the_same(files):
 def test_a_checkpoint_that_is_there_is_not_written_over(saved, capsys, monkeypatch):
     folder = saved.parent
     status, text = run(capsys, monkeypatch, "reshard", saved, "--to", folder, "--files", 1)
-    assert status == 2 and "is there already" in text
+    assert status == 2 and "already exists" in text
     status, text = run(capsys, monkeypatch, "reshard", saved, "--to", folder, "--files", 0)
     assert status == 2 and "use 1 or more" in text

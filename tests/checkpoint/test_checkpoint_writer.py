@@ -115,7 +115,7 @@ class TestAgreement:
     def test_a_lost_leader_is_named(self, tmp_path):
         _, second = self.writers(tmp_path, HashStore(), timeout=0.1)
         second.save(5, half(1), {})
-        with pytest.raises(UserError, match=r"given up by rank 1 .* rank 0 did not finish"):
+        with pytest.raises(UserError, match=r"abandoned by rank 1 .* rank 0 did not finish"):
             second.wait()
 
     @pytest.mark.parametrize("ended", [None, "", "disk full"])

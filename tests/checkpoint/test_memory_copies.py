@@ -95,7 +95,9 @@ def test_killed_ranks_and_a_lost_node_go_on_from_memory(pool, overrides, memory,
     (memory / "1").mkdir()
     pool.run(4, train, overrides(**KEYS), memory)
     log = (tmp_path / "run/run.log").read_text()
-    assert "continued from copies in memory of step 8; the newest that is saved is of step 5" in log
+    assert (
+        "resumed from copies in memory of step 8; the newest saved checkpoint is of step 5" in log
+    )
     assert losses(tmp_path / "run") == losses(whole)
     assert not list(memory.glob("*/*"))
 
@@ -134,8 +136,8 @@ def of_another_run(memory):
     (memory.parent / "run/run-id").write_text("0123456789abcdef\n")
 
 
-GONE = "not continued from copies in memory: "
-FROM_MEMORY = "continued from copies in memory of step 8"
+GONE = "not resumed from copies in memory: "
+FROM_MEMORY = "resumed from copies in memory of step 8"
 
 
 @pytest.mark.parametrize(

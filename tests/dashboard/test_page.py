@@ -162,8 +162,8 @@ def test_runs_lie_over_each_other_and_can_be_left_out(visit, tmp_path):
         file.write('no metrics\n{"step": 21, "lo')
     tab = visit(made(tmp_path, [one, Run(folder)]))
     assert tab.locator(".notes li").all_inner_texts() == [
-        "two: 1 lines are no metrics and are left out (line 21)",
-        "two: the last line is not whole: it is being written, or was cut off",
+        "two: 1 lines are not metrics and are ignored (line 21)",
+        "two: the last line is incomplete: it is being written, or was cut off",
         "two: rows have 2 ranks and the run 4: some are missing",
     ]
     names = "document.querySelector('#loss .plot').data.map(t => t.name)"

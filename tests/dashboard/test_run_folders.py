@@ -77,7 +77,7 @@ def test_a_run_still_being_written_is_read_on_and_one_replaced_anew(tmp_path):
     with open(path, "a") as file:
         file.write("".join(every[:10]) + every[10][:40])
     assert run.read() and len(run.metrics) == 10
-    assert any("not whole" in note for note in run.notes)
+    assert any("incomplete" in note for note in run.notes)
     assert not run.read()
     with open(path, "a") as file:
         file.write(every[10][40:])
@@ -98,7 +98,7 @@ def test_lines_of_something_else_are_left_out_and_counted(tmp_path, odd):
     path.write_text("\n".join([*text[:3], odd, *text[3:]]) + "\n")
     run = Run(folder)
     assert len(run.metrics) == 5
-    assert run.notes == ["1 lines are no metrics and are left out (line 4)"]
+    assert run.notes == ["1 lines are not metrics and are ignored (line 4)"]
 
 
 def test_two_runs_in_one_file_are_the_later_one_with_a_note(tmp_path):
@@ -139,7 +139,7 @@ def test_other_layouts_missing_ranks_and_missing_files_are_notes(tmp_path):
     two = Run(write(tmp_path / "two", changed, {"parallel": {"tensor": 1}}))
     (tmp_path / "two" / "environment.json").write_text("{")
     two = Run(tmp_path / "two")
-    assert "environment.json cannot be read and is left out" in two.notes
+    assert "environment.json cannot be read and is ignored" in two.notes
     data = page_data([one, two])
     assert [run["heat"]["stragglers"]["rows"] for run in data["runs"]] == [[0, 1, 2, 3], [0, 1]]
     assert data["differences"] == [["parallel.tensor", "2", "1"]]
@@ -151,7 +151,7 @@ def test_other_layouts_missing_ranks_and_missing_files_are_notes(tmp_path):
 def test_a_folder_of_something_else_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"neither metrics\.jsonl nor config\.yaml"):
         Run(tmp_path)
-    with pytest.raises(UserError, match="no folder"):
+    with pytest.raises(UserError, match="is not a run folder"):
         Run(tmp_path / "nowhere")
 
 

@@ -271,7 +271,7 @@ def test_an_existing_file_is_kept_unless_told_otherwise(tmp_path):
     run([path], tmp_path / "out")
     before = content(tmp_path / "out")
     write_as(path, ["b"])
-    with pytest.raises(UserError, match=r"out\.idx exists already; .*--overwrite"):
+    with pytest.raises(UserError, match=r"out\.idx already exists; .*--overwrite"):
         run([path], tmp_path / "out")
     assert content(tmp_path / "out") == before
     assert sorted(os.listdir(tmp_path)) == ["c.jsonl", "out.bin", "out.idx"]

@@ -194,9 +194,12 @@ def chunk(**changes):
 
 HUGE = torch.Size([1 << 40, 6])
 HOSTILE = {
-    "traversal": (stored(relative_path="../../etc/passwd"), "etc/passwd', which is no file name"),
-    "absolute": (stored(relative_path="/etc/passwd"), "etc/passwd', which is no file name"),
-    "hidden": (stored(relative_path=".metadata"), "no file name"),
+    "traversal": (
+        stored(relative_path="../../etc/passwd"),
+        "etc/passwd', which is not a file name",
+    ),
+    "absolute": (stored(relative_path="/etc/passwd"), "etc/passwd', which is not a file name"),
+    "hidden": (stored(relative_path=".metadata"), "not a file name"),
     "no file": (stored(relative_path="__9_9.distcp"), "__9_9.distcp: No such file"),
     "behind the end": (stored(offset=1 << 40), "and that has"),
     "negative": (stored(offset=-1), "no part of"),
@@ -214,7 +217,7 @@ HOSTILE = {
         ],
         "should hold",
     ),
-    "absurd": (tensor(size=torch.Size([1 << 62, 6])), "a size that is none"),
+    "absurd": (tensor(size=torch.Size([1 << 62, 6])), "an invalid size"),
     "twice": (
         lambda metadata: metadata.state_dict_metadata["a"].chunks.append(
             metadata.state_dict_metadata["a"].chunks[0]
@@ -224,7 +227,7 @@ HOSTILE = {
     "outside": (chunk(sizes=torch.Size([5, 6])), "a chunk outside it"),
     "unstored": (lambda metadata: metadata.storage_data.pop(INDEX), "stored nowhere"),
     "no chunks": (tensor(chunks=[]), "hold 0 elements"),
-    "no list": (tensor(chunks=5), "is no list"),
+    "no list": (tensor(chunks=5), "is not a list"),
     "another type": (
         lambda metadata: setattr(
             metadata.state_dict_metadata["a"].properties, "dtype", torch.float64
@@ -233,7 +236,7 @@ HOSTILE = {
     ),
     "number as name": (
         lambda metadata: metadata.state_dict_metadata.update({5: 5}),
-        "a name that is no text",
+        "a name that is not text",
     ),
     "another thing": (
         lambda metadata: metadata.state_dict_metadata.update(a=torch.Size([1])),
@@ -386,12 +389,12 @@ def test_the_tool_exports_and_imports(tmp_path, capsys, monkeypatch):
 
     assert run("export-dcp", tmp_path / "ours", "--to", tmp_path / "dcp")[0] == 0
     status, text = run("import-dcp", tmp_path / "dcp", "--to", tmp_path / "back")
-    assert status == 0 and "left out" not in text and "no state" not in text
+    assert status == 0 and "left out" not in text and "no run state" not in text
     assert run("diff", source, tmp_path / "back")[0] == 0
     status, text = run("export-dcp", source, "--to", tmp_path / "dcp")
-    assert status == 2 and "is there already" in text
+    assert status == 2 and "already exists" in text
     status, text = run("import-dcp", tmp_path / "nowhere", "--to", tmp_path / "x")
-    assert status == 2 and "no folder of torch.distributed.checkpoint" in text
+    assert status == 2 and "not a torch.distributed.checkpoint folder" in text
     torch_dcp.save({"a": tensors["a"], "n": 3}, checkpoint_id=tmp_path / "plain", no_dist=True)
     status, text = run("import-dcp", tmp_path / "plain", "--to", tmp_path / "stateless")
     assert status == 0 and "left out" in text and ": n" in text and "give --config" in text

@@ -11,7 +11,7 @@ KEYS = {
     "checkpoint__memory_every": 2,
     "checkpoint__resume": "latest",
 }
-AGAIN = "begun again in the same processes"
+AGAIN = "restarted in the same processes"
 
 
 def test_all_begin_again_and_the_curve_is_that_of_an_undisturbed_run(pool, overrides, tmp_path):
@@ -22,12 +22,12 @@ def test_all_begin_again_and_the_curve_is_that_of_an_undisturbed_run(pool, overr
         assert pool.run(4, main, keys, *fault) == [0] * 4
     text = log(tmp_path / "run")
     assert text.count(AGAIN) == 3  # the second time both are told
-    broken = "no rank is gone, but ranks lost each other: look at the network between them"
+    broken = "no rank is gone, but ranks lost contact: check the network between them"
     assert f"{AGAIN} (1 of faults.restarts=3): {broken}; rank" in text
     hung = "step 9 took more than faults.step_timeout=1 s: rank 1"
     assert f"{AGAIN} (2 of faults.restarts=3): {hung}" in text
     assert (
-        "continued from copies in memory of step 8; the newest that is saved is of step 5" in text
+        "resumed from copies in memory of step 8; the newest saved checkpoint is of step 5" in text
     )
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     events = (tmp_path / "run/faults/ledger.jsonl").read_text().splitlines()

@@ -77,7 +77,7 @@ def test_collectives_in_another_order(hang, tmp_path):
         assert "rank 1 (pipeline 0, data 1: stage 0) at step 4, waiting in all_reduce over" in text
         assert "step 4, counting tokens, waiting in all_reduce over data with rank 1" in text
         assert "faults.check_collectives=true" in text
-    assert fault_runs.log(tmp_path / "run").count("begun again in the same processes") == 1
+    assert fault_runs.log(tmp_path / "run").count("restarted in the same processes") == 1
 
 
 def test_an_error_of_a_rank_is_not_taken_for_one_of_the_network(hang):

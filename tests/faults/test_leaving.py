@@ -114,5 +114,5 @@ def test_so_do_ranks_that_begin_again_without_the_launcher_that_started_them(ove
     while launcher.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     assert statuses(tmp_path, deadline) == ["143"] * 2
-    assert "begun again in the same processes" in log(tmp_path / "run")
+    assert "restarted in the same processes" in log(tmp_path / "run")
     assert len(lines(tmp_path / "run")) < 12

@@ -147,13 +147,16 @@ def changed(folder, **keys):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model_type": "opt"}, "model_type 'opt' is none of gpt2, llama"),
-        ({"hidden_act": "gelu"}, "llama: hidden_act='gelu' is not here, only 'silu'"),
+        ({"model_type": "opt"}, "model_type 'opt' is not one of gpt2, llama"),
+        ({"hidden_act": "gelu"}, "llama: hidden_act='gelu' is not supported, only 'silu'"),
         ({"attention_bias": True}, "attention_bias=true has a bias"),
         ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),
         ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight has no counterpart"),
         ({"vocab_size": 60}, "model.embed_tokens.weight is [61, 32], not [60, 32]"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type 'dynamic' is none of default"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic"}},
+            "rope_type 'dynamic' is not one of default",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named_and_nothing_written(keys, message, tmp_path):

@@ -89,8 +89,8 @@ def test_a_scale_that_is_a_power_of_two_stays(block):
         ((64, 1), (256, 1), 10, None),
         ((64, 8), (2, 8), 9, None),
         ((64, 6), (256, 6), 9, None),
-        ((64, 6), (2, 6), 9, "by fours"),
-        ((64, 1), (2, 1), 9, "by fours"),
+        ((64, 6), (2, 6), 9, "groups of four"),
+        ((64, 1), (2, 1), 9, "groups of four"),
         ((64, 8), (2, 8), 10, "capability 9.0"),
     ],
 )

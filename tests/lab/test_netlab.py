@@ -88,7 +88,7 @@ def train(overrides):
     ("words", "said"),
     [
         (["--hosts", "0"], "--hosts 0 --ranks 1: both are 1 or more"),
-        (["--hosts", "101"], "101 hosts; a lab has 1 to 100"),
+        (["--hosts", "101"], "101 hosts; use 1 to 100"),
         (["--link", "fast"], "rate 'fast' is not a number above 0 with kbit, mbit or gbit"),
         (["--link", "0mbit"], "above 0"),
         (["--slow", "2=1mbit"], "--slow 2=1mbit: with --hosts 2 they are numbered 0 to 1"),

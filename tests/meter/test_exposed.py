@@ -92,10 +92,10 @@ def test_a_trace_of_a_cpu_is_told_from_one_of_a_gpu(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "no trace"),
+        ("", "is not a trace"),
         ("[1]", "no list of events"),
         ('{"traceEvents": 3}', "no list of events"),
-        ('{"ours": []}', "no trace"),
+        ('{"ours": []}', "is not a trace"),
         ('[{"ph": "X", "cat": "kernel", "ts": 1}]', "a kernel without time, name or device"),
     ],
 )

@@ -213,9 +213,12 @@ def test_frozen_parameters_stay_and_cost_nothing(build, make_microbatch):
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
-        (("blocks.0.mlp.wp.weight",), "near are blocks.0.mlp.up.weight, "),
+        (("blocks.0.mlp.wp.weight",), "the nearest are blocks.0.mlp.up.weight, "),
         (("*", "head.weight"), "leaves none of the"),
-        (("head.weigh",), "optim.frozen=head.weigh fits none of the .* near are head.weight"),
+        (
+            ("head.weigh",),
+            "optim.frozen=head.weigh matches none of the .* the nearest are head.weight",
+        ),
     ],
 )
 def test_a_pattern_that_fits_nothing_is_refused(patterns, message, build):

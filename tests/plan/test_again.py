@@ -97,7 +97,7 @@ def test_numbers_are_left_alone_and_a_run_says_what_was_chosen():
     config = config_of({"pipeline": 2, "cluster": "h100-ib"}, layers=80)
     found, (note,) = with_blocks(config, 2)
     assert found.train.recompute_blocks == (40, 40)
-    assert "80 of 80 blocks run again (40, 40 by stage)" in note
+    assert "80 of 80 blocks are recomputed (40, 40 by stage)" in note
     assert found.model_copy(update={"train": config.train}) == config
 
 

@@ -29,16 +29,16 @@ def test_a_layout_that_waits_is_told_a_better_one(tmp_path):
     cluster = found.cluster
     better = search(found.choice.config, 4, cluster, constants_of(cluster.chip.family)).best
     path.write_text(dump(better.config))
-    assert "knows none" in next(beside(path, {"ranks": 4, "device": "CPU"}).tries())
+    assert "none of " in next(beside(path, {"ranks": 4, "device": "CPU"}).tries())
 
 
 def test_what_is_not_known_has_no_prediction(tmp_path):
     path = folder(tmp_path) / "config.yaml"
-    with pytest.raises(UserError, match="no cluster of Abacus is known; name one by --cluster"):
+    with pytest.raises(UserError, match="no cluster of Abacus is known; name one with --cluster"):
         beside(path, {"ranks": 1, "device": "Abacus"})
     assert beside(path, {"ranks": 1, "device": "Abacus"}, "cpu").cluster.name == "cpu"
     for environment in ({}, {"ranks": "many"}, {"ranks": 0}):
-        with pytest.raises(UserError, match=r"environment\.json does not tell how many ranks"):
+        with pytest.raises(UserError, match=r"environment\.json does not say how many ranks"):
             beside(path, environment)
     path.write_text("model: [")
     assert beside_or_why(tmp_path, {"ranks": 1}, None)[1].startswith("no prediction: ")

@@ -62,15 +62,15 @@ def test_a_sound_config_passes(overrides):
         ),
         (
             ["parallel.compress=topk", "parallel.compress_rank=2"],
-            "compress_rank=2 means nothing to parallel.compress=topk; .*compress=powersgd",
+            "compress_rank=2 has no effect with parallel.compress=topk; .*compress=powersgd",
         ),
         (
             ["parallel.compress_share=0.5"],
-            "compress_share=0.5 means nothing to parallel.compress=none; .*compress=topk",
+            "compress_share=0.5 has no effect with parallel.compress=none; .*compress=topk",
         ),
         (
             ["optim.momentum=0.9", "optim.name=lion"],
-            "momentum=0.9 means nothing to optim.name=lion; leave .* optim.name=muon or sgd",
+            "momentum=0.9 has no effect with optim.name=lion; leave .* optim.name=muon or sgd",
         ),
         (
             ["checkpoint.every=6", "checkpoint.keep_every=10"],
@@ -78,9 +78,9 @@ def test_a_sound_config_passes(overrides):
         ),
         (
             ["checkpoint.every=0", "checkpoint.keep_every=10"],
-            "keep_every=10 means nothing to checkpoint.every=0",
+            "keep_every=10 has no effect with checkpoint.every=0",
         ),
-        (["optim.nesterov=true"], "nesterov=true means nothing to optim.name=adamw"),
+        (["optim.nesterov=true"], "nesterov=true has no effect with optim.name=adamw"),
         (
             ["optim.name=sgd", "optim.nesterov=true", "optim.momentum=0"],
             "nesterov=true looks ahead along optim.momentum=0; use optim.nesterov=false",
@@ -97,9 +97,9 @@ def test_a_sound_config_passes(overrides):
         ),
         (
             ["model.position=learned", "model.rotary_scaling.kind=yarn"],
-            "kind=yarn does nothing with model.position=learned",
+            "kind=yarn has no effect with model.position=learned",
         ),
-        (["model.rotary_scaling.factor=2"], "factor=2 does nothing with .*kind=none"),
+        (["model.rotary_scaling.factor=2"], "factor=2 has no effect with .*kind=none"),
         (
             ["model.rotary_scaling={kind: llama3, low_frequency: 4}"],
             "low_frequency=4 must be less than .*high_frequency=4",
@@ -110,12 +110,18 @@ def test_a_sound_config_passes(overrides):
         ),
         (
             ["model.rotary_scaling={kind: llama3, mscale: 2}"],
-            "mscale=2 and mscale_all_dim=0 mean nothing to .*kind=llama3; .* use kind yarn",
+            "mscale=2 and mscale_all_dim=0 have no effect with .*kind=llama3; .* use kind yarn",
         ),
-        ([LATENT, "model.kv_heads=4"], "kv_heads=4 means nothing to model.latent.*heads=12"),
+        ([LATENT, "model.kv_heads=4"], "kv_heads=4 has no effect with model.latent.*heads=12"),
         ([LATENT, "model.head_dim=32"], "model.head_dim=32 .*latent.head_dim=32 dims beside"),
-        ([LATENT, "model.qk_norm=true"], "qk_norm=true does not go with model.latent; .*=false"),
-        ([LATENT, "model.bias=true"], "qkv_bias=true does not go with model.latent; .*=false"),
+        (
+            [LATENT, "model.qk_norm=true"],
+            "qk_norm=true cannot be combined with model.latent; .*=false",
+        ),
+        (
+            [LATENT, "model.bias=true"],
+            "qkv_bias=true cannot be combined with model.latent; .*=false",
+        ),
         (
             [LATENT, "model.position=learned"],
             "rotary_dim=16 rotated dims, but model.position=learned; use model.position=rotary",
@@ -123,14 +129,14 @@ def test_a_sound_config_passes(overrides):
         ([LATENT, "model.latent.rotary_dim=7"], "rotary_dim=7 must be an even.* use 6 or 8"),
         (
             [LATENT, "model.rotary_fraction=0.5"],
-            "rotary_fraction=0.5 means nothing to model.latent, of which .*rotary_dim=16",
+            "rotary_fraction=0.5 has no effect with model.latent, of which .*rotary_dim=16",
         ),
         (
             ["model.mtp_depth=1", "model.emulate={forward: 1}"],
             "mtp_depth=1 predicts with blocks, .* model.emulate .*; use model.mtp_depth=0",
         ),
         (["model.mtp_depth=4", "train.seq=4"], "mtp_depth=4 looks past .*seq=4 .*use 3 or less"),
-        (["train.mtp_weight=0.1"], "mtp_weight=0.1 means nothing to model.mtp_depth=0.*depth=1"),
+        (["train.mtp_weight=0.1"], "mtp_weight=0.1 has no effect with model.mtp_depth=0.*depth=1"),
         (["model.vocab=null"], "model.vocab and data.tokenizer are both missing"),
         (["data.tokenizer=gpt2"], "data.tokenizer=gpt2 .* use sentencepiece:PATH, hf:PATH"),
         (["data.tokenizer='hf:'"], "data.tokenizer=hf: is not of the form"),
@@ -159,7 +165,7 @@ def test_a_sound_config_passes(overrides):
         (["optim.schedule=wsd", "optim.decay=1000"], "optim.decay=1000 .* use 200"),
         (
             ["optim.schedule=wsd", "optim.decay=600", "optim.warmup=500"],
-            "warmup=500 and .*decay=600 overlap in train.steps=1000; use optim.decay=500",
+            "warmup=500 and .*decay=600 steps overlap in train.steps=1000; use optim.decay=500",
         ),
         (["optim.decay=5", "optim.warmup=5"], "decay=5, .*warmup=5; use 6 or more"),
         (["data.sources=[]"], r"data.sources is empty; .*data.sources=\[{path: PATH}\]"),
@@ -224,34 +230,34 @@ PIPELINES = [
     (
         {"pipeline": 2, "layers_per_stage": [6, 4, 2]},
         "layers_per_stage=[6, 4, 2] has 3 stages, but parallel.pipeline=2 makes 2; "
-        "use such as [6, 6], or leave it out",
+        "use for example [6, 6], or leave it out",
         [{"layers_per_stage": [6, 6]}, {"layers_per_stage": "null"}],
     ),
     (
         {"pipeline": 4, "chunks": 2, "schedule": "zb-v", "layers_per_stage": [12] + 7 * [1]},
-        "sums to 19, not to model.layers=12; use such as [2, 2, 2, 2, 1, 1, 1, 1]",
+        "sums to 19, not to model.layers=12; use for example [2, 2, 2, 2, 1, 1, 1, 1]",
         [{"layers_per_stage": [2, 2, 2, 2, 1, 1, 1, 1]}, {"layers_per_stage": "null"}],
     ),
     (
         {"pipeline": 2, "recompute_blocks": [1, 2, 3]},
         "train.recompute_blocks=[1, 2, 3] has 3 stages, but parallel.pipeline=2 makes 2; "
-        "use such as [1, 2], or one number",
+        "use for example [1, 2], or one number",
         [{"recompute_blocks": [1, 2]}, {"recompute_blocks": 3}],
     ),
     (
         {"pipeline": 4, "recompute_blocks": [1, 2]},
-        "has 2 stages, but parallel.pipeline=4 makes 4; use such as [1, 2, 2, 2]",
+        "has 2 stages, but parallel.pipeline=4 makes 4; use for example [1, 2, 2, 2]",
         [{"recompute_blocks": [1, 2, 2, 2]}],
     ),
     (
         {"pipeline": 2, "schedule": "1f2b"},
-        "schedule=1f2b is none of gpipe, 1f1b, interleaved, breadth-first, zb-h1, zb-h2, zb-v, "
+        "schedule=1f2b is not one of gpipe, 1f1b, interleaved, breadth-first, zb-h1, zb-h2, zb-v, "
         "v-half, dualpipe-v, search and file:PATH; did you mean 1f1b?",
         [{"schedule": "1f1b"}],
     ),
     (
         {"pipeline": 2, "schedule_group": 4},
-        "parallel.schedule_group=4: a group of 4 microbatches means nothing to "
+        "parallel.schedule_group=4: a group of 4 microbatches has no effect with "
         "1f1b; leave it out, or use parallel.schedule=interleaved",
         [{"schedule_group": "null"}, {"schedule": "interleaved", "chunks": 2}],
     ),
@@ -263,7 +269,7 @@ PIPELINES = [
     ),
     (
         {"pipeline": 2, "schedule_memory": 3},
-        "schedule_memory=3 means nothing to parallel.schedule=1f1b; leave it out, or use "
+        "schedule_memory=3 has no effect with parallel.schedule=1f1b; leave it out, or use "
         "parallel.schedule=search",
         [{"schedule_memory": "null"}, {"schedule": "search"}],
     ),
@@ -353,7 +359,7 @@ RANKS = [
     ),
     (
         {"parallel.context": 4, "parallel.context_heads": 2},
-        "parallel.context_heads=2 means nothing to parallel.context_kind=ring; leave it out, or "
+        "parallel.context_heads=2 has no effect with parallel.context_kind=ring; leave it out, or "
         "use parallel.context_kind=nested",
         [{"parallel.context_heads": "null"}, NESTED],
     ),
@@ -376,7 +382,7 @@ RANKS = [
     ),
     (
         {"parallel.tensor_chunks": 2},
-        "parallel.tensor_chunks=2 means nothing to parallel.tensor=1, where no rows travel; "
+        "parallel.tensor_chunks=2 has no effect with parallel.tensor=1, where no rows travel; "
         "leave it out",
         [{"parallel.tensor_chunks": 1}, {"parallel.tensor": 2}],
     ),
@@ -413,7 +419,7 @@ EXPERTS = "model.moe={experts: 8, groups: 4}"
     [
         (
             ("parallel.expert=2",),
-            "parallel.expert=2 divides experts, and the model has none; use parallel.expert=1 or "
+            "parallel.expert=2 divides experts, and the model has none; use parallel.expert=1, or "
             "set model.moe.experts",
         ),
         (
@@ -431,7 +437,7 @@ EXPERTS = "model.moe={experts: 8, groups: 4}"
         ),
         (
             (EXPERTS, "parallel.expert_overlap=true", "parallel.pipeline=2"),
-            "parallel.expert_overlap=true does nothing with parallel.expert=1 and "
+            "parallel.expert_overlap=true has no effect with parallel.expert=1 and "
             "parallel.pipeline=2; use 2 or more of both, or parallel.expert_overlap=false",
         ),
         (
@@ -439,7 +445,7 @@ EXPERTS = "model.moe={experts: 8, groups: 4}"
                 *(EXPERTS, "parallel.expert_overlap=true", "parallel.pipeline=2"),
                 *("parallel.expert=2", "parallel.zero=3"),
             ),
-            "parallel.expert_overlap=true runs two passes at a time, and parallel.zero=3 brings "
+            "parallel.expert_overlap=true runs two passes at a time, and parallel.zero=3 gathers "
             "the weights of one; use parallel.zero=2 or less, or parallel.expert_overlap=false",
         ),
         (

@@ -205,10 +205,8 @@ def test_what_the_host_keeps_comes_and_goes_in_the_update(name, link, optim, pre
     if optim.get("name") != "muon":  # whose tables have more state than its matrices
         assert away.host_bytes == pytest.approx(parameters / 4 * width, rel=0.01)
     assert here.host_bytes == 0
-    text = (
-        f"{away.host_bytes / 2**30:.1f} GiB of a GPU's weights and state lie in the host's memory"
-    )
-    assert away.reasons[1].startswith(f"{text} and come and go at {link / 1e9:g} GB/s each way: ")
+    text = f"{away.host_bytes / 2**30:.1f} GiB of a GPU's weights and state are in host memory"
+    assert away.reasons[1].startswith(f"{text} and move at {link / 1e9:g} GB/s in each direction: ")
     # As long as the longer of both.
     here, away = update(host_link=1e15)
     assert away.breakdown["optimizer"] == here.breakdown["optimizer"]

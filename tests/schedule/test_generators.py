@@ -166,7 +166,7 @@ def test_interleaved_takes_any_group(ranks, chunks, more, wider):
         (("1f1b", 4, 1, 0), r"0 microbatches, .*train.global_batch"),
         (("1f1b", 0, 1, 1), r"parallel.pipeline=0"),
         (("1f1b", 1, 0, 1), r"parallel.chunks=0"),
-        (("1f1", 4, 1, 4), r"parallel.schedule=1f1 is none of .*did you mean 1f1b"),
+        (("1f1", 4, 1, 4), r"parallel.schedule=1f1 is not one of .*did you mean 1f1b"),
         (("zbv", 4, 2, 4), r"did you mean zb-v"),
         (("file:/nowhere/at/all", 4, 1, 4), r"parallel.schedule=file:.* cannot be read"),
     ],
@@ -180,7 +180,7 @@ def test_impossible_sizes_are_refused_with_the_nearest_valid_ones(size, message)
 def test_groups_are_refused_where_they_would_stop_or_mean_nothing():
     with pytest.raises(UserError, match="use 4 or more"):
         generate("interleaved", 4, 2, 8, group=3)
-    with pytest.raises(UserError, match="means nothing to 1f1b"):
+    with pytest.raises(UserError, match="has no effect with 1f1b"):
         generate("1f1b", 4, 1, 8, group=4)
 
 

@@ -63,7 +63,7 @@ def test_compare_shows_every_schedule_with_chunks_that_it_takes():
         (("--schedule", "1f1", "--stages", 2), "did you mean 1f1b"),
         (("--schedule", "1f1b", "--stages", 0), "--stages 0"),
         (("--schedule", "1f1b", "--stages", 999_999_999), "at most 5,000,000"),
-        (("--schedule", "1f1b", "--stages", 2, "--costs", "F=soon"), "'soon' is no time"),
+        (("--schedule", "1f1b", "--stages", 2, "--costs", "F=soon"), "'soon' is not a time"),
         (("--schedule", "1f1b", "--stages", 2, "--svg", "missing/a.svg"), "cannot write"),
         (("--compare", "--stages", 2, "--svg", "a.svg"), "--compare draws nothing"),
         (("--schedule", "search", "--stages", 2, "--memory-limit", "nan"), "'nan'"),

@@ -52,7 +52,7 @@ def test_comments_and_blank_lines_are_skipped_and_a_file_is_a_schedule(tmp_path)
     ("content", "message"),
     [
         ("# nothing", "no line of actions"),
-        ("0F0 0B0\n1F0 1X0", r"own.txt, line 2, cell 2: '1X0' is no action"),
+        ("0F0 0B0\n1F0 1X0", r"own.txt, line 2, cell 2: '1X0' is not an action"),
         ("0F0 0SEND_F0", "line 1, cell 2: 0SEND_F0 is added by lowering"),
         ("0F0 9999999F0", "line 1, cell 2: stage 9999999 .* 1000000"),
         ("0F0 0F99999999", "microbatch 99999999 .* 1000000"),
@@ -87,7 +87,7 @@ def test_a_file_for_another_pipeline_or_with_a_cycle_is_refused(tmp_path):
         ((4, 1, 5), "microbatches"),
     ):
         assert [key in mistake for mistake in schedule_mistakes(f"file:{path}", *size)] == [True]
-    with pytest.raises(UserError, match="group of 4 microbatches means nothing"):
+    with pytest.raises(UserError, match="group of 4 microbatches has no effect"):
         generate(f"file:{path}", 4, 1, 6, group=4)
     path.write_text("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0")
     assert len(schedule_mistakes(f"file:{path}", 2, 1, 2)) == 1

@@ -51,7 +51,7 @@ def main() -> None:
         if config.checkpoint.resume is None and os.environ["PET_MAX_RESTARTS"] != "0":
             raise UserError(
                 f"ranks that are started again (PET_MAX_RESTARTS={os.environ['PET_MAX_RESTARTS']}) "
-                "would begin anew; set checkpoint.resume=latest"
+                "would start from scratch; set checkpoint.resume=latest"
             )
         world = largest_world(os.environ["PET_NNODES"], os.environ["PET_NPROC_PER_NODE"])
     if given.look:
@@ -139,9 +139,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--config", metavar="FILE", help="as of pretrain_gpt.py")
     doctor = parser.add_mutually_exclusive_group()
-    doctor.add_argument("--look", action="store_true", help="look at the node, and end")
+    doctor.add_argument("--look", action="store_true", help="only check the node")
     doctor.add_argument(
-        "--no-doctor", dest="doctor", action="store_false", help="the node has been looked at"
+        "--no-doctor", dest="doctor", action="store_false", help="do not check the node"
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser.parse_args()

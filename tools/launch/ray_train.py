@@ -40,8 +40,8 @@ def main() -> None:
         config, words = run_of(arguments.run)
         if arguments.failures and config.checkpoint.resume is None:
             raise UserError(
-                f"a run that is started again (--failures {arguments.failures}) would begin anew; "
-                "set checkpoint.resume=latest"
+                f"a run that is started again (--failures {arguments.failures}) would start from "
+                "scratch; set checkpoint.resume=latest"
             )
         ranks = ranks_of(arguments.ranks)
         if ranks[0] < ranks[1] and not config.faults.elastic:

@@ -87,7 +87,9 @@ def space_of(texts: Sequence[str]) -> Space:
             raise UserError(f"--sweep {key} is given twice; put all values into one list")
         found[key] = range_of(text, drawn) if drawn else values_of(text, asked)
     if not found:
-        raise UserError("nothing is swept over; give --sweep 'optim.lr=[1e-3, 3e-3]', for example")
+        raise UserError(
+            "there is nothing to sweep over; give --sweep 'optim.lr=[1e-3, 3e-3]', for example"
+        )
     return found
 
 
