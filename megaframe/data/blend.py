@@ -50,7 +50,7 @@ class Blend:
         """
         if len(self.weights) == 1:
             first = self.consumed[0]
-            numbers = np.arange(first, first + size)
+            numbers: NDArray[np.int64] = np.arange(first, first + size)
             return np.zeros(size, np.int64), numbers, replace(self, consumed=(first + size,))
         given = [now - then for now, then in zip(self.consumed, self.base, strict=True)]
         sources = earliest_deadlines(self.weights, given, size)

@@ -59,7 +59,8 @@ class Reader:
         alone = zip(files, self.paths, strict=True)
         self.names = tuple(n if files.count(n) == 1 else path for n, path in alone)
         self._keys = np.array([source_key(seed, n) for n in _numbered(files)], np.uint64)
-        self._known_from, self._known = 0, np.empty(0, np.int64)
+        self._known_from = 0
+        self._known: Numbers = np.empty(0, np.int64)
 
     def read(self, sources_N: Numbers, numbers_N: Numbers, samples_N: Numbers) -> Microbatch:
         """One microbatch of these samples, in this order.
@@ -107,8 +108,9 @@ class Reader:
             return sample_indices(numbers_N, self.sizes[sources_N], self._keys[sources_N])
         first, last = int(numbers_N[0]), int(numbers_N[-1])
         if first < self._known_from or last >= self._known_from + self._known.size:
-            numbers = np.arange(first, max(last + 1, first + _LOOKED_UP_AHEAD))
-            self._known_from, self._known = first, sample_indices(numbers, self.sizes, self._keys)
+            wanted = np.arange(first, max(last + 1, first + _LOOKED_UP_AHEAD))
+            self._known_from = first
+            self._known = sample_indices(wanted, self.sizes, self._keys)
         return self._known[numbers_N - self._known_from]
 
     def _groups(self, sources_N: Numbers) -> Iterator[tuple[Source, Numbers | slice]]:

@@ -86,7 +86,7 @@ def run(
         losses.append(float(all_reduce(outcome.loss / valid, everywhere).wait()))
         norms.append(float(outcome.update.grad_norm))
     traffic = group.traffic.take()
-    evaluation = float(all_reduce(pipeline.evaluate(mine), everywhere).wait()) / valid
+    evaluation = float(all_reduce(pipeline.evaluate(mine).sum(), everywhere).wait()) / valid
     weights = {}
     for name, _, box, piece in pipeline.optimizer.tensors():
         weights.setdefault(name, []).append((box, piece.to("cpu", copy=True)))
