@@ -97,13 +97,12 @@ class Engine:
     def _by_graph(
         self, graph: Graph, compute: Compute, microbatches: Sequence[Microbatch], scale: float
     ) -> Passed:
-        """What all of the list but the update comes to, as a graph where it is one: which ends with
-        its transfers, and as it began, with no values but those that are always here."""
+        """What all but the update comes to, as a graph where it is one. It begins with no values but
+        those that are always here, whatever ran before, and ends with its transfers."""
 
         def whole(inputs: Sequence[Microbatch]) -> Passed:
             passed = compute(inputs)
             self.optimizer.wait()
-            self.optimizer.settle()
             return passed
 
         self.optimizer.settle()

@@ -48,7 +48,6 @@ def run(graphs, model, train, parallel, optim, kernels, packed=False):
     layout = Layout.from_parallel(config.parallel, world_size())
     assert not [*graph_reasons(config, layout.sizes)] or config.train.precision == "fp64"
     mesh = Mesh(layout, device="cpu", timeout=60)
-    assert mesh.communicators == (layout.world > 1)
 
     def mark():
         assert mesh.place._recorded is None, "an event in a graph"
@@ -57,6 +56,7 @@ def run(graphs, model, train, parallel, optim, kernels, packed=False):
     mesh.place.mark = mark
     found, told = [], []
     pipeline = begun(config, mesh, graphs, told)
+    assert mesh.communicators == (layout.world > 1)
     pipeline.optimizer.initialise(config.run.seed)
 
     def train_one(step, batch):
@@ -182,3 +182,18 @@ def test_a_recorded_step_is_the_same_to_the_bit(name, pool):
         # All but the first ones of a start, the one of another shape, and those after a new start.
         assert len(told) == STEPS - _EAGER - 1 + 1 + 2
         assert all(doing.endswith("the graph of all passes") for doing in told)
+
+
+def test_masks_are_those_of_the_step():
+    config = RunConfig(
+        model={"layers": 1, "hidden": 16, "heads": 4, "vocab": 37, "dropout": 0.5},
+        train={"seq": 8, "global_batch": 4, "precision": "fp64"},
+        optim={"lr": 1e-300, "min_lr": 0.0},  # no weight changes
+    )
+    mesh = Mesh(Layout(), device="cpu")
+    pipeline = begun(config, mesh, True, [])
+    pipeline.optimizer.initialise(1)
+    batch = batch_of(config, 0, False)
+    losses = [float(pipeline.train([batch], step, 1.0).loss) for step in (0, 1, 2, 0, 1, 2, 7)]
+    mesh.close()
+    assert losses[:3] == losses[3:6] and len(set(losses)) == 4
