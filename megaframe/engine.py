@@ -97,8 +97,8 @@ class Engine:
     def _by_graph(
         self, graph: Graph, compute: Compute, microbatches: Sequence[Microbatch], scale: float
     ) -> Passed:
-        """What all but the update comes to, as a graph where it is one. It begins with no values but
-        those that are always here, whatever ran before, and ends with its transfers."""
+        """What all but the update comes to, as a graph where it is one. It begins with no values
+        but those that are always here, whatever ran before, and ends with its transfers."""
 
         def whole(inputs: Sequence[Microbatch]) -> Passed:
             passed = compute(inputs)
