@@ -9,6 +9,7 @@ import sys
 from contextlib import suppress
 
 import torch
+from torch import Tensor
 
 from megaframe.errors import UserError
 
@@ -36,6 +37,14 @@ def device_of(wanted: str) -> torch.device:
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     return device
+
+
+def brought(x: Tensor, device: torch.device) -> Tensor:
+    """x on a device; to a GPU by way of pinned memory, for of what comes from any other the host
+    would wait for the copy."""
+    if device.type == "cuda":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
 
 
 def be_deterministic() -> None:

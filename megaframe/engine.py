@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megaframe.comm import Pending, receive, send
-from megaframe.graph import Graph, Passed
+from megaframe.graph import Compute, Graph, Passed
 from megaframe.mesh import Mesh
 from megaframe.meter import Part
 from megaframe.microbatch import Microbatch
@@ -80,29 +80,44 @@ class Engine:
         those of scale * (sum of the losses). The list ends with the update. paired: forwards that
         run by turns with the backward right behind them. by_block: leave a sign of every block."""
         self.optimizer.start_step()
+        for stage in self.stages.values():
+            stage.start_step(step)
 
         def compute(inputs: Sequence[Microbatch]) -> Passed:
-            return self._pass(schedule, inputs, step, scale, paired, by_block)
+            return self._pass(schedule, inputs, scale, paired, by_block)
 
         if self.graph is None or by_block:
             passed = compute(microbatches)
         else:
-            passed = self.graph.run(compute, microbatches, scale)
+            passed = self._by_graph(self.graph, compute, microbatches, scale)
         update = self._update(schedule.ranks[self.rank][-1])
         self._finish()
         return Outcome(passed.loss, passed.ahead, update, passed.signs, passed.tallies)
+
+    def _by_graph(
+        self, graph: Graph, compute: Compute, microbatches: Sequence[Microbatch], scale: float
+    ) -> Passed:
+        """What all but the update comes to, as a graph where it is one. It begins with no values
+        but those that are always here, whatever ran before, and ends with its transfers."""
+
+        def whole(inputs: Sequence[Microbatch]) -> Passed:
+            passed = compute(inputs)
+            self.optimizer.wait()
+            return passed
+
+        self.optimizer.settle()
+        return graph.run(whole, microbatches, scale)
 
     def _pass(
         self,
         schedule: Schedule,
         microbatches: Sequence[Microbatch],
-        step: int,
         scale: float,
         paired: Mapping[Action, Action],
         by_block: bool,
     ) -> Passed:
         """All of the list but the update, which ends it."""
-        passes = _Passes(self, schedule, microbatches, step, scale)
+        passes = _Passes(self, schedule, microbatches, scale)
         for stage in self.stages.values():
             stage.look = passes.look if by_block else None
         place = self.mesh.place
@@ -142,7 +157,7 @@ class Engine:
     def evaluate(self, schedule: Schedule, microbatches: Sequence[Microbatch]) -> Tensor:
         """Execute the forward passes without gradients. Returns the loss sum of each microbatch,
         fp64 [M], as `Outcome` does."""
-        passes = _Passes(self, schedule, microbatches, 0, None)
+        passes = _Passes(self, schedule, microbatches, None)
         for action in schedule.ranks[self.rank]:
             if action.kind in _FORWARD_ONLY:
                 passes.do(action)
@@ -164,11 +179,10 @@ class _Passes:
         engine: Engine,
         schedule: Schedule,
         microbatches: Sequence[Microbatch],
-        step: int,
         scale: float | None,
     ) -> None:
         self._engine, self._microbatches = engine, microbatches
-        self._step, self._scale = step, scale
+        self._scale = scale
         self._rank_of, self._split = schedule.rank_of, schedule.split
         self._arriving: dict[tuple[Kind, int, int], Pending[Tensor]] = {}
         self._leaving: dict[tuple[Kind, int, int], Tensor] = {}
@@ -236,8 +250,7 @@ class _Passes:
             self._forwards[number] += 1
             last = self._forwards[number] == len(self._microbatches)
             done = partial(self._engine.optimizer.reduce, last=last)
-            step, scale = self._step, self._scale
-            y = stage.forward(microbatch, data, step, scale, x, done, following, hand_over)
+            y = stage.forward(microbatch, data, self._scale, x, done, following, hand_over)
             self.signs.append(sign(False, number, microbatch, y))
         if stage.end is not None:
             self.losses[microbatch] += y

@@ -3,6 +3,10 @@
 The graph is of the microbatches' shapes and of the scale of the gradients. Tokens are copied to
 where it reads them, and what it computes lies where it did before, so that what outlives the step
 is copied. The update is not in it: learning rates and the number of the step are the host's.
+
+Transfers are in it, of one communicator. Whoever started one outside has waited for it before, and
+those that start inside are waited for inside. Whether a step is recorded, run again or neither
+follows from what all ranks have alike, and so is the same on each of them, as NCCL demands.
 """
 
 from __future__ import annotations
@@ -15,12 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaframe.comm.recording import Recording
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
-from megaframe.layout import Layout
+from megaframe.kernels import Kernels
+from megaframe.mesh import Mesh
 from megaframe.microbatch import Microbatch
 from megaframe.nn.tally import Tally
 from megaframe.optim.health import Sign
+from megaframe.plan.graphs import graph_reasons
 
 _EAGER = 2
 """Steps of a kind that run without a graph first: what is made once is made in them."""
@@ -49,7 +56,8 @@ class Passed:
 
 Compute = Callable[[Sequence[Microbatch]], Passed]
 Record = Callable[[Callable[[], Passed]], tuple[Passed, Callable[[], None]]]
-"""Records what a function launches: what it returns, and what runs it again into the same place."""
+"""Records what a function launches: what it returns, and what runs it into the same place. Whether
+it also runs while it is recorded makes no difference."""
 
 
 def record_cuda(compute: Callable[[], Passed]) -> tuple[Passed, Callable[[], None]]:
@@ -58,7 +66,6 @@ def record_cuda(compute: Callable[[], Passed]) -> tuple[Passed, Callable[[], Non
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"):
         passed = compute()
-    graph.replay()  # recording runs nothing
     return passed, graph.replay
 
 
@@ -72,26 +79,30 @@ class _Recorded:
     inputs: Sequence[Microbatch]
     passed: Passed
     run: Callable[[], None]
+    told: Recording
 
 
 class Graph:
-    """record: makes one. tell: is given a line to show."""
+    """Of the ranks of a mesh. record: makes one. tell: is given a line to show."""
 
-    def __init__(self, tell: Callable[[str], None], record: Record = record_cuda) -> None:
-        self._tell, self._record = tell, record
+    def __init__(
+        self, mesh: Mesh, tell: Callable[[str], None], record: Record = record_cuda
+    ) -> None:
+        self._mesh, self._tell, self._record = mesh, tell, record
         self._recorded: dict[Any, _Recorded] = {}
         self._met: dict[Any, int] = {}
         self._told = False
+        mesh.before_close.append(self._recorded.clear)  # NCCL's groups end when no graph has them
 
     def run(self, compute: Compute, microbatches: Sequence[Microbatch], scale: float) -> Passed:
         """What `compute` makes of the microbatches; scale: that of the gradients in it."""
         kind = (scale, *(_kind_of(one) for one in microbatches))
-        if kind in self._recorded:
-            found = self._recorded[kind]
+        found = self._recorded.get(kind)
+        if found is not None:
             for static, given in zip(found.inputs, microbatches, strict=True):
                 for into, x in zip(_tensors(static), _tensors(given), strict=True):
                     into.copy_(x, non_blocking=True)
-            found.run()
+            found.told.run(found.run)
             return found.passed.copied()
         times = self._met[kind] = self._met.get(kind, 0) + 1
         if times <= _EAGER:
@@ -100,8 +111,10 @@ class Graph:
             self._say(f"there are {_MOST} graphs for other shapes or numbers of valid tokens")
             return compute(microbatches)
         inputs = [_copied(one) for one in microbatches]
-        passed, run = self._record(lambda: compute(inputs))
-        self._recorded[kind] = _Recorded(inputs, passed, run)
+        with self._mesh.recording("the graph of all passes") as told:
+            passed, run = self._record(lambda: compute(inputs))
+        self._recorded[kind] = _Recorded(inputs, passed, run, told)
+        told.run(run)
         return passed.copied()
 
     def _say(self, why: str) -> None:
@@ -110,22 +123,15 @@ class Graph:
             self._tell(f"train.cuda_graph: {why}; some steps run without one")
 
 
-def refuse(config: RunConfig, layout: Layout, device: torch.device) -> None:
+def refuse(config: RunConfig, mesh: Mesh, kernels: Kernels) -> None:
     """Raise `UserError` where a step is no graph, with every reason."""
-    moe = config.model.moe
-    reasons = {
-        f"CUDA graphs need a GPU, and this runs on a {device.type}": device.type != "cuda",
-        f"the {layout.world} ranks exchange tensors during the passes; use 1": layout.world > 1,
-        "model.moe: the host distributes tokens": moe is not None,
-        f"model.dropout={config.model.dropout:g}: masks are keyed by the step; use 0": (
-            config.model.dropout > 0
-        ),
-        "train.offload=true moves tensors outside the graph; use false": config.train.offload,
-        "data.reset_attention=true: what tokens see differs from step to step; use false": (
-            config.data.reset_attention
-        ),
-    }
-    found = [reason for reason, holds in reasons.items() if holds]
+    found = [*graph_reasons(config, mesh.layout.sizes)]
+    if mesh.device.type != "cuda":
+        found.append(f"CUDA graphs need a GPU, and this runs on a {mesh.device.type}")
+    elif mesh.communicators > 1:
+        found.append(f"the passes may exchange over {mesh.communicators} communicators")
+    if config.model.moe is not None and not kernels.has("grouped_product"):
+        found.append("model.moe: the host distributes tokens without kernels.experts' kernels")
     if found:
         raise UserError("\n  ".join(["train.cuda_graph=true cannot work here", *found]))
 

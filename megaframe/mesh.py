@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from megaframe.comm.connections import Connections
 from megaframe.comm.ferry import Ferry
 from megaframe.comm.order import Order
 from megaframe.comm.place import Place
+from megaframe.comm.recording import Recording, recording
 from megaframe.comm.start import fresh_store, launcher_store
 from megaframe.comm.watch import Watch
 from megaframe.device import device_of, finish_before_others, keep_freed_memory
@@ -111,6 +112,10 @@ class Mesh:
         self._members: dict[frozenset[str], Sequence[tuple[int, ...]]] = {}
         self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._counted: list[tuple[str, Group]] = []
+        self.communicators = 0
+        """Groups that were made for tensors of the device and have this rank among others."""
+        self.before_close: list[Callable[[], object]] = []
+        """Called before the groups end."""
         self.add_groups(axis_sets)
         self.aside = self._make_group(("data",), layout.groups("data"), backend="gloo")
         """The data ranks, over connections of their own on the host: for numbers that must not
@@ -234,6 +239,10 @@ class Mesh:
             handle = self._new_handle(ranks, "gloo")
         return Group(axes, ranks, self.rank, handle)
 
+    def recording(self, name: str) -> AbstractContextManager[Recording]:
+        """What is started in it over the groups is recorded, and told of when it runs."""
+        return recording(name, self.place, [group.traffic for _, group in self._counted])
+
     @property
     def counted_axes(self) -> list[str]:
         """The keys of `take_traffic`."""
@@ -289,6 +298,9 @@ class Mesh:
 
     def close(self) -> None:
         """End all process groups."""
+        for call in self.before_close:
+            call()
+        self.before_close.clear()
         if self._watch is not None:
             self._watch.close()
         if dist.is_initialized():
@@ -356,6 +368,7 @@ class Mesh:
         """A process group; of a rank that is alone only those with it."""
         if self._alone:
             return Alike(ranks.index(self.rank), len(ranks)) if self.rank in ranks else None
+        self.communicators += backend is None and self.rank in ranks
         with self._gathering(), self.connections.made():
             if backend is None and self._over_nccl:
                 made = dist.new_group(ranks, **_of_nccl(self.device, self._timeout))

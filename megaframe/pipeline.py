@@ -69,8 +69,8 @@ class Pipeline:
             stage.keeper = self.optimizer
         self._engine = Engine(self.stages, self.optimizer, mesh, time)
         if train.cuda_graph:
-            refuse(config, mesh.layout, mesh.device)
-            self._engine.graph = Graph(tell)
+            refuse(config, mesh, kernels)
+            self._engine.graph = Graph(mesh, tell)
 
         @lru_cache(_KEPT)
         def lowered(microbatches: int, train: bool) -> tuple[Schedule, Mapping[Action, Action]]:

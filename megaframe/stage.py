@@ -28,7 +28,7 @@ from megaframe.mesh import ranks_on_this_node
 from megaframe.microbatch import Microbatch
 from megaframe.model import Block, Embedding, EmulatedBlock, Head
 from megaframe.nn.context import Context
-from megaframe.nn.dropout import dropout_key
+from megaframe.nn.dropout import Keys
 from megaframe.nn.eight_bits import EightBits
 from megaframe.nn.frame import Frame, Left, do_all, make_frame
 from megaframe.nn.moe.dispatch import Places
@@ -134,6 +134,9 @@ class Stage:
         """Of the values of all units."""
         self.look: Look | None = None
         """Is shown what comes of each block, where somebody looks for the one that is at fault."""
+        moe, drops = config.model.moe, config.model.dropout > 0
+        random = drops or (moe is not None and moe.jitter > 0)
+        self._keys = Keys(config.run.seed) if random else None
         self._flights: dict[int, Flight] = {}
         self._tally = Tally()
         self._scratch = Scratch()
@@ -164,11 +167,15 @@ class Stage:
         """Microbatches whose activations it holds."""
         return len(self._flights)
 
+    def start_step(self, step: int) -> None:
+        """Optimizer step `step` begins."""
+        if self._keys is not None:
+            self._keys.begin(step)
+
     def forward(
         self,
         number: int,
         microbatch: Microbatch,
-        step: int,
         scale: float,
         x: Tensor | None = None,
         done: Done | None = None,
@@ -182,10 +189,7 @@ class Stage:
         are of scale * (loss sum). `done` is told of the head. following: the unit whose values are
         needed next, after this pass. hand_over: lets the work that runs beside this go on.
         """
-        model = self.config.model
-        random = model.dropout > 0 or (model.moe is not None and model.moe.jitter > 0)
-        key = dropout_key(self.config.run.seed, step) if random else None
-        flight = Flight(self._frame(microbatch, key, scale))
+        flight = Flight(self._frame(microbatch, self._keys, scale))
         flight.frame.turn.hand_over = hand_over
         self._flights[number] = flight
         values = self._values(self.units, following, whole=False)
@@ -340,12 +344,12 @@ class Stage:
         taken, self._tally = self._tally, Tally()
         return taken
 
-    def _frame(self, microbatch: Microbatch, key: int | None, scale: float = 1.0) -> Frame:
+    def _frame(self, microbatch: Microbatch, keys: Keys | None, scale: float = 1.0) -> Frame:
         return make_frame(
             self.config.model,
             microbatch,
             self.precision.compute,
-            key,
+            keys,
             tensor=self.tensor,
             context=self.context,
             selective=self.config.train.recompute == "selective",

@@ -18,6 +18,7 @@ from megaframe.comm import all_reduce, barrier
 from megaframe.config import RunConfig, dump
 from megaframe.data.loader import Loader
 from megaframe.data.tokenizer import load_tokenizer
+from megaframe.device import brought
 from megaframe.engine import Outcome
 from megaframe.errors import Unreadable, UserError
 from megaframe.faults.guard import Guard
@@ -422,11 +423,9 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def _move(microbatch: Microbatch, device: torch.device) -> Microbatch:
-    """To a GPU by way of pinned memory; for what comes from any other the host would wait."""
-    if device.type == "cpu":
-        return microbatch
+    """To a device."""
     moved: dict[str, Any] = {
-        name: value.pin_memory().to(device, non_blocking=True)
+        name: brought(value, device)
         for name, value in vars(microbatch).items()
         if isinstance(value, Tensor)
     }

@@ -67,6 +67,7 @@ _LONGEST = (
     "test_gpu_check.py",
     "test_training_gpu.py",
     "test_netlab.py",
+    "test_graphs.py",
     "test_gpu_options.py",
     "test_kernels.py",
     "test_optimizer_runs.py",

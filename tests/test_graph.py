@@ -1,81 +1,25 @@
-"""A step that is recorded once and run again gives the same bits as one that is told anew, whatever
-tokens it is given; and it is refused where it cannot work. Recording is torch's; here the function
-is called again in its place, into the same memory.
+"""How many graphs a run keeps and when it lets them go, what a watch and a meter are told of them,
+and where they are refused. What comes of a recorded step is tested in parity/test_graphs.py.
 """
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "parity"))
-import training
-from training import MODELS, assert_same_bits, run
+from training import MODELS, run
 
+from megaframe.comm.place import Place
+from megaframe.comm.recording import recording
+from megaframe.comm.traffic import Traffic
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
-from megaframe.graph import _EAGER, _MOST, Graph, refuse
+from megaframe.graph import _EAGER, _MOST, Graph
 from megaframe.layout import Layout
-from megaframe.pipeline import Pipeline
-
-
-def record(compute):
-    """Runs a function again, and puts what comes of it where it was the first time."""
-    passed = compute()
-
-    def again():
-        made = compute()
-        for old, new in zip(numbers(passed), numbers(made), strict=True):
-            old.copy_(new)
-
-    return passed, again
-
-
-def numbers(passed):
-    return [passed.loss, passed.ahead, *(sign.largest for sign in passed.signs)]
-
-
-def run_recorded(monkeypatch, *given):
-    """`run`, each step by a graph where there is one -> result, lines told."""
-    graphs, told, init = [], [], Pipeline.__init__
-
-    def with_graph(self, *arguments):
-        init(self, *arguments)
-        self._engine.graph = Graph(told.append, record)
-        graphs.append(self._engine.graph)
-
-    monkeypatch.setattr(Pipeline, "__init__", with_graph)
-    result = run(*given)
-    monkeypatch.setattr(Pipeline, "__init__", init)
-    return result, graphs[0], told
-
-
-def test_a_recorded_step_is_the_same_to_the_bit(monkeypatch):
-    monkeypatch.setattr(training, "STEPS", _EAGER + 3)
-    batch = training.global_batch
-
-    def whole(config, step):  # every step has as many valid tokens
-        made = batch(config, step)
-        return replace(made, labels_BS=made.labels_BS.clamp_min(0))
-
-    monkeypatch.setattr(training, "global_batch", whole)
-    model = {**MODELS["llama"], "mtp_depth": 1}
-    plain = run(model, {"microbatch": 4})
-    result, graph, told = run_recorded(monkeypatch, model, {"microbatch": 4})
-    assert_same_bits([result], [plain])
-    assert len(graph._recorded) == 1 and not told
-
-
-def test_a_scale_that_keeps_changing_is_said_once(monkeypatch):
-    told = []
-    graph = Graph(told.append, lambda compute: (compute(), lambda: None))
-    for scale in range(_MOST + 3):
-        for _ in range(_EAGER + 1):
-            graph.run(lambda _: Nothing(), [], float(scale))
-    assert len(graph._recorded) == _MOST and len(told) == 1
-    assert "some steps run without one" in told[0]
+from megaframe.mesh import Mesh
+from megaframe.plan.check import check
 
 
 class Nothing:
@@ -83,19 +27,96 @@ class Nothing:
         return self
 
 
+def test_a_scale_that_keeps_changing_is_said_once_and_graphs_go_before_groups_end():
+    told, mesh = [], Mesh(Layout(), device="cpu")
+    graph = Graph(mesh, told.append, lambda compute: (compute(), lambda: None))
+    for scale in range(_MOST + 3):
+        for _ in range(_EAGER + 1):
+            graph.run(lambda _: Nothing(), [], float(scale))
+    assert len(graph._recorded) == _MOST and len(told) == 1
+    assert "some steps run without one" in told[0]
+    mesh.close()
+    assert not graph._recorded
+
+
+class Waiting:
+    def waits_for(self):
+        return "all_reduce over data with rank 1", (0, 1)
+
+
+class Mark:
+    def query(self):
+        return False
+
+
+def test_of_what_is_recorded_others_are_told_when_it_runs():
+    place, traffic, asked = Place(), Traffic(), []
+    place.mark = Mark
+    place.begin("step 7")
+    place.act("data", None)
+    with recording("the graph", place, [traffic]) as told:
+        place.act("", "0F0")
+        traffic.count(100)
+        place.left(Waiting(), lambda: asked.append(1))
+        place.act("", "0B0")
+    assert not place._given and traffic.take() == (0, 0) and not asked
+    for _ in range(2):
+        told.run(lambda: None)
+        assert traffic.take() == (100, 1)
+    place._given.popleft()  # what was before
+    place.act("", "UPDATE")
+    waiting = "waiting in all_reduce over data with rank 1"
+    assert str(place.seen(0)) == f"step 7, the graph on its device, {waiting}"
+
+
 @pytest.mark.parametrize(
-    ("sections", "layout", "reasons"),
+    ("world", "sections", "reasons"),
     [
-        ({}, Layout(), ["runs on a cpu"]),
-        ({"model": {"dropout": 0.1, "moe": {"experts": 2, "top_k": 1}}}, Layout(), ["moe", "0.1"]),
-        ({"train": {"offload": True}}, Layout(data=2), ["2 ranks", "train.offload"]),
+        (4, {"parallel": {"tensor": 2}}, ["parallel.data=2 exchange over several"]),
+        (2, {"parallel": {"pipeline": 2}}, ["pipeline=2 exchange"]),
+        (2, {"parallel": {"context": 2}}, ["context=2 exchange"]),
+        (4, {"parallel": {"data_replicate": 2}}, ["data_replicate=2 sums"]),
+        (4, {"parallel": {"tensor": 4}, "model": {"kv_heads": 2}}, ["kv_heads=2 over a second"]),
+        (2, {"parallel": {"tensor": 2, "symmetric_memory": "auto"}}, ["symmetric_memory=auto"]),
+        (2, {"parallel": {"compress": "topk"}}, ["compress=topk"]),
+        (2, {"run": {"device": "shared"}}, ["run.device=shared"]),
+        (1, {"train": {"offload": True, "recompute": "full"}}, ["train.offload=true"]),
+        (
+            2,
+            {
+                "model": {"moe": {"experts": 2, "top_k": 1, "normalise": False, "capacity": 1.0}},
+                "train": {"fp8": "row"},
+                "parallel": {"expert": 2},
+            },
+            ["expert=2: the host waits", "capacity=1", "fp8=row"],
+        ),
     ],
 )
-def test_where_a_graph_cannot_work_it_is_refused(sections, layout, reasons):
+def test_where_a_graph_cannot_work_it_is_refused(world, sections, reasons):
+    model = {"vocab": 128, "heads": 4, "hidden": 64, **sections.get("model", {})}
+    train = {"global_batch": 8, **sections.get("train", {})}
+
+    def config(graph):
+        return RunConfig(**{**sections, "model": model, "train": {**train, "cuda_graph": graph}})
+
+    check(config(False), world, data=False)
     with pytest.raises(UserError) as error:
-        refuse(RunConfig(**sections), layout, torch.device("cpu"))
-    for reason in ["CUDA graphs need a GPU", *reasons]:
-        assert reason in str(error.value)
+        check(config(True), world, data=False)
+    lines = str(error.value).splitlines()[1:]
+    for line, reason in zip(lines, reasons, strict=True):
+        assert "train.cuda_graph=true cannot work here: " in line and reason in line
+        assert "; use " in line or "; leave it out" in line
+
+
+def test_what_a_graph_can_hold_is_not_refused():
+    moe = {"experts": 2, "top_k": 1, "normalise": False}
+    model = {"vocab": 128, "heads": 4, "hidden": 64, "dropout": 0.1, "moe": moe}
+    train = {"cuda_graph": True, "global_batch": 8}
+    for parallel in ({"zero": 3}, {"tensor": 2}, {"reduce_precision": "bf16"}):
+        config = RunConfig(
+            model=model, train=train, parallel=parallel, data={"reset_attention": True}
+        )
+        check(config, 2, data=False)
 
 
 def test_a_run_on_a_cpu_says_so():
@@ -103,3 +124,6 @@ def test_a_run_on_a_cpu_says_so():
         pytest.skip("says of a machine without a GPU what it lacks")
     with pytest.raises(UserError, match=r"train\.cuda_graph=true cannot work here\n  CUDA graphs"):
         run(MODELS["llama"], {"cuda_graph": True})
+    with pytest.raises(UserError, match=r"without kernels\.experts"):
+        moe = {"moe": {"experts": 2, "top_k": 1, "normalise": False}}
+        run(moe, {"cuda_graph": True, "precision": "fp32"})

@@ -75,8 +75,7 @@ class Pending(Generic[T]):
             except RuntimeError as error:
                 raise _lost(self._group, error) from error
             place.go_on(begun)
-            if not self._work.is_completed():
-                place.left(_Waiting(self._kind, self._group))
+            place.left(_Waiting(self._kind, self._group), self._work.is_completed)
             self._work = None
         if self._too is not None:
             self._too.wait()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from threading import Lock
 from typing import Protocol
@@ -78,6 +79,7 @@ class Place:
         self._given: deque[_Given] = deque()
         self._looking = Lock()
         self._waits: list[Waiting] = []
+        self._recorded: list[Waiting] | None = None
         self._first: tuple[_Given | None, float] = None, 0.0
         self.told = self.step = 0
         self.steady = False
@@ -100,7 +102,7 @@ class Place:
     def act(self, part: str, action: object, kind: str | None = None) -> None:
         """The next part of it begins, such as `data`, or an action of the schedule. kind: under
         which its time without waiting is counted, None where it is not."""
-        if self.mark is not None and self.action:
+        if self.mark is not None and self.action and self._recorded is None:
             self._given.append(_Given(self.mark(), self._doing_now(), self._waits))
             self._waits = []
             self._under_way()
@@ -116,10 +118,23 @@ class Place:
         self._waiting = waiting
         return time.perf_counter_ns()
 
-    def left(self, waiting: Waiting) -> None:
-        """What the host has waited for, the device still does."""
-        if self.mark is not None:
+    def left(self, waiting: Waiting, done: Callable[[], bool] = lambda: False) -> None:
+        """What the host has waited for, the device still does, unless it is `done`."""
+        if self._recorded is not None:
+            self._recorded.append(waiting)  # and of what is recorded nobody may ask
+        elif self.mark is not None and not done():
             self._waits.append(waiting)
+
+    @contextmanager
+    def recording(self) -> Iterator[Sequence[Waiting]]:
+        """What is given to a device in it is recorded, and not done: it leaves no marks. Gives the
+        waits in it, for `left` whenever it is done."""
+        waits: list[Waiting] = []
+        self._recorded = waits
+        try:
+            yield waits
+        finally:
+            self._recorded = None
 
     def go_on(self, begun: int) -> None:
         """The wait that began then is over."""

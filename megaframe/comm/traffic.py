@@ -68,6 +68,11 @@ class Traffic:
         self.calls += 1
         self._latest = size
 
+    def add(self, size: int, calls: int) -> None:
+        """Add so many calls, which move `size` bytes together."""
+        self.bytes += size
+        self.calls += calls
+
     def latest(self) -> int:
         """Bytes of the call that was counted last; zero when asked again."""
         size, self._latest = self._latest, 0

@@ -14,19 +14,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaframe.device import brought
+
 _BITS = 31
 
 
-def dropout_key(seed: int, step: int) -> int:
-    """The key of all masks of one optimizer step."""
-    return _hash(f"{seed}/{step}")
+class Keys:
+    """What the masks of the step under way are keyed by, a number for each place in the model. Each
+    lies on the device and stays where it is: work that was recorded in one step draws the masks of
+    whatever step has begun."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._numbers: dict[str, Tensor] = {}
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """From here on those of this optimizer step."""
+        self._key = _hash(f"{self._seed}/{step}")
+        if self._numbers:
+            here = [*self._numbers.values()]
+            made = torch.tensor([self._made(place) for place in self._numbers])
+            torch._foreach_copy_(here, [*brought(made, here[0].device).unbind()])
+
+    def of(self, place: str, device: torch.device) -> Tensor:
+        """That of a place in the model, an int64 scalar."""
+        if place not in self._numbers:
+            number = self._made(place)
+            self._numbers[place] = torch.full((), number, dtype=torch.int64, device=device)
+        return self._numbers[place]
+
+    def _made(self, place: str) -> int:
+        return _hash(f"{self._key}/{place}")
 
 
 class Dropout:
     """The masks of one microbatch. token_T: the number of each row's token in the whole run."""
 
-    def __init__(self, rate: float, key: int, token_T: Tensor) -> None:
-        self.rate, self.key = rate, key
+    def __init__(self, rate: float, keys: Keys, token_T: Tensor) -> None:
+        self.rate, self._keys = rate, keys
         self._token_T1 = token_T[:, None]
 
     def __call__(self, x_TC: Tensor, place: str) -> Tensor:
@@ -46,7 +72,7 @@ class Dropout:
 
     def _bits(self, like_TC: Tensor, place: str) -> Tensor:
         channel = torch.arange(like_TC.shape[-1], device=like_TC.device)
-        token = _mix(self._token_T1 ^ _hash(f"{self.key}/{place}"))
+        token = _mix(self._token_T1 ^ self._keys.of(place, like_TC.device))
         return _mix(token + channel) & ((1 << _BITS) - 1)
 
 

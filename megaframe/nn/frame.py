@@ -20,7 +20,7 @@ from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.nn.among import Among
 from megaframe.nn.context import Context
-from megaframe.nn.dropout import Dropout
+from megaframe.nn.dropout import Dropout, Keys
 from megaframe.nn.eight_bits import EightBits
 from megaframe.nn.moe.dispatch import Places
 from megaframe.nn.ring import Circle
@@ -187,7 +187,7 @@ def make_frame(
     model: Model,
     microbatch: Microbatch,
     dtype: torch.dtype,
-    dropout_key: int | None,
+    keys: Keys | None,
     *,
     tensor: Group,
     context: Context,
@@ -202,8 +202,7 @@ def make_frame(
     kernels: Kernels = NO_KERNELS,
     eight: EightBits | None = None,
 ) -> Frame:
-    """The frame of `microbatch`. `dropout_key` is a function of seed and step; None in evaluation
-    and when nothing is random."""
+    """The frame of `microbatch`. keys: of masks; None in evaluation and when nothing is random."""
     batch, length = microbatch.tokens_BS.shape
     rotary = None
     if model.position == "rotary":
@@ -234,11 +233,11 @@ def make_frame(
         kernels=kernels,
         eight=eight,
     )
-    if dropout_key is None:
+    if keys is None:
         return frame
     places = context.places(length, microbatch.tokens_BS.device)
     token_T = (microbatch.samples_B[:, None] * (microbatch.whole or length) + places).flatten()
-    return replace(frame, dropout=Dropout(model.dropout, dropout_key, frame.mine(token_T)))
+    return replace(frame, dropout=Dropout(model.dropout, keys, frame.mine(token_T)))
 
 
 def positions_of(microbatch: Microbatch) -> Tensor:

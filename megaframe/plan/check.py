@@ -5,7 +5,7 @@ Each rule yields a message with both numbers, the keys and the nearest valid val
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megaframe.config.describe import shown
 from megaframe.config.numbers import (
@@ -21,6 +21,7 @@ from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.plan.context import context_mistakes
 from megaframe.plan.experts import expert_mistakes
+from megaframe.plan.graphs import graph_reasons
 from megaframe.plan.nodes import crossing
 from megaframe.plan.shape import model_mistakes
 from megaframe.plan.tensor import tensor_mistakes
@@ -66,6 +67,7 @@ def mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[str]:
         *(_schedule(config, sizes["data"]) if not layout else ()),
         *_compression(config),
         *_precision(config.train),
+        *(_graph(config, sizes) if not layout else ()),
         *_learning_rate(config.optim, config.train.steps),
         *_optimizer(config.optim),
         *_saving(config.checkpoint),
@@ -249,6 +251,12 @@ def _precision(train: Train) -> Iterator[str]:
             f"{train.recompute} with train.recompute_blocks={shown(again)} has none; use "
             "train.recompute=full, or train.recompute_blocks=1 or more"
         )
+
+
+def _graph(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
+    if config.train.cuda_graph:
+        for reason in graph_reasons(config, sizes):
+            yield f"train.cuda_graph=true cannot work here: {reason}"
 
 
 def _still_rising(optim: Optim, steps: int) -> str | None:

@@ -2,7 +2,8 @@
 
 What data ranks exchange beside compute is exposed where it takes longer than the window in which it
 may run: at ZeRO 0 and 1 gradients leave during the last backward pass and weights come back during
-the first forward pass, at 2 and 3 they travel in every pass.
+the first forward pass, at 2 and 3 they travel in every pass. What is recorded as a graph begins
+when all weights are back.
 """
 
 from __future__ import annotations
@@ -153,15 +154,20 @@ def data_seconds(machine: Machine, held: Owned, window: Passes, passes: Number) 
         delay = machine.delay(bytes_each * size, "shard")
         return hidden_by(moved, compute, software.data_tail, delay)
 
+    def back(moved: Number, compute: Number) -> Number:
+        graph = machine.config.train.cuda_graph
+        return moved if graph else beside(moved, compute, width)
+
     first = sizes.zero == 0
     twice = np.where(first, 2.0, 1.0)
     once = beside(np.where(first, whole, scatter), passes * backward, wire * twice)
-    once = once + np.where(first, 0.0, beside(gather, passes * forward, width))
+    once = once + np.where(first, 0.0, back(gather, passes * forward))
     gathered = beside(gather, forward, width)
     third = sizes.zero == 3
     moved = scatter + np.where(third, gather, 0.0)
     often = beside(moved, backward, wire + np.where(third, width, 0.0))
-    often = each * (often + np.where(third, gathered, 0.0)) + np.where(third, 0.0, gathered)
+    often = each * (often + np.where(third, gathered, 0.0))
+    often = often + np.where(third, 0.0, back(gather, forward))
     return np.where(sizes.zero >= 2, often, once) + replicas
 
 

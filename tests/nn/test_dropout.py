@@ -2,16 +2,22 @@
 
 import torch
 
-from megaframe.nn.dropout import Dropout, dropout_key
+from megaframe.nn.dropout import Dropout, Keys
 
 CHANNELS, LENGTH = 64, 50
 
 
 def dropped(samples, place="blocks.0.mlp", step=0, rate=0.3, seed=1):
     tokens = torch.tensor(samples)[:, None] * LENGTH + torch.arange(LENGTH)
-    dropout = Dropout(rate, dropout_key(seed, step), tokens.flatten())
+    dropout = Dropout(rate, keys_of(seed, step), tokens.flatten())
     rows = dropout(torch.ones(tokens.numel(), CHANNELS, dtype=torch.float64), place)
     return rows.view(*tokens.shape, CHANNELS)
+
+
+def keys_of(seed, step):
+    keys = Keys(seed)
+    keys.begin(step)
+    return keys
 
 
 def test_rate_and_scale():
@@ -43,8 +49,18 @@ def test_everything_else_draws_another_mask():
             assert abs(same - chance) < 6 * (chance * (1 - chance) / size) ** 0.5
 
 
+def test_keys_stay_where_they_are_from_step_to_step():
+    keys, x = keys_of(1, 0), torch.ones(LENGTH, CHANNELS, dtype=torch.float64)
+    dropout = Dropout(0.3, keys, torch.arange(LENGTH))
+    first, key = dropout(x, "blocks.0.mlp"), keys.of("blocks.0.mlp", x.device)
+    keys.begin(1)
+    assert key is keys.of("blocks.0.mlp", x.device)
+    again = Dropout(0.3, keys_of(1, 1), torch.arange(LENGTH))(x, "blocks.0.mlp")
+    assert torch.equal(dropout(x, "blocks.0.mlp"), again) and not torch.equal(first, again)
+
+
 def test_backward_drops_the_same_and_keeps_nothing():
-    dropout = Dropout(0.3, dropout_key(1, 0), torch.arange(LENGTH))
+    dropout = Dropout(0.3, keys_of(1, 0), torch.arange(LENGTH))
     x = torch.randn(LENGTH, CHANNELS, dtype=torch.float64, requires_grad=True)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor):

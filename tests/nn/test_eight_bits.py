@@ -113,7 +113,7 @@ def learn(built, steps):
         words = (start + (1 + by % 4) * torch.arange(17)) % 61
         batch = Microbatch(words[:, :-1], words[:, 1:], torch.arange(8) + 8 * step)
         built.optimizer.start_step()
-        losses.append(float(built.stage.forward(0, batch, step, 1.0 / 128)) / 128)
+        losses.append(float(built.stage.forward(0, batch, 1.0 / 128)) / 128)
         built.stage.backward(0)
         for unit in built.stage.units:
             built.optimizer.reduce(unit)

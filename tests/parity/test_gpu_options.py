@@ -3,13 +3,12 @@ activations, compiled pieces; and nothing in a step makes the host wait for the 
 """
 
 import os
-from contextlib import contextmanager
 
 import pytest
 import torch
-from megaframe_kernels import device
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import MODELS, assert_same, assert_same_bits, run
+from waits import nobody_waits
 
 from megaframe.comm.shelf import Shelf
 from megaframe.compiled import MOST, Compiled
@@ -111,58 +110,6 @@ def test_the_tables_of_rotation_come_to_a_device_once():
             Rotary(model, positions, torch.float32)
         found.append(moves.times)
     assert found == [1, 0, 0]
-
-
-class _Waits(TorchDispatchMode):
-    """Fails on operators whose result the host must know before it can go on."""
-
-    NAMES = (
-        "_local_scalar_dense",
-        "nonzero",
-        "masked_select",
-        "_unique2",
-        "bincount",
-        "is_nonzero",
-    )
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.__name__.split(".")[0]
-        boolean = name == "index" and any(i is not None and i.dtype is torch.bool for i in args[1])
-        assert name not in self.NAMES and not boolean, f"the host waits for {function}"
-        return function(*args, **(kwargs or {}))
-
-
-@contextmanager
-def nobody_waits():
-    """No operator and no method of a tensor that brings numbers to the host is called, but for what
-    the interpreter of Triton does with them."""
-    inside = []
-
-    def forbidden(name, real):
-        def method(self, *arguments):
-            assert inside, f"the host asks for Tensor.{name}"
-            return real(self, *arguments)
-
-        return method
-
-    def launched(*arguments, **options):
-        inside.append(1)
-        with torch.utils._python_dispatch._disable_current_modes():
-            launch(*arguments, **options)
-        inside.pop()
-
-    launch = device.launch
-    names = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy", "cpu")
-    with pytest.MonkeyPatch.context() as patch:
-        import sys
-
-        for name, module in list(sys.modules.items()):
-            if name.startswith("megaframe_kernels") and getattr(module, "launch", None) is launch:
-                patch.setattr(module, "launch", launched)
-        for name in names:
-            patch.setattr(torch.Tensor, name, forbidden(name, getattr(torch.Tensor, name)))
-        with _Waits():
-            yield
 
 
 def run_watched(*given):

@@ -1,0 +1,200 @@
+"""A step that is recorded and done again gives the same bits as one that is told anew: with other
+tokens, masks of dropout and documents, rates and evaluations between, after a step that was
+skipped, steps of another shape, a way back and a new start, on every layout that may record.
+
+A tape stands for the graph of a GPU (`tape.py`). What it cannot show is that CUDA and NCCL record.
+"""
+
+import os
+from dataclasses import replace
+
+import pytest
+import tape
+import torch
+from training import MODELS, global_batch, share, with_documents
+
+from megaframe.config import RunConfig
+from megaframe.graph import _EAGER, Graph
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh, world_size
+from megaframe.meter import StepTimer
+from megaframe.pipeline import Pipeline
+from megaframe.plan.graphs import graph_reasons
+
+KEPT = _EAGER + 2
+"""The step before which weights and state are kept, to go back to."""
+SICK, SHORT = _EAGER + 3, _EAGER + 4
+STEPS = _EAGER + 6
+
+
+class Passed:
+    """A place that the device has passed."""
+
+    def query(self):
+        return True
+
+
+def run(graphs, model, train, parallel, optim, kernels, packed=False):
+    """This rank's part -> what its steps came to, and how many were recorded."""
+    if kernels:
+        os.environ["TRITON_INTERPRET"] = "1"
+    config = RunConfig(
+        model={"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.2, **model},
+        train={"seq": 8, "global_batch": 4, "precision": "fp64", "steps": 20, **train},
+        optim={"lr": 0.01, "clip": 0.5, "warmup": 4, **optim},
+        parallel=parallel,
+        kernels=kernels,
+    )
+    layout = Layout.from_parallel(config.parallel, world_size())
+    assert not [*graph_reasons(config, layout.sizes)]
+    mesh = Mesh(layout, device="cpu", timeout=60)
+
+    def mark():
+        assert mesh.place._recorded is None, "an event in a graph"
+        return Passed()
+
+    mesh.place.mark = mark
+    found, told = [], []
+    pipeline = begun(config, mesh, graphs, told)
+    assert mesh.communicators == (layout.world > 1)
+    pipeline.optimizer.initialise(config.run.seed)
+
+    def train_one(step, batch):
+        mesh.place.begin(f"step {step}")
+        mesh.place.act("data", None)
+        group = mesh.group("data")
+        mine = share(batch, config.train.microbatch, group.index, group.size, False)
+        outcome = pipeline.train(mine, step, 1.0 / batch.labels_BS.numel())
+        assert outcome.update.finite() == (step != SICK)
+        numbers = [outcome.loss, outcome.ahead, outcome.update.grad_norm]
+        numbers += [number for tally in outcome.tallies for number in tally.counts.values()]
+        found.append([*numbers, *(sign.largest for sign in outcome.signs)])
+        moved = torch.tensor([*mesh.take_traffic().values()])
+        if config.parallel.zero < 3:  # a graph brings also what an evaluation has left here
+            found[-1].append(moved)
+        return mine
+
+    def train_to(stop, start):
+        for step in range(start, stop):
+            batch = batch_of(config, step, packed)
+            poisoned = poison(pipeline.optimizer) if step == SICK else []
+            if step == SHORT:
+                batch = replace(batch, **{key: x[:, :-3] for key, x in wide(batch)})
+            mine = train_one(step, batch)
+            for bucket, kept in poisoned:
+                bucket.weights.copy_(kept)
+                bucket.renew()
+            if step % 2:
+                found.append([pipeline.evaluate(mine)])
+
+    train_to(KEPT, 0)
+    kept = [x.clone() for *_, x in pipeline.optimizer.tensors()]
+    state = pipeline.optimizer.state()
+    train_to(STEPS, KEPT)
+    for again in range(2):
+        if again:
+            pipeline = begun(config, mesh, graphs, told)
+        for (*_, x), value in zip(pipeline.optimizer.tensors(), kept, strict=True):
+            x.copy_(value)
+        pipeline.optimizer.load_state(state)
+        train_to(KEPT + _EAGER + 3 if again else KEPT + 1, KEPT)
+    found.append([x.clone() for *_, x in pipeline.optimizer.tensors()])
+    mesh.close()
+    return found, told
+
+
+def begun(config, mesh, graphs, told):
+    """What the rank runs from its start on, told: the place of a watch at every recorded step."""
+    pipeline = Pipeline(config, mesh, StepTimer().time)
+    if graphs:
+
+        def record(compute):
+            passed, play = tape.record(compute)
+
+            def again():
+                play()
+                told.append(mesh.place.seen(mesh.rank).doing)
+
+            return passed, again
+
+        pipeline._engine.graph = Graph(mesh, pytest.fail, record)
+    return pipeline
+
+
+def batch_of(config, step, packed):
+    """Tokens of a step, in all of which as many have a label."""
+    batch = global_batch(config, step)
+    batch = replace(batch, labels_BS=batch.labels_BS.clamp_min(0))
+    return with_documents(batch, step) if packed else batch
+
+
+def wide(batch):
+    return [(key, x) for key, x in vars(batch).items() if key.endswith("_BS") and x is not None]
+
+
+def poison(optimizer):
+    """Make some weights not finite. Returns buckets with what they had."""
+    found = []
+    for bucket in optimizer.buckets:
+        if bucket.parameters[0].spec.role != "balance":
+            found.append((bucket, bucket.weights.clone()))
+            bucket.weights.fill_(torch.nan)
+            bucket.renew()
+    return found
+
+
+GPT, LLAMA = MODELS["gpt2"], {**MODELS["llama"], "dropout": 0.2}
+MOE = {"experts": 4, "ffn": 8, "top_k": 2, "balance_loss": 0.1, "z_loss": 0.01, "jitter": 0.1}
+EXPERTS = {"norm": "rmsnorm", "activation": "swiglu", "moe": MOE, "layers": 1, "dropout": 0.1}
+TRITON = {"experts": "triton"}
+SMALL = {"precision": "fp32", "seq": 4}
+CASES = {
+    "one rank": (GPT, {"microbatch": 2}, {}, {}, {}, False),
+    "documents": ({**LLAMA, "mtp_depth": 1}, {"microbatch": 2}, {}, {}, {}, True),
+    "zero 0": (GPT, {}, {"data": 2}, {}, {}, False),
+    "zero 1": (LLAMA, {}, {"data": 2, "zero": 1}, {"name": "muon"}, {}, True),
+    "zero 2": (LLAMA, {"recompute": "full"}, {"data": 2, "zero": 2}, {}, {}, False),
+    "zero 3": (GPT, {}, {"data": 2, "zero": 3}, {}, {}, False),
+    "bf16 sums": (GPT, {}, {"data": 2, "zero": 1, "reduce_precision": "bf16"}, {}, {}, False),
+    "tensor": (LLAMA, {"recompute": "selective"}, {"tensor": 2, "zero": 1}, {}, {}, False),
+    "tensor parts": (GPT, {}, {"tensor": 2, "zero": 3, "tensor_chunks": 2}, {}, {}, False),
+    "experts": (
+        {**EXPERTS, "moe": {**MOE, "balance": "global"}},
+        {**SMALL, "microbatch": 2},
+        {"data": 2, "zero": 2},
+        {},
+        TRITON,
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_recorded_step_is_the_same_to_the_bit(name, pool):
+    model, train, parallel, *rest = CASES[name]
+    ranks = max([parallel.get("data", 1), parallel.get("tensor", 1)])
+    plain = pool.run(ranks, run, False, model, train, parallel, *rest)
+    recorded = pool.run(ranks, run, True, model, train, parallel, *rest)
+    for (found, told), (wanted, _) in zip(recorded, plain, strict=True):
+        assert len(found) == len(wanted)
+        for number, (here, there) in enumerate(zip(found, wanted, strict=True)):
+            for one, other in zip(here, there, strict=True):
+                assert torch.equal(one.nan_to_num(-1.0), other.nan_to_num(-1.0)), number
+        # All but the first ones of a start, the one of another shape, and those after a new start.
+        assert len(told) == STEPS - _EAGER - 1 + 1 + 2
+        assert all(doing.endswith("the graph of all passes") for doing in told)
+
+
+def test_masks_are_those_of_the_step():
+    config = RunConfig(
+        model={"layers": 1, "hidden": 16, "heads": 4, "vocab": 37, "dropout": 0.5},
+        train={"seq": 8, "global_batch": 4, "precision": "fp64"},
+        optim={"lr": 1e-300, "min_lr": 0.0},  # no weight changes
+    )
+    mesh = Mesh(Layout(), device="cpu")
+    pipeline = begun(config, mesh, True, [])
+    pipeline.optimizer.initialise(1)
+    batch = batch_of(config, 0, False)
+    losses = [float(pipeline.train([batch], step, 1.0).loss) for step in (0, 1, 2, 0, 1, 2, 7)]
+    mesh.close()
+    assert losses[:3] == losses[3:6] and len(set(losses)) == 4
