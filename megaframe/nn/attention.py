@@ -18,16 +18,18 @@ from megaframe.nn.among import attend_by_kernel
 from megaframe.nn.frame import Frame
 from megaframe.nn.linear import Elementwise, Linear
 from megaframe.nn.norm import Norm
-from megaframe.nn.ring import ring_attention
+from megaframe.nn.ring import Circle, ring_attention
 from megaframe.nn.tiles import attend, attend_backward, in_products
 from megaframe.parameter import Module
 
 
 class Attention(Module):
     """Queries, keys and values come from one weight [G, R + 2, D, hidden]: each group's R query
-    heads, then its key and its value head, so that a tensor shard is whole groups."""
+    heads, then its key and its value head, so that a tensor shard is whole groups. window: of the
+    layer, one of the model's."""
 
-    def __init__(self, name: str, model: Model, output_std: float) -> None:
+    def __init__(self, name: str, model: Model, output_std: float, window: int | None) -> None:
+        self.window = window
         self.groups, self.width = model.kv_heads, model.head_dim
         self.per_group = model.heads // model.kv_heads
         self.qkv = Linear(
@@ -77,22 +79,28 @@ class Attention(Module):
             query_BSND, key_BSGD = frame.rotary(query_BSND), frame.rotary(key_BSGD)
             # A copy, because a view would keep the unrotated queries and keys alive beside it.
             value_BSGD = value_BSGD.contiguous()
-        out = attention(query_BSND, key_BSGD, value_BSGD, frame, 1.0 / math.sqrt(self.width))
+        scale = 1.0 / math.sqrt(self.width)
+        out = attention(query_BSND, key_BSGD, value_BSGD, frame, self.window, scale)
         return self.output.plain(out, frame)
 
 
 def attention(
-    query_BSND: Tensor, key_BSGD: Tensor, value_BSGV: Tensor, frame: Frame, scale: float
+    query_BSND: Tensor,
+    key_BSGD: Tensor,
+    value_BSGV: Tensor,
+    frame: Frame,
+    window: int | None,
+    scale: float,
 ) -> Tensor:
     """What the heads of this tensor rank make of all tokens of a sample, those on other context
-    ranks among them: [filled, N * V]. scale: of the scores."""
-    shared = frame.context.share_heads(query_BSND, key_BSGD, value_BSGV)
-    if frame.circle is not None:
-        out_BSNV = ring_attention(*shared, frame.circle, scale)
-    elif (made := attend_by_kernel(frame.kernels, *shared, frame.among, scale)) is not None:
+    ranks among them: [filled, N * V]. window: of the layer. scale: of the scores."""
+    shared, seen = frame.context.share_heads(query_BSND, key_BSGD, value_BSGV), frame.seen[window]
+    if isinstance(seen, Circle):
+        out_BSNV = ring_attention(*shared, seen, scale)
+    elif (made := attend_by_kernel(frame.kernels, *shared, seen, scale)) is not None:
         out_BSNV = made
     else:
-        out_BSNV = _among_here(*shared, frame.among.mask, scale)
+        out_BSNV = _among_here(*shared, seen.mask, scale)
     return frame.fill(frame.context.return_heads(out_BSNV).reshape(frame.tokens, -1))
 
 

@@ -43,17 +43,35 @@ class Tile:
     kind: Literal["all", "causal", "masked"]
 
 
+DocumentEnds = list[list[list[int]]]
+"""Least and greatest document number of each piece of each sample."""
+
+
+def document_ends(documents_BS: Tensor | None, length: int) -> DocumentEnds | None:
+    """Of samples whose pieces are half of `length` tokens; None where there are no documents. Waits
+    for the device, so it is asked once for circles of all windows."""
+    if documents_BS is None:
+        return None
+    pieces = documents_BS.unflatten(1, (-1, length // 2))
+    return torch.stack((pieces.amin(-1), pieces.amax(-1)), -1).tolist()
+
+
 class Circle:
     """What this rank computes of samples that a ring divides. length: tokens of a sample that each
-    rank has, two pieces."""
+    rank has, two pieces. ends: those of the sight's documents."""
 
     def __init__(
-        self, ring: Ring, length: int, sight: Sight, kernels: Kernels = NO_KERNELS
+        self,
+        ring: Ring,
+        length: int,
+        sight: Sight,
+        ends: DocumentEnds | None,
+        kernels: Kernels = NO_KERNELS,
     ) -> None:
         self.ring, self.sight, self.kernels = ring, sight, kernels
         self._found: dict[tuple[Tile, int], Spans] = {}
         self.length, self.piece = length, length // 2
-        self._spans = None if sight.documents_BS is None else self._find_spans(sight.documents_BS)
+        self._ends = ends
         self._window = sight.window or length * ring.size
         self._tiles = [self._find_tiles(there) for there in range(ring.size)]
 
@@ -150,17 +168,12 @@ class Circle:
         if apart < 0 or apart - most >= self._window:
             return "nothing"
         everything = apart > 0 and apart + most < self._window
-        if self._spans is not None:
-            pairs = [(sample[query], sample[key]) for sample in self._spans]
+        if self._ends is not None:
+            pairs = [(sample[query], sample[key]) for sample in self._ends]
             if all(q[1] < k[0] or k[1] < q[0] for q, k in pairs):
                 return "nothing"
             everything &= all(q == k and k[0] == k[1] for q, k in pairs)
         return "all" if everything else "some"
-
-    def _find_spans(self, documents_BS: Tensor) -> list[list[list[int]]]:
-        """Least and greatest document number of each piece of each sample."""
-        pieces = documents_BS.unflatten(1, (-1, self.piece))
-        return torch.stack((pieces.amin(-1), pieces.amax(-1)), -1).tolist()
 
 
 def ring_attention(

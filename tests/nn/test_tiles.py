@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megaframe.comm import Ring
 from megaframe.microbatch import zigzag
 from megaframe.nn import tile_products, tiles
-from megaframe.nn.ring import Circle
+from megaframe.nn.ring import Circle, document_ends
 from megaframe.nn.tiles import Sight, attend, attend_backward, merge
 
 BATCH, HEADS, GROUPS, WIDTH = 2, 4, 2, 6
@@ -71,7 +71,8 @@ def test_tiles_of_a_ring_make_up_the_whole(way, ranks, piece, window, documents,
     found = [torch.zeros_like(tensor) for tensor in (d_out, query, key, value)]
     parts = [zigzag(places, index, ranks, 0) for index in range(ranks)]
     for here, mine in enumerate(parts):
-        circle = Circle(Ring(here, ranks), 2 * piece, sight)
+        ends = document_ends(numbers, 2 * piece)
+        circle = Circle(Ring(here, ranks), 2 * piece, sight, ends)
         out = torch.zeros_like(d_out[:, mine])
         lse = torch.full((BATCH, HEADS, len(mine)), -math.inf, dtype=torch.float64)
         order = [(here - step) % ranks for step in range(ranks)]
@@ -182,7 +183,7 @@ def test_ranks_compute_equally_much_and_need_no_mask(ranks):
     """Under a causal mask a rank has its own triangle and else rectangles of half its square."""
     length = 12
     for here in range(ranks):
-        circle = Circle(Ring(here, ranks), length, Sight(None, None))
+        circle = Circle(Ring(here, ranks), length, Sight(None, None), None)
         for there in range(ranks):
             (tile,) = circle.tiles(there)
             queries, keys = (len(range(*s.indices(length))) for s in (tile.queries, tile.keys))
@@ -195,8 +196,9 @@ def test_what_nobody_sees_is_not_computed():
     ranks, piece = 4, 3
     numbers = torch.arange(2 * ranks).repeat_interleave(piece).expand(BATCH, -1)
     for here in range(ranks):
-        near = Circle(Ring(here, ranks), 2 * piece, Sight(piece, None))
-        alone = Circle(Ring(here, ranks), 2 * piece, Sight(None, numbers))
+        near = Circle(Ring(here, ranks), 2 * piece, Sight(piece, None), None)
+        ends = document_ends(numbers, 2 * piece)
+        alone = Circle(Ring(here, ranks), 2 * piece, Sight(None, numbers), ends)
         for there in range(ranks):
             assert bool(near.tiles(there)) == (abs(here - there) <= 1)
             assert len(alone.tiles(there)) == 2 * (here == there)

@@ -22,7 +22,7 @@ from megaframe.plan.activations import block_bytes
 SHAPES = {
     **MODELS,
     "smooth": {"position": "none", "logit_softcap": 3.0, "activation": "relu2", "bias": True},
-    "window": {"window": 4, "qkv_bias": True, "kv_heads": 4, "ffn": 30},
+    "windows": {"window": (4, None), "qkv_bias": True, "kv_heads": 4, "ffn": 30},
 }
 TRAIN = {"smooth": {"label_smoothing": 0.1, "z_loss": 0.01}}
 INTERLEAVED = {"tensor": 2, "pipeline": 2, "chunks": 2, "schedule": "interleaved"}
@@ -39,7 +39,7 @@ LAYOUTS = [
 ]
 CHUNKED = [
     ("smooth", 2, {"tensor": 2, "tensor_chunks": 2}, {"recompute": "selective"}),
-    ("window", 2, {"tensor": 2, "tensor_chunks": 3}, {}),
+    ("windows", 2, {"tensor": 2, "tensor_chunks": 3}, {}),
     ("llama", 4, {"tensor": 4, "tensor_chunks": 3}, {"recompute": "selective", "microbatch": 2}),
     ("gpt2", 4, {**ZB_V, "tensor_chunks": 2}, {"recompute": "selective"}),
 ]
