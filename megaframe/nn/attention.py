@@ -108,9 +108,10 @@ def _among_here(
     query_BSND: Tensor, key_BSGD: Tensor, value_BSGV: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
     """Attention among tokens that are all here, [B, S, N, V]."""
-    uneven = query_BSND.device.type == "cpu" and query_BSND.shape[3] != value_BSGV.shape[3]
+    on_host = query_BSND.device.type == "cpu"
+    kept = on_host and (mask is not None or query_BSND.shape[3] != value_BSGV.shape[3])
     # Of shapes alone torch's own would make all scores.
-    if uneven or query_BSND.is_meta or in_products(query_BSND, key_BSGD, mask):
+    if kept or query_BSND.is_meta or in_products(query_BSND, key_BSGD, mask):
         return _Tile.apply(query_BSND, key_BSGD, value_BSGV, mask, scale)
     out_BNSV = F.scaled_dot_product_attention(
         query_BSND.transpose(1, 2),
@@ -126,7 +127,8 @@ def _among_here(
 
 class _Tile(torch.autograd.Function):
     """One tile of everything, on a CPU. Torch's own attention would make all scores at once, and
-    keep them, where values are not as wide as queries and keys."""
+    keep them, where values are not as wide as queries and keys; and of a mask it would keep what it
+    adds to the scores, anew for every block."""
 
     @staticmethod
     def forward(

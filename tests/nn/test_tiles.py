@@ -10,10 +10,17 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.comm import Ring
-from megaframe.microbatch import zigzag
+from megaframe.comm import ALONE, Ring
+from megaframe.config import Model
+from megaframe.microbatch import Microbatch, zigzag
 from megaframe.nn import tile_products, tiles
+from megaframe.nn.context import Context
+from megaframe.nn.frame import make_frame
+from megaframe.nn.moe.dispatch import Places
 from megaframe.nn.ring import Circle, document_ends
+from megaframe.nn.scratch import Scratch
+from megaframe.nn.seam import Seam
+from megaframe.nn.tally import Tally
 from megaframe.nn.tiles import Sight, attend, attend_backward, merge
 
 BATCH, HEADS, GROUPS, WIDTH = 2, 4, 2, 6
@@ -202,6 +209,34 @@ def test_what_nobody_sees_is_not_computed():
         for there in range(ranks):
             assert bool(near.tiles(there)) == (abs(here - there) <= 1)
             assert len(alone.tiles(there)) == 2 * (here == there)
+
+
+def test_a_frame_has_a_circle_for_each_window_and_asks_for_documents_once(monkeypatch):
+    """The host waits for the device where it asks."""
+    asked, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: asked.append(x) or tolist(x))
+    tokens = torch.zeros(BATCH, 8, dtype=torch.int64)
+    documents = torch.arange(32).expand(BATCH, -1) // 3
+    microbatch = Microbatch(tokens, tokens, torch.arange(BATCH), None, documents)
+    frame = make_frame(
+        Model(window=(5, None, 40, 5)),
+        microbatch,
+        torch.float32,
+        None,
+        tensor=ALONE,
+        context=Context(ring=Ring(1, 4)),
+        selective=False,
+        chunks=1,
+        symmetric=False,
+        experts=Places(),
+        scale=1.0,
+        tally=Tally(),
+        seam=Seam(),
+        scratch=Scratch(),
+    )
+    sights = {window: circle.sight.window for window, circle in frame.seen.items()}
+    assert sights == {5: 5, None: None, 40: None}, "32 tokens are all that 40 would see"
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -152,12 +152,14 @@ def one_block(model, recompute, tensor, chunks):
 
 @pytest.mark.parametrize(("tensor", "chunks"), [(2, 1), (4, 3)])
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-@pytest.mark.parametrize("model", [{}, {"norm": "rmsnorm", "activation": "swiglu"}])
+@pytest.mark.parametrize(
+    "model", [{}, {"norm": "rmsnorm", "activation": "swiglu"}, {"window": (4, None)}]
+)
 def test_activations_and_bytes_are_the_closed_forms(model, recompute, tensor, chunks, pool):
-    """What a block keeps is divided by the ranks. Per layer, forward moves (t-1)/t b s h elements
-    4 times; backward as often, and twice more to gather inputs again instead of keeping them. The
-    embedding and the head move as much twice each, and the loss 3 numbers a token in fp32. In how
-    many parts changes nothing."""
+    """What a block keeps is divided by the ranks, and of a mask it keeps nothing. Per layer,
+    forward moves (t-1)/t b s h elements 4 times; backward as often, and twice more to gather inputs
+    again instead of keeping them. The embedding and the head move as much twice each, and the loss
+    3 numbers a token in fp32. In how many parts changes nothing."""
     for kept, planned, moved in pool.run(tensor, one_block, model, recompute, tensor, chunks):
         assert kept == planned
         stream = 2 * 16 * 64 * 2
