@@ -57,6 +57,13 @@ def test_the_type_of_the_field_decides_what_a_scalar_means():
     assert config.model.rotary_scaling.kind == "yarn"
 
 
+def test_a_window_is_a_number_or_a_list_and_is_saved_as_it_was_given():
+    for text, window in (("8", 8), ("[8, null]", (8, None)), ("[8]", (8,)), ("null", None)):
+        config = load(None, [f"model.window={text}"])
+        assert config.model.window == window
+        assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
 def test_derived_sizes_follow_the_keys_that_were_given():
     model = load(None, ["model.hidden=96", "model.heads=4", "model.bias=true"]).model
     assert (model.kv_heads, model.head_dim, model.ffn, model.qkv_bias) == (4, 24, 384, True)
