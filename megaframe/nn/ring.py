@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -24,23 +23,13 @@ from torch import Tensor
 from megaframe.comm import Ring, pass_on
 from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.nn.among import spans_of, tile_backward_by_kernel, tile_by_kernel
-from megaframe.nn.tiles import Sight, attend, attend_backward, merge
+from megaframe.nn.tiles import Sight, Tile, attend, attend_backward, merge
 
 if TYPE_CHECKING:
     from megaframe_kernels.spans import Spans
 
 _HALVES = {(0,): (0, 1), (1,): (1, 2), (0, 1): (0, 2)}
 """First and last end of the pieces of a rank that follow one another, in pieces."""
-
-
-@dataclass(frozen=True, eq=False)
-class Tile:
-    """Queries of this rank against keys of another: the places of both among the rank's tokens.
-    kind: whether all is seen, or what comes before, or what a mask says."""
-
-    queries: slice
-    keys: slice
-    kind: Literal["all", "causal", "masked"]
 
 
 DocumentEnds = list[list[list[int]]]
@@ -76,7 +65,8 @@ class Circle:
         self._tiles = [self._find_tiles(there) for there in range(ring.size)]
 
     def tiles(self, there: int) -> Sequence[Tile]:
-        """What there is to compute with the keys of ring rank `there`; nothing that nobody sees."""
+        """What there is to compute with the keys of ring rank `there`, of whose tokens those are;
+        nothing that nobody sees."""
         return self._tiles[there]
 
     def seen_by(self, there: int, ranks: Iterable[int]) -> int:

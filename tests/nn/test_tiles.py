@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from megaframe.comm import ALONE, Ring
 from megaframe.config import Model
 from megaframe.microbatch import Microbatch, zigzag
-from megaframe.nn import tile_products, tiles
+from megaframe.nn import among, tile_products, tiles
+from megaframe.nn.attention import _among_here
 from megaframe.nn.context import Context
 from megaframe.nn.frame import make_frame
 from megaframe.nn.moe.dispatch import Places
@@ -109,6 +110,35 @@ def test_tiles_of_a_ring_make_up_the_whole(way, ranks, piece, window, documents,
             found[3][:, keys] += d_value
     for mine, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    length=st.integers(1, 23),
+    window=st.none() | st.integers(1, 30),
+    documents=st.booleans(),
+    value_width=st.sampled_from([WIDTH, 4, 9]),
+    seed=st.integers(0, 99),
+)
+def test_tiles_among_tokens_that_are_here_are_the_whole(
+    length, window, documents, value_width, seed
+):
+    """Of four queries each; and no tile reaches further back than its first query."""
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value, numbers = samples(length, documents, generator, value_width)
+    d_out = torch.randn(*query.shape[:3], value_width, dtype=torch.float64, generator=generator)
+    sight, places = Sight(window, numbers), torch.arange(length)
+    wanted = whole(query, key, value, sight.mask(places, places), d_out)
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(among, "_QUERIES", 4)
+        seen = among.Among(sight, BATCH, length, query.device)
+        out = _among_here(*leaves, seen, SCALE)
+        out.backward(d_out)
+    for mine, theirs in zip((out, *(x.grad for x in leaves)), wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+    if window is not None:
+        assert all(len(places[tile.keys]) <= window + 3 for tile in seen.tiles)
 
 
 @pytest.mark.parametrize("value_width", [WIDTH, 3])
