@@ -193,7 +193,7 @@ def _read_sliding(config: Mapping[str, Any]) -> Keys:
         family = config["model_type"]
         raise UserError(
             f"{family}: layer_types has {_FULL} in {kinds.count(_FULL)} of {len(kinds)} layers, "
-            f"and its code gives sliding_window={window} to all; model_type ministral has both"
+            f"and its code gives sliding_window={window} to all; ministral and qwen3 heed both"
         )
     return {**_read_attention(config), "window": window}
 
@@ -279,7 +279,7 @@ def _pattern(windows: Sequence[int | None]) -> int | tuple[int | None, ...] | No
 
 
 def _the_window(model: Model) -> int | None:
-    """Of the first layer that has one: theirs have one size."""
+    """Of the first layer that has one; `config_of` refuses a model where others have another."""
     return next((window for window in _layer_windows(model) if window is not None), None)
 
 
