@@ -24,6 +24,7 @@ from megaframe.nn.moe.layer import MixtureOfExperts
 from megaframe.nn.norm import Norm
 from megaframe.parameter import Module, Parameter
 from megaframe.plan.experts import has_experts
+from megaframe.plan.windows import window_of
 from megaframe.spec import Normal, ParamSpec
 
 
@@ -60,11 +61,11 @@ class Block(Module):
         self.name = f"blocks.{layer}"
         output_std = model.init_std / math.sqrt(2 * model.layers)
         self.attention_norm = _norm(f"{self.name}.attention_norm", model)
-        name = f"{self.name}.attention"
+        name, window = f"{self.name}.attention", window_of(model, layer)
         self.attention: Attention | LatentAttention = (
-            Attention(name, model, output_std)
+            Attention(name, model, output_std, window)
             if model.latent is None
-            else LatentAttention(name, model, model.latent, output_std)
+            else LatentAttention(name, model, model.latent, output_std, window)
         )
         self.mlp_norm = _norm(f"{self.name}.mlp_norm", model)
         self.mlp: MLP | MixtureOfExperts

@@ -23,10 +23,12 @@ def loss(weights, config, microbatch):
     x = weights["embedding.tokens.weight"][tokens]
     if model.position == "learned":
         x = x + weights["embedding.positions.weight"][positions]
-    mask = _mask(model.window, microbatch, batch, length)
+    listed = model.window if isinstance(model.window, tuple) else [model.window]
+    masks = [_mask(window, microbatch, batch, length) for window in listed]
+    masks *= model.layers + model.mtp_depth  # layer after layer; more than there are
     counted, aside = microbatch.labels_BS != IGNORE, 0.0
     for layer in range(model.layers):
-        x, losses = _block(weights, model, layer, x, mask, positions, counted)
+        x, losses = _block(weights, model, layer, x, masks[layer], positions, counted)
         aside = aside + losses
     y = _norm(weights, model, "head.norm", x, model.norm)
     labels = microbatch.labels_BS
@@ -40,7 +42,7 @@ def loss(weights, config, microbatch):
         join = weights[f"{name}.join.weight"]
         x = before @ join[:, 0].T + ahead @ join[:, 1].T
         layer = model.layers + depth - 1
-        x, losses = _block(weights, model, layer, x, mask, positions, counted)
+        x, losses = _block(weights, model, layer, x, masks[layer], positions, counted)
         aside = aside + losses
         y = _norm(weights, model, f"{name}.norm", x, model.norm)
         share = config.train.mtp_weight / model.mtp_depth

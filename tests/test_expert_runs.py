@@ -126,7 +126,7 @@ def test_narrow_experts_start_from_parts_in_turn(pool, overrides, tmp_path):
     checkpoint = tmp_path / "dense/checkpoints/step-00000001"
     upcycled = {"checkpoint__weights": checkpoint, "checkpoint__every": 1, "train__steps": 1}
     moe = {"model__moe": "{experts: 6, ffn: 8}", "optim__lr": 1e-12, "optim__min_lr": 0}
-    longer = {"model__rotary_base": 50000.0, "model__window": 8}
+    longer = {"model__rotary_base": 50000.0, "model__window": "[8, null]"}
     pool.run(2, train, overrides(**DENSE, **upcycled, **moe, **longer, parallel__expert=2))
     dense, found = whole(checkpoint), whole(tmp_path / "run/checkpoints/step-00000001")
     for expert in range(6):

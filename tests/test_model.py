@@ -16,6 +16,7 @@ MODELS = {
     "gqa_learned": {"kv_heads": 2, "position": "learned"},
     "qwen": {"norm": "rmsnorm", "qk_norm": True, "head_dim": 6, "activation": "swiglu"},
     "window_softcap": {"window": 5, "logit_softcap": 2.0, "rotary_fraction": 0.5},
+    "windows": {"window": (2, None, 5), "layers": 4, "kv_heads": 2},
     "llama3_scaling": {
         "rotary_scaling": {"kind": "llama3", "factor": 8, "original_length": 8},
     },
@@ -58,14 +59,14 @@ MODELS |= {
             **{"groups": 4, "top_groups": 2, "group_best": 2, "balance_loss": 0.3},
         },
     },
-    "deepseek_lite_window": {
+    "deepseek_lite_windows": {
         "bias": True,
         "qkv_bias": False,
         "latent": {**LATENT, "value_dim": 14},
-        "window": 5,
+        "window": (None, 3),
     },
     "one_further": {"mtp_depth": 1, "norm": "rmsnorm", "tie_embeddings": True},
-    "three_further": {"mtp_depth": 3, "position": "learned", "bias": True, "window": 5},
+    "three_further": {"mtp_depth": 3, "position": "learned", "bias": True, "window": (5, 2)},
     "latent_of_one_width": {"latent": {**LATENT, "query_rank": 12, "value_dim": 10}},
 }
 TRAIN = {"label_smoothing": 0.1, "z_loss": 0.01}

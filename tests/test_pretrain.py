@@ -300,6 +300,8 @@ class TestMistakes:
         text = mistake("model.norm_eps: 1e-05 there, 0.001 here", "checkpoint.weights=",
                        model__norm_eps=1e-3, checkpoint__resume="latest")  # fmt: skip
         assert "model.hidden" not in text
+        mistake("model.window: null there, [8, null] here",
+                model__window="[8, null]", checkpoint__resume="latest")  # fmt: skip
         mistake("train.seq: 16 there, 8 here", train__seq=8, checkpoint__resume="latest")
         mistake("run.seed: 1234 there, 5 here", run__seed=5, checkpoint__resume="latest")
         held_out = f"[{{path: {corpus}, split: [1, 0, 0]}}]"

@@ -23,7 +23,7 @@ def train(given: argparse.Namespace) -> None:
     """The part of one rank."""
     mesh = Mesh(Layout(context=given.ranks), device="cpu")
     _, ring = mesh.divide_context(1)
-    circle = Circle(ring, given.seq // given.ranks, Sight(None, None))
+    circle = Circle(ring, given.seq // given.ranks, Sight(None, None), None)
     *qkv, d_out = own_parts(given, torch.distributed.get_rank())
     leaves = [part.requires_grad_() for part in qkv]
 

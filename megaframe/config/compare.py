@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterator
 
 from pydantic import BaseModel
 
+from megaframe.config.describe import shown
+
 TRAINING_ONLY = frozenset(
     {
         "model.dropout",
@@ -31,4 +33,4 @@ def differences(
         for key in type(here).model_fields:
             yield from differences(getattr(there, key), getattr(here, key), free, f"{name}.{key}")
     elif there != here:
-        yield f"{name}: {there} there, {here} here"
+        yield f"{name}: {shown(there)} there, {shown(here)} here"

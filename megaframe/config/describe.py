@@ -45,6 +45,11 @@ class Key:
         return type(None) in get_args(self.field.annotation)
 
     @property
+    def several(self) -> bool:
+        """Whether its values are of more than one type, null aside."""
+        return len(set(_alternatives(self.field.annotation)) - {type(None)}) > 1
+
+    @property
     def text(self) -> str:
         """Its documentation as one paragraph."""
         return " ".join((self.field.description or "").split())
@@ -97,7 +102,9 @@ def allowed(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
         inner = (item for field in args[1:] for item in getattr(field, "metadata", ()))
         return allowed(args[0], (*bounds, *inner))
     if _alternatives(annotation):
-        return " or ".join("null" if a is type(None) else allowed(a, bounds) for a in args)
+        # A list last: what came after it would read as one of its items.
+        ordered = sorted(args, key=lambda kind: get_origin(kind) is tuple)
+        return " or ".join("null" if a is type(None) else allowed(a, bounds) for a in ordered)
     if origin is Literal:
         return args[0] if len(args) == 1 else "one of " + ", ".join(args)
     if origin is tuple:

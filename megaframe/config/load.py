@@ -65,7 +65,7 @@ def _validated(table: Table) -> tuple[RunConfig | None, list[Mistake]]:
 def _mistake(kind: str, location: tuple[int | str, ...], table: Table) -> Mistake:
     """A pydantic error in our words, at the place where the value was given."""
     name, path = _split(location)
-    full = ".".join(map(str, location))
+    full = ".".join(map(str, (name, *path)))
     if name not in table:
         section = name.rpartition(".")[0]
         first = next(given for key, given in table.items() if key.startswith(f"{section}."))
@@ -86,11 +86,13 @@ def _mistake(kind: str, location: tuple[int | str, ...], table: Table) -> Mistak
 
 
 def _split(location: tuple[int | str, ...]) -> tuple[str, tuple[int | str, ...]]:
-    """The longest known key that a location starts with, and the path inside its value."""
+    """The longest known key that a location starts with, and the path inside its value; none where
+    values may be of several types, each of which finds another thing wrong."""
     end = max(
         end for end in range(1, len(location) + 1) if ".".join(map(str, location[:end])) in keys()
     )
-    return ".".join(map(str, location[:end])), location[end:]
+    name = ".".join(map(str, location[:end]))
+    return name, () if keys()[name].several else location[end:]
 
 
 def _without_numbers(name: str) -> str:

@@ -101,8 +101,10 @@ class Model(Section):
     mtp_depth: NonNegative = 0
     """Multi-token prediction (DeepSeek-V3): number of tokens beyond the next one to predict in
     training, each with one extra block after the last layer. Not used in evaluation."""
-    window: Positive | None = None
-    """Sliding-window attention: a token sees itself and the `window` - 1 tokens before it."""
+    window: Positive | tuple[Positive | None, ...] | None = None
+    """Sliding-window attention: a token sees itself and the `window` - 1 tokens before it; with
+    null, all tokens before it. A list, such as [1024, null], has one entry per layer and repeats;
+    blocks of `mtp_depth` count on behind the last layer."""
     logit_softcap: Annotated[float, Field(gt=0)] | None = None
     """Replace logits x by cap * tanh(x / cap)."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0

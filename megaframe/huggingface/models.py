@@ -6,12 +6,13 @@ side is refused by name: a model that is nearly the same gives other numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megaframe.config import Model, RotaryScaling
 from megaframe.errors import UserError
+from megaframe.plan.windows import window_of
 
 Keys = dict[str, Any]
 
@@ -64,6 +65,7 @@ _FIXED: dict[str, Keys] = {
     },
     "llama": {"hidden_act": "silu", "mlp_bias": False},
     "mistral": {"hidden_act": "silu"},
+    "ministral": {"hidden_act": "silu"},
     "qwen3": {"hidden_act": "silu"},
     "qwen3_moe": {"hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": []},
     "mixtral": {"hidden_act": "silu"},
@@ -71,10 +73,13 @@ _FIXED: dict[str, Keys] = {
     "deepseek_v2": {"hidden_act": "silu"},
 }
 """Keys that these families have and that must say this, where they say anything."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+"""What `layer_types` says of a layer."""
 ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "ministral": "MinistralForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
@@ -111,6 +116,7 @@ def config_of(model: Model) -> Keys:
     again = model_of(config)
     free = {"dropout", "init_std", "mtp_depth", "positions"}
     ours, theirs = model.model_dump(), again.model_dump()
+    ours["window"], theirs["window"] = _pattern(_layer_windows(model)), again.window
     if ours.get("moe") and theirs.get("moe"):
         for key in ("balance", "balance_rate", "balance_loss", "z_loss", "jitter"):
             ours["moe"][key] = theirs["moe"][key] = None  # of training alone
@@ -137,7 +143,10 @@ def family_of(model: Model) -> str:
         return "qwen3_moe" if model.qk_norm else "mixtral"
     if model.qk_norm:
         return "qwen3"
-    return "mistral" if model.window is not None else "llama"
+    every = set(_layer_windows(model))
+    if len(every) > 1:
+        return "ministral"
+    return "llama" if None in every else "mistral"
 
 
 @dataclass(frozen=True)
@@ -178,9 +187,51 @@ def _read_attention(config: Mapping[str, Any]) -> Keys:
         raise UserError(
             "attention_bias=true has a bias of the output projection, which is not supported"
         )
-    if config.get("use_sliding_window", True):
-        keys["window"] = config.get("sliding_window")
     return keys
+
+
+def _read_sliding(config: Mapping[str, Any]) -> Keys:
+    """Of a family whose code gives all layers the one window."""
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    if kinds and window is not None and set(kinds) != {_SLIDING}:
+        family = config["model_type"]
+        raise UserError(
+            f"{family}: layer_types has {_FULL} in {kinds.count(_FULL)} of {len(kinds)} layers, "
+            f"and its code gives sliding_window={window} to all; ministral and qwen3 heed both"
+        )
+    return {**_read_attention(config), "window": window}
+
+
+def _read_layer_types(config: Mapping[str, Any], window: int | None, full: int) -> Keys:
+    """Of a family whose layers differ. window: of those that have one. full: number of the first
+    layers that have none, where `layer_types` does not say which."""
+    layers, kinds = config["num_hidden_layers"], config.get("layer_types")
+    if kinds is None:
+        kinds = [_FULL if window is None or n < full else _SLIDING for n in range(layers)]
+    if len(kinds) != layers:
+        raise UserError(f"layer_types has {len(kinds)} layers, and num_hidden_layers is {layers}")
+    for kind in kinds:
+        if kind not in (_FULL, _SLIDING):
+            raise UserError(f"layer_types: {kind!r} is none of {_FULL}, {_SLIDING}")
+    if window is None and _SLIDING in kinds:
+        raise UserError(
+            f"layer_types has {_SLIDING} layers, and there is no sliding_window for them"
+        )
+    windows = [window if kind == _SLIDING else None for kind in kinds]
+    return {**_read_attention(config), "window": _pattern(windows)}
+
+
+def _read_ministral(config: Mapping[str, Any]) -> Keys:
+    return _read_layer_types(config, config.get("sliding_window"), 0)
+
+
+def _read_qwen3(config: Mapping[str, Any]) -> Keys:
+    full = config.get("max_window_layers", 28)
+    return {**_read_layer_types(config, _qwen_window(config), full), "qk_norm": True}
+
+
+def _qwen_window(config: Mapping[str, Any]) -> int | None:
+    return config.get("sliding_window") if config.get("use_sliding_window") else None
 
 
 def _write_common(model: Model) -> Keys:
@@ -198,8 +249,42 @@ def _write_attention(model: Model) -> Keys:
         **_write_common(model),
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_dim,
-        "sliding_window": model.window,
     }
+
+
+def _write_sliding(model: Model) -> Keys:
+    return {**_write_attention(model), "sliding_window": _the_window(model)}
+
+
+def _write_layer_types(model: Model) -> Keys:
+    kinds = [_FULL if window is None else _SLIDING for window in _layer_windows(model)]
+    return {**_write_sliding(model), "layer_types": kinds}
+
+
+def _write_qwen3(model: Model) -> Keys:
+    keys = _write_layer_types(model)
+    kinds = [*keys["layer_types"], _SLIDING]
+    sliding = keys["sliding_window"] is not None
+    return {**keys, "use_sliding_window": sliding, "max_window_layers": kinds.index(_SLIDING)}
+
+
+def _layer_windows(model: Model) -> list[int | None]:
+    return [window_of(model, layer) for layer in range(model.layers)]
+
+
+def _pattern(windows: Sequence[int | None]) -> int | tuple[int | None, ...] | None:
+    """The shortest `model.window` that gives these layers theirs."""
+    size = next(
+        size
+        for size in range(1, len(windows) + 1)
+        if all(windows[layer] == windows[layer % size] for layer in range(len(windows)))
+    )
+    return windows[0] if size == 1 else tuple(windows[:size])
+
+
+def _the_window(model: Model) -> int | None:
+    """Of the first layer that has one; `config_of` refuses a model where others have another."""
+    return next((window for window in _layer_windows(model) if window is not None), None)
 
 
 def _scaling_of(rope: Mapping[str, Any]) -> Keys:
@@ -244,13 +329,13 @@ def _read_mixtral(config: Mapping[str, Any]) -> Keys:
         "score": "softmax",
         "balance": "sequence",
     }
-    return {**_read_attention(config), "moe": moe}
+    return {**_read_sliding(config), "moe": moe}
 
 
 def _write_mixtral(model: Model) -> Keys:
     assert model.moe is not None
     return {
-        **_write_attention(model),
+        **_write_sliding(model),
         "num_local_experts": model.moe.experts,
         "num_experts_per_tok": model.moe.top_k,
         "intermediate_size": model.moe.ffn or model.ffn,
@@ -266,18 +351,19 @@ def _read_qwen3_moe(config: Mapping[str, Any]) -> Keys:
         "score": "softmax",
         "balance": "global",
     }
-    return {**_read_attention(config), "qk_norm": True, "moe": moe}
+    keys = _read_sliding({**config, "sliding_window": _qwen_window(config)})
+    return {**keys, "qk_norm": True, "moe": moe}
 
 
 def _write_qwen3_moe(model: Model) -> Keys:
     assert model.moe is not None
     return {
-        **_write_attention(model),
+        **_write_sliding(model),
         "num_experts": model.moe.experts,
         "num_experts_per_tok": model.moe.top_k,
         "moe_intermediate_size": model.moe.ffn or model.ffn,
         "norm_topk_prob": model.moe.normalise,
-        "use_sliding_window": model.window is not None,
+        "use_sliding_window": _the_window(model) is not None,
     }
 
 
@@ -320,8 +406,9 @@ def _write_deepseek(model: Model) -> Keys:
 _FAMILIES = {
     "gpt2": _Family(_read_gpt2, _write_gpt2),
     "llama": _Family(_read_attention, _write_attention),
-    "mistral": _Family(_read_attention, _write_attention),
-    "qwen3": _Family(lambda config: {**_read_attention(config), "qk_norm": True}, _write_attention),
+    "mistral": _Family(_read_sliding, _write_sliding),
+    "ministral": _Family(_read_ministral, _write_layer_types),
+    "qwen3": _Family(_read_qwen3, _write_qwen3),
     "qwen3_moe": _Family(_read_qwen3_moe, _write_qwen3_moe),
     "mixtral": _Family(_read_mixtral, _write_mixtral),
     "deepseek_v2": _Family(_read_deepseek, _write_deepseek),

@@ -14,7 +14,8 @@ from fractions import Fraction
 from megaframe.config import RunConfig
 from megaframe.model import vocabulary
 from megaframe.plan.matrices import head_widths
-from megaframe.plan.stages import block_work, join_matrix, mean_keys, stage_plans
+from megaframe.plan.stages import block_work, join_matrix, stage_plans
+from megaframe.plan.windows import mean_keys, window_of
 from megaframe.spec import ParamSpec
 
 
@@ -57,8 +58,10 @@ def count_flops(specs: Iterable[ParamSpec], config: RunConfig) -> Flops:
         # The table is declared as an embedding, and multiplied as a head all the same.
         elements["head"] = Fraction(vocabulary(model) * model.hidden)
     depth = model.mtp_depth
-    per_key = 6 * (model.layers + depth) * model.heads * sum(head_widths(model))
-    blocks = 6 * float(elements["matrix"]) + per_key * mean_keys(seq, model.window)
+    every = range(model.layers + depth)
+    per_key = 6 * model.heads * sum(head_widths(model))
+    seen = sum(mean_keys(seq, window_of(model, layer)) for layer in every)
+    blocks = 6 * float(elements["matrix"]) + per_key * seen
     head = 6 * float(elements["head"]) * (1 + depth)
     layers = [layer for plan in stage_plans(config) for layer in plan.blocks[: plan.recomputed]]
     again = 0.0
@@ -68,6 +71,6 @@ def count_flops(specs: Iterable[ParamSpec], config: RunConfig) -> Flops:
     again += sum(block_work(config, layer).forward for layer in layers)
     return Flops(
         model=blocks + head,
-        full_attention=6 * float(elements["matrix"]) + per_key * seq + head,
+        full_attention=6 * float(elements["matrix"]) + per_key * seq * len(every) + head,
         hardware=blocks + head + again,
     )

@@ -18,10 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.kernels import Kernels
-from megaframe.nn.tiles import Sight
+from megaframe.nn.tiles import Sight, Tile
 
 if TYPE_CHECKING:
     from megaframe_kernels.spans import Spans
+
+_QUERIES = 128
+"""Of a tile on a CPU: with fewer there is less to compute that nobody sees, more are faster."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,29 @@ class Among:
             return None
         everything = torch.arange(self.length, device=self.device)
         return self.sight.mask(everything, everything)
+
+    @cached_property
+    def tiles(self) -> list[Tile]:
+        """All that is seen: at once where queries see everything before them, else some queries
+        after the other, each time against the keys that any of them may see."""
+        if not self.sight.narrow:
+            return [Tile(slice(0, self.length), slice(0, self.length), "causal")]
+        reach = self.sight.window or self.length
+        starts = range(0, self.length, _QUERIES)
+        ends = ((start, min(start + _QUERIES, self.length)) for start in starts)
+        return [
+            Tile(slice(start, end), slice(max(0, start - reach + 1), end), "masked")
+            for start, end in ends
+        ]
+
+    def mask_of(self, tile: Tile) -> Tensor | None:
+        """The mask of a tile, made anew each time: a kept one is quadratic in the length."""
+        if tile.kind != "masked":
+            return None
+        places = (
+            torch.arange(s.start, s.stop, device=self.device) for s in (tile.queries, tile.keys)
+        )
+        return self.sight.mask(*places)
 
     @cached_property
     def spans(self) -> Spans:

@@ -7,6 +7,7 @@ query heads, D width of a head, V of a value head where it may be another one.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,20 +15,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.config import Model
-from megaframe.nn.among import attend_by_kernel
+from megaframe.nn.among import Among, attend_by_kernel
 from megaframe.nn.frame import Frame
 from megaframe.nn.linear import Elementwise, Linear
 from megaframe.nn.norm import Norm
-from megaframe.nn.ring import ring_attention
-from megaframe.nn.tiles import attend, attend_backward, in_products
+from megaframe.nn.ring import Circle, ring_attention
+from megaframe.nn.tiles import Sight, attend, attend_backward, in_products
 from megaframe.parameter import Module
 
 
 class Attention(Module):
     """Queries, keys and values come from one weight [G, R + 2, D, hidden]: each group's R query
-    heads, then its key and its value head, so that a tensor shard is whole groups."""
+    heads, then its key and its value head, so that a tensor shard is whole groups. window: of the
+    layer, one of the model's."""
 
-    def __init__(self, name: str, model: Model, output_std: float) -> None:
+    def __init__(self, name: str, model: Model, output_std: float, window: int | None) -> None:
+        self.window = window
         self.groups, self.width = model.kv_heads, model.head_dim
         self.per_group = model.heads // model.kv_heads
         self.qkv = Linear(
@@ -77,64 +80,108 @@ class Attention(Module):
             query_BSND, key_BSGD = frame.rotary(query_BSND), frame.rotary(key_BSGD)
             # A copy, because a view would keep the unrotated queries and keys alive beside it.
             value_BSGD = value_BSGD.contiguous()
-        out = attention(query_BSND, key_BSGD, value_BSGD, frame, 1.0 / math.sqrt(self.width))
+        scale = 1.0 / math.sqrt(self.width)
+        out = attention(query_BSND, key_BSGD, value_BSGD, frame, self.window, scale)
         return self.output.plain(out, frame)
 
 
 def attention(
-    query_BSND: Tensor, key_BSGD: Tensor, value_BSGV: Tensor, frame: Frame, scale: float
+    query_BSND: Tensor,
+    key_BSGD: Tensor,
+    value_BSGV: Tensor,
+    frame: Frame,
+    window: int | None,
+    scale: float,
 ) -> Tensor:
     """What the heads of this tensor rank make of all tokens of a sample, those on other context
-    ranks among them: [filled, N * V]. scale: of the scores."""
-    shared = frame.context.share_heads(query_BSND, key_BSGD, value_BSGV)
-    if frame.circle is not None:
-        out_BSNV = ring_attention(*shared, frame.circle, scale)
-    elif (made := attend_by_kernel(frame.kernels, *shared, frame.among, scale)) is not None:
+    ranks among them: [filled, N * V]. window: of the layer. scale: of the scores."""
+    shared, seen = frame.context.share_heads(query_BSND, key_BSGD, value_BSGV), frame.seen[window]
+    if isinstance(seen, Circle):
+        out_BSNV = ring_attention(*shared, seen, scale)
+    elif (made := attend_by_kernel(frame.kernels, *shared, seen, scale)) is not None:
         out_BSNV = made
     else:
-        out_BSNV = _among_here(*shared, frame.among.mask, scale)
+        out_BSNV = _among_here(*shared, seen, scale)
     return frame.fill(frame.context.return_heads(out_BSNV).reshape(frame.tokens, -1))
 
 
 def _among_here(
-    query_BSND: Tensor, key_BSGD: Tensor, value_BSGV: Tensor, mask: Tensor | None, scale: float
+    query_BSND: Tensor, key_BSGD: Tensor, value_BSGV: Tensor, seen: Among, scale: float
 ) -> Tensor:
     """Attention among tokens that are all here, [B, S, N, V]."""
-    uneven = query_BSND.device.type == "cpu" and query_BSND.shape[3] != value_BSGV.shape[3]
+    if query_BSND.is_meta:  # shapes do not depend on what is seen
+        seen = replace(seen, sight=Sight(None, None))
+    uneven = query_BSND.shape[3] != value_BSGV.shape[3]
+    on_host = query_BSND.device.type == "cpu" and (uneven or seen.sight.narrow)
     # Of shapes alone torch's own would make all scores.
-    if uneven or query_BSND.is_meta or in_products(query_BSND, key_BSGD, mask):
-        return _Tile.apply(query_BSND, key_BSGD, value_BSGV, mask, scale)
+    if on_host or query_BSND.is_meta or in_products(query_BSND, key_BSGD, seen.mask):
+        return _Tiles.apply(query_BSND, key_BSGD, value_BSGV, seen, scale)
     out_BNSV = F.scaled_dot_product_attention(
         query_BSND.transpose(1, 2),
         key_BSGD.transpose(1, 2),
         value_BSGV.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=mask is None,
+        attn_mask=seen.mask,
+        is_causal=seen.mask is None,
         scale=scale,
         enable_gqa=query_BSND.shape[2] > key_BSGD.shape[2],
     )
     return out_BNSV.transpose(1, 2)
 
 
-class _Tile(torch.autograd.Function):
-    """One tile of everything, on a CPU. Torch's own attention would make all scores at once, and
-    keep them, where values are not as wide as queries and keys."""
+class _Tiles(torch.autograd.Function):
+    """Tile by tile, on a CPU. Torch's own attention would make all scores at once, and keep them,
+    where values are not as wide as queries and keys; with a mask it computes what nobody sees, and
+    keeps for every block what it adds to the scores."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, seen: Among, scale: float
     ) -> Tensor:
-        out, lse = attend(query, key, value, mask, causal=mask is None, scale=scale)
+        parts = [
+            attend(
+                query[:, tile.queries],
+                key[:, tile.keys],
+                value[:, tile.keys],
+                seen.mask_of(tile),
+                causal=tile.kind == "causal",
+                scale=scale,
+            )
+            for tile in seen.tiles
+        ]
+        out, lse = parts[0]
+        if len(parts) > 1:
+            out = torch.cat([part for part, _ in parts], 1)
+            lse = torch.cat([part for _, part in parts], 2)
         out = out.contiguous()  # of what is only padding nothing is kept
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.mask, ctx.scale = mask, scale
+        ctx.seen, ctx.scale = seen, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        mask, scale = ctx.mask, ctx.scale
-        made = attend_backward(
-            gradients[0], query, key, value, out, lse, mask, causal=mask is None, scale=scale
+        tiles = ctx.seen.tiles
+        made = (
+            attend_backward(
+                gradients[0][:, tile.queries],
+                query[:, tile.queries],
+                key[:, tile.keys],
+                value[:, tile.keys],
+                out[:, tile.queries],
+                lse[:, :, tile.queries],
+                ctx.seen.mask_of(tile),
+                causal=tile.kind == "causal",
+                scale=ctx.scale,
+            )
+            for tile in tiles
         )
-        return *made, None, None
+        if len(tiles) == 1:
+            return *next(made), None, None
+        into = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
+        for tile, parts in zip(tiles, made, strict=True):
+            for whole, part, rows in zip(
+                into, parts, (tile.queries, tile.keys, tile.keys), strict=True
+            ):
+                whole[:, rows] += part
+        d_query, d_key, d_value = (whole.to(query.dtype) for whole in into)
+        return d_query, d_key, d_value, None, None

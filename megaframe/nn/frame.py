@@ -6,7 +6,7 @@ the block, so they are made once and handed to every block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from megaframe.nn.context import Context
 from megaframe.nn.dropout import Dropout, Keys
 from megaframe.nn.eight_bits import EightBits
 from megaframe.nn.moe.dispatch import Places
-from megaframe.nn.ring import Circle
+from megaframe.nn.ring import Circle, document_ends
 from megaframe.nn.rotary import Rotary
 from megaframe.nn.scratch import Scratch
 from megaframe.nn.seam import Seam
@@ -31,6 +31,7 @@ from megaframe.nn.tally import Tally
 from megaframe.nn.tiles import Sight
 from megaframe.nn.turns import Turn
 from megaframe.parameter import Parameter
+from megaframe.plan.windows import windows
 from megaframe.product import product
 
 _FILLING = 2**31 - 1
@@ -88,11 +89,11 @@ class Frame:
 
     batch, length: samples and tokens of a sample that this context rank has, B and S. tensor: the
     ranks that split matrices and rows. context: those that divide samples. rotary: turns queries
-    and keys, None without rotary positions. among: what tokens of whole samples see of each other.
-    circle: what takes its place where keys go round a ring. dropout: the masks of this step's rows,
-    None when nothing is dropped. selective: norms and activations are not kept but computed again
-    in backward. chunks: parts in which rows travel between tensor ranks; symmetric: they do so
-    within the products of forward (`comm/symmetric.py`). labels_T: of all tokens. experts: where
+    and keys, None without rotary positions. seen: by the window of a layer what tokens see of each
+    other, among whole samples or where keys go round a ring. dropout: the masks of this step's
+    rows, None when nothing is dropped. selective: norms and activations are not kept but computed
+    again in backward. chunks: parts in which rows travel between tensor ranks; symmetric: they do
+    so within the products of forward (`comm/symmetric.py`). labels_T: of all tokens. experts: where
     they lie. scale: that of the gradients of losses. tally: what is counted on the way. later:
     where the backward of this microbatch puts its weight gradients. turn: what layers call before
     they wait for a transfer. seam: what blocks tell between their parts. scratch: for what ends
@@ -104,8 +105,7 @@ class Frame:
     tensor: Group
     context: Context
     rotary: Rotary | None
-    among: Among
-    circle: Circle | None
+    seen: Mapping[int | None, Among | Circle]
     dropout: Dropout | None
     selective: bool
     chunks: int
@@ -207,19 +207,13 @@ def make_frame(
     rotary = None
     if model.position == "rotary":
         rotary = Rotary(model, positions_of(microbatch), dtype, kernels)
-    sight = _sight(model.window, microbatch, length * context.size)
-    circle = None
-    if context.ring.size > 1:
-        circle = Circle(context.ring, length * context.heads.size, sight, kernels)
-    among = Among(sight, batch, length * context.size, microbatch.tokens_BS.device)
     frame = Frame(
         batch,
         length,
         tensor,
         context,
         rotary,
-        among,
-        circle,
+        _seen(model, microbatch, context, kernels),
         None,
         selective,
         chunks,
@@ -248,12 +242,24 @@ def positions_of(microbatch: Microbatch) -> Tensor:
     return torch.arange(tokens.shape[1], device=tokens.device)
 
 
-def _sight(window: int | None, microbatch: Microbatch, whole: int) -> Sight:
-    """What is seen of samples of `whole` tokens, the filling behind them a document of its own,
-    numbered after all others."""
-    if window is not None and window >= whole:
-        window = None
-    documents = microbatch.documents_BS
+def _seen(
+    model: Model, microbatch: Microbatch, context: Context, kernels: Kernels
+) -> Mapping[int | None, Among | Circle]:
+    """What is seen through each window of the model, the filling behind samples a document of its
+    own, numbered after all others."""
+    batch, length = microbatch.tokens_BS.shape
+    whole, documents = length * context.size, microbatch.documents_BS
     if documents is not None:
         documents = F.pad(documents, (0, whole - documents.shape[1]), value=_FILLING)
-    return Sight(window, documents)
+    sights = {
+        window: Sight(None if window is None or window >= whole else window, documents)
+        for window in windows(model)
+    }
+    if context.ring.size == 1:
+        device = microbatch.tokens_BS.device
+        return {window: Among(sight, batch, whole, device) for window, sight in sights.items()}
+    own = length * context.heads.size
+    ends = document_ends(documents, own)
+    return {
+        window: Circle(context.ring, own, sight, ends, kernels) for window, sight in sights.items()
+    }

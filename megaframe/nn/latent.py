@@ -31,9 +31,13 @@ class LatentAttention(Module):
     """The stream becomes a latent of the queries (where there is a `query_rank`), one of the keys
     and values, and the rotated part of the keys, the same for all heads: one weight `down`. Both
     latents are RMS-normalised and become heads: `query` [N, D, rank] and `kv` [N, D - R + V, rank].
+    window: of the layer, one of the model's.
     """
 
-    def __init__(self, name: str, model: Model, latent: Latent, output_std: float) -> None:
+    def __init__(
+        self, name: str, model: Model, latent: Latent, output_std: float, window: int | None
+    ) -> None:
+        self.window = window
         self.latent, self.width = latent, latent.rotary_dim + latent.head_dim
         self.kv_width = latent.head_dim + latent.value_dim
         self.scale = scores_factor(model) / math.sqrt(self.width)
@@ -83,7 +87,8 @@ class LatentAttention(Module):
         turned = frame.rotary(key_rotated).expand(-1, -1, kv.shape[2], -1)
         key_BSND = torch.cat((turned, key_rest), 3)
         # A copy, because a view would keep the unrotated keys alive beside it.
-        out = attention(query_BSND, key_BSND, value.contiguous(), frame, self.scale)
+        value_BSNV = value.contiguous()
+        out = attention(query_BSND, key_BSND, value_BSNV, frame, self.window, self.scale)
         return self.output.plain(out, frame)
 
     def _heads(self, x: Tensor, norm: Elementwise, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:

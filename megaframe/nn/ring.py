@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 from megaframe.comm import Ring, pass_on
 from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.nn.among import spans_of, tile_backward_by_kernel, tile_by_kernel
-from megaframe.nn.tiles import Sight, attend, attend_backward, merge
+from megaframe.nn.tiles import Sight, Tile, attend, attend_backward, merge
 
 if TYPE_CHECKING:
     from megaframe_kernels.spans import Spans
@@ -33,32 +32,41 @@ _HALVES = {(0,): (0, 1), (1,): (1, 2), (0, 1): (0, 2)}
 """First and last end of the pieces of a rank that follow one another, in pieces."""
 
 
-@dataclass(frozen=True, eq=False)
-class Tile:
-    """Queries of this rank against keys of another: the places of both among the rank's tokens.
-    kind: whether all is seen, or what comes before, or what a mask says."""
+DocumentEnds = list[list[list[int]]]
+"""Least and greatest document number of each piece of each sample."""
 
-    queries: slice
-    keys: slice
-    kind: Literal["all", "causal", "masked"]
+
+def document_ends(documents_BS: Tensor | None, length: int) -> DocumentEnds | None:
+    """Of samples whose pieces are half of `length` tokens; None where there are no documents. Waits
+    for the device, so it is asked once for circles of all windows."""
+    if documents_BS is None:
+        return None
+    pieces = documents_BS.unflatten(1, (-1, length // 2))
+    return torch.stack((pieces.amin(-1), pieces.amax(-1)), -1).tolist()
 
 
 class Circle:
     """What this rank computes of samples that a ring divides. length: tokens of a sample that each
-    rank has, two pieces."""
+    rank has, two pieces. ends: those of the sight's documents."""
 
     def __init__(
-        self, ring: Ring, length: int, sight: Sight, kernels: Kernels = NO_KERNELS
+        self,
+        ring: Ring,
+        length: int,
+        sight: Sight,
+        ends: DocumentEnds | None,
+        kernels: Kernels = NO_KERNELS,
     ) -> None:
         self.ring, self.sight, self.kernels = ring, sight, kernels
         self._found: dict[tuple[Tile, int], Spans] = {}
         self.length, self.piece = length, length // 2
-        self._spans = None if sight.documents_BS is None else self._find_spans(sight.documents_BS)
+        self._ends = ends
         self._window = sight.window or length * ring.size
         self._tiles = [self._find_tiles(there) for there in range(ring.size)]
 
     def tiles(self, there: int) -> Sequence[Tile]:
-        """What there is to compute with the keys of ring rank `there`; nothing that nobody sees."""
+        """What there is to compute with the keys of ring rank `there`, of whose tokens those are;
+        nothing that nobody sees."""
         return self._tiles[there]
 
     def seen_by(self, there: int, ranks: Iterable[int]) -> int:
@@ -150,17 +158,12 @@ class Circle:
         if apart < 0 or apart - most >= self._window:
             return "nothing"
         everything = apart > 0 and apart + most < self._window
-        if self._spans is not None:
-            pairs = [(sample[query], sample[key]) for sample in self._spans]
+        if self._ends is not None:
+            pairs = [(sample[query], sample[key]) for sample in self._ends]
             if all(q[1] < k[0] or k[1] < q[0] for q, k in pairs):
                 return "nothing"
             everything &= all(q == k and k[0] == k[1] for q, k in pairs)
         return "all" if everything else "some"
-
-    def _find_spans(self, documents_BS: Tensor) -> list[list[list[int]]]:
-        """Least and greatest document number of each piece of each sample."""
-        pieces = documents_BS.unflatten(1, (-1, self.piece))
-        return torch.stack((pieces.amin(-1), pieces.amax(-1)), -1).tolist()
 
 
 def ring_attention(

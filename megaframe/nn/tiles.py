@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +47,16 @@ class Sight:
             return mask
         alike = self.documents_BS[:, queries_Q, None] == self.documents_BS[:, None, keys_K]
         return (mask & alike)[:, None]
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """Queries against keys, the places of both among tokens that are here. kind: whether all is
+    seen, or what comes before, or what a mask says."""
+
+    queries: slice
+    keys: slice
+    kind: Literal["all", "causal", "masked"]
 
 
 def in_products(query_BQND: Tensor, key_BKGD: Tensor, mask: Tensor | None) -> bool:

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from megaframe.config.model import Model
 from megaframe.plan.experts import has_experts, has_mlp
 from megaframe.plan.kernels import Rates, grouped_product_seconds, moving_seconds, three_products
 from megaframe.plan.machine import Machine, Part, Passes
 from megaframe.plan.matrices import head_widths, latent_width
-from megaframe.plan.stages import mean_keys
 from megaframe.plan.traffic import context_traffic, expert_traffic, tensor_traffic
+from megaframe.plan.windows import mean_keys, window_of
 
 Number = Any
 """A float, or a numpy array of them."""
@@ -22,6 +23,15 @@ Number = Any
 _CAST_BYTES = 6.0
 """To find the largest of a tensor's values, to read them again, and to write them in eight bits as
 they are and transposed."""
+
+
+def kinds(model: Model) -> list[tuple[bool, int | None]]:
+    """Of each layer what its costs depend on: whether it has experts, and its window in tokens."""
+    moe = model.moe
+    return [
+        (moe is not None and has_experts(moe, layer), window_of(model, layer))
+        for layer in range(model.layers)
+    ]
 
 
 def block(machine: Machine, layer: int) -> Part:
@@ -32,7 +42,7 @@ def block(machine: Machine, layer: int) -> Part:
         return Part(Passes(emulated.forward, emulated.backward, emulated.weight))
     moe = model.moe
     experts = moe is not None and has_experts(moe, layer)
-    attention = _attention(machine)
+    attention = _attention(machine, layer)
     joined = machine.software.parallel_block and model.latent is None and not experts
     if joined:
         linears = _joined_linears(machine)
@@ -140,14 +150,14 @@ def _expert_mlp(machine: Machine) -> Passes:
     return found + Passes(moving, moving, 0.0)
 
 
-def _attention(machine: Machine) -> Passes:
+def _attention(machine: Machine, layer: int) -> Passes:
     """Scores and what is made with them."""
     model, sizes, rate = machine.config.model, machine.sizes, machine.rate
     software, seq = machine.software, machine.config.train.seq
     query, value = head_widths(model)
     heads = model.heads / sizes.tensor
     if software.fused_attention:
-        keys = mean_keys(seq, model.window) if software.causal_skip else seq
+        keys = mean_keys(seq, window_of(model, layer)) if software.causal_skip else seq
         flops = 2.0 * machine.tokens * keys * heads * (query + value)
         forward = flops / (rate.attention * software.attention_speed)
         # Backward makes scores again: five products in place of two (Dao 2023, section 3.1).

@@ -7,6 +7,7 @@ bubbles of the named schedules, the activations that they keep.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -16,9 +17,8 @@ from megaframe.config.schema import RunConfig
 from megaframe.plan.candidates import CIRCLING, SCHEDULES, Array, Candidates
 from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
-from megaframe.plan.costs import block
+from megaframe.plan.costs import block, kinds
 from megaframe.plan.division import division
-from megaframe.plan.experts import expert_layers, has_experts
 from megaframe.plan.machine import Machine, Part, Passes
 from megaframe.plan.sizes import Sizes
 from megaframe.plan.slow import jitter
@@ -89,20 +89,13 @@ def _estimate(
 
 
 def _mean_block(machine: Machine) -> tuple[Part, Owned]:
-    """Costs and parameters of a layer, on average over dense ones and those with experts."""
-    model = machine.config.model
-    share = expert_layers(model) / model.layers
+    """Costs and parameters of a layer, on average over all kinds of them."""
+    every = kinds(machine.config.model)
     whole, owned = Part(Passes()), Owned()
-    for experts, weight in ((False, 1 - share), (True, share)):
-        if not weight:
-            continue
-        layer = next(
-            n
-            for n in range(model.layers)
-            if (model.moe is not None and has_experts(model.moe, n)) == experts
-        )
-        whole = whole + block(machine, layer).times(weight)
-        owned = owned + block_owned(machine, layer).times(weight)
+    for kind, number in Counter(every).items():
+        layer, share = every.index(kind), number / len(every)
+        whole = whole + block(machine, layer).times(share)
+        owned = owned + block_owned(machine, layer).times(share)
     return whole, owned
 
 

@@ -44,7 +44,7 @@ def balances(
     config: RunConfig, layout: Layout, cluster: Cluster, constants: Constants
 ) -> Iterator[Balance]:
     """The communication roofline of each axis that has more than one rank: bytes and operations of
-    a block and microbatch, of data ranks those of a whole step."""
+    the last block and a microbatch, of data ranks those of a whole step."""
     machine = Machine(config, cluster, constants, sizes_of(config, layout))
     model, width = config.model, machine.rate.width
     work = block_work(config, model.layers - 1)

@@ -1,4 +1,4 @@
-"""Shape of a model: heads, widths and positions, and what of them does not fit."""
+"""Shape of a model: heads, widths, positions and windows, and what of them does not fit."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from megaframe.config.model import Model
 from megaframe.config.numbers import nearest_divisors
 from megaframe.plan.latent import latent_mistakes
+from megaframe.plan.windows import window_mistakes
 
 
 def model_mistakes(model: Model, seq: int) -> Iterator[str]:
-    """What of heads, widths and positions does not fit; seq: tokens of a sample."""
+    """What of heads, widths, positions and windows does not fit; seq: tokens of a sample."""
+    yield from window_mistakes(model)
     if model.heads % model.kv_heads and model.latent is None:
         yield (
             f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}; "

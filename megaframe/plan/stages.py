@@ -16,6 +16,7 @@ from megaframe.config.model import Model
 from megaframe.config.schema import RunConfig
 from megaframe.plan.experts import has_experts
 from megaframe.plan.matrices import attention_matrices, head_widths
+from megaframe.plan.windows import mean_keys, window_of
 from megaframe.schedule.costs import Costs
 
 
@@ -139,7 +140,8 @@ def block_work(config: RunConfig, layer: int) -> Work:
         return Work(emulated.forward, emulated.backward, emulated.weight)
     model = config.model
     matrices = 2.0 * block_matrices(model, layer)
-    keys = 2.0 * model.heads * sum(head_widths(model)) * mean_keys(config.train.seq, model.window)
+    seen = mean_keys(config.train.seq, window_of(model, layer))
+    keys = 2.0 * model.heads * sum(head_widths(model)) * seen
     return Work(matrices + keys, matrices + 2 * keys, matrices)
 
 
@@ -178,17 +180,6 @@ def block_matrices(model: Model, layer: int) -> int:
         return attention_matrices(model) + mlp * model.ffn
     width = (moe.top_k + moe.shared) * (moe.ffn or model.ffn)
     return attention_matrices(model) + mlp * width + moe.experts * model.hidden
-
-
-def mean_keys(seq: int, window: int | None) -> float:
-    """Mean number of keys that a query attends to, causal and with at most `window` of them.
-
-    The area under min(position, window): seq / 2 without a window, and towards `window` when the
-    sequence is much longer. Counting whole keys (a query sees itself in full) gives at most half a
-    key more.
-    """
-    reach = min(window or seq, seq)
-    return reach - reach * reach / (2 * seq)
 
 
 def _head(config: RunConfig) -> float:

@@ -22,8 +22,7 @@ from megaframe.layout import Layout
 from megaframe.plan.candidates import CIRCLING
 from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
-from megaframe.plan.costs import block
-from megaframe.plan.experts import has_experts
+from megaframe.plan.costs import block, kinds
 from megaframe.plan.machine import Machine, Part, Passes
 from megaframe.plan.reasons import reasons
 from megaframe.plan.schedules import step_schedule
@@ -101,10 +100,9 @@ def predict(
 
 def _by_layer(machine: Machine, function: Callable[[Machine, int], T]) -> list[T]:
     """`function` of every layer, asked once for each kind of them."""
-    moe = machine.config.model.moe
-    kinds = [moe is not None and has_experts(moe, n) for n in range(machine.config.model.layers)]
-    known = {kind: function(machine, kinds.index(kind)) for kind in set(kinds)}
-    return [known[kind] for kind in kinds]
+    every = kinds(machine.config.model)
+    known = {kind: function(machine, every.index(kind)) for kind in set(every)}
+    return [known[kind] for kind in every]
 
 
 def _stage(machine: Machine, plan: StagePlan, blocks: Sequence[Part]) -> Part:

@@ -39,7 +39,10 @@ def test_the_listing_names_every_key_that_holds_a_value_aligned():
     [
         ("train.seq", "a whole number >= 1"),
         ("run.seed", "a whole number from 0 to 9223372036854775807"),
-        ("model.window", "a whole number >= 1 or null"),
+        (
+            "model.window",
+            "a whole number >= 1 or null or a list, each a whole number >= 1 or null",
+        ),
         ("model.dropout", "a number >= 0 and < 1"),
         ("model.rotary_fraction", "a number > 0 and <= 1"),
         ("model.rotary_scaling.factor", "a number >= 1"),

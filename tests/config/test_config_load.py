@@ -57,6 +57,13 @@ def test_the_type_of_the_field_decides_what_a_scalar_means():
     assert config.model.rotary_scaling.kind == "yarn"
 
 
+def test_a_window_is_a_number_or_a_list_and_is_saved_as_it_was_given():
+    for text, window in (("8", 8), ("[8, null]", (8, None)), ("[8]", (8,)), ("null", None)):
+        config = load(None, [f"model.window={text}"])
+        assert config.model.window == window
+        assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
 def test_derived_sizes_follow_the_keys_that_were_given():
     model = load(None, ["model.hidden=96", "model.heads=4", "model.bias=true"]).model
     assert (model.kv_heads, model.head_dim, model.ffn, model.qkv_bias) == (4, 24, 384, True)
@@ -165,6 +172,10 @@ def test_every_mistake_comes_at_once_with_its_place(write):
         ("train.batch_ramp.start=4", "train.batch_ramp.increment: missing"),
         ("train.batch_ramp=4", "train.batch_ramp: is a section"),
         ("model.window=0", "model.window=0: takes a whole number >= 1 or null"),
+        ("model.window=[4, 0]", "model.window=[4, 0]: takes a whole number >= 1 or null or a list"),
+        ("model.window=[[4]]", "model.window=[[4]]: takes a whole number >= 1 or null or a list"),
+        ("model.window=1e3", "a list, each a whole number >= 1 or null; write 1000"),
+        ("train.recompute_blocks=some", "blocks=some: takes a whole number >= 0 or auto or a list"),
         ("run.seed=9223372036854775808", "takes a whole number from 0 to 9223372036854775807"),
         ("train.steps=" + "9" * 5000, "train.steps=999"),
         ("run.dir=!!python/name:os.system x", "YAML tag !!python/name:os.system refused"),

@@ -10,10 +10,12 @@ from tokenizers.models import WordLevel
 
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.examine import damage
+from megaframe.config import Model
 from megaframe.errors import UserError
 from megaframe.huggingface import folder as folders
-from megaframe.huggingface.models import ARCHITECTURES
+from megaframe.huggingface.models import ARCHITECTURES, config_of, model_of
 from megaframe.microbatch import Microbatch
+from megaframe.plan.windows import windows
 from megaframe.sampling import load_model
 
 SHAPE = {
@@ -25,6 +27,9 @@ SHAPE = {
     "initializer_range": 0.3,
 }
 GROUPED = {**SHAPE, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+LOCAL = {**GROUPED, "num_hidden_layers": 4, "sliding_window": 3}
+SLIDES = {**LOCAL, "use_sliding_window": True}
+FULL, LOCALLY = "full_attention", "sliding_attention"
 EXPERTS = {"num_experts_per_tok": 2}
 DEEPSEEK = {
     **{**SHAPE, **EXPERTS, "num_key_value_heads": 4, "moe_intermediate_size": 8},
@@ -61,7 +66,11 @@ MODELS = {
     "llama": of("Llama", **GROUPED),
     "llama3": of("Llama", **GROUPED, rope_parameters=LLAMA3, tie_word_embeddings=True),
     "mistral": of("Mistral", **GROUPED, sliding_window=5),
+    "ministral": of("Ministral", **LOCAL, layer_types=[FULL, LOCALLY, LOCALLY, FULL]),
     "qwen3": of("Qwen3", **GROUPED),
+    "qwen3_types": of("Qwen3", **SLIDES, layer_types=[LOCALLY, FULL, LOCALLY, FULL]),
+    "qwen3_last": of("Qwen3", **SLIDES, max_window_layers=3),
+    "qwen3_all": of("Qwen3", **SLIDES, max_window_layers=0),
     "qwen3_moe": of(
         "Qwen3Moe",
         **GROUPED,
@@ -69,6 +78,11 @@ MODELS = {
         num_experts=6,
         moe_intermediate_size=12,
         norm_topk_prob=True,
+    ),
+    "qwen3_moe_all": of(
+        "Qwen3Moe",
+        **{**GROUPED, **EXPERTS, "num_experts": 6, "moe_intermediate_size": 12},
+        **{"sliding_window": 3, "use_sliding_window": True},
     ),
     "mixtral": of("Mixtral", **GROUPED, **EXPERTS, num_local_experts=4),
     "deepseek_v2": of(
@@ -120,6 +134,58 @@ def test_logits_are_the_same_both_ways(name, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert type(again).__name__ in ARCHITECTURES.values()
     assert torch.equal(logits(again.eval()), wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [
+        ("llama", None),
+        ("mistral", 5),
+        ("ministral", (None, 3, 3)),
+        ("qwen3", None),
+        ("qwen3_types", (3, None)),
+        ("qwen3_last", (None, None, None, 3)),
+        ("qwen3_all", 3),
+        ("qwen3_moe_all", 3),
+    ],
+)
+def test_windows_are_the_shortest_pattern_of_their_layers(name, window):
+    model = model_of(MODELS[name]().to_dict())
+    assert model.window == window
+    assert model_of(config_of(model)).window == window
+    again = model.model_copy(update={"window": (*windows(model), *windows(model))})
+    assert config_of(again) == config_of(model)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"window": (3, 5)}, "as ministral:\n  model.window=(3, 5) would become 3"),
+        ({"window": (3, None, 5, None), "qk_norm": True}, "become (3, None)"),
+        ({"window": (3, None), "moe": {"experts": 4, "score": "softmax"}}, "None) would become 3"),
+        ({"window": 3, "norm": "layernorm", "position": "learned"}, "window=3 would become None"),
+    ],
+)
+def test_windows_that_no_family_has_are_refused(keys, message):
+    shape = {"layers": 4, "hidden": 32, "heads": 4, "vocab": 61}
+    with pytest.raises(UserError) as caught:
+        config_of(Model(**{**shape, "norm": "rmsnorm", "activation": "swiglu", **keys}))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("mistral", {"layer_types": [FULL, LOCALLY]}, "mistral: layer_types has full_attention in"),
+        ("ministral", {"layer_types": [FULL]}, "has 1 layers, and num_hidden_layers is 4"),
+        ("ministral", {"layer_types": ["chunked"] * 4}, "'chunked' is none of full_attention"),
+        ("qwen3_types", {"use_sliding_window": False}, "there is no sliding_window for them"),
+    ],
+)
+def test_layer_types_that_mean_nothing_here_are_refused(name, keys, message):
+    with pytest.raises(UserError) as caught:
+        model_of({**MODELS[name]().to_dict(), **keys})
+    assert message in str(caught.value)
 
 
 def test_large_models_are_several_files(tmp_path, monkeypatch):

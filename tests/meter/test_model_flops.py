@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.config import RunConfig
-from megaframe.meter.flops import count_flops, mean_keys
+from megaframe.meter.flops import count_flops
+from megaframe.plan.windows import mean_keys
 from megaframe.spec import Normal, ParamSpec
 from megaframe.stage import model_specs
 
@@ -80,6 +81,22 @@ def test_windows_count_the_keys_inside_them(seq, window):
     counted = mean_keys(seq, window)
     # Whole keys count the query's own in full: half a key more in the triangle, none behind it.
     assert counted == pytest.approx(exact - min(window, seq) / (2 * seq), rel=1e-12)
+
+
+def test_every_layer_counts_the_keys_of_its_own_window():
+    """Of five layers and two predictors by turns 64, none and 128: three, two and two of them."""
+    shape = {"layers": 5, "hidden": 32, "heads": 4, "vocab": 97, "mtp_depth": 2}
+    keys = [64 - 64**2 / 2048, 512, 128 - 128**2 / 2048]
+    mixed, none = (
+        count_flops(model_specs(one), one)
+        for one in (config({**shape, "window": (64, None, 128)}, seq=1024), config(shape, seq=1024))
+    )
+    assert mixed.full_attention == none.full_attention
+    saved = 12 * 32 * (7 * 512 - 3 * keys[0] - 2 * keys[1] - 2 * keys[2])
+    assert none.model - mixed.model == saved
+    alone = config({**shape, "window": (64,)}, seq=1024)
+    number = config({**shape, "window": 64}, seq=1024)
+    assert count_flops(model_specs(alone), alone) == count_flops(model_specs(number), number)
 
 
 def test_without_a_window_half_of_the_square_counts():

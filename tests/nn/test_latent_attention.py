@@ -22,7 +22,7 @@ def test_parameters_of_the_released_layers(name):
     """Elements of the attention's tensors in one layer of the released weights."""
     shape, rank, published = PUBLISHED[name]
     model = Model(**shape, latent={**DEEPSEEK, "query_rank": rank})
-    specs = [p.spec for p in LatentAttention("a", model, model.latent, 0.02).parameters()]
+    specs = [p.spec for p in LatentAttention("a", model, model.latent, 0.02, None).parameters()]
     assert sum(spec.size for spec in specs) == published
     assert attention_matrices(model) == sum(s.size for s in specs if s.role == "matrix")
 

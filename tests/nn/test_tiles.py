@@ -10,10 +10,18 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.comm import Ring
-from megaframe.microbatch import zigzag
-from megaframe.nn import tile_products, tiles
-from megaframe.nn.ring import Circle
+from megaframe.comm import ALONE, Ring
+from megaframe.config import Model
+from megaframe.microbatch import Microbatch, zigzag
+from megaframe.nn import among, tile_products, tiles
+from megaframe.nn.attention import _among_here
+from megaframe.nn.context import Context
+from megaframe.nn.frame import make_frame
+from megaframe.nn.moe.dispatch import Places
+from megaframe.nn.ring import Circle, document_ends
+from megaframe.nn.scratch import Scratch
+from megaframe.nn.seam import Seam
+from megaframe.nn.tally import Tally
 from megaframe.nn.tiles import Sight, attend, attend_backward, merge
 
 BATCH, HEADS, GROUPS, WIDTH = 2, 4, 2, 6
@@ -71,7 +79,8 @@ def test_tiles_of_a_ring_make_up_the_whole(way, ranks, piece, window, documents,
     found = [torch.zeros_like(tensor) for tensor in (d_out, query, key, value)]
     parts = [zigzag(places, index, ranks, 0) for index in range(ranks)]
     for here, mine in enumerate(parts):
-        circle = Circle(Ring(here, ranks), 2 * piece, sight)
+        ends = document_ends(numbers, 2 * piece)
+        circle = Circle(Ring(here, ranks), 2 * piece, sight, ends)
         out = torch.zeros_like(d_out[:, mine])
         lse = torch.full((BATCH, HEADS, len(mine)), -math.inf, dtype=torch.float64)
         order = [(here - step) % ranks for step in range(ranks)]
@@ -101,6 +110,35 @@ def test_tiles_of_a_ring_make_up_the_whole(way, ranks, piece, window, documents,
             found[3][:, keys] += d_value
     for mine, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    length=st.integers(1, 23),
+    window=st.none() | st.integers(1, 30),
+    documents=st.booleans(),
+    value_width=st.sampled_from([WIDTH, 4, 9]),
+    seed=st.integers(0, 99),
+)
+def test_tiles_among_tokens_that_are_here_are_the_whole(
+    length, window, documents, value_width, seed
+):
+    """Of four queries each; and no tile reaches further back than its first query."""
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value, numbers = samples(length, documents, generator, value_width)
+    d_out = torch.randn(*query.shape[:3], value_width, dtype=torch.float64, generator=generator)
+    sight, places = Sight(window, numbers), torch.arange(length)
+    wanted = whole(query, key, value, sight.mask(places, places), d_out)
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(among, "_QUERIES", 4)
+        seen = among.Among(sight, BATCH, length, query.device)
+        out = _among_here(*leaves, seen, SCALE)
+        out.backward(d_out)
+    for mine, theirs in zip((out, *(x.grad for x in leaves)), wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+    if window is not None:
+        assert all(len(places[tile.keys]) <= window + 3 for tile in seen.tiles)
 
 
 @pytest.mark.parametrize("value_width", [WIDTH, 3])
@@ -182,7 +220,7 @@ def test_ranks_compute_equally_much_and_need_no_mask(ranks):
     """Under a causal mask a rank has its own triangle and else rectangles of half its square."""
     length = 12
     for here in range(ranks):
-        circle = Circle(Ring(here, ranks), length, Sight(None, None))
+        circle = Circle(Ring(here, ranks), length, Sight(None, None), None)
         for there in range(ranks):
             (tile,) = circle.tiles(there)
             queries, keys = (len(range(*s.indices(length))) for s in (tile.queries, tile.keys))
@@ -195,11 +233,40 @@ def test_what_nobody_sees_is_not_computed():
     ranks, piece = 4, 3
     numbers = torch.arange(2 * ranks).repeat_interleave(piece).expand(BATCH, -1)
     for here in range(ranks):
-        near = Circle(Ring(here, ranks), 2 * piece, Sight(piece, None))
-        alone = Circle(Ring(here, ranks), 2 * piece, Sight(None, numbers))
+        near = Circle(Ring(here, ranks), 2 * piece, Sight(piece, None), None)
+        ends = document_ends(numbers, 2 * piece)
+        alone = Circle(Ring(here, ranks), 2 * piece, Sight(None, numbers), ends)
         for there in range(ranks):
             assert bool(near.tiles(there)) == (abs(here - there) <= 1)
             assert len(alone.tiles(there)) == 2 * (here == there)
+
+
+def test_a_frame_has_a_circle_for_each_window_and_asks_for_documents_once(monkeypatch):
+    """The host waits for the device where it asks."""
+    asked, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: asked.append(x) or tolist(x))
+    tokens = torch.zeros(BATCH, 8, dtype=torch.int64)
+    documents = torch.arange(32).expand(BATCH, -1) // 3
+    microbatch = Microbatch(tokens, tokens, torch.arange(BATCH), None, documents)
+    frame = make_frame(
+        Model(window=(5, None, 40, 5)),
+        microbatch,
+        torch.float32,
+        None,
+        tensor=ALONE,
+        context=Context(ring=Ring(1, 4)),
+        selective=False,
+        chunks=1,
+        symmetric=False,
+        experts=Places(),
+        scale=1.0,
+        tally=Tally(),
+        seam=Seam(),
+        scratch=Scratch(),
+    )
+    sights = {window: circle.sight.window for window, circle in frame.seen.items()}
+    assert sights == {5: 5, None: None, 40: None}, "32 tokens are all that 40 would see"
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -19,7 +19,7 @@ SHAPES = {
     **MODELS,
     "window": {"window": 4, "qkv_bias": True, "kv_heads": 4, "head_dim": 6},
     "packed": {"position": "learned", "kv_heads": 1, "dropout": 0.2},
-    "packed-window": {"window": 3, "kv_heads": 2, "logit_softcap": 3.0},
+    "packed-windows": {"window": (3, None), "kv_heads": 2, "logit_softcap": 3.0},
 }
 RING, ALL_TO_ALL = {"context_kind": "ring"}, {"context_kind": "all_to_all"}
 NESTED = {"context_kind": "nested", "context_heads": 2}
@@ -76,7 +76,7 @@ def test_samples_of_different_lengths(parallel, pool):
 def test_overlap_changes_no_bit(pool):
     for parallel in ({"context": 4, **RING}, {"context": 4, **NESTED}):
         serial, overlapped = (
-            outcome(4, "packed-window", {"microbatch": 2}, parallel, pool, serial=serial)
+            outcome(4, "packed-windows", {"microbatch": 2}, parallel, pool, serial=serial)
             for serial in (True, False)
         )
         assert_same_bits(serial, overlapped)

@@ -18,7 +18,10 @@ from megaframe.trainer import Trainer
 LATENT = {"query_rank": 12, "kv_rank": 10, "head_dim": 6, "rotary_dim": 4, "value_dim": 5}
 SHAPES = {
     "tied": {"mtp_depth": 2, "position": "learned", "tie_embeddings": True, "dropout": 0.1},
-    "packed": {"mtp_depth": 1, "norm": "rmsnorm", "activation": "swiglu", "latent": LATENT},
+    "packed": {
+        **{"mtp_depth": 1, "norm": "rmsnorm", "activation": "swiglu", "latent": LATENT},
+        "window": (2, None, 4),
+    },
 }
 LAYOUTS = [
     (4, {"tensor": 2, "data": 2, "zero": 3}, "full"),

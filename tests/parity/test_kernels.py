@@ -19,7 +19,10 @@ SMALL = {"layers": 1, "heads": 2}
 SHAPES = {
     "gpt2": {**MODELS["gpt2"], "logit_softcap": 3.0},
     "llama": {**MODELS["llama"], "rotary_fraction": 0.5, "dropout": 0.1},
-    "window": {"norm": "rmsnorm", "activation": "relu2", "kv_heads": 1, "window": 4, "bias": True},
+    "windows": {
+        **{"norm": "rmsnorm", "activation": "relu2", "kv_heads": 1, "bias": True},
+        **{"layers": 2, "window": (4, None)},
+    },
     "moe": {"norm": "rmsnorm", "activation": "swiglu", "moe": {**MOE, "shared": 1}},
 }
 TRAIN = {"microbatch": 2, "precision": "fp32", "label_smoothing": 0.1, "z_loss": 0.01}
@@ -32,7 +35,8 @@ RING = {"context": 2}
 CASES = [
     ("gpt2", 1, {}, "selective", ALWAYS),
     ("llama", 2, {"tensor": 2, "zero": 2}, "full", ALWAYS | {"rotary"}),
-    ("window", 2, RING, "none", ALWAYS | {"rotary", "attention_backward"}),
+    ("windows", 1, {}, "full", ALWAYS | {"rotary"}),
+    ("windows", 2, RING, "none", ALWAYS | {"rotary", "attention_backward"}),
     ("moe", 1, {}, "none", ALWAYS | EXPERTS | LOCAL),
     ("moe", 2, {"tensor": 2, "expert": 2}, "none", ALWAYS | EXPERTS),
 ]
@@ -71,9 +75,9 @@ def known(pool):
 
 
 def arguments(name, parallel, recompute, precision="fp32"):
-    packed = name in ("llama", "window")
+    packed = name in ("llama", "windows")
     train = {**TRAIN, "recompute": recompute, "precision": precision}
-    return {**SHAPES[name], **SMALL}, train, parallel, False, False, packed, OPTIM
+    return {**SMALL, **SHAPES[name]}, train, parallel, False, False, packed, OPTIM
 
 
 def errors(results, truth):

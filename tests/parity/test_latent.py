@@ -16,7 +16,7 @@ SHAPES = {
         "latent": {**LATENT, "query_rank": 12, "value_dim": 5},
         "rotary_scaling": {**YARN, "mscale": 0.5, "mscale_all_dim": 0.8},
     },
-    "packed-lite": {"latent": {**LATENT, "value_dim": 14}, "window": 4, "dropout": 0.1},
+    "packed-lite": {"latent": {**LATENT, "value_dim": 14}, "window": (None, 4), "dropout": 0.1},
 }
 RING, ALL_TO_ALL = {"context_kind": "ring"}, {"context_kind": "all_to_all"}
 LAYOUTS = [

@@ -22,7 +22,7 @@ from megaframe.plan.activations import block_bytes
 SHAPES = {
     **MODELS,
     "smooth": {"position": "none", "logit_softcap": 3.0, "activation": "relu2", "bias": True},
-    "window": {"window": 4, "qkv_bias": True, "kv_heads": 4, "ffn": 30},
+    "windows": {"window": (4, None), "qkv_bias": True, "kv_heads": 4, "ffn": 30},
 }
 TRAIN = {"smooth": {"label_smoothing": 0.1, "z_loss": 0.01}}
 INTERLEAVED = {"tensor": 2, "pipeline": 2, "chunks": 2, "schedule": "interleaved"}
@@ -39,7 +39,7 @@ LAYOUTS = [
 ]
 CHUNKED = [
     ("smooth", 2, {"tensor": 2, "tensor_chunks": 2}, {"recompute": "selective"}),
-    ("window", 2, {"tensor": 2, "tensor_chunks": 3}, {}),
+    ("windows", 2, {"tensor": 2, "tensor_chunks": 3}, {}),
     ("llama", 4, {"tensor": 4, "tensor_chunks": 3}, {"recompute": "selective", "microbatch": 2}),
     ("gpt2", 4, {**ZB_V, "tensor_chunks": 2}, {"recompute": "selective"}),
 ]
@@ -152,12 +152,14 @@ def one_block(model, recompute, tensor, chunks):
 
 @pytest.mark.parametrize(("tensor", "chunks"), [(2, 1), (4, 3)])
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-@pytest.mark.parametrize("model", [{}, {"norm": "rmsnorm", "activation": "swiglu"}])
+@pytest.mark.parametrize(
+    "model", [{}, {"norm": "rmsnorm", "activation": "swiglu"}, {"window": (4, None)}]
+)
 def test_activations_and_bytes_are_the_closed_forms(model, recompute, tensor, chunks, pool):
-    """What a block keeps is divided by the ranks. Per layer, forward moves (t-1)/t b s h elements
-    4 times; backward as often, and twice more to gather inputs again instead of keeping them. The
-    embedding and the head move as much twice each, and the loss 3 numbers a token in fp32. In how
-    many parts changes nothing."""
+    """What a block keeps is divided by the ranks, and of a mask it keeps nothing. Per layer,
+    forward moves (t-1)/t b s h elements 4 times; backward as often, and twice more to gather inputs
+    again instead of keeping them. The embedding and the head move as much twice each, and the loss
+    3 numbers a token in fp32. In how many parts changes nothing."""
     for kept, planned, moved in pool.run(tensor, one_block, model, recompute, tensor, chunks):
         assert kept == planned
         stream = 2 * 16 * 64 * 2

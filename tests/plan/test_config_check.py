@@ -31,6 +31,8 @@ def refusals(*overrides, world=1):
         ("model.heads=5", "model.head_dim=64"),
         ("model.rotary_fraction=0.25",),
         ("model.position=none", "model.head_dim=7"),
+        ("model.layers=3", "model.window=[8, null]"),
+        ("model.layers=2", "model.window=[8, null]"),
         (LATENT,),
         (LATENT, "model.heads=5", "model.hidden=64"),
         (LATENT, "model.rotary_scaling={kind: yarn, factor: 40, mscale_all_dim: 0.7}"),
@@ -84,6 +86,14 @@ def test_a_sound_config_passes(overrides):
         (
             ["optim.name=sgd", "optim.nesterov=true", "optim.momentum=0"],
             "nesterov=true looks ahead along optim.momentum=0; use optim.nesterov=false",
+        ),
+        (
+            ["model.layers=2", "model.window=[8, null, 4]"],
+            "model.window has 3 entries for model.layers=2; use 1 to 2 of them, which are repeated",
+        ),
+        (
+            ["model.layers=2", "model.window=[]"],
+            r"model.window=\[\] has 0 entries to repeat over model.layers=2; .* or 1 to 2 entries",
         ),
         (["model.heads=12", "model.kv_heads=5"], "kv_heads=5 .* model.heads=12; use 4 or 6"),
         (["model.heads=10"], "heads=10 .* model.hidden=768; use 8 or 12, or set model.head_dim"),

@@ -64,6 +64,7 @@ def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
     ("model", "gpus", "batch", "sections"),
     [
         *((*world, {}) for world in WORLDS),
+        ({**DENSE, "window": [1024] * 5 + [None]}, 64, 256, {}),
         (*WORLDS[1], {"optim": {"offload": True}}),
         (*WORLDS[1], {"optim": {"name": "muon"}}),
         (*WORLDS[1], {"parallel": {"compress": "topk"}}),

@@ -63,6 +63,26 @@ def test_a_heavy_head_is_a_stage_of_its_own():
     assert [len(plan.blocks) for plan in stage_plans(config)] == [6, 0]
 
 
+def test_layers_count_with_what_their_windows_see():
+    """Of a layer without a window attention is five times its matrices; the others are nearly
+    these. Attention's backward is twice its forward, and it has no weights."""
+    seq, matrices = 3840, 12 * 64 * 64
+    model = {"window": (1,) * 7 + (None,) * 3, "vocab": 1}
+    config = config_of(10, model=model, train={"seq": seq}, pipeline=2)
+    plans = stage_plans(config)
+    assert [len(plan.blocks) for plan in plans] == [8, 2]
+    costs = stage_costs(config, plans)
+    local, full = (4 * 64 * keys for keys in (1 - 1 / (2 * seq), seq / 2))
+    assert full == 5 * 2 * matrices
+    for stage, (near, far) in enumerate([(7, 1), (0, 2)]):
+        forward, backward, weight = costs.forward[stage], costs.backward[stage], costs.weight[stage]
+        head = 3 * 2 * 64 * stage
+        seen = near * local + far * full
+        assert forward == pytest.approx((near + far) * 2 * matrices + seen + head, rel=1e-14)
+        assert backward == pytest.approx((near + far) * 2 * matrices + 2 * seen, rel=1e-14)
+        assert weight == (near + far) * 2 * matrices
+
+
 def test_layers_are_as_given_and_blocks_run_again_as_said():
     config = config_of(pipeline=2, layers_per_stage=(1, 5), train={"recompute_blocks": (2, 3)})
     plans = stage_plans(config)
@@ -78,6 +98,7 @@ def test_layers_are_as_given_and_blocks_run_again_as_said():
     [
         {},
         {"activation": "swiglu", "kv_heads": 2, "window": 7},
+        {"window": (7, 20, None, 7), "mtp_depth": 3},
         {"latent": {**LATENT, "query_rank": 24}},
         {"latent": LATENT, "mtp_depth": 2},
     ],

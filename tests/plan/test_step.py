@@ -99,6 +99,26 @@ def test_emulated_blocks_take_what_the_simulator_says():
     assert found.breakdown["bubble"] == pytest.approx(float(timeline.bubble_time), abs=latency)
 
 
+def test_layers_take_as_long_as_their_windows_let_them():
+    """On one rank attention takes the sum of its layers' times, on many links it hides as much as
+    its own layer gives it to hide, and stages of layers that see less are faster."""
+    train = {"seq": 32768, "global_batch": 8}
+
+    def step(window, **parallel):
+        return predicted(config_of({**GPT, "window": window}, train, **parallel), 8)
+
+    near, far, mixed = (step(w).breakdown["compute"] for w in (1024, None, [1024, None, 1024]))
+    assert near < 0.75 * far
+    assert mixed == pytest.approx((2 * near + far) / 3, rel=1e-12)
+    near, far, mixed = (
+        step(w, context=8).breakdown["context"] for w in (128, None, [128, None, 128])
+    )
+    assert mixed == pytest.approx((2 * near + far) / 3, rel=1e-12) and near > far
+    halves = [1024] * 12 + [None] * 12
+    even = step(halves, pipeline=2, layers_per_stage=(12, 12))
+    assert step(halves, pipeline=2).step_seconds < 0.95 * even.step_seconds
+
+
 def test_what_must_make_a_step_longer_does():
     base = predicted(config_of(tensor=8, pipeline=4), 64).step_seconds
     slow_links = replace(
