@@ -239,6 +239,8 @@ def _multiply(
     outputs: tl.tensor,
     inputs: tl.tensor,
     parts: tl.tensor,
+    expert_stride: tl.tensor,
+    output_stride: tl.tensor,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -259,7 +261,8 @@ def _multiply(
     terms = tl.where(expert < experts, inputs, 0)
     matrix = expert.to(tl.int64)
     left = a + place.to(tl.int64)[:, None] * inputs + depth[None, :]
-    right = b + (matrix * outputs + column)[None, :] * inputs + depth[:, None]
+    right = b + matrix * expert_stride + column.to(tl.int64)[None, :] * output_stride
+    right += depth[:, None]
     down = a_scales + place.to(tl.int64) * parts
     across = b_scales + (matrix * tl.cdiv(outputs, ALIKE) + column // ALIKE) * parts
     left_scale = tl.load(down, mask=inside & (expert < experts), other=0.0)
@@ -400,12 +403,16 @@ def launch_multiply(
 ) -> Tensor:
     """As the reference."""
     (places, inputs), (experts, outputs, _) = a_PK.shape, b_ENK.shape
+    b = b_ENK if b_ENK.stride(2) == 1 else b_ENK.contiguous()
     out = torch.empty(places, outputs, dtype=dtype, device=a_PK.device)
     tiles, parts = TILES[generation(a_PK)], a_scales.shape[1]
     launch(
         _multiply,
         ((ceil_div(places, tiles.rows) + experts) * ceil_div(outputs, tiles.columns),),
-        *(t.contiguous() for t in (a_PK, b_ENK, a_scales, b_scales)),
+        a_PK.contiguous(),
+        b,
+        a_scales.contiguous(),
+        b_scales.contiguous(),
         ends_E,
         out,
         places,
@@ -413,6 +420,7 @@ def launch_multiply(
         outputs,
         inputs,
         parts,
+        *b.stride()[:2],
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
         DEPTH=tiles.depth,
@@ -612,8 +620,8 @@ def _torch_refuses(
         return "torch's scaled grouped product takes e4m3, and gives bf16"
     if a_PK.shape[1] % 16 or b_ENK.shape[1] % 16:
         return "torch's scaled grouped product needs dims that 16 divides"
-    if not (a_PK.is_contiguous() and b_ENK.is_contiguous()):
-        return "operands of torch's scaled grouped product lie together"
+    if not a_PK.is_contiguous() or b_ENK.stride(2) != 1 or any(s % 16 for s in b_ENK.stride()[:2]):
+        return "operands of torch's scaled grouped product lie together, by rows of whole 16 bytes"
     return _refuses(a_PK, b_ENK, a_scales, b_scales, ends_E, dtype)
 
 

@@ -58,33 +58,55 @@ class EightBits:
         """dy^T x, [O, I], in the type of `dy`."""
         return self.product(dy_TO.t(), x_TI.t(), gradient=True, matrix=False)
 
-    def grouped_product(
-        self, rows_PK: Tensor, matrices_EOK: Tensor, ends_E: Tensor, *, gradient: bool
-    ) -> Tensor:
+    def grouped_product(self, x_PI: Tensor, matrices_EOI: Tensor, ends_E: Tensor) -> Tensor:
         """Rows times the transposed matrix of their expert, [P, O], in the type of the rows, each
-        expert's as `product` has it. gradient: the rows are one."""
-        experts, outputs, _ = matrices_EOK.shape
-        rows, row_scales = self._rounded(rows_PK, self._rows, gradient, ends_E)
-        flat_RK = matrices_EOK.flatten(0, 1)
-        flat_ends_E = (outputs * torch.arange(1, experts + 1, device=ends_E.device)).int()
-        flat, scales = self._rounded(flat_RK, self._matrices, False, flat_ends_E)
-        matrices, by = flat.view(matrices_EOK.shape), scales.view(experts, -1, scales.shape[1])
-        given = rows, matrices, row_scales, by, ends_E, rows_PK.dtype
-        return self._find("grouped_scaled_product", *given)(*given)
+        expert's as `product` has it."""
+        return self._grouped(x_PI, *self._rounded_matrices(matrices_EOI), ends_E, gradient=False)
+
+    def grouped_input_gradient(self, dy_PO: Tensor, matrices_EOI: Tensor, ends_E: Tensor) -> Tensor:
+        """Rows times the matrix of their expert, [P, I]. What is summed over must lie together: of
+        16-bit matrices no turned copy is made, only the 8-bit ones are written turned."""
+        experts, outputs, inputs = matrices_EOI.shape
+        if self.scaling == "block":  # whose scales are those of the turned matrix too
+            flat, scales = self._rounded_matrices(matrices_EOI)
+            turned = flat.view(torch.uint8).mT.contiguous().view(flat.dtype), scales.mT
+            return self._grouped(dy_PO, *turned, ends_E, gradient=True)
+        given = matrices_EOI.flatten(0, 1), _ends_of(matrices_EOI), *self._columns(gradient=False)
+        columns, scales = self._find("quantise_columns", *given)(*given)
+        apart = -(-outputs // BLOCK) * BLOCK  # from one expert's places to the next one's
+        turned = columns.as_strided((experts, inputs, outputs), (apart, columns.stride(0), 1))
+        return self._grouped(dy_PO, turned, scales[:, :, None], ends_E, gradient=True)
 
     def grouped_gradient(
         self, dy_PO: Tensor, x_PI: Tensor, ends_E: Tensor, grads_E: Tensor, add: bool
     ) -> None:
         """Write each expert's dy^T x to its gradient [O, I] or of a shape like it; or add it."""
-        sharing = {"tensor": "expert", "row": "column", "block": "block"}[self.scaling]
-        given = dy_PO, ends_E, self._kind(gradient=True), sharing
+        given = dy_PO, ends_E, *self._columns(gradient=True)
         left, left_scales = self._find("quantise_columns", *given)(*given)
-        given = x_PI, ends_E, self._kind(gradient=False), sharing
+        given = x_PI, ends_E, *self._columns(gradient=False)
         right, right_scales = self._find("quantise_columns", *given)(*given)
         grads_EOI = grads_E.view(len(ends_E), dy_PO.shape[1], x_PI.shape[1])
         operands = left, right, left_scales, right_scales
         run = self._find("grouped_scaled_gradient", grads_EOI, *operands, ends_E, add)
         run(grads_EOI, *operands, ends_E, add)
+
+    def _grouped(
+        self, rows_PK: Tensor, right_ENK: Tensor, by: Tensor, ends_E: Tensor, *, gradient: bool
+    ) -> Tensor:
+        """Rows times transposed matrices that are rounded already, by their scales."""
+        rows, scales = self._rounded(rows_PK, self._rows, gradient, ends_E)
+        given = rows, right_ENK, scales, by, ends_E, rows_PK.dtype
+        return self._find("grouped_scaled_product", *given)(*given)
+
+    def _rounded_matrices(self, matrices_EOI: Tensor) -> tuple[Tensor, Tensor]:
+        flat_RI, ends_E = matrices_EOI.flatten(0, 1), _ends_of(matrices_EOI)
+        flat, scales = self._rounded(flat_RI, self._matrices, False, ends_E)
+        return flat.view(matrices_EOI.shape), scales.view(len(ends_E), -1, scales.shape[1])
+
+    def _columns(self, *, gradient: bool) -> tuple[torch.dtype, str]:
+        """Type of columns, and what shares a scale of them."""
+        sharing = {"tensor": "expert", "row": "column", "block": "block"}[self.scaling]
+        return self._kind(gradient=gradient), sharing
 
     @property
     def _rows(self) -> Blocks:
@@ -121,3 +143,9 @@ class EightBits:
         from megaframe_kernels.registry import KERNELS
 
         return KERNELS[name].reference
+
+
+def _ends_of(matrices_EOI: Tensor) -> Tensor:
+    """Where the rows of each matrix end, int32 [E]."""
+    experts, rows, _ = matrices_EOI.shape
+    return (rows * torch.arange(1, experts + 1, device=matrices_EOI.device)).int()

@@ -138,6 +138,16 @@ def test_product(dtype, blocks, counts, outputs, inputs):
     assert got.dtype == dtype
 
 
+def test_rows_of_matrices_may_lie_apart():
+    a, b, *rest = operands((3, 0, 40), 48, 96, False)
+    apart = torch.zeros(3, 50, 160, dtype=torch.uint8).view(b.dtype)
+    bits(apart)[:, :48, 32:128] = bits(b)
+    got = grouped_fp8.run_triton(a, apart[:, :48, 32:128], *rest)
+    assert torch.equal(got, grouped_fp8.run_triton(a, b, *rest)) and got.any()
+    turned = bits(b).mT.contiguous().view(b.dtype).mT  # what is summed over is not adjacent
+    assert torch.equal(got, grouped_fp8.run_triton(a, turned, *rest))
+
+
 @pytest.mark.parametrize("scale", [1e-6, 1e6])
 def test_products_of_two_types_and_of_any_size(scale):
     given = operands((40, 0, 30), 48, 96, False, torch.float8_e5m2, scale)
@@ -219,13 +229,16 @@ def test_all_is_bitwise_repeatable(sharing):
         ({"kind": torch.float8_e5m2}, "takes e4m3"),
         ({"out": torch.float32}, "gives bf16"),
         ({"ends": torch.int64}, "not int32"),
+        ({"apart": 64}, None),
+        ({"apart": 56}, "whole 16 bytes"),
     ],
 )
 def test_what_torch_is_not_given(change, why, monkeypatch):
     monkeypatch.setattr(grouped_fp8, "capability", lambda index: (change.get("major", 9), 0))
     with FakeTensorMode(), torch.device("cuda"):
         a = torch.empty(change.get("a", (100, 48)), dtype=change.get("kind", torch.float8_e4m3fn))
-        b = torch.empty(4, 32, a.shape[1], dtype=torch.float8_e4m3fn)
+        apart = change.get("apart", a.shape[1])
+        b = torch.empty_strided((4, 32, a.shape[1]), (32 * apart, apart, 1), dtype=fp8.TYPES[0])
         scales = change.get("a_scales", (100, 1)), change.get("b_scales", (4, 32, 1))
         ends = torch.empty(4, dtype=change.get("ends", torch.int32))
         given = a, b, *map(torch.empty, scales), ends, change.get("out", torch.bfloat16)

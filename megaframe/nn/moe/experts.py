@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.config import Model, Moe
+from megaframe.nn.eight_bits import EightBits
 from megaframe.nn.frame import Frame
 from megaframe.nn.mlp import activate, activate_again
 from megaframe.nn.moe.path import Dealt, Local
@@ -146,7 +147,9 @@ class _Piece:
         """Rows times the transposed matrix [O, I] of their expert, or matrices [E, O, I]."""
         if self.ends is None:
             return self.frame.forward_product(x_nI, matrix, None)
-        return self._grouped(x_nI, matrix, gradient=False)
+        if eight := self._eight(*matrix.shape[1:]):
+            return eight.grouped_product(x_nI, matrix, self.ends)
+        return self._grouped(x_nI, matrix)
 
     def product_into(self, out_nO: Tensor, x_nI: Tensor, matrix: Tensor) -> None:
         """The same, to where it belongs."""
@@ -159,7 +162,9 @@ class _Piece:
         """Rows times the matrix [O, I] of their expert, or matrices [E, O, I]."""
         if self.ends is None:
             return self.frame.input_gradient(dy_nO, matrix)
-        return self._grouped(dy_nO, matrix.mT, gradient=True)
+        if eight := self._eight(*matrix.shape[1:]):
+            return eight.grouped_input_gradient(dy_nO, matrix, self.ends)
+        return self._grouped(dy_nO, matrix.mT)
 
     def back_into(self, out_nI: Tensor, dy_nO: Tensor, matrix: Tensor) -> None:
         """The same, to where it belongs."""
@@ -170,18 +175,19 @@ class _Piece:
 
     def add_gradient(self, weight: Parameter, left_nO: Tensor, right_nI: Tensor) -> None:
         """Add to the gradient of the matrix of their expert, or of all matrices."""
-        eight = self.frame.eight
         if self.ends is None:
             self.frame.add_weight_gradient(weight, left_nO, right_nI, of=self.experts)
-        elif eight is not None and eight.takes(left_nO.shape[1], right_nI.shape[1]):
+        elif eight := self._eight(left_nO.shape[1], right_nI.shape[1]):
             weight.add_by(partial(eight.grouped_gradient, left_nO, right_nI, self.ends))
         else:
             weight.add_grouped(left_nO, right_nI, self.ends, self.frame.kernels)
 
-    def _grouped(self, rows: Tensor, matrices_ENK: Tensor, *, gradient: bool) -> Tensor:
+    def _eight(self, *widths: int) -> EightBits | None:
+        """What multiplies by a matrix of these dims in 8 bits, if anything does."""
         eight = self.frame.eight
-        if self.ends is not None and eight is not None and eight.takes(*matrices_ENK.shape[1:]):
-            return eight.grouped_product(rows, matrices_ENK, self.ends, gradient=gradient)
+        return eight if eight is not None and eight.takes(*widths) else None
+
+    def _grouped(self, rows: Tensor, matrices_ENK: Tensor) -> Tensor:
         given = rows, matrices_ENK, self.ends
         if run := self.frame.kernels.find("grouped_product", *given):
             return run(*given)
