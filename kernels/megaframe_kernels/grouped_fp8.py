@@ -32,12 +32,13 @@ from megaframe_kernels.installed import missing_cuda, missing_triton
 from megaframe_kernels.kernel import FLOATS, Implementation, Kernel, refuse_place, refuse_types
 
 TILES = {
-    8: Tiles(128, 128, SHARED, 8, 2),
+    8: Tiles(64, 128, SHARED, 8, 3),
     9: Tiles(128, 128, SHARED, 8, 4),
     10: Tiles(128, 128, SHARED, 8, 4),
 }
 """By generation of the chip. Their depth is what shares a scale: sums of as many products are
-scaled and added in fp32, of which matrix units of generation 9 keep 14 bits."""
+scaled and added in fp32, of which matrix units of generation 9 keep about 14 bits (DeepSeek-AI
+2024)."""
 SHARING = ("expert", "column", "block")
 """What shares a scale of columns: all of an expert, each of its columns, or 128 numbers of one."""
 _COLUMNS = 64
