@@ -15,7 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from megaframe_kernels.device import capability, ceil_div, launch, power_of_2
-from megaframe_kernels.fp8_device import largest, magnitude, narrow, quantise_by, scale_of
+from megaframe_kernels.fp8_device import (
+    largest_of_rows,
+    magnitude,
+    narrow,
+    quantise_by,
+    scale_of,
+)
 from megaframe_kernels.installed import missing_cuda, missing_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
@@ -197,7 +203,8 @@ def launch_largest(x_RC: Tensor, parts: int) -> Tensor:
     height, width = x_RC.shape
     found = x_RC.new_zeros(parts, dtype=torch.float32)
     grid = (min(height, parts) if width else 0,)
-    launch(largest, grid, x_RC, found, height, width, x_RC.stride(0), BLOCK=_part(width))
+    tile = {"BLOCK": _part(width)}
+    launch(largest_of_rows, grid, x_RC, found, height, width, x_RC.stride(0), **tile)
     return found
 
 

@@ -49,7 +49,7 @@ def scale_of(largest: tl.tensor, MOST: tl.constexpr, POWER_OF_TWO: tl.constexpr)
 
 
 @triton.jit
-def largest(
+def largest_of_rows(
     x: tl.tensor, parts: tl.tensor, height: tl.tensor, width: tl.tensor, stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip

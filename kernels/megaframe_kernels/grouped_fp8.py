@@ -57,6 +57,11 @@ def _spaced(places: int, experts: int) -> int:
     return SHARED * (ceil_div(places, SHARED) + experts)
 
 
+def _scales_down(spaced: int, experts: int, sharing: str) -> int:
+    """Scales of a column."""
+    return spaced // SHARED if sharing == "block" else experts
+
+
 def reference_experts(
     x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
@@ -77,10 +82,10 @@ def reference_columns(
     """Columns in 8 bits as rows [C, W], each expert's places from a multiple of 128 on with zeros
     behind them, and scales [S, C] of what is `SHARING` them: S = E, or with blocks W / 128."""
     places, columns = x_PC.shape
-    width, experts = _spaced(places, len(ends_E)), len(ends_E)
-    out = x_PC.new_zeros(columns, width, dtype=dtype)
-    count = width // SHARED if sharing == "block" else experts
-    scales = fp8.scale_by(x_PC.new_zeros(count, columns, dtype=torch.float32), dtype)
+    spaced = _spaced(places, len(ends_E))
+    out = x_PC.new_zeros(columns, spaced, dtype=dtype)
+    none = x_PC.new_zeros(_scales_down(spaced, len(ends_E), sharing), columns, dtype=torch.float32)
+    scales = fp8.scale_by(none, dtype)
     block = {"expert": None, "column": (1, 0), "block": (1, SHARED)}[sharing]
     for expert, (here, there) in enumerate(_spans(ends_E)):
         if here.stop == here.start:
@@ -135,8 +140,10 @@ def reference_gradient(
             rows = slice(there.start // SHARED, there.stop // SHARED)
         given = a_NW[:, there], b_HW[:, there], a_scales[rows].t(), b_scales[rows].t()
         grad = grads_ENH[expert]
-        made = fp8.reference_product(*given, grad.dtype) if there.stop > there.start else 0.0
-        grad.copy_(grad + made if add else torch.zeros_like(grad) + made)
+        made = torch.zeros_like(grad)
+        if there.stop > there.start:
+            made = fp8.reference_product(*given, grad.dtype)
+        grad.copy_(grad + made if add else made)
     return grads_ENH
 
 
@@ -364,22 +371,20 @@ def launch_columns(
     spaced, most = _spaced(places, experts), torch.finfo(dtype).max
     across = ceil_div(columns, _COLUMNS)
     tile: dict[str, Any] = {"MOST": most, "ROWS": SHARED, "COLUMNS": _COLUMNS}
-    known = None
-    scales = x.new_empty(spaced // SHARED, columns, dtype=torch.float32)
+    scales = x.new_empty(_scales_down(spaced, experts, sharing), columns, dtype=torch.float32)
     if sharing == "column":
-        known = scales = scales[:experts].contiguous()
         given = x, ends_E, scales, columns, x.stride(0)
         launch(_largest_of_columns, (experts * across,), *given, **tile, warps=8)
     elif sharing == "expert":
         by_expert, _ = _scales_of_experts(x, ends_E, dtype)
-        known = scales = by_expert[:experts, None].expand(experts, columns).contiguous()
+        scales.copy_(by_expert[:experts, None])
     out = torch.empty(columns, spaced, dtype=dtype, device=x.device)
     launch(
         _quantise_columns,
         (spaced // SHARED * across,),
         x,
         ends_E,
-        known,
+        None if sharing == "block" else scales,
         out,
         scales,
         places,
@@ -491,8 +496,8 @@ def _(x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 def _(x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype, sharing: str) -> tuple[Tensor, Tensor]:
     (places, columns), experts = x_PC.shape, len(ends_E)
     spaced = _spaced(places, experts)
-    count = spaced // SHARED if sharing == "block" else experts
-    scales = x_PC.new_empty(count, columns, dtype=torch.float32)
+    shape = _scales_down(spaced, experts, sharing), columns
+    scales = x_PC.new_empty(shape, dtype=torch.float32)
     return x_PC.new_empty(columns, spaced, dtype=dtype), scales
 
 
@@ -579,8 +584,13 @@ def run_gradient(
 
 
 def _rounding_refuses(
-    x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *_: str
+    x_PC: Tensor,
+    ends_E: Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    sharing: str = "column",
 ) -> str | None:
+    if sharing not in SHARING:
+        return f"{sharing!r} is none of {', '.join(SHARING)}"
     if ends_E.dtype != torch.int32:
         return f"ends are {ends_E.dtype}, not int32"
     return fp8.refuse_rounding(x_PC, dtype)

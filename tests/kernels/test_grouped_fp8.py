@@ -8,7 +8,7 @@ from megaframe_kernels.kernel import KernelError
 from megaframe_kernels.registry import KERNELS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-COUNTS = [(3, 0, 200, 128, 0), (0, 0, 0), (1,), (0, 300, 0), (129, 127, 1, 31)]
+COUNTS = [(3, 0, 200, 128, 0), (0, 0, 0), (1,), (0, 300, 0), (129, 127, 1, 31), tuple(range(12))]
 SUMS = torch.float16 if DEVICE == "cuda" else None
 """Generation 9 keeps 14 bits of a sum of 8-bit products, more than fp16 has."""
 
@@ -215,6 +215,16 @@ def test_all_is_bitwise_repeatable(sharing):
 
     for one, other in zip(products(), products(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_what_cannot_be_rounded_is_refused():
+    x, ends = rand(4, 16), ends_of((4,))
+    refuses = grouped_fp8.QUANTISE_COLUMNS.implementations["triton"].refuses
+    assert refuses(x, ends) is None
+    assert "int64" in refuses(x, ends.long())
+    assert "float64" in refuses(x.double(), ends)
+    assert "float16" in refuses(x, ends, torch.float16)
+    assert "'row' is none of" in refuses(x, ends, torch.float8_e4m3fn, "row")
 
 
 @pytest.mark.parametrize(
