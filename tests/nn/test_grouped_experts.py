@@ -37,7 +37,7 @@ def test_one_product_of_all_experts_is_the_loop_over_them(activation, build, mak
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("counts", [(3, 0, 200, 129, 0), (0, 0), (40,)])
 def test_in_8_bits_all_experts_at_once_are_each_alone(scaling, dtype, counts):
-    """Rounded alike: all that differs is the last step of fp32 sums."""
+    """Rounded alike: all that differs is the order of sums."""
     eight, generator = EightBits(scaling, NO_KERNELS), torch.Generator().manual_seed(0)
 
     def random(*shape):
@@ -52,8 +52,8 @@ def test_in_8_bits_all_experts_at_once_are_each_alone(scaling, dtype, counts):
     eight.grouped_gradient(dy, x, ends, written, False)
     eight.grouped_gradient(dy, x, ends, added, True)
     # Sums of 256 products as large as 16: fp32 loses a few units in the last place of 16.
-    atol = 1e-10 if dtype is torch.float64 else 1e-5
-    close = {"rtol": atol, "atol": 10 * atol}
+    error = 1e-10 if dtype is torch.float64 else 1e-4
+    close = {"rtol": error, "atol": error}
     start = 0
     for matrix, count, first, second in zip(matrices, counts, written, added, strict=True):
         rows, grad = slice(start, start + count), torch.zeros(width, 128, dtype=dtype)
