@@ -52,6 +52,7 @@ GROUPS = (
     ("cross_entropy", "linear_cross_entropy", "loss"),
     ("grouped_product", "grouped_gradient"),
     ("adamw", "square_sum", "scattered_adamw", "scattered_square_sum"),
+    ("grouped_scaled_product", "grouped_scaled_gradient", "quantise_columns", "quantise_experts"),
     ("router", "expert_order", "permute", "unpermute", "attention_backward", "quantise"),
 )
 """Kernels that are measured in one process, those with goals first."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,6 +91,7 @@ def cases(s: Sizes) -> Iterator[Case]:
     yield from _experts(s)
     yield from _experts(replace(s, experts=FINER * s.experts, ffn=s.ffn // FINER))
     yield from _quantise(s)
+    yield from _experts_in_eight_bits(s)
 
 
 def _elementwise(s: Sizes) -> Iterator[Case]:
@@ -300,3 +302,43 @@ def _quantise(s: Sizes) -> Iterator[Case]:
 
         passes = 5.0 if block is None else 3.0
         yield Case("quantise", name, arguments, Work(passes * s.tokens * s.hidden))
+
+
+def _experts_in_eight_bits(s: Sizes) -> Iterator[Case]:
+    """Shares of products are of those in bf16, whose peak is half as high."""
+    places, experts, blocks = 2 * s.tokens, s.experts, -(-s.hidden // 128)
+    width = 128 * (-(-places // 128) + experts)
+
+    def ends() -> Tensor:
+        return torch.randint(0, experts, (places,)).bincount(minlength=experts).cumsum(0).int()
+
+    def eight(*shape: int) -> Tensor:
+        return random(*shape, dtype=torch.float8_e4m3fn)
+
+    def scales(*shape: int) -> Tensor:
+        return torch.rand(shape) / s.hidden**0.5
+
+    def rows(sharing: str | None = None) -> tuple[Any, ...]:
+        given = random(places, s.hidden), ends(), torch.float8_e4m3fn
+        return given if sharing is None else (*given, sharing)
+
+    moved = float(places * s.hidden)
+    yield Case("quantise_experts", "tensor", rows, Work(5 * moved))
+    for name, sharing, passes in (("row", "column", 5.0), ("1 x 128", "block", 3.0)):
+        yield Case("quantise_columns", name, partial(rows, sharing), Work(passes * moved))
+
+    def product(alike: int, parts: int) -> tuple[Any, ...]:
+        given = eight(places, s.hidden), eight(experts, s.ffn, s.hidden)
+        return *given, scales(places, parts), scales(experts, -(-s.ffn // alike), parts), ends()
+
+    def gradient(count: int) -> tuple[Any, ...]:
+        operands = eight(s.ffn, width), eight(s.hidden, width)
+        by = scales(count, s.ffn), scales(count, s.hidden)
+        return torch.randn(experts, s.ffn, s.hidden), *operands, *by, ends(), True
+
+    work = Work(flops=2.0 * places * s.ffn * s.hidden)
+    for name, given, count in (("row", (1, 1), experts), ("128", (128, blocks), width // 128)):
+        case = f"{name}, {experts} experts"
+        yield Case("grouped_scaled_product", case, partial(product, *given), work, length=s.hidden)
+        made = partial(gradient, count)
+        yield Case("grouped_scaled_gradient", case, made, work, length=places)

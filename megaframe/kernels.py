@@ -31,7 +31,14 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
         "grouped_product",
         "grouped_gradient",
     ),
-    "fp8": ("quantise", "scaled_product"),
+    "fp8": (
+        "quantise",
+        "scaled_product",
+        "quantise_experts",
+        "quantise_columns",
+        "grouped_scaled_product",
+        "grouped_scaled_gradient",
+    ),
 }
 """The kernels of the library that each key of `kernels` is about. Those that lack a named
 implementation are chosen as without a name."""

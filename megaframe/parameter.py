@@ -110,19 +110,25 @@ class Parameter:
         self, left_NO: Tensor, right_NI: Tensor, ends_E: Tensor, kernels: Kernels = NO_KERNELS
     ) -> None:
         """The same of rows that lie expert after expert, as one operation."""
-        if self.frozen:
-            return
-        grad, add = self._begin()
-        grads_EOI = grad.view(len(ends_E), -1, self.grad.shape[-1])
-        given = grads_EOI, left_NO, right_NI, ends_E, add
-        if run := kernels.find("grouped_gradient", *given):
-            run(*given)
-            return
-        made_EOI = F.grouped_mm(left_NO.t(), right_NI, offs=ends_E).view(grad.shape)
-        if add:
-            grad.add_(made_EOI)
-        else:
-            grad.copy_(made_EOI)
+
+        def into(grad: Tensor, add: bool) -> None:
+            grads_EOI = grad.view(len(ends_E), -1, grad.shape[-1])
+            given = grads_EOI, left_NO, right_NI, ends_E, add
+            if run := kernels.find("grouped_gradient", *given):
+                run(*given)
+                return
+            made_EOI = F.grouped_mm(left_NO.t(), right_NI, offs=ends_E).view(grad.shape)
+            if add:
+                grad.add_(made_EOI)
+            else:
+                grad.copy_(made_EOI)
+
+        self.add_by(into)
+
+    def add_by(self, into: Callable[[Tensor, bool], None]) -> None:
+        """Let `into` add to `grad` itself; told False, it overwrites what is there."""
+        if not self.frozen:
+            into(*self._begin())
 
     def add_rows(self, index_T: Tensor, gradient_TI: Tensor) -> None:
         """grad[index] += gradient, row by row: the gradient of a look-up."""

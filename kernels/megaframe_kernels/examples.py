@@ -19,6 +19,7 @@ from megaframe_kernels import (
     cross_entropy,
     fp8,
     grouped,
+    grouped_fp8,
     norm,
     permute,
     rotary,
@@ -178,6 +179,32 @@ def _quantise() -> Iterator[Example]:
     yield Example("row of 32768", partial(call, 32768, (1, 0)), least_chip=90)
 
 
+def _grouped_in_eight_bits() -> Iterator[Example]:
+    def call(sharing: str, other: torch.dtype = torch.float8_e4m3fn) -> None:
+        def scales(*shape: int) -> Tensor:
+            return _shaped(*shape, dtype=torch.float32)
+
+        ends = _shaped(8, dtype=torch.int32)
+        x, dy = _shaped(16384, 4096), _shaped(16384, 14336)
+        a, b = _shaped(16384, 4096, dtype=other), _shaped(8, 14336, 4096, dtype=fp8.TYPES[0])
+        by = (scales(16384, 1), scales(8, 14336, 1))
+        if sharing == "block":
+            by = (scales(16384, 32), scales(8, 112, 32))
+        grouped_fp8.launch_multiply(a, b, *by, ends, torch.bfloat16)
+        grouped_fp8.launch_experts(x, ends, other)
+        left, left_scales = grouped_fp8.launch_columns(dy, ends, other, sharing)
+        right, right_scales = grouped_fp8.launch_columns(x, ends, fp8.TYPES[0], sharing)
+        into = scales(8, 14336, 4096)
+        for add in (False, True):
+            given = into, left, right, left_scales, right_scales, ends, add
+            grouped_fp8.launch_gradient(*given)
+
+    yield Example("columns", partial(call, "column"), least_chip=90)
+    yield Example("blocks", partial(call, "block"), least_chip=90)
+    wide = partial(call, "column", torch.float8_e5m2)
+    yield Example("gradients in e5m2", wide, least_chip=90)
+
+
 EXAMPLES: dict[str, Callable[[], Iterable[Example]]] = {
     "norm": _norms,
     "activation": _activations,
@@ -190,5 +217,6 @@ EXAMPLES: dict[str, Callable[[], Iterable[Example]]] = {
     "permute": _permutation,
     "grouped_product": _grouped,
     "quantise": _quantise,
+    "grouped_scaled_product": _grouped_in_eight_bits,
 }
 """By the name of a kernel."""

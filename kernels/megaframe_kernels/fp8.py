@@ -15,7 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from megaframe_kernels.device import capability, ceil_div, launch, power_of_2
-from megaframe_kernels.device_math import INTERPRETED
+from megaframe_kernels.fp8_device import (
+    largest_of_rows,
+    magnitude,
+    narrow,
+    quantise_by,
+    scale_of,
+)
 from megaframe_kernels.installed import missing_cuda, missing_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
@@ -23,7 +29,9 @@ TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _WIDEST = 16384
 """Elements of the largest block that registers hold."""
 _TILE = 4096
-_SHARED = 128
+_PARTS = 1024
+"""In which the largest magnitude of all is found."""
+SHARED = 128
 """Elements along a row, or rows, that share a scale where it is neither of a row nor of all."""
 _LEAST = 1e-30
 """Below this the largest magnitude counts as this: a block of zeros gets a scale."""
@@ -45,7 +53,7 @@ def reference(
     down, across = ceil_div(x_RC.shape[0], rows), ceil_div(x_RC.shape[1], columns)
     padding = (0, across * columns - x_RC.shape[1], 0, down * rows - x_RC.shape[0])
     blocks = torch.nn.functional.pad(wide, padding).view(down, rows, across, columns)
-    scale = blocks.abs().amax((1, 3)).clamp_min(_LEAST) * (1.0 / torch.finfo(dtype).max)
+    scale = scale_by(blocks.abs().amax((1, 3)), dtype)
     if power_of_two:
         scale = torch.exp2(torch.ceil(torch.log2(scale)))
     by = (1.0 / scale).repeat_interleave(rows, 0).repeat_interleave(columns, 1)
@@ -64,48 +72,6 @@ def restore(quantised_RC: Tensor, scales: Tensor, block: tuple[int, int] | None 
 def _block(x: Tensor, block: tuple[int, int] | None) -> tuple[int, int]:
     rows, columns = (0, 0) if block is None else block
     return rows if rows > 0 else max(x.shape[0], 1), columns if columns > 0 else max(x.shape[1], 1)
-
-
-@triton.jit
-def _narrow(
-    value: tl.tensor, scale: tl.tensor, MOST: tl.constexpr, KIND: tl.constexpr
-) -> tl.tensor:
-    """Over a scale, to 8 bits, ties to even. The interpreter loses the carry of a mantissa that
-    rounds up to the next power of two, and NaN, so there numbers are brought to the grid of the
-    type first, and NaN is put in."""
-    value = value * tl.div_rn(1.0, scale)  # one division a scale
-    value = tl.clamp(value, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
-    if INTERPRETED:
-        exponent = ((value.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
-        if tl.float8e4nv == KIND:
-            exponent = tl.maximum(exponent, -6) - 3
-        else:
-            exponent = tl.maximum(exponent, -14) - 2
-        step = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-        value = ((value / step + 12582912.0) - 12582912.0) * step
-        bits = value.to(KIND).to(tl.int8, bitcast=True)
-        return tl.where(value == value, bits, 0x7F).to(tl.int8).to(KIND, bitcast=True)
-    return value.to(KIND)
-
-
-@triton.jit
-def _magnitude(value: tl.tensor) -> tl.tensor:
-    """Bits of |value| in fp32: integers in the order of the numbers, and NaN, which a maximum of
-    numbers may lose, above them."""
-    return value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def _scale_of(largest: tl.tensor, MOST: tl.constexpr, POWER_OF_TWO: tl.constexpr) -> tl.tensor:
-    """From the bits of the largest magnitude."""
-    largest = largest.to(tl.float32, bitcast=True)
-    scale = tl.maximum(largest, 1e-30, propagate_nan=tl.PropagateNan.ALL) * (1.0 / MOST)
-    if POWER_OF_TWO:  # the exponent, one up unless nothing follows it
-        bits = scale.to(tl.int32, bitcast=True)
-        up = tl.where((bits & 0x7FFFFF) != 0, 1, 0)
-        power = (((bits >> 23) + up) << 23).to(tl.float32, bitcast=True)
-        scale = tl.where(scale == scale, power, scale)
-    return scale
 
 
 @triton.jit
@@ -135,11 +101,11 @@ def _quantise_blocks(
     row, column = down * rows + within[0], right * columns + within[1]
     inside = (row < height) & (within[0] < rows) & (column < width) & (within[1] < columns)
     value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    largest = tl.max(tl.max(_magnitude(value), 3, keep_dims=True), 1, keep_dims=True)
-    scale = _scale_of(largest, MOST, POWER_OF_TWO)
+    largest = tl.max(tl.max(magnitude(value), 3, keep_dims=True), 1, keep_dims=True)
+    scale = scale_of(largest, MOST, POWER_OF_TWO)
     here = (down * rows < height) & (right < blocks)
     tl.store(scales + down * blocks + right, scale, mask=here)
-    result = _narrow(value, scale, MOST, out.dtype.element_ty)
+    result = narrow(value, scale, MOST, out.dtype.element_ty)
     tl.store(out + row * width + column, result, mask=inside)
 
 
@@ -160,49 +126,14 @@ def _quantise_row(
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
         value = tl.load(x + row * stride + column, mask=column < width, other=0.0)
-        top = tl.maximum(top, _magnitude(value))
-    scale = _scale_of(tl.max(top, 0), MOST, POWER_OF_TWO)
+        top = tl.maximum(top, magnitude(value))
+    scale = scale_of(tl.max(top, 0), MOST, POWER_OF_TWO)
     tl.store(scales + row, scale)
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
         value = tl.load(x + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
-        result = _narrow(value, scale, MOST, out.dtype.element_ty)
+        result = narrow(value, scale, MOST, out.dtype.element_ty)
         tl.store(out + row * width + column, result, mask=column < width)
-
-
-@triton.jit
-def _largest(
-    x: tl.tensor, parts: tl.tensor, height: tl.tensor, width: tl.tensor, stride: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
-    """Largest magnitude of a few rows."""
-    top = tl.zeros([BLOCK], tl.int32)
-    for row in range(tl.program_id(0), height, tl.num_programs(0)):
-        for first in range(0, width, BLOCK):
-            column = first + tl.arange(0, BLOCK)
-            at = x + tl.cast(row, tl.int64) * stride + column
-            value = tl.load(at, mask=column < width, other=0.0)
-            top = tl.maximum(top, _magnitude(value))
-    tl.store(parts + tl.program_id(0), tl.max(top, 0).to(tl.float32, bitcast=True))
-
-
-@triton.jit
-def _quantise(
-    x: tl.tensor,
-    out: tl.tensor,
-    scale: tl.tensor,
-    width: tl.tensor,
-    stride: tl.tensor,
-    MOST: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """By one scale that is known."""
-    across = tl.cdiv(width, BLOCK)
-    row = (tl.program_id(0) // across).to(tl.int64)
-    column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
-    result = _narrow(value, tl.load(scale), MOST, out.dtype.element_ty)
-    tl.store(out + row * width + column, result, mask=column < width)
 
 
 def launch_quantise(
@@ -210,13 +141,12 @@ def launch_quantise(
 ) -> tuple[Tensor, Tensor]:
     """As the reference."""
     x = x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()
+    if rows <= 0 and columns <= 0:
+        return _launch_whole(x, dtype, power_of_two)
     height, width = x.shape
-    whole = rows <= 0 and columns <= 0
     rows, columns = _block(x, (rows, columns))
     out = torch.empty(height, width, dtype=dtype, device=x.device)
     most = torch.finfo(dtype).max
-    if whole:
-        return out, _launch_whole(x, out, most, power_of_two)
     grid = ceil_div(height, rows), ceil_div(width, columns)
     scales = x.new_empty(grid, dtype=torch.float32)
     tall, wide = power_of_2(rows), power_of_2(columns)
@@ -260,18 +190,51 @@ def launch_quantise(
     return out, scales
 
 
-def _launch_whole(x: Tensor, out: Tensor, most: float, power_of_two: bool) -> Tensor:
-    height, width = x.shape
-    parts = x.new_zeros(max(1, min(height, 1024)), dtype=torch.float32)
-    block = min(_TILE, power_of_2(max(width, 16)))
-    grid = (min(height, len(parts)) if width else 0,)
-    launch(_largest, grid, x, parts, height, width, x.stride(0), BLOCK=block)
-    scale = parts.amax().clamp_min(_LEAST) * (1.0 / most)
+def _launch_whole(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    parts = launch_largest(x, max(1, min(len(x), _PARTS)))
+    scale = scale_by(parts.amax(), dtype)
     if power_of_two:
         scale = torch.exp2(torch.ceil(torch.log2(scale)))
-    grid = (height * ceil_div(width, block),)
-    launch(_quantise, grid, x, out, scale, width, x.stride(0), MOST=most, BLOCK=block)
-    return scale.view(1, 1)
+    return launch_quantise_by(x, scale.view(1), dtype), scale.view(1, 1)
+
+
+def launch_largest(x_RC: Tensor, parts: int) -> Tensor:
+    """Largest magnitude of every `parts`-th row, fp32 [parts]; rows are adjacent numbers."""
+    height, width = x_RC.shape
+    found = x_RC.new_zeros(parts, dtype=torch.float32)
+    grid = (min(height, parts) if width else 0,)
+    tile = {"BLOCK": _part(width)}
+    launch(largest_of_rows, grid, x_RC, found, height, width, x_RC.stride(0), **tile)
+    return found
+
+
+def scale_by(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale of what has this largest magnitude."""
+    return magnitude.clamp_min(_LEAST) * (1.0 / torch.finfo(dtype).max)
+
+
+def launch_quantise_by(x_RC: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [R, C] in 8 bits by known scales, [1] of all or [R] of rows, which are adjacent numbers."""
+    height, width = x_RC.shape
+    out = torch.empty(height, width, dtype=dtype, device=x_RC.device)
+    launch(
+        quantise_by,
+        (height * ceil_div(width, _part(width)),),
+        x_RC,
+        out,
+        scales,
+        width,
+        x_RC.stride(0),
+        0 if len(scales) == 1 else 1,
+        MOST=torch.finfo(dtype).max,
+        BLOCK=_part(width),
+    )
+    return out
+
+
+def _part(width: int) -> int:
+    """Of a row, for a program."""
+    return min(_TILE, power_of_2(max(width, 16)))
 
 
 _quantise_op = torch.library.custom_op("megaframe::quantise", launch_quantise, mutates_args=())
@@ -301,6 +264,15 @@ def run_triton(
     return _quantise_op(x_RC, dtype, rows, columns, power_of_two)
 
 
+def refuse_rounding(x: Tensor, dtype: torch.dtype) -> str | None:
+    """Why a Triton kernel cannot round these numbers to this type, or None."""
+    if dtype not in TYPES:
+        return f"{dtype} is not one of {', '.join(map(str, TYPES))}"
+    if x.is_cuda and capability(x.device.index) < (8, 9):
+        return "8-bit floats need compute capability 8.9"
+    return refuse_types(x)
+
+
 def _refuses(
     x_RC: Tensor,
     dtype: torch.dtype = torch.float8_e4m3fn,
@@ -311,11 +283,7 @@ def _refuses(
     fits = block is None or power_of_2(rows) * power_of_2(columns) <= _WIDEST
     if not fits and (rows > 1 or columns < x_RC.shape[1]):
         return f"a block of {rows} x {columns} does not fit in registers"
-    if dtype not in TYPES:
-        return f"{dtype} is not one of {', '.join(map(str, TYPES))}"
-    if x_RC.is_cuda and capability(x_RC.device.index) < (8, 9):
-        return "8-bit floats need compute capability 8.9"
-    return refuse_types(x_RC)
+    return refuse_rounding(x_RC, dtype)
 
 
 QUANTISE = Kernel(
@@ -346,9 +314,9 @@ def reference_product(
 def _restored(x_RC: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     by = scales.to(dtype)
     if scales.shape[0] not in (1, x_RC.shape[0]):
-        by = by.repeat_interleave(_SHARED, 0)[: x_RC.shape[0]]
+        by = by.repeat_interleave(SHARED, 0)[: x_RC.shape[0]]
     if scales.shape[1] > 1:
-        by = by.repeat_interleave(_SHARED, 1)[:, : x_RC.shape[1]]
+        by = by.repeat_interleave(SHARED, 1)[:, : x_RC.shape[1]]
     return x_RC.to(dtype) * by
 
 

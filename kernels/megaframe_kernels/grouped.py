@@ -22,6 +22,7 @@ from megaframe_kernels import permute
 from megaframe_kernels.device import capability, ceil_div, generation, launch, power_of_2
 from megaframe_kernels.device_math import product
 from megaframe_kernels.direct import direct
+from megaframe_kernels.grouped_device import find_tile, walk
 from megaframe_kernels.installed import missing_cuda, missing_triton
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
@@ -77,40 +78,6 @@ def reference(
 
 
 @triton.jit
-def _find_tile(
-    ends: tl.tensor,
-    tile: tl.tensor,
-    count: tl.tensor,
-    places: tl.tensor,
-    ROWS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Expert of a tile of rows (more than `count` if there is no such tile), its first place, and
-    where the expert's places end. Places that no expert has are those of the expert `count`."""
-    expert = tl.arange(0, EXPERTS)
-    known = expert <= count
-    end = tl.load(ends + expert, mask=expert < count, other=places)
-    start = tl.load(ends + expert - 1, mask=known & (expert > 0), other=0)
-    tiles = tl.where(known, tl.cdiv(end - start, ROWS), 0)
-    until = tl.cumsum(tiles, 0)
-    mine = tl.sum(tl.where(known & (until <= tile), 1, 0), 0)
-    here = expert == mine
-    first = tl.sum(tl.where(here, start + (tile - until + tiles) * ROWS, 0), 0)
-    return mine, first, tl.sum(tl.where(here, end, 0), 0)
-
-
-@triton.jit
-def _walk(program: tl.tensor, down: tl.tensor, across: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """A program's tile. Programs that run together share eight rows of tiles, or fewer at the end:
-    what they read of either side stays in the cache."""
-    together = 8 * across
-    first = program // together * 8
-    tall = tl.minimum(down - first, 8)
-    rest = program % together
-    return first + rest % tall, rest // tall
-
-
-@triton.jit
 def _multiply(
     x: tl.tensor,
     weights: tl.tensor,
@@ -134,8 +101,8 @@ def _multiply(
     PRECISION: tl.constexpr,
 ) -> None:
     across = tl.cdiv(outputs, COLUMNS)
-    tile, right = _walk(tl.program_id(0), tl.num_programs(0) // across, across)
-    expert, first, end = _find_tile(ends, tile, experts, places, ROWS, EXPERTS)
+    tile, right = walk(tl.program_id(0), tl.num_programs(0) // across, across)
+    expert, first, end = find_tile(ends, tile, experts, places, ROWS, EXPERTS)
     if expert > experts:
         return
     terms = tl.where(expert < experts, inputs, 0)
@@ -209,7 +176,7 @@ def _multiply_transposed(
     With ADD, d_weights += that."""
     down, across = tl.cdiv(outputs, ROWS), tl.cdiv(inputs, COLUMNS)
     expert, tile = tl.program_id(0) // (down * across), tl.program_id(0) % (down * across)
-    below, right = _walk(tile, down, across)
+    below, right = walk(tile, down, across)
     output = below * ROWS + tl.arange(0, ROWS)
     column = right * COLUMNS + tl.arange(0, COLUMNS)
     start = 0
@@ -366,7 +333,7 @@ def _gradient_op(grads_ENH: Tensor, d_y: Tensor, x: Tensor, ends_E: Tensor, add:
     launch_weight_gradient_into(grads_ENH, d_y, x, ends_E, add=add)
 
 
-_clear_op = torch.library.custom_op(
+clear_op = torch.library.custom_op(
     "megaframe::grouped_clear_", launch_clear, mutates_args=("out_PN",)
 )
 
@@ -474,7 +441,7 @@ def run_torch_gradient(
 
 def _multiply_by_torch(x: Tensor, weights_ENH: Tensor, ends_E: Tensor) -> Tensor:
     out = torch._grouped_mm(x, weights_ENH.transpose(1, 2), offs=ends_E)
-    _clear_op(out, ends_E)  # which torch leaves as it was made
+    clear_op(out, ends_E)  # which torch leaves as it was made
     return out
 
 

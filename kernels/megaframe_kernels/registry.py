@@ -12,6 +12,7 @@ from megaframe_kernels import (
     cross_entropy,
     fp8,
     grouped,
+    grouped_fp8,
     linear_cross_entropy,
     loss,
     norm,
@@ -44,6 +45,10 @@ _ALL = (
     grouped.GRADIENT,
     fp8.QUANTISE,
     fp8.SCALED_PRODUCT,
+    grouped_fp8.QUANTISE_EXPERTS,
+    grouped_fp8.QUANTISE_COLUMNS,
+    grouped_fp8.KERNEL,
+    grouped_fp8.GRADIENT,
 )
 KERNELS: Mapping[str, Kernel] = MappingProxyType({kernel.name: kernel for kernel in _ALL})
 """What `select` chooses implementations for."""

@@ -3,14 +3,17 @@
 Both operands are rounded just before they are multiplied, by scales of the numbers that are there:
 one for the tensor, one for each row along what is summed over, or one for each block of it. On a
 GPU the product is torch's scaled one; elsewhere the same rounding is followed by an exact product,
-so that what a run on a GPU loses can be seen on a CPU. Shape legend: M rows, K summed over, N
-columns.
+so that what a run on a GPU loses can be seen on a CPU. Products of all experts, for which the host
+need not know how many rows each has, exist as kernels only: elsewhere each expert has its own.
+Shape legend: M rows, K summed over, N columns, E experts, P rows of all of them, O outputs, I
+inputs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -37,38 +40,112 @@ class EightBits:
         """Whether a matrix of these dims is multiplied in 8 bits; else it is as without."""
         return all(width % (BLOCK if self.scaling == "block" else _STEP) == 0 for width in widths)
 
+    def groups(self, rows_PK: Tensor, ends_E: Tensor) -> bool:
+        """Whether kernels multiply such rows of all experts at once. Those that multiply take what
+        those that round take."""
+        return self.kernels.find("quantise_columns", rows_PK, ends_E) is not None
+
     def product(self, left_MK: Tensor, right_NK: Tensor, *, gradient: bool, matrix: bool) -> Tensor:
         """left right^T in the type of `left`. gradient: `left` is one. matrix: `right` is a weight,
         else rows of tokens."""
         left, left_scales = self._rounded(left_MK, self._rows, gradient)
-        weight = (BLOCK, BLOCK) if self.scaling == "block" and matrix else self._rows
+        weight = self._matrices if matrix else self._rows
         right, right_scales = self._rounded(right_NK, weight, False)
         given = left, right, left_scales, right_scales, left_MK.dtype
-        if run := self.kernels.find("scaled_product", *given):
-            return run(*given)
-        from megaframe_kernels.fp8 import reference_product
-
-        return reference_product(*given)
+        return self._find("scaled_product", *given)(*given)
 
     def weight_gradient(self, dy_TO: Tensor, x_TI: Tensor) -> Tensor:
         """dy^T x, [O, I], in the type of `dy`."""
         return self.product(dy_TO.t(), x_TI.t(), gradient=True, matrix=False)
+
+    def grouped_product(self, x_PI: Tensor, matrices_EOI: Tensor, ends_E: Tensor) -> Tensor:
+        """Rows times the transposed matrix of their expert, [P, O], in the type of the rows, each
+        expert's as `product` has it."""
+        return self._grouped(x_PI, *self._rounded_matrices(matrices_EOI), ends_E, gradient=False)
+
+    def grouped_input_gradient(self, dy_PO: Tensor, matrices_EOI: Tensor, ends_E: Tensor) -> Tensor:
+        """Rows times the matrix of their expert, [P, I]. What is summed over must lie together: of
+        16-bit matrices no turned copy is made, only the 8-bit ones are written turned."""
+        experts, outputs, inputs = matrices_EOI.shape
+        if self.scaling == "block":  # whose scales are those of the turned matrix too
+            flat, scales = self._rounded_matrices(matrices_EOI)
+            turned = flat.view(torch.uint8).mT.contiguous().view(flat.dtype), scales.mT
+            return self._grouped(dy_PO, *turned, ends_E, gradient=True)
+        given = matrices_EOI.flatten(0, 1), _ends_of(matrices_EOI), *self._columns(gradient=False)
+        columns, scales = self._find("quantise_columns", *given)(*given)
+        apart = -(-outputs // BLOCK) * BLOCK  # from one expert's places to the next one's
+        turned = columns.as_strided((experts, inputs, outputs), (apart, columns.stride(0), 1))
+        return self._grouped(dy_PO, turned, scales[:, :, None], ends_E, gradient=True)
+
+    def grouped_gradient(
+        self, dy_PO: Tensor, x_PI: Tensor, ends_E: Tensor, grads_E: Tensor, add: bool
+    ) -> None:
+        """Write each expert's dy^T x to its gradient [O, I] or of a shape like it; or add it."""
+        given = dy_PO, ends_E, *self._columns(gradient=True)
+        left, left_scales = self._find("quantise_columns", *given)(*given)
+        given = x_PI, ends_E, *self._columns(gradient=False)
+        right, right_scales = self._find("quantise_columns", *given)(*given)
+        grads_EOI = grads_E.view(len(ends_E), dy_PO.shape[1], x_PI.shape[1])
+        operands = left, right, left_scales, right_scales
+        run = self._find("grouped_scaled_gradient", grads_EOI, *operands, ends_E, add)
+        run(grads_EOI, *operands, ends_E, add)
+
+    def _grouped(
+        self, rows_PK: Tensor, right_ENK: Tensor, by: Tensor, ends_E: Tensor, *, gradient: bool
+    ) -> Tensor:
+        """Rows times transposed matrices that are rounded already, by their scales."""
+        rows, scales = self._rounded(rows_PK, self._rows, gradient, ends_E)
+        given = rows, right_ENK, scales, by, ends_E, rows_PK.dtype
+        return self._find("grouped_scaled_product", *given)(*given)
+
+    def _rounded_matrices(self, matrices_EOI: Tensor) -> tuple[Tensor, Tensor]:
+        flat_RI, ends_E = matrices_EOI.flatten(0, 1), _ends_of(matrices_EOI)
+        flat, scales = self._rounded(flat_RI, self._matrices, False, ends_E)
+        return flat.view(matrices_EOI.shape), scales.view(len(ends_E), -1, scales.shape[1])
+
+    def _columns(self, *, gradient: bool) -> tuple[torch.dtype, str]:
+        """Type of columns, and what shares a scale of them."""
+        sharing = {"tensor": "expert", "row": "column", "block": "block"}[self.scaling]
+        return self._kind(gradient=gradient), sharing
 
     @property
     def _rows(self) -> Blocks:
         """What shares a scale of rows of tokens."""
         return {"tensor": None, "row": (1, 0), "block": (1, BLOCK)}[self.scaling]
 
-    def _rounded(self, x_RK: Tensor, block: Blocks, gradient: bool) -> tuple[Tensor, Tensor]:
-        """In 8 bits with scales. Zeros behind each row make its length what a product takes."""
+    @property
+    def _matrices(self) -> Blocks:
+        """What shares a scale of weights."""
+        return (BLOCK, BLOCK) if self.scaling == "block" else self._rows
+
+    def _kind(self, *, gradient: bool) -> torch.dtype:
         wide = gradient and self.scaling == "tensor"
-        kind = torch.float8_e5m2 if wide else torch.float8_e4m3fn
+        return torch.float8_e5m2 if wide else torch.float8_e4m3fn
+
+    def _rounded(
+        self, x_RK: Tensor, block: Blocks, gradient: bool, ends_E: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """In 8 bits with scales. Zeros behind each row make its length what a product takes. ends:
+        of the rows of each expert, which shares no scale with others."""
+        kind = self._kind(gradient=gradient)
+        if block is None and ends_E is not None:
+            return self._find("quantise_experts", x_RK, ends_E, kind)(x_RK, ends_E, kind)
         step = BLOCK if self.scaling == "block" else _STEP
         if missing := -x_RK.shape[1] % step:
             x_RK = F.pad(x_RK, (0, missing))
         given = x_RK, kind, block
-        if run := self.kernels.find("quantise", *given):
-            return run(*given)
-        from megaframe_kernels.fp8 import reference
+        return self._find("quantise", *given)(*given)
 
-        return reference(*given)
+    def _find(self, name: str, *given: Any) -> Callable[..., Any]:
+        """What computes this kernel of the library, if nothing faster its reference."""
+        if run := self.kernels.find(name, *given):
+            return run
+        from megaframe_kernels.registry import KERNELS
+
+        return KERNELS[name].reference
+
+
+def _ends_of(matrices_EOI: Tensor) -> Tensor:
+    """Where the rows of each matrix end, int32 [E]."""
+    experts, rows, _ = matrices_EOI.shape
+    return (rows * torch.arange(1, experts + 1, device=matrices_EOI.device)).int()

@@ -29,11 +29,15 @@ def compiled(folder, *arguments):
     "arguments",
     [
         ("--kernels", "rotary", "router", "--chips", *map(str, CHIPS)),
+        ("--kernels", "grouped_scaled_product", "--example", "blocks", "--chips", "90", "100"),
         ("--kernels", "attention", "--example", "head 64", "--chips", "90"),
     ],
 )
 def test_nothing_spills(arguments, tmp_path):
     rows = compiled(tmp_path, *arguments)
+    if "grouped_scaled_product" in arguments:
+        units = {row.split()[-1] for row in rows if row.startswith("_multiply")}
+        assert units == {"wgmma", "tcgen05.mma"}
     if "attention" in arguments:
         units = {row.split()[-1] for row in rows if not row.startswith("mean_gradients")}
         assert len(rows) == 4 and units == {"wgmma"}
@@ -41,7 +45,8 @@ def test_nothing_spills(arguments, tmp_path):
 
 def test_no_maximum_or_minimum_of_numbers_loses_nan(tmp_path):
     """The interpreter keeps it in the larger of two, whatever it is told."""
-    compiled(tmp_path, "--kernels", "activation", "quantise", "--chips", "90")
+    kernels = "activation", "quantise", "grouped_scaled_product"
+    compiled(tmp_path, "--kernels", *kernels, "--chips", "90")
     text = "".join(path.read_text() for path in tmp_path.rglob("*.ptx"))
     found = set(re.findall(r"\b(?:max|min)\.[\w.]*f32", text))
     assert found and all(".NaN." in name for name in found)
@@ -63,7 +68,9 @@ def test_what_does_not_fit_is_told():
 
 def test_every_triton_kernel_has_examples():
     written = {"linear_cross_entropy", "loss", "scattered_adamw", "scattered_square_sum"}
-    written |= {"attention_backward", "grouped_gradient"}  # among those of the kernels before them
+    # Among those of the kernels before them.
+    written |= {"attention_backward", "grouped_gradient"}
+    written |= {"grouped_scaled_gradient", "quantise_experts", "quantise_columns"}
     names = {n for n, k in KERNELS.items() if "triton" in k.implementations} - written
     names = {"permute" if n in ("unpermute", "expert_order") else n for n in names}
     assert names == set(EXAMPLES)

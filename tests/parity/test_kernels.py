@@ -24,13 +24,19 @@ SHAPES = {
         **{"layers": 2, "window": (4, None)},
     },
     "moe": {"norm": "rmsnorm", "activation": "swiglu", "moe": {**MOE, "shared": 1}},
+    "moe, tensor": {"norm": "rmsnorm", "activation": "swiglu", "moe": {**MOE, "ffn": 16}},
+    "moe, row": {"norm": "rmsnorm", "activation": "swiglu", "moe": {**MOE, "ffn": 16}},
+    "moe, block": {"norm": "rmsnorm", "hidden": 128, "moe": {**MOE, "ffn": 128}},
 }
+"""What comes behind a comma is the scaling of 8 bits."""
 TRAIN = {"microbatch": 2, "precision": "fp32", "label_smoothing": 0.1, "z_loss": 0.01}
 OPTIM = {"eps": 0.01}  # else AdamW makes of a gradient that is nothing but rounding a whole step
-FORCED = dict.fromkeys((key for key in FAMILIES if key != "fp8"), "triton")
+FORCED = dict.fromkeys(FAMILIES, "triton")
 ALWAYS = {"norm", "activation", "attention", "loss", "adamw", "square_sum"}
 EXPERTS = {"router", "grouped_product", "grouped_gradient"}
 LOCAL = {"expert_order", "permute", "unpermute"}
+IN_8_BITS = {"quantise", "quantise_columns", "grouped_scaled_product", "grouped_scaled_gradient"}
+IN_8_BITS |= {"router", *LOCAL}
 RING = {"context": 2}
 CASES = [
     ("gpt2", 1, {}, "selective", ALWAYS),
@@ -39,6 +45,9 @@ CASES = [
     ("windows", 2, RING, "none", ALWAYS | {"rotary", "attention_backward"}),
     ("moe", 1, {}, "none", ALWAYS | EXPERTS | LOCAL),
     ("moe", 2, {"tensor": 2, "expert": 2}, "none", ALWAYS | EXPERTS),
+    ("moe, tensor", 1, {}, "none", ALWAYS | IN_8_BITS | {"quantise_experts"}),
+    ("moe, row", 1, {}, "none", ALWAYS | IN_8_BITS),
+    ("moe, block", 1, {}, "none", ALWAYS | IN_8_BITS),
 ]
 
 
@@ -77,6 +86,7 @@ def known(pool):
 def arguments(name, parallel, recompute, precision="fp32"):
     packed = name in ("llama", "windows")
     train = {**TRAIN, "recompute": recompute, "precision": precision}
+    train["fp8"] = name.partition(", ")[2] or "none"
     return {**SMALL, **SHAPES[name]}, train, parallel, False, False, packed, OPTIM
 
 

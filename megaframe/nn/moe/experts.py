@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.config import Model, Moe
+from megaframe.nn.eight_bits import EightBits
 from megaframe.nn.frame import Frame
 from megaframe.nn.mlp import activate, activate_again
 from megaframe.nn.moe.path import Dealt, Local
@@ -146,6 +147,8 @@ class _Piece:
         """Rows times the transposed matrix [O, I] of their expert, or matrices [E, O, I]."""
         if self.ends is None:
             return self.frame.forward_product(x_nI, matrix, None)
+        if eight := self._eight(*matrix.shape[1:]):
+            return eight.grouped_product(x_nI, matrix, self.ends)
         return self._grouped(x_nI, matrix)
 
     def product_into(self, out_nO: Tensor, x_nI: Tensor, matrix: Tensor) -> None:
@@ -159,6 +162,8 @@ class _Piece:
         """Rows times the matrix [O, I] of their expert, or matrices [E, O, I]."""
         if self.ends is None:
             return self.frame.input_gradient(dy_nO, matrix)
+        if eight := self._eight(*matrix.shape[1:]):
+            return eight.grouped_input_gradient(dy_nO, matrix, self.ends)
         return self._grouped(dy_nO, matrix.mT)
 
     def back_into(self, out_nI: Tensor, dy_nO: Tensor, matrix: Tensor) -> None:
@@ -172,8 +177,15 @@ class _Piece:
         """Add to the gradient of the matrix of their expert, or of all matrices."""
         if self.ends is None:
             self.frame.add_weight_gradient(weight, left_nO, right_nI, of=self.experts)
+        elif eight := self._eight(left_nO.shape[1], right_nI.shape[1]):
+            weight.add_by(partial(eight.grouped_gradient, left_nO, right_nI, self.ends))
         else:
             weight.add_grouped(left_nO, right_nI, self.ends, self.frame.kernels)
+
+    def _eight(self, *widths: int) -> EightBits | None:
+        """What multiplies by a matrix of these dims in 8 bits, if anything does."""
+        eight = self.frame.eight
+        return eight if eight is not None and eight.takes(*widths) else None
 
     def _grouped(self, rows: Tensor, matrices_ENK: Tensor) -> Tensor:
         given = rows, matrices_ENK, self.ends
@@ -183,10 +195,7 @@ class _Piece:
 
 
 def _pieces(x_AH: Tensor, up: Tensor, down: Tensor, dealt: Dealt, frame: Frame) -> list[_Piece]:
-    by_torch = grouped(x_AH, up.shape[1], down.shape[2])
-    if frame.eight is None and (
-        by_torch or frame.kernels.find("grouped_product", x_AH, up, dealt.ends_E)
-    ):
+    if all(_at_once(x_AH, matrices, dealt.ends_E, frame) for matrices in (up, down)):
         return [_Piece(frame, slice(None), slice(None), dealt.ends_E)]
     found, start = [], 0
     for expert, count in enumerate(dealt.numbers()):
@@ -196,8 +205,17 @@ def _pieces(x_AH: Tensor, up: Tensor, down: Tensor, dealt: Dealt, frame: Frame) 
     return found
 
 
-def grouped(x_NH: Tensor, *widths: int) -> bool:
-    """Whether one product of all experts is possible, on rows of these widths beside their own, and
-    the faster way: a GPU's is, where each row is a whole number of 16 bytes."""
-    aligned = all(width * x_NH.element_size() % 16 == 0 for width in (x_NH.shape[1], *widths))
-    return x_NH.is_cuda and aligned and x_NH.dtype is not torch.float64
+def _at_once(x: Tensor, matrices_EOI: Tensor, ends_E: Tensor, frame: Frame) -> bool:
+    """Whether products with all these matrices are one, of rows like `x`."""
+    widths = matrices_EOI.shape[1:]
+    if frame.eight is not None and frame.eight.takes(*widths):
+        return frame.eight.groups(x, ends_E)
+    given = x, matrices_EOI, ends_E
+    return grouped(x, *widths) or frame.kernels.find("grouped_product", *given) is not None
+
+
+def grouped(x: Tensor, *widths: int) -> bool:
+    """Whether one product of all experts is possible on rows of these widths, of the type of `x`,
+    and the faster way: a GPU's is, where each row is a whole number of 16 bytes."""
+    aligned = all(width * x.element_size() % 16 == 0 for width in widths)
+    return x.is_cuda and aligned and x.dtype is not torch.float64

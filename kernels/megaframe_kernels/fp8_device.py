@@ -1,0 +1,85 @@
+"""Device code of quantisation to 8 bits: magnitudes, scales, rounding."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megaframe_kernels.device_math import INTERPRETED
+
+
+@triton.jit
+def narrow(value: tl.tensor, scale: tl.tensor, MOST: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
+    """Over a scale, to 8 bits, ties to even. The interpreter loses the carry of a mantissa that
+    rounds up to the next power of two, and NaN, so there numbers are brought to the grid of the
+    type first, and NaN is put in."""
+    value = value * tl.div_rn(1.0, scale)  # one division a scale
+    value = tl.clamp(value, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
+    if INTERPRETED:
+        exponent = ((value.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
+        if tl.float8e4nv == KIND:
+            exponent = tl.maximum(exponent, -6) - 3
+        else:
+            exponent = tl.maximum(exponent, -14) - 2
+        step = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+        value = ((value / step + 12582912.0) - 12582912.0) * step
+        bits = value.to(KIND).to(tl.int8, bitcast=True)
+        return tl.where(value == value, bits, 0x7F).to(tl.int8).to(KIND, bitcast=True)
+    return value.to(KIND)
+
+
+@triton.jit
+def magnitude(value: tl.tensor) -> tl.tensor:
+    """Bits of |value| in fp32: integers in the order of the numbers, and NaN, which a maximum of
+    numbers may lose, above them."""
+    return value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_of(largest: tl.tensor, MOST: tl.constexpr, POWER_OF_TWO: tl.constexpr) -> tl.tensor:
+    """From the bits of the largest magnitude."""
+    largest = largest.to(tl.float32, bitcast=True)
+    scale = tl.maximum(largest, 1e-30, propagate_nan=tl.PropagateNan.ALL) * (1.0 / MOST)
+    if POWER_OF_TWO:  # the exponent, one up unless nothing follows it
+        bits = scale.to(tl.int32, bitcast=True)
+        up = tl.where((bits & 0x7FFFFF) != 0, 1, 0)
+        power = (((bits >> 23) + up) << 23).to(tl.float32, bitcast=True)
+        scale = tl.where(scale == scale, power, scale)
+    return scale
+
+
+@triton.jit
+def largest_of_rows(
+    x: tl.tensor, parts: tl.tensor, height: tl.tensor, width: tl.tensor, stride: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Largest magnitude of a few rows."""
+    top = tl.zeros([BLOCK], tl.int32)
+    for row in range(tl.program_id(0), height, tl.num_programs(0)):
+        for first in range(0, width, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            at = x + tl.cast(row, tl.int64) * stride + column
+            value = tl.load(at, mask=column < width, other=0.0)
+            top = tl.maximum(top, magnitude(value))
+    tl.store(parts + tl.program_id(0), tl.max(top, 0).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def quantise_by(
+    x: tl.tensor,
+    out: tl.tensor,
+    scales: tl.tensor,
+    width: tl.tensor,
+    stride: tl.tensor,
+    scale_stride: tl.tensor,
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """By scales that are known: one for each row, or with a stride of 0 one for all."""
+    across = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // across).to(tl.int64)
+    column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
+    scale = tl.load(scales + row * scale_stride)
+    result = narrow(value, scale, MOST, out.dtype.element_ty)
+    tl.store(out + row * width + column, result, mask=column < width)

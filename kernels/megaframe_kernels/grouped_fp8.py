@@ -1,0 +1,679 @@
+"""Grouped products in 8 bits: experts' rows and matrices rounded, and multiplied in one launch.
+
+What one expert's product would be on its own, each is here too: scales are shared by numbers of one
+expert only. Along rows that needs nothing new (`fp8.QUANTISE`), unless an expert has one scale. The
+gradient of a matrix sums over the rows of its expert, and matrix units read 8-bit numbers only
+along what is summed: so columns are written as rows, those of each expert from a multiple of 128
+on. That leaves room for what counts come to at most, and the host needs none of them. Shape legend:
+P places (rows in the order of experts), E experts, C columns, K summed over, N outputs, H inputs,
+W = 128 (ceil(P / 128) + E) spaced places, S scales of a column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megaframe_kernels import fp8, grouped
+from megaframe_kernels.device import capability, ceil_div, generation, launch, power_of_2
+from megaframe_kernels.device_math import INTERPRETED
+from megaframe_kernels.direct import direct
+from megaframe_kernels.fp8 import SHARED, TYPES
+from megaframe_kernels.fp8_device import magnitude, narrow, scale_of
+from megaframe_kernels.grouped import Tiles
+from megaframe_kernels.grouped_device import find_tile, tiles_of, walk
+from megaframe_kernels.installed import missing_cuda, missing_triton
+from megaframe_kernels.kernel import FLOATS, Implementation, Kernel, refuse_place, refuse_types
+
+TILES = {
+    8: Tiles(64, 128, SHARED, 8, 3),
+    9: Tiles(128, 128, SHARED, 8, 4),
+    10: Tiles(128, 128, SHARED, 8, 4),
+}
+"""By generation of the chip. Their depth is what shares a scale: sums of as many products are
+scaled and added in fp32, of which matrix units of generation 9 keep about 14 bits (DeepSeek-AI
+2024)."""
+SHARING = ("expert", "column", "block")
+"""What shares a scale of columns: all of an expert, each of its columns, or 128 numbers of one."""
+_COLUMNS = 64
+
+
+def _spans(ends_E: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Places of each expert, and its spaced places, those that are filled up among them."""
+    start = spaced = 0
+    for end in ends_E.tolist():
+        filled = ceil_div(end - start, SHARED) * SHARED
+        yield slice(start, end), slice(spaced, spaced + filled)
+        start, spaced = end, spaced + filled
+
+
+def _spaced(places: int, experts: int) -> int:
+    return SHARED * (ceil_div(places, SHARED) + experts)
+
+
+def _scales_down(spaced: int, experts: int, sharing: str) -> int:
+    """Scales of a column."""
+    return spaced // SHARED if sharing == "block" else experts
+
+
+def reference_experts(
+    x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[Tensor, Tensor]:
+    """x [P, C] in 8 bits with one scale for each expert, fp32 [P, 1]. Those of places beyond the
+    last end share one too."""
+    parts = x_PC.tensor_split(ends_E.tolist())
+    made = [fp8.reference(part, dtype) for part in parts]
+    scales = [s.expand(len(part), 1) for part, (_, s) in zip(parts, made, strict=True)]
+    return torch.cat([q.view(torch.uint8) for q, _ in made]).view(dtype), torch.cat(scales)
+
+
+def reference_columns(
+    x_PC: Tensor,
+    ends_E: Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    sharing: str = "column",
+) -> tuple[Tensor, Tensor]:
+    """Columns in 8 bits as rows [C, W], each expert's places from a multiple of 128 on with zeros
+    behind them, and scales [S, C] of what is `SHARING` them: S = E, or with blocks W / 128."""
+    places, columns = x_PC.shape
+    spaced = _spaced(places, len(ends_E))
+    out = x_PC.new_zeros(columns, spaced, dtype=dtype)
+    none = x_PC.new_zeros(_scales_down(spaced, len(ends_E), sharing), columns, dtype=torch.float32)
+    scales = fp8.scale_by(none, dtype)
+    block = {"expert": None, "column": (1, 0), "block": (1, SHARED)}[sharing]
+    for expert, (here, there) in enumerate(_spans(ends_E)):
+        if here.stop == here.start:
+            continue
+        made, by = fp8.reference(x_PC[here].t(), dtype, block)
+        start = there.start
+        out[:, start : start + made.shape[1]] = made
+        rows = slice(expert, expert + 1)
+        if sharing == "block":
+            rows = slice(start // SHARED, there.stop // SHARED)
+        scales[rows] = by.t()
+    return out, scales
+
+
+def reference(
+    a_PK: Tensor,
+    b_ENK: Tensor,
+    a_scales: Tensor,
+    b_scales: Tensor,
+    ends_E: Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """y[p] = a[p] b[e]^T, [P, N], for the expert e that place p belongs to, rounded once to
+    `dtype`; places beyond the last end give 0.
+
+    a_scales, b_scales: of rows, [P, 1] and [E, N, 1], or of each 128 along them, [P, ceil(K / 128)]
+    and [E, N or ceil(N / 128), ceil(K / 128)].
+    """
+    y_PN = a_PK.new_zeros(a_PK.shape[0], b_ENK.shape[1], dtype=dtype)
+    for expert, (here, _) in enumerate(_spans(ends_E)):
+        if here.stop > here.start:
+            given = a_PK[here], b_ENK[expert], a_scales[here], b_scales[expert]
+            y_PN[here] = fp8.reference_product(*given, dtype)
+    return y_PN
+
+
+def reference_gradient(
+    grads_ENH: Tensor,
+    a_NW: Tensor,
+    b_HW: Tensor,
+    a_scales: Tensor,
+    b_scales: Tensor,
+    ends_E: Tensor,
+    add: bool,
+) -> Tensor:
+    """grads[e] = the sum over the spaced places w of e of a[n, w] b[h, w], in place; with `add`,
+    added to what was there. Operands, scales: as `reference_columns` gives them; ends: those of
+    places."""
+    for expert, (_, there) in enumerate(_spans(ends_E)):
+        rows = slice(expert, expert + 1)
+        if len(a_scales) != len(ends_E):
+            rows = slice(there.start // SHARED, there.stop // SHARED)
+        given = a_NW[:, there], b_HW[:, there], a_scales[rows].t(), b_scales[rows].t()
+        grad = grads_ENH[expert]
+        made = torch.zeros_like(grad)
+        if there.stop > there.start:
+            made = fp8.reference_product(*given, grad.dtype)
+        grad.copy_(grad + made if add else made)
+    return grads_ENH
+
+
+@triton.jit
+def _largest_of_columns(
+    x: tl.tensor,
+    ends: tl.tensor,
+    scales: tl.tensor,
+    width: tl.tensor,
+    stride: tl.tensor,
+    MOST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Scales of the columns of an expert."""
+    across = tl.cdiv(width, COLUMNS)
+    expert = tl.program_id(0) // across
+    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
+    start = 0
+    if expert > 0:
+        start = tl.load(ends + expert - 1)
+    end = tl.load(ends + expert)
+    top = tl.zeros([ROWS, COLUMNS], tl.int32)
+    for first in range(start, end, ROWS):
+        place = first + tl.arange(0, ROWS)
+        inside = (place < end)[:, None] & (column < width)[None, :]
+        at = x + place.to(tl.int64)[:, None] * stride + column[None, :]
+        top = tl.maximum(top, magnitude(tl.load(at, mask=inside, other=0.0)))
+    scale = scale_of(tl.max(top, 0), MOST, False)
+    tl.store(scales + expert * width + column, scale, mask=column < width)
+
+
+@triton.jit
+def _quantise_columns(
+    x: tl.tensor,
+    ends: tl.tensor,
+    known: tl.tensor,
+    out: tl.tensor,
+    scales: tl.tensor,
+    places: tl.tensor,
+    experts: tl.tensor,
+    width: tl.tensor,
+    spaced: tl.tensor,
+    stride: tl.tensor,
+    MOST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+) -> None:
+    """A tile of rows, by `known` scales of experts, or by the scales of its columns, which are
+    written. Tiles that no expert has are zeros: what is never read is not left as it was."""
+    across = tl.cdiv(width, COLUMNS)
+    tile = tl.program_id(0) // across
+    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
+    expert, first, end = find_tile(ends, tile, experts, places, ROWS, EXPERTS)
+    place = first + tl.arange(0, ROWS)
+    here = column < width
+    inside = ((place < end) & (expert < experts))[:, None] & here[None, :]
+    at = x + place.to(tl.int64)[:, None] * stride + column[None, :]
+    value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    if known is not None:
+        scale = tl.load(known + expert * width + column, mask=here & (expert < experts), other=1.0)
+    else:
+        scale = scale_of(tl.max(magnitude(value), 0), MOST, False)
+        tl.store(scales + tile.to(tl.int64) * width + column, scale, mask=here)
+    result = narrow(value, scale[None, :], MOST, out.dtype.element_ty)
+    to = tile * ROWS + tl.arange(0, ROWS)
+    at = out + column.to(tl.int64)[:, None] * spaced + to[None, :]
+    tl.store(at, tl.trans(result), mask=here[:, None])
+
+
+@triton.jit
+def _add_product(
+    total: tl.tensor,
+    a: tl.tensor,
+    b: tl.tensor,
+    down: tl.tensor,
+    across: tl.tensor,
+    BLOCKS: tl.constexpr,
+) -> tl.tensor:
+    """total + a b, with BLOCKS by the scales of this part of the sum. Matrix units of generation 9
+    sum 8-bit numbers in few bits: never more than the depth of a tile of them. The interpreter
+    loses the smallest numbers of e5m2 in a product; in fp32 it does not."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    if BLOCKS:
+        return total + tl.dot(a, b) * (down[:, None] * across[None, :])
+    return tl.dot(a, b, total, max_num_imprecise_acc=a.shape[1])
+
+
+@triton.jit
+def _multiply(
+    a: tl.tensor,
+    b: tl.tensor,
+    a_scales: tl.tensor,
+    b_scales: tl.tensor,
+    ends: tl.tensor,
+    out: tl.tensor,
+    places: tl.tensor,
+    experts: tl.tensor,
+    outputs: tl.tensor,
+    inputs: tl.tensor,
+    parts: tl.tensor,
+    expert_stride: tl.tensor,
+    output_stride: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ALIKE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    """parts: scales along a row. ALIKE: rows of b that share them."""
+    over = tl.cdiv(outputs, COLUMNS)
+    tile, right = walk(tl.program_id(0), tl.num_programs(0) // over, over)
+    expert, first, end = find_tile(ends, tile, experts, places, ROWS, EXPERTS)
+    if expert > experts:
+        return
+    place = first + tl.arange(0, ROWS)
+    column = right * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    inside, within = place < end, column < outputs
+    terms = tl.where(expert < experts, inputs, 0)
+    matrix = expert.to(tl.int64)
+    left = a + place.to(tl.int64)[:, None] * inputs + depth[None, :]
+    right = b + matrix * expert_stride + column.to(tl.int64)[None, :] * output_stride
+    right += depth[:, None]
+    down = a_scales + place.to(tl.int64) * parts
+    across = b_scales + (matrix * tl.cdiv(outputs, ALIKE) + column // ALIKE) * parts
+    left_scale = tl.load(down, mask=inside & (expert < experts), other=0.0)
+    right_scale = tl.load(across, mask=within & (expert < experts), other=0.0)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, terms, DEPTH):
+        known = start + depth < terms
+        one = tl.load(left + start, mask=inside[:, None] & known[None, :], other=0.0)
+        other = tl.load(right + start, mask=known[:, None] & within[None, :], other=0.0)
+        if BLOCKS:
+            left_scale = tl.load(down + start // DEPTH, mask=inside, other=0.0)
+            right_scale = tl.load(across + start // DEPTH, mask=within, other=0.0)
+        total = _add_product(total, one, other, left_scale, right_scale, BLOCKS)
+    if not BLOCKS:
+        total *= left_scale[:, None] * right_scale[None, :]
+    at = out + place.to(tl.int64)[:, None] * outputs + column[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=inside[:, None] & within[None, :])
+
+
+@triton.jit
+def _multiply_columns(
+    a: tl.tensor,
+    b: tl.tensor,
+    a_scales: tl.tensor,
+    b_scales: tl.tensor,
+    ends: tl.tensor,
+    grads: tl.tensor,
+    experts: tl.tensor,
+    outputs: tl.tensor,
+    inputs: tl.tensor,
+    spaced: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ADD: tl.constexpr,
+) -> None:
+    high, wide = tl.cdiv(outputs, ROWS), tl.cdiv(inputs, COLUMNS)
+    expert, tile = tl.program_id(0) // (high * wide), tl.program_id(0) % (high * wide)
+    below, right = walk(tile, high, wide)
+    row = below * ROWS + tl.arange(0, ROWS)
+    column = right * COLUMNS + tl.arange(0, COLUMNS)
+    inside, within = row < outputs, column < inputs
+    first, tiles = tiles_of(ends, expert, experts, DEPTH, EXPERTS)
+    place = first * DEPTH + tl.arange(0, DEPTH)
+    left = a + row.to(tl.int64)[:, None] * spaced + place[None, :]
+    right = b + column.to(tl.int64)[None, :] * spaced + place[:, None]
+    group = expert
+    if BLOCKS:
+        group = first
+    down = a_scales + group.to(tl.int64) * outputs + row
+    across = b_scales + group.to(tl.int64) * inputs + column
+    left_scale = tl.load(down, mask=inside, other=0.0)
+    right_scale = tl.load(across, mask=within, other=0.0)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for step in range(0, tiles):
+        one = tl.load(left + step * DEPTH, mask=inside[:, None], other=0.0)
+        other = tl.load(right + step * DEPTH, mask=within[None, :], other=0.0)
+        if BLOCKS:
+            left_scale = tl.load(down + step * outputs, mask=inside, other=0.0)
+            right_scale = tl.load(across + step * inputs, mask=within, other=0.0)
+        total = _add_product(total, one, other, left_scale, right_scale, BLOCKS)
+    if not BLOCKS:
+        total *= left_scale[:, None] * right_scale[None, :]
+    at = grads + expert.to(tl.int64) * outputs * inputs + row[:, None] * inputs + column[None, :]
+    written = inside[:, None] & within[None, :]
+    if ADD:
+        total += tl.load(at, mask=written, other=0.0).to(tl.float32)
+    tl.store(at, total.to(grads.dtype.element_ty), mask=written)
+
+
+def _scales_of_experts(x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One scale for each expert, and behind them one for the places that none has, [E + 1]; and
+    the expert of each place."""
+    magnitude_P = fp8.launch_largest(x_PC, len(x_PC))
+    place_P = torch.arange(len(x_PC), dtype=torch.int32, device=x_PC.device)
+    expert_P = torch.searchsorted(ends_E, place_P, right=True)
+    magnitude_X = magnitude_P.new_zeros(len(ends_E) + 1)
+    magnitude_X = magnitude_X.scatter_reduce(0, expert_P, magnitude_P, "amax")
+    return fp8.scale_by(magnitude_X, dtype), expert_P
+
+
+def launch_experts(x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As `reference_experts`."""
+    x = x_PC if x_PC.stride(1) == 1 else x_PC.contiguous()
+    scales_X, expert_P = _scales_of_experts(x, ends_E, dtype)
+    scales_P = scales_X[expert_P]
+    return fp8.launch_quantise_by(x, scales_P, dtype), scales_P[:, None]
+
+
+def launch_columns(
+    x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype, sharing: str
+) -> tuple[Tensor, Tensor]:
+    """As `reference_columns`."""
+    x = x_PC if x_PC.stride(1) == 1 else x_PC.contiguous()
+    (places, columns), experts = x.shape, len(ends_E)
+    spaced, most = _spaced(places, experts), torch.finfo(dtype).max
+    across = ceil_div(columns, _COLUMNS)
+    tile: dict[str, Any] = {"MOST": most, "ROWS": SHARED, "COLUMNS": _COLUMNS}
+    scales = x.new_empty(_scales_down(spaced, experts, sharing), columns, dtype=torch.float32)
+    if sharing == "column":
+        given = x, ends_E, scales, columns, x.stride(0)
+        launch(_largest_of_columns, (experts * across,), *given, **tile, warps=8)
+    elif sharing == "expert":
+        by_expert, _ = _scales_of_experts(x, ends_E, dtype)
+        scales.copy_(by_expert[:experts, None])
+    out = torch.empty(columns, spaced, dtype=dtype, device=x.device)
+    launch(
+        _quantise_columns,
+        (spaced // SHARED * across,),
+        x,
+        ends_E,
+        None if sharing == "block" else scales,
+        out,
+        scales,
+        places,
+        experts,
+        columns,
+        spaced,
+        x.stride(0),
+        EXPERTS=power_of_2(experts + 1),
+        **tile,
+        warps=8,
+    )
+    return out, scales
+
+
+def launch_multiply(
+    a_PK: Tensor,
+    b_ENK: Tensor,
+    a_scales: Tensor,
+    b_scales: Tensor,
+    ends_E: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """As the reference."""
+    (places, inputs), (experts, outputs, _) = a_PK.shape, b_ENK.shape
+    b = b_ENK if b_ENK.stride(2) == 1 else b_ENK.contiguous()
+    out = torch.empty(places, outputs, dtype=dtype, device=a_PK.device)
+    tiles, parts = TILES[generation(a_PK)], a_scales.shape[1]
+    launch(
+        _multiply,
+        ((ceil_div(places, tiles.rows) + experts) * ceil_div(outputs, tiles.columns),),
+        a_PK.contiguous(),
+        b,
+        a_scales.contiguous(),
+        b_scales.contiguous(),
+        ends_E,
+        out,
+        places,
+        experts,
+        outputs,
+        inputs,
+        parts,
+        *b.stride()[:2],
+        ROWS=tiles.rows,
+        COLUMNS=tiles.columns,
+        DEPTH=tiles.depth,
+        EXPERTS=power_of_2(experts + 1),
+        ALIKE=1 if b_scales.shape[1] == outputs else SHARED,
+        BLOCKS=parts > 1,
+        warps=tiles.warps,
+        stages=tiles.stages,
+    )
+    return out
+
+
+def launch_gradient(
+    grads_ENH: Tensor,
+    a_NW: Tensor,
+    b_HW: Tensor,
+    a_scales: Tensor,
+    b_scales: Tensor,
+    ends_E: Tensor,
+    add: bool,
+) -> None:
+    """As the reference."""
+    experts, outputs, inputs = grads_ENH.shape
+    tiles = TILES[generation(a_NW)]
+    launch(
+        _multiply_columns,
+        (experts * ceil_div(outputs, tiles.rows) * ceil_div(inputs, tiles.columns),),
+        *(t.contiguous() for t in (a_NW, b_HW, a_scales, b_scales)),
+        ends_E,
+        grads_ENH,
+        experts,
+        outputs,
+        inputs,
+        a_NW.shape[1],
+        ROWS=tiles.rows,
+        COLUMNS=tiles.columns,
+        DEPTH=tiles.depth,
+        EXPERTS=power_of_2(experts + 1),
+        BLOCKS=len(a_scales) != experts,
+        ADD=add,
+        warps=tiles.warps,
+        stages=tiles.stages,
+    )
+
+
+_experts_op = torch.library.custom_op(
+    "megaframe::quantise_experts", launch_experts, mutates_args=()
+)
+_columns_op = torch.library.custom_op(
+    "megaframe::quantise_columns", launch_columns, mutates_args=()
+)
+_multiply_op = torch.library.custom_op(
+    "megaframe::grouped_scaled_product", launch_multiply, mutates_args=()
+)
+_gradient_op = torch.library.custom_op(
+    "megaframe::grouped_scaled_gradient_", launch_gradient, mutates_args=("grads_ENH",)
+)
+
+
+@_experts_op.register_fake
+def _(x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    scales = x_PC.new_empty(len(x_PC), 1, dtype=torch.float32)
+    return x_PC.new_empty(x_PC.shape, dtype=dtype), scales
+
+
+@_columns_op.register_fake
+def _(x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype, sharing: str) -> tuple[Tensor, Tensor]:
+    (places, columns), experts = x_PC.shape, len(ends_E)
+    spaced = _spaced(places, experts)
+    shape = _scales_down(spaced, experts, sharing), columns
+    scales = x_PC.new_empty(shape, dtype=torch.float32)
+    return x_PC.new_empty(columns, spaced, dtype=dtype), scales
+
+
+@_multiply_op.register_fake
+def _(
+    a_PK: Tensor,
+    b_ENK: Tensor,
+    a_scales: Tensor,
+    b_scales: Tensor,
+    ends_E: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    return a_PK.new_empty(a_PK.shape[0], b_ENK.shape[1], dtype=dtype)
+
+
+_direct_experts = direct(_experts_op, launch_experts)
+_direct_columns = direct(_columns_op, launch_columns)
+_direct_multiply = direct(_multiply_op, launch_multiply)
+_direct_gradient = direct(_gradient_op, launch_gradient)
+
+
+def run_experts(
+    x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[Tensor, Tensor]:
+    """As `reference_experts`."""
+    return _direct_experts(x_PC, ends_E, dtype)
+
+
+def run_columns(
+    x_PC: Tensor,
+    ends_E: Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    sharing: str = "column",
+) -> tuple[Tensor, Tensor]:
+    """As `reference_columns`."""
+    return _direct_columns(x_PC, ends_E, dtype, sharing)
+
+
+def run_triton(
+    a_PK: Tensor,
+    b_ENK: Tensor,
+    a_scales: Tensor,
+    b_scales: Tensor,
+    ends_E: Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """As the reference."""
+    return _direct_multiply(a_PK, b_ENK, a_scales, b_scales, ends_E, dtype)
+
+
+def run_torch(
+    a_PK: Tensor,
+    b_ENK: Tensor,
+    a_scales: Tensor,
+    b_scales: Tensor,
+    ends_E: Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """As the reference, by torch's grouped product, for scales of rows."""
+    out = torch._scaled_grouped_mm(
+        a_PK,
+        b_ENK.transpose(1, 2),
+        a_scales.flatten(),
+        b_scales.flatten(1),
+        offs=ends_E,
+        out_dtype=dtype,
+    )
+    grouped.clear_op(out, ends_E)  # which torch leaves as it was made
+    return out
+
+
+def run_gradient(
+    grads_ENH: Tensor,
+    a_NW: Tensor,
+    b_HW: Tensor,
+    a_scales: Tensor,
+    b_scales: Tensor,
+    ends_E: Tensor,
+    add: bool,
+) -> Tensor:
+    """As `reference_gradient`."""
+    _direct_gradient(grads_ENH, a_NW, b_HW, a_scales, b_scales, ends_E, add)
+    return grads_ENH
+
+
+def _rounding_refuses(
+    x_PC: Tensor,
+    ends_E: Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    sharing: str = "column",
+) -> str | None:
+    if sharing not in SHARING:
+        return f"{sharing!r} is none of {', '.join(SHARING)}"
+    if ends_E.dtype != torch.int32:
+        return f"ends are {ends_E.dtype}, not int32"
+    return fp8.refuse_rounding(x_PC, dtype)
+
+
+def _refuses(
+    a: Tensor,
+    b: Tensor,
+    a_scales: Tensor,
+    b_scales: Tensor,
+    ends_E: Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+) -> str | None:
+    if ends_E.dtype != torch.int32:
+        return f"ends are {ends_E.dtype}, not int32"
+    if a.dtype not in TYPES or b.dtype not in TYPES:
+        return f"operands are {a.dtype} and {b.dtype}, not of 8 bits"
+    if dtype not in FLOATS:
+        return f"results in {dtype} are left to the reference"
+    if a.is_cuda and capability(a.device.index) < (8, 9):
+        return "8-bit floats need compute capability 8.9"
+    return refuse_place(a) or refuse_types(a_scales, b_scales)
+
+
+def _torch_refuses(
+    a_PK: Tensor,
+    b_ENK: Tensor,
+    a_scales: Tensor,
+    b_scales: Tensor,
+    ends_E: Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+) -> str | None:
+    if not a_PK.is_cuda or capability(a_PK.device.index)[0] != 9:
+        return "torch's scaled grouped product is known to run on generation 9 only"
+    if a_scales.shape[1] > 1 or b_scales.shape[1] != b_ENK.shape[1]:
+        return "torch's scaled grouped product takes one scale for a row"
+    if (a_PK.dtype, b_ENK.dtype) != (torch.float8_e4m3fn,) * 2 or dtype != torch.bfloat16:
+        return "torch's scaled grouped product takes e4m3, and gives bf16"
+    if a_PK.shape[1] % 16 or b_ENK.shape[1] % 16:
+        return "torch's scaled grouped product needs dims that 16 divides"
+    if not a_PK.is_contiguous() or b_ENK.stride(2) != 1 or any(s % 16 for s in b_ENK.stride()[:2]):
+        return "operands of torch's scaled grouped product lie together, by rows of whole 16 bytes"
+    return _refuses(a_PK, b_ENK, a_scales, b_scales, ends_E, dtype)
+
+
+def _gradient_refuses(
+    grads_ENH: Tensor,
+    a_NW: Tensor,
+    b_HW: Tensor,
+    a_scales: Tensor,
+    b_scales: Tensor,
+    ends_E: Tensor,
+    add: bool,
+) -> str | None:
+    if not grads_ENH.is_contiguous():
+        return "gradients do not lie together"
+    return _refuses(a_NW, b_HW, a_scales, b_scales, ends_E, grads_ENH.dtype)
+
+
+_missing = partial(missing_triton, (3, 6))
+QUANTISE_EXPERTS = Kernel(
+    "quantise_experts",
+    reference_experts,
+    {"triton": Implementation("triton", run_experts, _missing, _rounding_refuses)},
+    constant=1.0,
+)
+QUANTISE_COLUMNS = Kernel(
+    "quantise_columns",
+    reference_columns,
+    {"triton": Implementation("triton", run_columns, _missing, _rounding_refuses)},
+    constant=1.0,
+)
+KERNEL = Kernel(
+    "grouped_scaled_product",
+    reference,
+    {
+        "triton": Implementation("triton", run_triton, _missing, _refuses),
+        "torch": Implementation("torch", run_torch, missing_cuda, _torch_refuses),
+    },
+)
+# torch's product refuses, on the device, an expert that has no rows to sum over.
+GRADIENT = Kernel(
+    "grouped_scaled_gradient",
+    reference_gradient,
+    {"triton": Implementation("triton", run_gradient, _missing, _gradient_refuses)},
+)
