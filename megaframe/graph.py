@@ -130,8 +130,15 @@ def refuse(config: RunConfig, mesh: Mesh, kernels: Kernels) -> None:
         found.append(f"CUDA graphs need a GPU, and this runs on a {mesh.device.type}")
     elif mesh.communicators > 1:
         found.append(f"the passes may exchange over {mesh.communicators} communicators")
-    if config.model.moe is not None and not kernels.has("grouped_product"):
-        found.append("model.moe: the host distributes tokens without kernels.experts' kernels")
+    if config.model.moe is not None:
+        needed = {"experts": "grouped_product"}
+        if config.train.fp8 != "none":
+            needed["fp8"] = "quantise_columns"
+        found += [
+            f"model.moe: the host distributes tokens without the kernels of kernels.{key}"
+            for key, kernel in needed.items()
+            if not kernels.has(kernel)
+        ]
     if found:
         raise UserError("\n  ".join(["train.cuda_graph=true cannot work here", *found]))
 

@@ -85,10 +85,9 @@ def test_of_what_is_recorded_others_are_told_when_it_runs():
             2,
             {
                 "model": {"moe": {"experts": 2, "top_k": 1, "normalise": False, "capacity": 1.0}},
-                "train": {"fp8": "row"},
                 "parallel": {"expert": 2},
             },
-            ["expert=2: the host waits", "capacity=1", "fp8=row"],
+            ["expert=2: the host waits", "capacity=1"],
         ),
     ],
 )
@@ -124,6 +123,8 @@ def test_a_run_on_a_cpu_says_so():
         pytest.skip("says of a machine without a GPU what it lacks")
     with pytest.raises(UserError, match=r"train\.cuda_graph=true cannot work here\n  CUDA graphs"):
         run(MODELS["llama"], {"cuda_graph": True})
-    with pytest.raises(UserError, match=r"without kernels\.experts"):
+    with pytest.raises(UserError, match=r"of kernels\.experts"):
         moe = {"moe": {"experts": 2, "top_k": 1, "normalise": False}}
         run(moe, {"cuda_graph": True, "precision": "fp32"})
+    with pytest.raises(UserError, match=r"of kernels\.experts\n.* of kernels\.fp8"):
+        run(moe, {"cuda_graph": True, "precision": "fp32", "fp8": "row"})

@@ -61,7 +61,7 @@ def _transfers(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
 
 
 def _experts(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
-    moe, train = config.model.moe, config.train
+    moe = config.model.moe
     if moe is None:
         return
     for axis in ("expert", "expert_tensor"):
@@ -75,10 +75,5 @@ def _experts(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
             f"model.moe.capacity={moe.capacity:g}: the host waits for the number of choices that "
             "are dropped; leave it out"
         )
-    if train.fp8 != "none":
-        yield (
-            f"train.fp8={train.fp8}: experts are multiplied one after the other, and the host "
-            "waits for their numbers of tokens; use none"
-        )
-    if train.precision == "fp64":
+    if config.train.precision == "fp64":
         yield "train.precision=fp64 has no grouped product of experts; use bf16 or fp32"

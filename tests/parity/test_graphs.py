@@ -166,6 +166,14 @@ CASES = {
         TRITON,
         False,
     ),
+    "experts in 8 bits": (
+        {**EXPERTS, "moe": {**MOE, "ffn": 16}},
+        {**SMALL, "fp8": "row"},
+        {"data": 2},
+        {},
+        {**TRITON, "fp8": "triton"},
+        False,
+    ),
 }
 
 
