@@ -126,6 +126,8 @@ def allowed_inside(key: Key, path: Sequence[int | str]) -> str:
     """In words, the values at `path` inside the value of a key, e.g. `(0, "weight")` of a list."""
     annotation, bounds = key.field.annotation, tuple(key.field.metadata)
     for part in path:
+        found = [kind for kind in _alternatives(annotation) if kind is not type(None)]
+        annotation = found[0] if len(found) == 1 else annotation  # null has nothing inside
         section, items = _section(annotation), get_args(annotation)
         if section is not None:
             field = section.model_fields[str(part)]

@@ -66,6 +66,7 @@ _FIXED: dict[str, Keys] = {
     "llama": {"hidden_act": "silu", "mlp_bias": False},
     "mistral": {"hidden_act": "silu"},
     "ministral": {"hidden_act": "silu"},
+    "qwen2": {"hidden_act": "silu"},
     "qwen3": {"hidden_act": "silu"},
     "qwen3_moe": {"hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": []},
     "mixtral": {"hidden_act": "silu"},
@@ -80,6 +81,7 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "ministral": "MinistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
@@ -143,6 +145,8 @@ def family_of(model: Model) -> str:
         return "qwen3_moe" if model.qk_norm else "mixtral"
     if model.qk_norm:
         return "qwen3"
+    if model.qkv_bias:
+        return "qwen2"
     every = set(_layer_windows(model))
     if len(every) > 1:
         return "ministral"
@@ -225,9 +229,10 @@ def _read_ministral(config: Mapping[str, Any]) -> Keys:
     return _read_layer_types(config, config.get("sliding_window"), 0)
 
 
-def _read_qwen3(config: Mapping[str, Any]) -> Keys:
+def _read_qwen(config: Mapping[str, Any]) -> Keys:
     full = config.get("max_window_layers", 28)
-    return {**_read_layer_types(config, _qwen_window(config), full), "qk_norm": True}
+    theirs = "qkv_bias" if config["model_type"] == "qwen2" else "qk_norm"
+    return {**_read_layer_types(config, _qwen_window(config), full), theirs: True}
 
 
 def _qwen_window(config: Mapping[str, Any]) -> int | None:
@@ -261,7 +266,7 @@ def _write_layer_types(model: Model) -> Keys:
     return {**_write_sliding(model), "layer_types": kinds}
 
 
-def _write_qwen3(model: Model) -> Keys:
+def _write_qwen(model: Model) -> Keys:
     keys = _write_layer_types(model)
     kinds = [*keys["layer_types"], _SLIDING]
     sliding = keys["sliding_window"] is not None
@@ -408,7 +413,8 @@ _FAMILIES = {
     "llama": _Family(_read_attention, _write_attention),
     "mistral": _Family(_read_sliding, _write_sliding),
     "ministral": _Family(_read_ministral, _write_layer_types),
-    "qwen3": _Family(_read_qwen3, _write_qwen3),
+    "qwen2": _Family(_read_qwen, _write_qwen),
+    "qwen3": _Family(_read_qwen, _write_qwen),
     "qwen3_moe": _Family(_read_qwen3_moe, _write_qwen3_moe),
     "mixtral": _Family(_read_mixtral, _write_mixtral),
     "deepseek_v2": _Family(_read_deepseek, _write_deepseek),

@@ -52,8 +52,8 @@ def test_the_listing_names_every_key_that_holds_a_value_aligned():
         ("data.split", "a list of 3, each a number from 0 to 1"),
         (
             "data.sources",
-            "a list, each {path: text, weight: a number > 0 (default 1.0), split: a list of 3, "
-            "each a number from 0 to 1 or null (default null)}",
+            "a list, each {path: text, weight: a number > 0 (default 1.0), "
+            "split: null or a list of 3, each a number from 0 to 1 (default null)}",
         ),
     ],
 )

@@ -168,6 +168,10 @@ def test_every_mistake_comes_at_once_with_its_place(write):
         ("data.split=[1, 0, 0, 0]", "takes a list of 3"),
         ("data.sources=x", "data.sources=x: takes a list, each {path: text"),
         ("data.sources=[x]", "data.sources.0=x: takes {path: text"),
+        (
+            "data.sources=[{path: x, split: [0.5, 2, 0]}]",
+            "data.sources.0.split.1=2: takes a number from 0 to 1",
+        ),
         ("data.sources=[{path: a, path: b}]", "path: given twice"),
         ("train.batch_ramp.start=4", "train.batch_ramp.increment: missing"),
         ("train.batch_ramp=4", "train.batch_ramp: is a section"),

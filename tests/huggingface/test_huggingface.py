@@ -67,6 +67,8 @@ MODELS = {
     "llama3": of("Llama", **GROUPED, rope_parameters=LLAMA3, tie_word_embeddings=True),
     "mistral": of("Mistral", **GROUPED, sliding_window=5),
     "ministral": of("Ministral", **LOCAL, layer_types=[FULL, LOCALLY, LOCALLY, FULL]),
+    "qwen2": of("Qwen2", **GROUPED),
+    "qwen2_last": of("Qwen2", **SLIDES, max_window_layers=3, tie_word_embeddings=True),
     "qwen3": of("Qwen3", **GROUPED),
     "qwen3_types": of("Qwen3", **SLIDES, layer_types=[LOCALLY, FULL, LOCALLY, FULL]),
     "qwen3_last": of("Qwen3", **SLIDES, max_window_layers=3),

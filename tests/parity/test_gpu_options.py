@@ -24,8 +24,8 @@ from megaframe.schedule import lower
 
 MOE = {"experts": 4, "ffn": 8, "top_k": 2, "balance_loss": 0.1, "z_loss": 0.01}
 EXPERTS = {"norm": "rmsnorm", "activation": "swiglu", "moe": MOE}
-WIDER = {**EXPERTS, "moe": {**MOE, "ffn": 16}}
-BLOCKS = {**EXPERTS, "hidden": 128, "moe": {**MOE, "ffn": 128}}
+WIDER = {**EXPERTS, "layers": 1, "moe": {**MOE, "ffn": 16}}
+BLOCKS = {**WIDER, "hidden": 128, "moe": {**MOE, "ffn": 128}}
 """For products in 8 bits."""
 
 
@@ -141,9 +141,9 @@ def run_watched(*given):
         (MODELS["llama"], {"recompute": "selective"}, {"tensor": 2, "zero": 2}, {}),
         (MODELS["llama"], {"recompute": "full", "offload": True}, {"context": 2}, {}),
         (EXPERTS, {}, {}, {"experts": "triton"}),
-        (WIDER, {"fp8": "tensor"}, {}, {"experts": "triton", "fp8": "triton"}),
-        (WIDER, {"fp8": "row"}, {}, {"experts": "triton", "fp8": "triton"}),
-        (BLOCKS, {"fp8": "block"}, {}, {"experts": "triton", "fp8": "triton"}),
+        (WIDER, {"fp8": "tensor", "seq": 4}, {}, {"experts": "triton", "fp8": "triton"}),
+        (WIDER, {"fp8": "row", "seq": 4}, {}, {"experts": "triton", "fp8": "triton"}),
+        (BLOCKS, {"fp8": "block", "seq": 4}, {}, {"experts": "triton", "fp8": "triton"}),
     ],
 )
 def test_nothing_in_a_step_makes_the_host_wait(model, train, parallel, kernels, pool):

@@ -168,8 +168,8 @@ CASES = {
     ),
     "experts in 8 bits": (
         {**EXPERTS, "moe": {**MOE, "ffn": 16}},
-        {**SMALL, "fp8": "row"},
-        {"data": 2},
+        {**SMALL, "fp8": "row", "microbatch": 4},
+        {},
         {},
         {**TRITON, "fp8": "triton"},
         False,
