@@ -166,14 +166,6 @@ CASES = {
         TRITON,
         False,
     ),
-    "experts in 8 bits": (
-        {**EXPERTS, "moe": {**MOE, "ffn": 16}},
-        {**SMALL, "fp8": "row", "microbatch": 4},
-        {},
-        {},
-        {**TRITON, "fp8": "triton"},
-        False,
-    ),
 }
 
 

@@ -86,7 +86,8 @@ def known(pool):
 def arguments(name, parallel, recompute, precision="fp32"):
     packed = name in ("llama", "windows")
     train = {**TRAIN, "recompute": recompute, "precision": precision}
-    train["fp8"] = name.partition(", ")[2] or "none"
+    if eight := name.partition(", ")[2]:
+        train |= {"fp8": eight, "seq": 4}
     return {**SMALL, **SHAPES[name]}, train, parallel, False, False, packed, OPTIM
 
 
