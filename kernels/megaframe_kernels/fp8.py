@@ -264,13 +264,18 @@ def run_triton(
     return _quantise_op(x_RC, dtype, rows, columns, power_of_two)
 
 
+def refuse_chip(x: Tensor) -> str | None:
+    """Why Triton cannot compute with 8-bit floats where this tensor is, or None."""
+    if x.is_cuda and capability(x.device.index) < (8, 9):
+        return "8-bit floats need compute capability 8.9"
+    return None
+
+
 def refuse_rounding(x: Tensor, dtype: torch.dtype) -> str | None:
     """Why a Triton kernel cannot round these numbers to this type, or None."""
     if dtype not in TYPES:
         return f"{dtype} is not one of {', '.join(map(str, TYPES))}"
-    if x.is_cuda and capability(x.device.index) < (8, 9):
-        return "8-bit floats need compute capability 8.9"
-    return refuse_types(x)
+    return refuse_chip(x) or refuse_types(x)
 
 
 def _refuses(

@@ -610,9 +610,7 @@ def _refuses(
         return f"operands are {a.dtype} and {b.dtype}, not of 8 bits"
     if dtype not in FLOATS:
         return f"results in {dtype} are left to the reference"
-    if a.is_cuda and capability(a.device.index) < (8, 9):
-        return "8-bit floats need compute capability 8.9"
-    return refuse_place(a) or refuse_types(a_scales, b_scales)
+    return fp8.refuse_chip(a) or refuse_place(a) or refuse_types(a_scales, b_scales)
 
 
 def _torch_refuses(

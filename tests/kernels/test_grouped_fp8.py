@@ -243,7 +243,8 @@ def test_what_cannot_be_rounded_is_refused():
     ],
 )
 def test_what_torch_is_not_given(change, why, monkeypatch):
-    monkeypatch.setattr(grouped_fp8, "capability", lambda index: (change.get("major", 9), 0))
+    for module in (fp8, grouped_fp8):
+        monkeypatch.setattr(module, "capability", lambda index: (change.get("major", 9), 0))
     with FakeTensorMode(), torch.device("cuda"):
         a = torch.empty(change.get("a", (100, 48)), dtype=change.get("kind", torch.float8_e4m3fn))
         apart = change.get("apart", a.shape[1])
