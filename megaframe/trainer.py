@@ -265,10 +265,11 @@ class Trainer:
         self.meter.record("eval_perplexity", math.exp(min(nats / tokens, 700.0)), "last")
         if size:
             self.meter.record("eval_bits_per_byte", nats / math.log(2) / size, "last")
-        sources = dict.fromkeys(source for source, _ in batches)
-        for source in sources if len(sources) > 1 else ():
-            rows = [row for row, (of, _) in zip(totals_M3, batches, strict=True) if of == source]
-            nats, tokens, _ = torch.stack(rows).sum(0).tolist()
+        of_source: dict[str, Tensor] = {}
+        for (source, _), row in zip(batches, totals_M3, strict=True):
+            of_source[source] = of_source[source] + row if source in of_source else row
+        for source, row in of_source.items() if len(of_source) > 1 else ():
+            nats, tokens, _ = row.tolist()
             if tokens:
                 self.meter.record(f"eval_losses/{source}", nats / tokens, "last")
 

@@ -47,7 +47,7 @@ class Key:
     @property
     def several(self) -> bool:
         """Whether its values are of more than one type, null aside."""
-        return len(set(_alternatives(self.field.annotation)) - {type(None)}) > 1
+        return len(_without_null(self.field.annotation)) > 1
 
     @property
     def text(self) -> str:
@@ -95,6 +95,11 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
 
 
+def _without_null(annotation: Any) -> list[Any]:
+    """The types of a union but for that of null; none where it is no union."""
+    return [kind for kind in _alternatives(annotation) if kind is not type(None)]
+
+
 def allowed(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
     """In words, the values of a type annotation, e.g. `a whole number >= 1`."""
     origin, args = get_origin(annotation), get_args(annotation)
@@ -126,7 +131,7 @@ def allowed_inside(key: Key, path: Sequence[int | str]) -> str:
     """In words, the values at `path` inside the value of a key, e.g. `(0, "weight")` of a list."""
     annotation, bounds = key.field.annotation, tuple(key.field.metadata)
     for part in path:
-        found = [kind for kind in _alternatives(annotation) if kind is not type(None)]
+        found = _without_null(annotation)
         annotation = found[0] if len(found) == 1 else annotation  # null has nothing inside
         section, items = _section(annotation), get_args(annotation)
         if section is not None:

@@ -56,8 +56,8 @@ class Reader:
         self.weights = tuple(source.weight for source, _ in given)
         self.sizes = np.array([source.windows for source in self.sources], np.int64)
         files = [Path(path).name for path in self.paths]
-        alone = zip(files, self.paths, strict=True)
-        self.names = tuple(n if files.count(n) == 1 else path for n, path in alone)
+        named, times = zip(files, self.paths, strict=True), Counter(files)
+        self.names = tuple(name if times[name] == 1 else path for name, path in named)
         self._keys = np.array([source_key(seed, n) for n in _numbered(files)], np.uint64)
         self._known_from = 0
         self._known: Numbers = np.empty(0, np.int64)
