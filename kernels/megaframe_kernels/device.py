@@ -20,6 +20,10 @@ from torch import Tensor
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter; fixed when this is imported."""
+if INTERPRETED:
+    from megaframe_kernels import interpreter
+
+    interpreter.remember()
 _INTERPRETED_PROCESSORS = 3
 _TYPICAL_PROCESSORS = 132
 
