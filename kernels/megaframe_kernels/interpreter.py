@@ -1,8 +1,9 @@
-"""Triton's interpreter with the same results in about 60% of its time.
+"""Triton's interpreter with the same results in less than half its time.
 
-It spends the rest on work that never changes: inside a kernel, every call of a device function
+It spends most of it on work that never changes: inside a kernel, every call of a device function
 replaces the whole language by interpreted functions once more, every operation builds the table of
-NumPy's types, and every value describes its shape from nothing. Here each is done once.
+NumPy's types, and every value describes its shape anew. Here each is done once. Sums and products
+of integers are still checked for overflow, by NumPy instead of a dozen interpreted operations.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ def remember() -> None:
     _replace_language_once_per_launch()
     _look_types_up()
     _describe_shapes_once()
+    _check_overflow_with_numpy()
 
 
 def _replace_language_once_per_launch() -> None:
@@ -72,3 +74,17 @@ def _describe_shapes_once() -> None:
         vars(self).update(known[key], element_ty=element_ty)
 
     tl.block_type.__init__ = describe_once
+
+
+def _check_overflow_with_numpy() -> None:
+    operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+    def check(left: Any, right: Any, operation: Any) -> None:
+        kind, name = left.type.scalar, operation.__name__
+        if kind.int_bitwidth < 64:
+            found = operations[name](*(x.handle.data.astype(np.int64) for x in (left, right)))
+            low, high = kind.get_int_min_value(), kind.get_int_max_value()
+            inside = low <= found.min(initial=high) and found.max(initial=low) <= high
+            assert inside, f"int{kind.int_bitwidth} overflow in {name}"
+
+    interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = check
