@@ -206,8 +206,8 @@ class Saving:
                 self._memory.close()
 
     def let_go(self) -> None:
-        """Wait, before an in-process restart, until the save in progress on this rank is complete
-        or has failed, but not long for a rank that has not begun it."""
+        """Before an in-process restart, wait until the save in progress on this rank is complete or
+        has failed, at most `_GRACE` seconds: it may be waiting for a rank that has not begun it."""
         for writer in (self._writer, self._memory):
             if writer is not None:
                 writer.let_go(_GRACE)
