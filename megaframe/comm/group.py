@@ -1,4 +1,4 @@
-"""Group: ranks that communicate with each other, with what their collectives are recorded in."""
+"""Group: ranks that communicate with each other, and the objects that record what they start."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Pending: a result still in flight, and the only place where a rank waits for others.
 
-Everything that records waits is called here, so no layer needs a timer. Two things do: the rank's
-place, by the host's clock, because where the ranks are explains a hang; and the `waits` of the
-traffic, by the clock of the computing device, which may wait while the host does not.
+Everything that records waits is called from here, so no layer needs a timer. Waits are recorded
+twice. The rank's place records them by the host's clock, because a hang is explained by where the
+ranks were. The `waits` of the traffic record them by the clock of the computing device, which may
+wait while the host does not.
 """
 
 from __future__ import annotations

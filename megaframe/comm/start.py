@@ -2,7 +2,7 @@
 
 A launcher that restarts ranks keeps its store, with everything that dead ranks have left in it:
 verdicts of the watch, addresses of process groups. It counts restarts on each node separately, so
-all ranks share no number of this start. They agree on a name instead.
+there is no restart number that all ranks know. They agree on a random name instead.
 """
 
 from __future__ import annotations

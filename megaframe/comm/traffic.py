@@ -27,8 +27,8 @@ class Waits(Protocol):
     ) -> None: ...
 
     def landed(self, started: Any, size: int, late: bool) -> None:
-        """Record that the wait that just ended was for `size` bytes. late: the bytes had not, or
-        not known to have, arrived before the wait."""
+        """Record that the wait that just ended was for `size` bytes. late: as far as is known, they
+        had not arrived before the wait."""
 
 
 class Unwatched:
