@@ -109,8 +109,9 @@ class Engine:
         self, graph: Graph, compute: Compute, microbatches: Sequence[Microbatch], scale: float
     ) -> Passed:
         """Run everything but the update through `graph`, which may launch it as one CUDA graph.
-        Whatever ran before, it starts with only those values fetched that are always on this rank.
-        It ends by waiting for its transfers."""
+        Before it starts, the last update's values have arrived and values that are not always on
+        this rank are dropped, so the pass does not depend on what ran before. It ends by waiting
+        for its transfers."""
 
         def whole(inputs: Sequence[Microbatch]) -> Passed:
             passed = compute(inputs)

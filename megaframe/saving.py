@@ -219,8 +219,8 @@ class Saving:
             note(f"warning: {error}; the run continues, and earlier checkpoints stay")
 
     def _run_id(self, group: Group, *, make: bool = False) -> str | None:
-        """Return, on all ranks, the run id that the group's first rank reads from the run folder.
-        With `make`, it writes a new id if there is no valid one. Else None if there is none."""
+        """Return, on all ranks, the run id that the group's first rank reads from the run folder,
+        None if there is none. With `make`, that rank writes a new id if there is no valid one."""
         path, found = self._folder / _ID, None
         if group.index == 0:
             if path.is_file():
