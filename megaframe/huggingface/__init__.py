@@ -1,1 +1,2 @@
-"""Models in the format of Hugging Face transformers: their configs, tensors and folders."""
+"""Converts models to and from the format of Hugging Face transformers: configs, tensors,
+folders."""
