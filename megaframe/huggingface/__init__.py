@@ -1,2 +1,0 @@
-"""Converts models to and from the format of Hugging Face transformers: configs, tensors,
-folders."""
