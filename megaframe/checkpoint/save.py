@@ -3,8 +3,9 @@
 Every rank writes its own files. Rank 0 commits the checkpoint once every rank has reported its
 files and rank 0 has read their headers. Only then do all ranks read their files back. Meanwhile the
 checkpoint already counts, since loading checks everything that it reads, and older checkpoints are
-kept until the reading back is done. A save that fails on any rank leaves nothing behind, and raises
-an error on every rank.
+kept until the reading back is done. A save that fails on any rank raises an error on every rank
+and leaves nothing behind, except if a rank does not answer while reading back: then the checkpoint
+stays, next to the older ones.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ group of a Parquet file, and otherwise a block of decompressed bytes, which is p
 The cuts depend only on the files and the piece size, so a corpus has the same pieces in every run.
 The documents of a piece are read by `documents.py`.
 
-jsonl    .jsonl .json .ndjson   an object per line; the text is one of its keys
+    jsonl    .jsonl .json .ndjson   an object per line; the text is one of its keys
     parquet  .parquet               a row per document; the text is a column of strings
     text     .txt .text             the whole file is one document or, with `split_blank_lines`,
                                     each paragraph is one; blank lines separate paragraphs
