@@ -66,8 +66,9 @@ class Loader:
 
     Position p of a global batch goes to microbatch p // (microbatch * data_ranks) of rank
     (p // microbatch) % data_ranks, so the batch has the same samples in the same order for any
-    number of ranks. The config must have passed `plan.check` for this number of ranks, which ensures that
-    batch sizes and ramp are divisible. Raises `UserError` for sources and splits that cannot work.
+    number of ranks. The config must have passed `plan.check` for this number of ranks, which
+    ensures that batch sizes and ramp are divisible. Raises `UserError` for sources and splits that
+    cannot work.
     """
 
     def __init__(
