@@ -1,5 +1,4 @@
-"""The configuration of a run: typed sections, read from YAML and overrides, with checks and
-help."""
+"""The configuration of a run: typed sections, read from YAML and overrides, and checked."""
 
 from megaframe.config.describe import explain, listing
 from megaframe.config.load import dump, load

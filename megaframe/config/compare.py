@@ -19,8 +19,7 @@ TRAINING_ONLY = frozenset(
         "model.moe.capacity",
     }
 )
-"""Keys of the model that affect only its training, so that weights can be used with other
-values."""
+"""Keys of the model that affect only its training; the same weights fit other values."""
 
 
 def differences(

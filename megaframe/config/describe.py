@@ -128,8 +128,7 @@ def allowed(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
 
 
 def allowed_inside(key: Key, path: Sequence[int | str]) -> str:
-    """Describe in words the values allowed at `path` inside a key's value, e.g. `(0, "weight")` in
-    its list."""
+    """Describe in words the values allowed at `path` inside a key's value, e.g. `(0, "weight")`."""
     annotation, bounds = key.field.annotation, tuple(key.field.metadata)
     for part in path:
         found = _without_null(annotation)

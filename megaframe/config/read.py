@@ -56,8 +56,7 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Given:
-    """The value given for a key, as a YAML node, and where it came from: a file or the command
-    line."""
+    """The value given for a key, as a YAML node, and its origin: a file or the command line."""
 
     node: yaml.Node
     origin: str
@@ -185,8 +184,7 @@ class Reader:
     def _items(
         self, mapping: yaml.MappingNode, origin: str, prefix: str = ""
     ) -> list[tuple[str, yaml.Node]]:
-        """Return keys and values of a mapping; keys that are not text or occur twice are
-        mistakes."""
+        """Return keys and values of a mapping. Keys that are not text or repeated are mistakes."""
         items: dict[str, yaml.Node] = {}
         lines: dict[str, int] = {}
         for key, value in mapping.value:

@@ -18,8 +18,7 @@ def is_url(text: str) -> bool:
 
 
 def url_mistake(text: str) -> str | None:
-    """Return why a URL is refused, without repeating a password or query in it; None if it is
-    fine."""
+    """Return why a URL is refused, without repeating a password or query in it; else None."""
     if not _REMOTE.match(text):
         return "it is a URL without a scheme, such as s3://"
     scheme = text.partition("://")[0]
