@@ -175,8 +175,7 @@ def summary(run: Run) -> list[list[str]]:
 
 def predicted(prediction: Mapping[str, Any]) -> dict[str, float]:
     """Return the shares of the peak of a predicted step by cause. prediction: has `step_seconds`,
-    `mfu` and `breakdown`: seconds by part, with exposed communication under the name of its
-    axis."""
+    `mfu` and `breakdown`: seconds by part, with exposed communication under the names of axes."""
     seconds, mfu = float(prediction["step_seconds"]), prediction.get("mfu")
     found: dict[str, float] = {}
     for part, spent in prediction["breakdown"].items():

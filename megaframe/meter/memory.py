@@ -51,7 +51,7 @@ def out_of_memory(
     rank: int, held: Mapping[str, int], device: torch.device, folder: Path
 ) -> UserError:
     """Return the error for a device without enough memory: what held it, and how to reduce the two
-    largest kinds. On a GPU, also write the allocator's figures and a snapshot of all blocks to
+    largest kinds. On a GPU, also write the allocator's figures and all blocks to files in
     `folder`."""
     rest = max(0, int(peak_memory(device)) - sum(held.values()))
     kinds = {**held, "activations": rest}

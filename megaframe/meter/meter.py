@@ -145,7 +145,7 @@ class Meter:
         return known
 
     def rewind(self, step: int) -> None:
-        """Forget everything about later steps than `step`, after which the run continues."""
+        """Forget everything about steps after `step`, from which the run continues."""
         self._start = step
         self._due.clear()
         self._flight = None
@@ -172,7 +172,7 @@ class Meter:
         """Close what is open here, without the other ranks; another meter continues the run."""
         self._profiler.close()
         for sink in self._sinks:
-            if sink is not self._console:  # closing it would print the summary
+            if sink is not self._console:  # closing the console would print the summary
                 sink.close()
 
     def _write(self, flight: tuple[int, Reduction] | None) -> list[Known]:

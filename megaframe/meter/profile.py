@@ -12,8 +12,7 @@ from megaframe.meter.sinks import cannot_write
 
 
 class Profiler:
-    """Profiles the steps in `meter.profile`, each into its own file. A profiled step takes
-    longer."""
+    """Profiles the steps in `meter.profile`, each into its own file; these steps take longer."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, start_step: int) -> None:
         self._folder, self._rank = Path(config.run.dir) / "profile", mesh.rank
