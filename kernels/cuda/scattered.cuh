@@ -1,8 +1,8 @@
 // Many tensors in one launch.
 //
 // Addresses are passed as kernel arguments, for up to kMost tensors per launch, so nothing is
-// copied to the device first. A block finds its tensor by a binary search in the numbers of the tensors'
-// first blocks, so the number of blocks is not limited.
+// copied to the device first. A block finds its tensor by a binary search in the numbers of the
+// tensors' first blocks, so the number of blocks is not limited.
 #pragma once
 
 #include "launch.cuh"
