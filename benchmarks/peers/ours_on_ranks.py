@@ -1,5 +1,5 @@
-"""megaframe on several ranks, by the way that users take: a token file, pretrain_gpt.py, overrides;
-its ranks are started as those of the peers are.
+"""megaframe on several ranks, used as a user would: a token file, pretrain_gpt.py, overrides. Its
+ranks are started like those of the peers.
 """
 
 from __future__ import annotations
