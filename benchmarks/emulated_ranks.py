@@ -165,7 +165,7 @@ def run_steps(mesh: Mesh, pipeline: Pipeline, config: RunConfig, steps: int) -> 
 def _noted(
     function: Callable[..., Any], stages: Sequence[Stage], into: list[Pass]
 ) -> Callable[..., Any]:
-    """`function`, which also notes the pass that it is."""
+    """Return `function`, wrapped to record every pass that it runs."""
 
     @wraps(function)
     def noted(*given: Any, **named: Any) -> Any:

@@ -236,7 +236,7 @@ def choose(result: dict[str, Any], table: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dry", action="store_true", help="tiny sizes, no measurement")
     parser.add_argument(

@@ -27,7 +27,7 @@ MATRIX_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 """Processor flags that decide the speed of fp32 and bf16 matrix products."""
 
 LOSS_TOLERANCE = 0.3
-"""Initial weights with a std of 0.02 put the first loss about 0.1 over ln(vocab)."""
+"""With an initial std of 0.02 the first loss is about 0.1 above ln(vocab)."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ def alternate(
 def check_losses(
     outcomes: Mapping[str, Sequence[Outcome]], expected: float, tolerance: float = LOSS_TOLERANCE
 ) -> None:
-    """End the program if a contender's loss is not about what is expected: then it did not do the
-    same thing."""
+    """End the program if a contender's loss is not about the expected one, because then it trained
+    something else."""
     for name, runs in outcomes.items():
         for run in runs:
             if abs(run.loss - expected) > tolerance:
@@ -147,7 +147,8 @@ def run_once(contender: Contender, threads: int) -> Outcome:
 def summarise(
     contenders: Sequence[Contender], outcomes: Mapping[str, Sequence[Outcome]]
 ) -> list[Line]:
-    """One line per contender, in their order. Without a peer the ratios are to the first one."""
+    """Return one line per contender, in their order. Without a peer, ratios are to the first
+    contender."""
     speeds = {
         contender.name: [outcome.tokens_per_second for outcome in outcomes[contender.name]]
         for contender in contenders
@@ -223,10 +224,10 @@ def write(
     threads: int,
     results: Mapping[str, tuple[Sequence[Line], Mapping[str, Sequence[Outcome]]]],
 ) -> None:
-    """Write all that was measured, and on what, as JSON.
+    """Write all measurements, and what they were made on, as JSON.
 
-    `results` holds, per heading (a precision, say), the lines and the outcomes behind them.
-    Commands are left out: they hold paths of one machine.
+    `results` has, for each heading (such as a precision), the lines and the outcomes behind them.
+    Commands are left out, because they contain paths of one machine.
     """
     document = {
         "commit": commit(),

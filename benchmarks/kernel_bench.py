@@ -375,7 +375,7 @@ def lines(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", required=True, metavar="KERNEL")
     parser.add_argument("--dry", action="store_true", help="tiny sizes, no measurement")

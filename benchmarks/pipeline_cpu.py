@@ -43,7 +43,7 @@ SCHEDULES: Mapping[str, tuple[str, int]] = {
     "torch ZBV": ("ZBVZeroBubble", 2),
     "torch DualPipeV": ("DualPipeV", 2),
 }
-"""torch.distributed.pipelining by its name here: its schedule and stages per rank."""
+"""torch.distributed.pipelining, by our names: its schedule and stages per rank."""
 OURS = ("--schedule", "search")
 """Our best option for memory and speed together: the order found for the work of each stage, one
 stage per rank, norms and activations recomputed."""

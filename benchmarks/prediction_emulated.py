@@ -59,7 +59,7 @@ def cluster_here() -> Cluster:
 def seconds_of(
     config: RunConfig, layout: Layout, steps: int, cluster: Cluster
 ) -> tuple[float, float]:
-    """Of a step of blocks that wait, measured (the median) and predicted."""
+    """Return the measured (median) and the predicted seconds of a step of blocks that wait."""
     constants = constants_of("cpu")
     quiet = replace(constants, software=replace(constants.software, step_kernels=0.0))
     expected = predict(config, layout, cluster, quiet)

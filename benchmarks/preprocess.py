@@ -105,7 +105,7 @@ def timed(action: Callable[[], Any]) -> dict[str, float]:
 def measure_speed(
     folder: Path, inputs: Sequence[str], texts: list[str], rounds: int
 ) -> dict[str, Runs]:
-    """Per tokenizer: runs of the bare library and of ours, by turns."""
+    """Return runs of the bare library and of ours, in turns, by tokenizer."""
     measured: dict[str, Runs] = {}
     for title, (name, bare) in bare_libraries(folder, texts).items():
         output = str(folder / title.replace(" ", "-"))

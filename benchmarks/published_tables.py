@@ -158,8 +158,8 @@ def gpt(
     tied: bool = True,
     **parallel: Any,
 ) -> RunConfig:
-    """A GPT of the classic shape; without a schedule it is 1F1B, interleaved with chunks. tied:
-    whether one table of the vocabulary is embedding and head."""
+    """Return the config of a classic GPT. The schedule is 1F1B by default, or interleaved if it has
+    chunks. tied: whether embedding and head share one table."""
     if parallel.get("chunks", 1) > 1:
         parallel.setdefault("schedule", "interleaved")
     return RunConfig.model_validate(

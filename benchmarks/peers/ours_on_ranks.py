@@ -22,7 +22,7 @@ from workload import Workload, emit, peak_rss_bytes
 def train(
     shape: Workload, precision: str, timed_steps: int, ranks: int, settings: Sequence[str]
 ) -> None:
-    """Train the workload on random tokens and print the measurement; where a key is said twice, the
+    """Train the workload on random tokens and print the measurement. If a key is given twice, the
     later one counts."""
     steps = WARMUP_STEPS + timed_steps
     random = np.random.default_rng(shape.seed)
