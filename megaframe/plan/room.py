@@ -26,7 +26,7 @@ def room(chip: Chip) -> float:
 
 
 def leaves_room(needed: Any, chip: Chip) -> Any:
-    """Return whether a layout that needs `needed` bytes may be chosen; for an array, elementwise."""
+    """Return whether a layout that needs so many bytes may be chosen, elementwise for an array."""
     return needed <= _CHOSEN * chip.memory
 
 
