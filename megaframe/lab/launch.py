@@ -19,7 +19,7 @@ from megaframe.errors import UserError
 from megaframe.lab.hosts import Host
 
 PORT = 29400
-"""Port on which the first host waits for the others. Labs do not share ports."""
+"""Port on which the first host waits for the others; free, because a lab has its own network."""
 PATIENCE = 60.0
 """Seconds that hosts have to end on their own after another one has failed."""
 _PAUSE = 0.05
@@ -155,7 +155,8 @@ def variables(place: int, hosts: Sequence[Host], ranks: int) -> Mapping[str, str
         "MASTER_ADDR": first.address,
         "MASTER_PORT": PORT,
     }
-    # Unless whoever starts the lab has set them. torch would warn of names that no host has.
+    # Defaults; the caller's environment goes first. Without the second, torch warns about host
+    # names that cannot be resolved.
     usual = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     usual |= {name: os.environ[name] for name in usual if name in os.environ}
     return {name: str(value) for name, value in asked.items()} | usual
