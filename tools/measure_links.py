@@ -84,7 +84,7 @@ def seconds_of(
             torch.cuda.synchronize()
         taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=mesh.device)
         slowest = all_reduce(taken, group, "max").wait()
-        if turn:  # the first one makes connections
+        if turn:  # the first operation makes the connections
             found.append(float(slowest))
     return statistics.median(found)
 
