@@ -103,7 +103,7 @@ def measure(chip: Chip, kind: str, device: torch.device, largest: int) -> Measur
     attending = seconds_of(
         lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True), device
     )
-    flops = 2.0 * heads * length * length * width  # of both products, half because of the causal mask
+    flops = 2.0 * heads * length * length * width  # both products, half of them masked
     sustained = chip.sustained(kind)
     if sustained is None:
         raise UserError(f"chip {chip.name} has no figure for {kind}; use {', '.join(chip.peaks)}")
