@@ -29,8 +29,8 @@ from megaframe_kernels.kernel import Implementation, Kernel, never, refuse_types
 _WIDEST = 16384
 _WHOLE = 8192
 """Widest row that the backward pass keeps in registers."""
-_TILE = 4096
-"""If rows are narrow, a program's tile has a quarter of this many elements."""
+_TILE = 1024
+"""Elements of a program's tile if rows are narrow."""
 
 
 def reference(
@@ -61,7 +61,7 @@ def _shape(width: int) -> tuple[int, int, int]:
     """Return the rows and width of a tile, and its number of warps, for 16 to 32 elements per
     thread."""
     padded = power_of_2(max(width, 16))
-    rows = max(1, _TILE // 4 // padded)
+    rows = max(1, _TILE // padded)
     return rows, padded, min(16, max(1, rows * padded // 512))
 
 
