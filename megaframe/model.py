@@ -176,7 +176,7 @@ class Head(Module):
         """That of the next token first, then those of the tokens further ahead."""
         return [self.norm, *self.norms_ahead]
 
-    def loss(self, y: Tensor, labels_BS: Tensor, scale: float | None, frame: Frame) -> HeadResult:
+    def loss(self, y: Tensor, labels_BS: Tensor, scale: Tensor | None, frame: Frame) -> HeadResult:
         """Loss sum of normalised hidden states y [rows, hidden]; see `head_loss`. Without a scale
         nothing is trained, and the loss is cross-entropy alone."""
         labels = frame.fill(labels_BS.flatten(), IGNORE)

@@ -176,7 +176,7 @@ class Stage:
         self,
         number: int,
         microbatch: Microbatch,
-        scale: float,
+        scale: Tensor,
         x: Tensor | None = None,
         done: Done | None = None,
         following: Module | None = None,
@@ -185,9 +185,10 @@ class Stage:
         """Run microbatch `number` and keep what its backward needs.
 
         x: [rows, hidden], what came of the stage before; None on the first. Returns the same for
-        the next stage; on the last one the loss sum over valid tokens, fp64 scalar, whose gradients
-        are of scale * (loss sum). `done` is told of the head. following: the unit whose values are
-        needed next, after this pass. hand_over: lets the work that runs beside this go on.
+        the next stage; on the last one the loss sum over valid tokens, whose gradients are those of
+        scale * (loss sum); both are fp64 scalars. `done` is told of the head. following: the unit
+        whose values are needed next, after this pass. hand_over: lets the work that runs beside
+        this go on.
         """
         flight = Flight(self._frame(microbatch, self._keys, scale))
         flight.frame.turn.hand_over = hand_over
@@ -344,7 +345,9 @@ class Stage:
         taken, self._tally = self._tally, Tally()
         return taken
 
-    def _frame(self, microbatch: Microbatch, keys: Keys | None, scale: float = 1.0) -> Frame:
+    def _frame(
+        self, microbatch: Microbatch, keys: Keys | None, scale: Tensor | None = None
+    ) -> Frame:
         return make_frame(
             self.config.model,
             microbatch,

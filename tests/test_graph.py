@@ -19,6 +19,7 @@ from megaframe.errors import UserError
 from megaframe.graph import _EAGER, _MOST, Graph
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
+from megaframe.microbatch import Microbatch
 from megaframe.plan.check import check
 
 
@@ -27,12 +28,13 @@ class Nothing:
         return self
 
 
-def test_a_scale_that_keeps_changing_is_said_once_and_graphs_go_before_groups_end():
+def test_shapes_that_keep_changing_are_said_once_and_graphs_go_before_groups_end():
     told, mesh = [], Mesh(Layout(), device="cpu")
     graph = Graph(mesh, told.append, lambda compute: (compute(), lambda: None))
-    for scale in range(_MOST + 3):
-        for _ in range(_EAGER + 1):
-            graph.run(lambda _: Nothing(), [], float(scale))
+    for length in range(_MOST + 3):
+        x = torch.zeros(1, length, dtype=torch.int64)
+        for times in range(_EAGER + 1):
+            graph.run(lambda *_: Nothing(), [Microbatch(x, x, x[0])], torch.tensor(float(times)))
     assert len(graph._recorded) == _MOST and len(told) == 1
     assert "some steps run without one" in told[0]
     mesh.close()

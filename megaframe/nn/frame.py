@@ -94,11 +94,11 @@ class Frame:
     rows, None when nothing is dropped. selective: norms and activations are not kept but computed
     again in backward. chunks: parts in which rows travel between tensor ranks; symmetric: they do
     so within the products of forward (`comm/symmetric.py`). labels_T: of all tokens. experts: where
-    they lie. scale: that of the gradients of losses. tally: what is counted on the way. later:
-    where the backward of this microbatch puts its weight gradients. turn: what layers call before
-    they wait for a transfer. seam: what blocks tell between their parts. scratch: for what ends
-    with a layer. kernels: what computes what has a fast form. eight: how the blocks' linears
-    multiply in 8 bits, None where they do not."""
+    they lie. scale: that of the gradients of losses, an fp64 scalar; None in evaluation. tally:
+    what is counted on the way. later: where the backward of this microbatch puts its weight
+    gradients. turn: what layers call before they wait for a transfer. seam: what blocks tell
+    between their parts. scratch: for what ends with a layer. kernels: what computes what has a fast
+    form. eight: how the blocks' linears multiply in 8 bits, None where they do not."""
 
     batch: int
     length: int
@@ -112,7 +112,7 @@ class Frame:
     symmetric: bool
     labels_T: Tensor
     experts: Places
-    scale: float
+    scale: Tensor | None
     tally: Tally
     later: Later = field(default_factory=Later)
     turn: Turn = field(default_factory=Turn)
@@ -195,7 +195,7 @@ def make_frame(
     chunks: int,
     symmetric: bool,
     experts: Places,
-    scale: float,
+    scale: Tensor | None,
     tally: Tally,
     seam: Seam,
     scratch: Scratch,

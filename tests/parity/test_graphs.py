@@ -1,6 +1,7 @@
 """A step that is recorded and done again gives the same bits as one that is told anew: with other
-tokens, masks of dropout and documents, rates and evaluations between, after a step that was
-skipped, steps of another shape, a way back and a new start, on every layout that may record.
+tokens, masks of dropout and documents, numbers of tokens that have a label, loss scales, rates and
+evaluations between, after a step that was skipped, one without any label, steps of another shape, a
+way back and a new start, on every layout that may record.
 
 A tape stands for the graph of a GPU (`tape.py`). What it cannot show is that CUDA and NCCL record.
 """
@@ -18,12 +19,13 @@ from megaframe.graph import _EAGER, Graph
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh, world_size
 from megaframe.meter import StepTimer
+from megaframe.microbatch import IGNORE
 from megaframe.pipeline import Pipeline
 from megaframe.plan.graphs import graph_reasons
 
 KEPT = _EAGER + 2
 """The step before which weights and state are kept, to go back to."""
-SICK, SHORT = _EAGER + 3, _EAGER + 4
+SICK, SHORT, UNLABELLED = _EAGER + 3, _EAGER + 4, _EAGER + 5
 STEPS = _EAGER + 6
 
 
@@ -64,7 +66,8 @@ def run(graphs, model, train, parallel, optim, kernels, packed=False):
         mesh.place.act("data", None)
         group = mesh.group("data")
         mine = share(batch, config.train.microbatch, group.index, group.size, False)
-        outcome = pipeline.train(mine, step, 1.0 / batch.labels_BS.numel())
+        valid = max(1, int((batch.labels_BS != IGNORE).sum()))
+        outcome = pipeline.train(mine, step, pipeline.optimizer.loss_scale / valid)
         assert outcome.update.finite() == (step != SICK)
         numbers = [outcome.loss, outcome.ahead, outcome.update.grad_norm]
         numbers += [number for tally in outcome.tallies for number in tally.counts.values()]
@@ -122,9 +125,10 @@ def begun(config, mesh, graphs, told):
 
 
 def batch_of(config, step, packed):
-    """Tokens of a step, in all of which as many have a label."""
+    """Tokens of a step, of which another number has a label in every one."""
     batch = global_batch(config, step)
-    batch = replace(batch, labels_BS=batch.labels_BS.clamp_min(0))
+    if step == UNLABELLED:
+        batch = replace(batch, labels_BS=torch.full_like(batch.labels_BS, IGNORE))
     return with_documents(batch, step) if packed else batch
 
 
@@ -150,6 +154,7 @@ TRITON = {"experts": "triton"}
 SMALL = {"precision": "fp32", "seq": 4}
 CASES = {
     "one rank": (GPT, {"microbatch": 2}, {}, {}, {}, False),
+    "fp16": (GPT, {"precision": "fp16", "seq": 4}, {}, {"loss_scale": 1e5 / 3}, {}, False),
     "documents": ({**LLAMA, "mtp_depth": 1}, {"microbatch": 2}, {}, {}, {}, True),
     "zero 0": (GPT, {}, {"data": 2}, {}, {}, False),
     "zero 1": (LLAMA, {}, {"data": 2, "zero": 1}, {"name": "muon"}, {}, True),
