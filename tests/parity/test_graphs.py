@@ -3,7 +3,8 @@ tokens, masks of dropout and documents, numbers of tokens that have a label, los
 evaluations between, after a step that was skipped, one without any label, steps of another shape, a
 way back and a new start, on every layout that may record.
 
-A tape stands for the graph of a GPU (`tape.py`). What it cannot show is that CUDA and NCCL record.
+A tape stands for the graph of a GPU (`tape.py`). What it cannot show is that CUDA and NCCL record:
+with a GPU for each rank, the same cases run as CUDA graphs.
 """
 
 import os
@@ -12,10 +13,11 @@ from dataclasses import replace
 import pytest
 import tape
 import torch
-from training import MODELS, global_batch, share, with_documents
+from training import MODELS, global_batch, on, share, with_documents
 
 from megaframe.config import RunConfig
-from megaframe.graph import _EAGER, Graph
+from megaframe.device import be_deterministic
+from megaframe.graph import _EAGER, Graph, record_cuda
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh, world_size
 from megaframe.meter import StepTimer
@@ -27,6 +29,7 @@ KEPT = _EAGER + 2
 """The step before which weights and state are kept, to go back to."""
 SICK, SHORT, UNLABELLED = _EAGER + 3, _EAGER + 4, _EAGER + 5
 STEPS = _EAGER + 6
+RECORDERS = {"cpu": tape.record, "cuda": record_cuda}
 
 
 class Passed:
@@ -36,9 +39,12 @@ class Passed:
         return True
 
 
-def run(graphs, model, train, parallel, optim, kernels, packed=False):
+def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
     """This rank's part -> what its steps came to, and how many were recorded."""
-    if kernels:
+    if device == "cuda":
+        be_deterministic()  # sums of look-ups have no order of their own
+        train = {**train, "cuda_graph": graphs}
+    elif kernels:
         os.environ["TRITON_INTERPRET"] = "1"
     config = RunConfig(
         model={"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.2, **model},
@@ -49,7 +55,7 @@ def run(graphs, model, train, parallel, optim, kernels, packed=False):
     )
     layout = Layout.from_parallel(config.parallel, world_size())
     assert not [*graph_reasons(config, layout.sizes)]
-    mesh = Mesh(layout, device="cpu", timeout=60)
+    mesh = Mesh(layout, device=device, timeout=60)
 
     def mark():
         assert mesh.place._recorded is None, "an event in a graph"
@@ -79,7 +85,7 @@ def run(graphs, model, train, parallel, optim, kernels, packed=False):
 
     def train_to(stop, start):
         for step in range(start, stop):
-            batch = batch_of(config, step, packed)
+            batch = on(mesh.device, batch_of(config, step, packed))
             poisoned = poison(pipeline.optimizer) if step == SICK else []
             if step == SHORT:
                 batch = replace(batch, **{key: x[:, :-3] for key, x in wide(batch)})
@@ -101,8 +107,10 @@ def run(graphs, model, train, parallel, optim, kernels, packed=False):
             x.copy_(value)
         pipeline.optimizer.load_state(state)
         train_to(KEPT + _EAGER + 3 if again else KEPT + 1, KEPT)
-    found.append([x.clone() for *_, x in pipeline.optimizer.tensors()])
+    found.append([x for *_, x in pipeline.optimizer.tensors()])
+    found = [[x.to("cpu", copy=True) for x in numbers] for numbers in found]
     mesh.close()
+    torch.use_deterministic_algorithms(False)
     return found, told
 
 
@@ -112,7 +120,7 @@ def begun(config, mesh, graphs, told):
     if graphs:
 
         def record(compute):
-            passed, play = tape.record(compute)
+            passed, play = RECORDERS[mesh.device.type](compute)
 
             def again():
                 play()
@@ -172,14 +180,18 @@ CASES = {
         False,
     ),
 }
+FEW = {"precision": "bf16", "seq": 16, "microbatch": 2}
+ON_A_GPU = {
+    **CASES,
+    "experts alone": (EXPERTS, {**SMALL, "microbatch": 2}, {}, {}, TRITON, False),
+    "kernels": ({**LLAMA, "hidden": 64, "vocab": 256}, FEW, {}, {}, {}, True),
+}
+"""The last one by whatever kernels are the fastest there."""
 
 
-@pytest.mark.parametrize("name", list(CASES))
-def test_a_recorded_step_is_the_same_to_the_bit(name, pool):
-    model, train, parallel, *rest = CASES[name]
-    ranks = max([parallel.get("data", 1), parallel.get("tensor", 1)])
-    plain = pool.run(ranks, run, False, model, train, parallel, *rest)
-    recorded = pool.run(ranks, run, True, model, train, parallel, *rest)
+def assert_recorded_as_plain(pool, device, case):
+    plain = pool.run(ranks_of(case), run, device, False, *case)
+    recorded = pool.run(ranks_of(case), run, device, True, *case)
     for (found, told), (wanted, _) in zip(recorded, plain, strict=True):
         assert len(found) == len(wanted)
         for number, (here, there) in enumerate(zip(found, wanted, strict=True)):
@@ -188,6 +200,25 @@ def test_a_recorded_step_is_the_same_to_the_bit(name, pool):
         # All but the first ones of a start, the one of another shape, and those after a new start.
         assert len(told) == STEPS - _EAGER - 1 + 1 + 2
         assert all(doing.endswith("the graph of all passes") for doing in told)
+
+
+def ranks_of(case):
+    return max(case[2].get("data", 1), case[2].get("tensor", 1))
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_recorded_step_is_the_same_to_the_bit(name, pool):
+    if CASES[name][4] and torch.cuda.is_available():
+        pytest.skip("where there is a GPU, kernels are not interpreted")
+    assert_recorded_as_plain(pool, "cpu", CASES[name])
+
+
+@pytest.mark.parametrize("name", list(ON_A_GPU))
+def test_a_step_on_a_gpu_is_the_same_to_the_bit_as_a_graph(name, pool):
+    ranks, gpus = ranks_of(ON_A_GPU[name]), torch.cuda.device_count()
+    if gpus < ranks:
+        pytest.skip(f"needs a GPU for each of {ranks} ranks, and here are {gpus}")
+    assert_recorded_as_plain(pool, "cuda", ON_A_GPU[name])
 
 
 def test_masks_are_those_of_the_step():
