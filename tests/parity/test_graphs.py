@@ -13,10 +13,9 @@ from dataclasses import replace
 import pytest
 import tape
 import torch
-from training import MODELS, global_batch, on, share, with_documents
+from training import MODELS, deterministic, global_batch, on, share, with_documents
 
 from megaframe.config import RunConfig
-from megaframe.device import be_deterministic
 from megaframe.graph import _EAGER, Graph, record_cuda
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh, world_size
@@ -39,10 +38,10 @@ class Passed:
         return True
 
 
+@deterministic()
 def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
     """This rank's part -> what its steps came to, and how many were recorded."""
     if device == "cuda":
-        be_deterministic()  # sums of look-ups have no order of their own
         train = {**train, "cuda_graph": graphs}
     elif kernels:
         os.environ["TRITON_INTERPRET"] = "1"
@@ -110,7 +109,6 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
     found.append([x for *_, x in pipeline.optimizer.tensors()])
     found = [[x.to("cpu", copy=True) for x in numbers] for numbers in found]
     mesh.close()
-    torch.use_deterministic_algorithms(False)
     return found, told
 
 
