@@ -27,7 +27,7 @@ _USAGE = """usage: pretrain_gpt.py --config FILE [--dry-run] [section.key=value 
 
 
 def main() -> None:
-    """The whole story."""
+    """Read the config, check it, and print what was asked for or train."""
     arguments = parse_arguments()
     if arguments.config is None and not arguments.overrides and not arguments.explain:
         print(_USAGE, file=sys.stderr)
@@ -36,9 +36,9 @@ def main() -> None:
         with reported():
             print(explain(arguments.explain))
         return
-    # Ranks that are lost are named below; torch's warnings would add pages of C++ stack to it.
+    # megaframe names lost ranks itself; torch's warnings would add pages of C++ stack traces.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # What is imported is never freed; looking through it again and again is a seventh of the start.
+    # Imported objects are never freed; collecting garbage during imports is 1/7 of the start time.
     gc.disable()
     from megaframe.attempts import train
     from megaframe.automatic import cluster_of, with_blocks, with_layout
@@ -63,13 +63,13 @@ def main() -> None:
             print("\n".join([*notes, describe(config, layout, host=host)]))
             return
         if global_rank() >= world:
-            return  # a layout that fits has no use for this rank
+            return  # the layout that was chosen does not use this rank
         record_flights(config)
         train(config, layout, notes)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; keys and their defaults are listed by --help."""
+    """Parse the command line; --help lists all keys and their defaults."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog=listing(),

@@ -1,7 +1,7 @@
-"""Packaging of megaframe. The pinned set that the tests ran with is constraints.txt.
+"""Packaging of megaframe. constraints.txt pins the versions that the tests ran with.
 
-`MEGAFRAME_BUILD_CUDA=1 pip install .` builds the CUDA kernels ahead; otherwise they are built when
-a GPU first needs them.
+`MEGAFRAME_BUILD_CUDA=1 pip install .` builds the CUDA kernels in advance; otherwise they are built
+when a GPU first needs them.
 """
 
 import os
@@ -18,13 +18,13 @@ WITH_KERNELS = os.environ.get("MEGAFRAME_BUILD_CUDA") == "1"
 
 
 def version() -> str:
-    """What `megaframe/__init__.py` says, which is not imported for it."""
+    """Return the version in `megaframe/__init__.py`, without importing it."""
     text = (HERE / "megaframe" / "__init__.py").read_text(encoding="utf-8")
     return re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)[0]
 
 
 class BuildWithKernels(build_py):
-    """Adds the CUDA kernels, where they are asked for."""
+    """Also builds the CUDA kernels, if they are asked for."""
 
     def run(self) -> None:
         super().run()
@@ -38,14 +38,14 @@ class BuildWithKernels(build_py):
 
 
 class WithKernels(Distribution):
-    """With the CUDA kernels it is for one platform."""
+    """A distribution that is specific to a platform if it contains the CUDA kernels."""
 
     def has_ext_modules(self) -> bool:
         return WITH_KERNELS
 
 
 class WheelOfAnyPython(bdist_wheel):
-    """The CUDA kernels are called by address, which no Python minds."""
+    """A wheel for every Python 3, because the CUDA kernels are called by address."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
@@ -65,18 +65,18 @@ test = [
     "pytest>=8,<10",
     "pytest-xdist>=3.6,<4",
     "hypothesis>=6.100,<7",
-    # Drives the browser that the machine has: chromium, of Debian's package for example.
+    # Drives an installed browser, for example Debian's chromium.
     "playwright>=1.50,<2",
-    # Builds the wheel that is tried.
+    # Builds the wheel that a test installs.
     "setuptools>=70.1",
-    # Kubernetes manifests are held to the models of its package.
+    # Kubernetes manifests are validated against its models.
     "kubeflow-trainer-api>=2.3,<3",
     "import-linter>=2.1,<3",
     "transformers>=5.0,<5.24",
     "ruff>=0.12,<0.18",
     "mypy>=1.15,<3",
     "types-PyYAML>=6.0.12",
-    # An S3 server on loopback, and what its server needs.
+    # An S3 server on loopback, and the packages that it needs.
     "moto[s3]>=5.1,<6",
     "flask>=3,<4",
     "flask-cors>=5,<7",
@@ -129,7 +129,7 @@ setup(
         "sentencepiece>=0.2.3,<0.3",
         "rich>=13.9,<16",
         "xxhash>=3.5,<5",
-        # What torch's builds for GPUs bring themselves; on a CPU the kernels' tests interpret it.
+        # Comes with torch's GPU builds; on a CPU the kernels' tests use its interpreter.
         "triton>=3.5,<3.8; sys_platform == 'linux'",
     ],
     extras_require={

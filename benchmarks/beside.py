@@ -2,8 +2,8 @@
 
     python benchmarks/beside.py --megatron-python .venv-megatron/bin/python --rounds 2
 
-Each comparison is a script of its own with interleaved contenders; its measurements, with their
-commit, versions and config, are a file in `results/`. The page and its plot are made from these
+Each comparison is a script of its own that runs its contenders interleaved. Its measurements are a
+file in `results/`, with commit, versions and config. The page and its plot are made from these
 files alone (`--page` makes them again).
 """
 
@@ -28,9 +28,9 @@ OURS = "megaframe"
 
 @dataclass(frozen=True)
 class Comparison:
-    """A script with the options that choose its cases. peers: the interpreters and checkouts that
-    it takes, by the names of their options. guide: what says more of it. hosts: whether it makes
-    some, which only root may."""
+    """A script with the options that select its cases. peers: names of the options for the
+    interpreters and checkouts of peers. guide: page with more about it. hosts: whether it emulates
+    hosts, which requires root."""
 
     title: str
     script: str
@@ -41,7 +41,7 @@ class Comparison:
     hosts: bool = False
 
     def command(self, given: argparse.Namespace) -> list[str]:
-        """As it is called, with the peers that were given."""
+        """Return the command line, with the peers that were given."""
         found = {peer: getattr(given, peer) for peer in self.peers}
         places = [f"--{peer.replace('_', '-')}={path}" for peer, path in found.items() if path]
         counts = [f"--rounds={given.rounds}", f"--steps={given.steps}"]
@@ -50,7 +50,7 @@ class Comparison:
 
     @property
     def file(self) -> Path:
-        """Where its measurements are."""
+        """File of its measurements."""
         return RESULTS / self.result
 
 
@@ -123,19 +123,19 @@ COMPARISONS = (
 
 
 def tables(comparison: Comparison) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Cases of a comparison, each with its contenders in their order."""
+    """Yield the cases of a comparison, each with its contenders in order."""
     for case, part in json.loads(comparison.file.read_text(encoding="utf-8"))["results"].items():
         yield case, part["summary"]
 
 
 def best_of(rows: Sequence[dict[str, Any]], *, ours: bool) -> dict[str, Any]:
-    """The fastest of ours, or of the others."""
+    """Return the fastest row of ours, or of the others."""
     chosen = [row for row in rows if row["name"].startswith(OURS) == ours]
     return max(chosen, key=lambda row: float(row["speed"]["median"]))
 
 
 def page() -> str:
-    """The document."""
+    """Return the page as Markdown."""
     found = [one for one in COMPARISONS if one.file.exists()]
     parts = [
         "# Compared with other trainers",
@@ -161,7 +161,7 @@ def page() -> str:
 
 
 def versions(document: dict[str, Any]) -> str:
-    """Of all that took part."""
+    """Return the versions of everything that took part."""
     found: dict[str, str] = {}
     for part in document["results"].values():
         for runs in part["rounds"].values():
@@ -171,7 +171,8 @@ def versions(document: dict[str, Any]) -> str:
 
 
 def table(case: str, rows: Sequence[dict[str, Any]]) -> str:
-    """One case; next to each peer, the speed of the row of ours above it over the peer's."""
+    """Return the table of one case. The last column of a peer is the speed of the row of ours above
+    it over the peer's."""
     beside = float(best_of(rows, ours=True)["speed"]["median"])
     lines = [
         f"| {case} | tokens/s | range | peak GB | megaframe / peer |",
@@ -190,13 +191,13 @@ def table(case: str, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(out: Path) -> None:
-    """Our fastest over the fastest peer, a bar for each case."""
+    """Plot our fastest over the fastest peer, one bar per case."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    matplotlib.rcParams["svg.hashsalt"] = OURS  # the same picture of the same numbers
+    matplotlib.rcParams["svg.hashsalt"] = OURS  # the same numbers give the same file
     bars = []
     for comparison in COMPARISONS:
         if comparison.file.exists():

@@ -1,13 +1,13 @@
-"""Saving and loading a sharded state, beside torch.distributed.checkpoint and a plain write.
+"""Saving and loading a sharded state, compared with torch.distributed.checkpoint and a plain write.
 
-Two ranks hold 1.07 GB in fp32, rows of 32 tensors each, and take turns in the same processes: a
-write of the same bytes with fsync; ours, `save` until it is on the disk and `latest` names it, so
-that whoever continues finds it, and `save, read back` until it has been read back from there too,
-which is the end of it; dcp's save, which flushes too; loads of each by the same rows, ours by
-columns as well, from the disk and from the page cache; and steps (matrix products, then an update
-of the state) at whose start a save in the background begins. Of these, `blocked` is what the save
-keeps the step from its work: in the call, and before the update; the step alone and the step with
-the save are beside it.
+Two ranks hold 1.07 GB in fp32, some rows of each of 32 tensors, and take turns in the same
+processes. Measured are: a write of the same bytes with fsync; our `save`, until it is on disk and
+`latest` names it, so that a resumed run finds it; `save, read back`, until it has also been read
+back from disk, which completes it; dcp's save, which flushes too; loads of both by the same rows,
+and of ours by columns too, from disk and from the page cache; and steps (matrix products, then an
+update of the state) that start with a background save. The `blocked` time is what the save takes
+from a step: in the call, and before the update. The duration of a step alone and of one with a save
+is shown beside it.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ RATIOS = {
     "columns / rows, cached": ("load, cached", "load by columns, cached"),
     "blocked / dcp blocked": ("dcp blocked", "blocked"),
 }
-"""Speed of the second over that of the first."""
+"""Speed of the second divided by that of the first."""
 
 Measured = dict[str, list[float]]
-"""By what was done, seconds of the slower rank, one number a round."""
+"""Seconds of the slower rank by what was done, one number per round."""
 
 
 def main() -> None:
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def start(folder: str, rounds: int) -> list[Measured]:
-    """What each rank measures."""
+    """Start the ranks and return what each measured."""
     with closing(socket.socket()) as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -105,7 +105,8 @@ def start(folder: str, rounds: int) -> list[Measured]:
 
 
 def measure(folder: Path, rounds: int) -> Measured:
-    """One rank: everything once a round, after a round that is not counted but for the stalls."""
+    """Measure everything on one rank, once per round. Of the first round only the stalls are
+    recorded, under names of their own."""
     import torch
 
     from megaframe.comm import barrier
@@ -147,7 +148,7 @@ class Contender:
         self.matrix = torch.rand(1024, 1024)
 
     def work(self) -> None:
-        """The forward and backward passes of a step."""
+        """Compute the forward and backward passes of a step."""
         for _ in range(60):
             self.matrix = (self.matrix @ self.matrix).div_(self.matrix.abs().max())
 
@@ -158,7 +159,7 @@ class Contender:
     def step(
         self, begin: Callable[[], None], until_copied: Callable[[], None]
     ) -> tuple[float, ...]:
-        """Seconds of a step, and of what is blocked of it."""
+        """Return the seconds of a step and of what blocks it."""
         start = time.perf_counter()
         begin()
         begun = time.perf_counter()
@@ -170,7 +171,7 @@ class Contender:
         return [time.perf_counter() - start, begun - start + copied - worked]
 
     def clear(self) -> None:
-        """Nothing of the last save is left."""
+        """Delete everything that the last save left."""
         from megaframe.comm import barrier
 
         barrier(self.mesh.world)
@@ -180,7 +181,7 @@ class Contender:
         barrier(self.mesh.world)
 
     def forget(self) -> None:
-        """Out of the page cache."""
+        """Drop the files from the page cache."""
         os.sync()
         for path in self.folder.rglob("*"):
             if path.is_file():
@@ -188,7 +189,7 @@ class Contender:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def remember(self) -> None:
-        """Into the page cache, of which each rank fills its half."""
+        """Read the files into the page cache; each rank reads its half."""
         paths = sorted(path for path in self.folder.rglob("*") if path.is_file())
         for path in paths[self.rank :: RANKS]:
             with open(path, "rb", buffering=0) as file:
@@ -197,7 +198,7 @@ class Contender:
 
 
 class Plain(Contender):
-    """Bytes, and no more."""
+    """Plain bytes."""
 
     def turns(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         self.clear()
@@ -276,7 +277,7 @@ class Ours(Contender):
         path = find(self.folder, "latest")
         assert path is not None
         with open_checkpoint(path) as checkpoint:
-            # As a run says it of what it alone keeps.
+            # A run passes the slices that only this rank keeps in the same way.
             checkpoint.load(slices, {(part.name, part.box) for part in slices})
 
     def stalled(self) -> dict[str, float]:
@@ -285,7 +286,7 @@ class Ours(Contender):
 
 
 class Peer(Contender):
-    """torch.distributed.checkpoint, of DTensors."""
+    """torch.distributed.checkpoint, with DTensors."""
 
     def __init__(self, folder: Path, mesh: Any) -> None:
         import torch.distributed.checkpoint as dcp
@@ -326,7 +327,7 @@ class Peer(Contender):
 
 
 def ratio(seconds: Measured, one: str, other: str) -> Spread:
-    """How many times as fast the other is, in each round."""
+    """Return how many times as fast `other` is, over the rounds."""
     return Spread.of([a / b for a, b in zip(seconds[one], seconds[other], strict=True)])
 
 

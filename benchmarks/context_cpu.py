@@ -1,8 +1,9 @@
-"""Speed and memory of causal attention on one sample divided over ranks, beside PyTorch's.
+"""Speed and memory of causal attention on one sample divided over ranks, compared with PyTorch's.
 
-Every rank is a process with one thread and has its part of the tokens in zigzag; a pass is the
-attention of one layer forward and backward (`peers/context_workload.py`). What they answer must be
-the same to a tolerance, or the comparison stops. Peak memory is that of the largest rank.
+Every rank is a process with one thread and has its part of the tokens in zigzag order. A pass is
+the attention of one layer, forward and backward (`peers/context_workload.py`). All contenders must
+give the same answer within a tolerance, or the comparison stops. Peak memory is that of the largest
+rank.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ PEERS = Path(__file__).resolve().parent / "peers"
 CASES = ("2x4096", "2x8192", "4x4096", "4x8192")
 """Ranks and tokens."""
 TOLERANCE = 0.02
-"""Relative, of the sum of squares that all answer; bf16 rounds."""
+"""Relative tolerance of the sum of squares that every contender returns; bf16 rounds."""
 
 
 def contenders(given: argparse.Namespace, ranks: str, seq: str) -> list[Contender]:
-    """Ours, and PyTorch's ring in its two ways, as commands."""
+    """Return the commands of ours and of PyTorch's ring in both variants."""
 
     def contender(name: str, script: str, *more: str, ours: bool = False) -> Contender:
         size = ("--ranks", ranks, "--seq", seq, "--precision", given.precision)

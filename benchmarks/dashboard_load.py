@@ -1,6 +1,7 @@
-"""How long the page of a long, wide run takes to be made and to open in a browser.
+"""How long the dashboard's page of a long, wide run takes to be made and to open in a browser.
 
-The run is made up: as many steps and ranks as asked for, with every number that a real one has.
+The run is synthetic: it has as many steps and ranks as requested, with every number that a real run
+has.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _PAINTED = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
 
 
 def main() -> None:
-    """Measure, print, and write what was asked for."""
+    """Measure, print, and write the results if requested."""
     from made_runs import lines, write
     from playwright.sync_api import sync_playwright
 

@@ -1,8 +1,8 @@
-"""Speed and memory of one GPT whose samples are divided over ranks, beside the peers' ways.
+"""Speed and memory of data parallel training of one GPT, compared with the peers'.
 
 Every rank is a process with one thread. Contenders train the workload of `peers/workload.py`, each
-rank an equal part of the samples of a step; what the ranks divide besides is the ZeRO stage, which
-is the number at the end of a name. Peak memory is that of the largest rank.
+rank on an equal part of the samples of a step. The number at the end of a name is the ZeRO stage,
+which says what else the ranks divide. Peak memory is that of the largest rank.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ PEERS = Path(__file__).resolve().parent / "peers"
 CASES = ("2xfp32", "2xbf16", "4xfp32", "4xbf16")
 """Ranks and precision."""
 OURS = ("train.recompute_blocks=0",)
-"""Norms and activations are computed again, no block is."""
+"""Norms and activations are recomputed, blocks are not."""
 TORCH = {"DDP": "ddp", "FSDP2 2": "fsdp2", "FSDP2 3": "fsdp3"}
 
 
 def contenders(given: argparse.Namespace, ranks: int, precision: str) -> list[Contender]:
-    """Ours and the peers, as commands; those of one stage are neighbours."""
+    """Return the commands of ours and the peers, grouped by ZeRO stage."""
 
     def contender(
         name: str, script: str, python: Path | str, *more: str, ours: bool = False

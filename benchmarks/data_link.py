@@ -1,19 +1,20 @@
-"""How much of the communication of sharded data parallelism is exposed, on a link that takes time.
+"""How much communication of sharded data parallelism is exposed on a slow link.
 
-Two hosts with one rank each are joined by a shaped link (`shaped.py`). The GPT of
-`peers/workload.py` with a small vocabulary is trained in fp32 by turns in the same processes: ours
-at ZeRO stages 1 to 3, and FSDP2 at its stages 2 and 3. Of ours stands beside it what a step takes
-whose transfers go nowhere, over torch's fake process group, what of that is backward, and what the
-transfers of a step take alone, in their order. The most that overlap can give is the longer one of
-compute and communication; a stage is compared with FSDP2 at the same one, stage 1 with its stage 2.
+Two emulated hosts with one rank each are joined by a shaped link (`shaped.py`). The GPT of
+`peers/workload.py` with a small vocabulary is trained in fp32, in turns in the same processes, by
+ours at ZeRO stages 1 to 3 and by FSDP2 at its stages 2 and 3. For ours three more times are shown:
+a step without transfers, over torch's fake process group; the backward part of that; and the
+transfers of a step alone, in their order. The best that overlap can reach is the longer one of
+compute and communication. A stage is compared with the same stage of FSDP2, and stage 1 with its
+stage 2.
 
 Sending costs processor time, which on a machine without a free core is taken from computing. With
-`--compute-core 0` both ranks, of ours and of the peer, compute on that core by turns, and sending
-has the others, as transfers of GPUs have engines of their own. With `--blocks wait` the blocks of
-ours have their weights and wait for as long as they would compute, so that what is left is what the
-order of transfers exposes. Nothing can hide the gradients of the first attention and of the tables:
-of more `--layers` they are less. The larger the `--batch`, the less is the processor time of
-sending beside that of computing.
+`--compute-core 0` both ranks, of ours and of the peer, share that core for computing, and sending
+uses the other cores, as transfers of GPUs have engines of their own. With `--blocks wait` our
+blocks have their weights but only wait for as long as they would compute, so the rest is what the
+order of transfers exposes. Nothing can hide the gradients of the first attention and of the tables;
+with more `--layers` their share is smaller. With a larger `--batch`, sending takes less processor
+time relative to computing.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ RANKS = 2
 SHAPE = replace(WORKLOAD, vocab=2048)
 STAGES = (1, 2, 3)
 WAITS = Emulate(forward=0.05, backward=0.05, weight=0.05)
-"""Seconds of a block, about those that one takes to compute."""
+"""Seconds of a block, about as long as a real one computes."""
 LATE = 0.6
-"""The MLP's share of them."""
+"""Share of the MLP in them."""
 BESIDE = {1: "FSDP2 2", 2: "FSDP2 2", 3: "FSDP2 3"}
-"""The peer of each stage."""
+"""The peer to which each stage is compared."""
 
 Measured = dict[str, list[float]]
-"""By what was done, seconds of a step, one number a round."""
+"""Seconds of a step by what was done, one number per round."""
 
 
 def main() -> None:
@@ -101,12 +102,13 @@ def main() -> None:
 
 
 def shape_of(given: argparse.Namespace) -> Workload:
-    """What is trained."""
+    """Return the workload that is trained."""
     return replace(SHAPE, layers=given.layers, batch=given.batch)
 
 
 def in_world(both: Sequence[Host], given: argparse.Namespace) -> Measured:
-    """What the ranks measure, one on each host: in each round, the slower one's time."""
+    """Run one rank on each host and return what they measured: in each round, the slower one's
+    time."""
     options = ("blocks", "layers", "batch", "beside", "steps", "rounds")
     command = [__file__, *(f"--{name}={getattr(given, name)}" for name in options)]
     if given.compute_core is not None:
@@ -116,7 +118,7 @@ def in_world(both: Sequence[Host], given: argparse.Namespace) -> Measured:
 
 
 def measure(given: argparse.Namespace) -> Measured:
-    """One rank: everything once a round, after a round that is not counted."""
+    """Measure everything on one rank, once per round after an uncounted one."""
     import torch
     from data_torch import step_of
 
@@ -135,14 +137,14 @@ def measure(given: argparse.Namespace) -> Measured:
     peers = given.beside == "fsdp2" and given.blocks == "compute"
     for way in ("fsdp2", "fsdp3") if peers else ():
         turns.append([timed(f"FSDP2 {way[-1]}", step_of(shape_of(given), way, "fp32", RANKS))])
-    if given.compute_core is not None:  # this thread alone: those that send have begun
+    if given.compute_core is not None:  # only this thread: those that send were started before
         os.sched_setaffinity(0, {given.compute_core})
     seconds: Measured = {}
     for number in range(1 + given.rounds):
-        first = number % len(turns)  # whoever is first is slower
+        first = number % len(turns)  # the first one is slower, so they rotate
         for turn in chain(*turns[first:], *turns[:first]):
             barrier(mesh.world)
-            turn()  # what a step leaves under way belongs to the next one
+            turn()  # uncounted, because a step finishes transfers of the one before
             taken = [turn() for _ in range(given.steps)]
             for name in taken[0] if number else ():
                 median = statistics.median(one[name] for one in taken)
@@ -153,7 +155,7 @@ def measure(given: argparse.Namespace) -> Measured:
 
 
 def timed(name: str, work: Callable[[], object]) -> Callable[[], dict[str, float]]:
-    """The work, that tells by its name how long it took."""
+    """Return a function that does the work and returns its duration under `name`."""
 
     def run() -> dict[str, float]:
         start = time.perf_counter()
@@ -164,7 +166,7 @@ def timed(name: str, work: Callable[[], object]) -> Callable[[], dict[str, float
 
 
 class Ours:
-    """megaframe on one rank, at one ZeRO stage. Its turns tell seconds by what they measured."""
+    """megaframe on one rank at one ZeRO stage. Its turns return {what was measured: seconds}."""
 
     def __init__(self, mesh: Mesh, zero: int, shape: Workload) -> None:
         import torch
@@ -201,7 +203,7 @@ class Ours:
         setattr(self.stage, "backward", watched)  # noqa: B010
 
     def let_blocks_wait(self) -> None:
-        """From now on blocks have their weights and wait instead of computing."""
+        """Make blocks wait instead of compute; they keep their weights."""
         import torch
 
         from megaframe.model import Block, EmulatedBlock
@@ -221,23 +223,24 @@ class Ours:
             block.__class__ = Waiting
 
     def step(self) -> dict[str, float]:
-        """A step as in a run."""
+        """Run a step as in training."""
         return {f"megaframe {self.zero}": self._step()}
 
     def compute(self) -> dict[str, float]:
-        """A step whose transfers of gradients and weights go nowhere, and its backward pass."""
+        """Run a step in which gradients and weights are not transferred. Its backward pass is also
+        timed."""
         with self.nowhere():
             taken = self._step()
         return {f"compute {self.zero}": taken, f"backward {self.zero}": self._backward}
 
     def communicate(self) -> dict[str, float]:
-        """The transfers of a step alone, in their order."""
+        """Run only the transfers of a step, in their order."""
         start = time.perf_counter()
         optimizer, units = self.optimizer, self.stage.units
         optimizer.start_step()
         for unit, after in pairwise((*units, None)):
             self._pass(unit, after)
-        backward = units[-2:0:-1]  # neither end needs its values again
+        backward = units[-2:0:-1]  # the first and the last unit do not need their values again
         optimizer.reduce(units[-1])
         for unit, after in pairwise((*backward, None)):
             self._pass(unit, after)
@@ -247,7 +250,7 @@ class Ours:
         optimizer.reduce(units[0])
         optimizer.reduce_vectors(0)
         optimizer.wait()
-        optimizer.load_state(optimizer.state())  # brings the weights anew
+        optimizer.load_state(optimizer.state())  # gathers the weights again
         return {f"communication {self.zero}": time.perf_counter() - start}
 
     def _pass(self, unit: Module, after: Module | None) -> None:
@@ -273,24 +276,25 @@ class Ours:
 
     @contextmanager
     def nowhere(self) -> Iterator[None]:
-        """Within it nothing is sent, and what would have come is what was there."""
+        """Send nothing inside this context; what would have been received is whatever the buffers
+        hold."""
         self.finish()
         shared = self.mesh.group("data")
         real = shared.handle
-        object.__setattr__(shared, "handle", self.fake)  # all buckets have this very group
+        object.__setattr__(shared, "handle", self.fake)  # all buckets share this group object
         yield
         self.finish()
         object.__setattr__(shared, "handle", real)
 
     def finish(self) -> None:
-        """Return when no transfer is under way."""
+        """Return when no transfer is in progress."""
         for unit in self.stage.units:
             self._pass(unit, None)
 
 
 def summary(measured: Measured) -> dict[str, dict[str, float | dict[str, float]]]:
-    """By stage: medians, the step's ratio to the longer of compute and communication, and the
-    peer's step's ratio to it, with its range within rounds."""
+    """Return by stage: medians, the step's time over the longer one of compute and communication,
+    and the peer's step time over ours, with its range over rounds."""
     found: dict[str, dict[str, float | dict[str, float]]] = {}
     for stage in STAGES:
         parts = ("megaframe", "compute", "backward", "communication")

@@ -1,7 +1,7 @@
-"""Worlds of ranks that play a pipeline with emulated blocks, for `pipeline_emulated.py`.
+"""Worlds of ranks that run a pipeline with emulated blocks, for `pipeline_emulated.py`.
 
-Ranks are forked from a server that has imported torch and run nothing, so that 32 of them start in
-a second. They time themselves with one clock, which Linux shares between processes.
+Ranks are forked from a server that has imported torch and run nothing, so 32 of them start in a
+second. They use one clock, which Linux shares between processes.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 LIMIT = 600.0
 """Seconds after which a world that has not answered is given up."""
 TRIPS, REST = 100, 0.01
-"""Tensors that are sent to see how long it takes, and seconds between them."""
+"""How many tensors are sent to measure latency, and the seconds between them."""
 TIMER_SLACK = 29
-"""PR_SET_TIMERSLACK of prctl(2): Linux lets a process oversleep by 50 microseconds otherwise."""
+"""PR_SET_TIMERSLACK of prctl(2). By default Linux lets a process oversleep by 50 microseconds."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """What one rank saw of its steps, in seconds.
+    """What one rank measured of its steps, in seconds.
 
     starts, ends: of each step. firsts, lasts: start of its first pass and end of its last one.
-    busy: processor time of the thread that runs the engine. live: the most activations that it held
-    at once, one for each microbatch of a stage.
+    busy: processor time of the thread that runs the engine. live: most activations held at once,
+    one for each microbatch of a stage.
     """
 
     starts: list[float] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Steps:
 
 
 class Pass(NamedTuple):
-    """When a pass of a stage ran, and the activations that its rank held after it."""
+    """When a pass of a stage ran, and how many activations its rank held after it."""
 
     start: float
     end: float
@@ -61,8 +61,8 @@ class Pass(NamedTuple):
 
 
 def in_world(task: Callable[..., Any], config: RunConfig, *given: Any) -> list[Any]:
-    """task(mesh, pipeline, config, *given) on every rank of a fresh world of pipelines, by rank.
-    Ends the program when a rank fails."""
+    """Run task(mesh, pipeline, config, *given) on every rank of a new world and return the results
+    by rank. Ends the program if a rank fails."""
     ranks = world_of(config)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "megaframe.pipeline", "megaframe.meter"])
@@ -88,14 +88,14 @@ def in_world(task: Callable[..., Any], config: RunConfig, *given: Any) -> list[A
 
 
 def world_of(config: RunConfig) -> int:
-    """Ranks of its pipelines."""
+    """Return the number of ranks of the config's pipelines."""
     return config.parallel.pipeline * (config.parallel.data or 1)
 
 
 def _play(
     end: Connection, rank: int, port: int, task: Callable[..., Any], config: RunConfig, *given: Any
 ) -> None:
-    """The life of one rank: meet the others, do the task, send its result."""
+    """Run one rank: meet the others, do the task, send its result."""
     import torch
 
     from megaframe.comm import barrier
@@ -114,13 +114,13 @@ def _play(
     pipeline = Pipeline(config, mesh, StepTimer().time)
     pipeline.optimizer.initialise(config.run.seed)
     result = task(mesh, pipeline, config, *given)
-    barrier(mesh.world)  # nobody takes the connections of the others away
+    barrier(mesh.world)  # so that no rank closes a connection that another still uses
     mesh.close()
     end.send(result)
 
 
 def run_steps(mesh: Mesh, pipeline: Pipeline, config: RunConfig, steps: int) -> Steps:
-    """This rank's part of a few steps, after one that is not counted and in which blocks do not
+    """Run this rank's part of a few steps. One step before them is not counted; its blocks do not
     wait."""
     import torch
 
@@ -165,7 +165,7 @@ def run_steps(mesh: Mesh, pipeline: Pipeline, config: RunConfig, steps: int) -> 
 def _noted(
     function: Callable[..., Any], stages: Sequence[Stage], into: list[Pass]
 ) -> Callable[..., Any]:
-    """`function`, which also notes the pass that it is."""
+    """Return `function`, wrapped to record every pass that it runs."""
 
     @wraps(function)
     def noted(*given: Any, **named: Any) -> Any:
@@ -179,8 +179,8 @@ def _noted(
 
 
 def transfer_seconds(mesh: Mesh, pipeline: Pipeline, config: RunConfig) -> float:
-    """Median seconds from before rank 0 sends an activation until rank 1 has it, on ranks that have
-    rested as blocks do; 0 on the others."""
+    """Return the median seconds from before rank 0 sends an activation until rank 1 has it, or 0 on
+    other ranks. Rank 0 sleeps in between, as blocks do."""
     import torch
 
     from megaframe.comm import receive, send

@@ -1,9 +1,10 @@
-"""Speed of a layer of experts, forward and backward, beside a loop over experts as one writes it
-first and beside the Mixtral block of Hugging Face transformers.
+"""Speed of a layer of experts, forward and backward, compared with a naive loop over experts and
+with the Mixtral block of Hugging Face transformers.
 
-All get the same tokens, weights and gradient of the output (`peers/experts_workload.py`); what they
-answer must be the same to a tolerance, or the comparison stops. Our overhead is what the layer
-takes beyond its experts alone on rows in order: router, routes, the way there and back.
+All contenders get the same tokens, weights and output gradient (`peers/experts_workload.py`), and
+must give the same answer within a tolerance, or the comparison stops. Our overhead is the time of
+the layer minus that of its experts alone on sorted rows: router, routes, and moving the rows there
+and back.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from peers.experts_workload import SHAPES
 PEERS = Path(__file__).resolve().parent / "peers"
 CASES = tuple(f"{shape}-{precision}" for shape in SHAPES for precision in ("fp32", "bf16"))
 TOLERANCE = 0.02
-"""Relative, of the sum of mean squares that all answer; bf16 rounds."""
+"""Relative tolerance of the sum of mean squares that every contender returns; bf16 rounds."""
 
 
 def contenders(given: argparse.Namespace, shape: str, precision: str) -> list[Contender]:
-    """Ours and the others, as commands."""
+    """Return the commands of ours and the others."""
 
     def contender(name: str, script: str, *more: str, ours: bool = False) -> Contender:
         python = given.huggingface_python if "huggingface" in script else sys.executable

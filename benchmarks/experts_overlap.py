@@ -1,9 +1,10 @@
-"""What running a forward and a backward by turns gains where tokens travel to experts over a link.
+"""What is gained by interleaving a forward and a backward pass when tokens travel to experts over a
+slow link.
 
-Four hosts with one rank each are joined by shaped links (`shaped.py`): two pipeline ranks, of which
-each has two that divide the experts. The same steps of the same model are run by turns in the same
-processes, with `parallel.expert_overlap` and without; what they answer must be equal to the last
-bit. Four ranks share the cores of the machine, so what is hidden is the links' time alone.
+Four emulated hosts with one rank each are joined by shaped links (`shaped.py`): two pipeline ranks
+times two ranks that divide the experts. The same steps of the same model run in turns in the same
+processes, with and without `parallel.expert_overlap`; both answers must be bitwise equal. Four
+ranks share the machine's cores, so only the time of the links can be hidden.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def main() -> None:
 
 
 def summary(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Spreads of both ways, and of what one is faster than the other within rounds."""
+    """Return the spreads of both variants, and of the speedup within rounds."""
     before, now = (seconds[way] for way in WAYS)
     speedups = [one / other for one, other in zip(before, now, strict=True)]
     found = {way: asdict(Spread.of(values)) for way, values in seconds.items()}
@@ -76,7 +77,7 @@ def summary(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 
 def measure(given: argparse.Namespace) -> dict[str, list[float]]:
-    """One rank: a step each way in every round, after one that is not counted."""
+    """Measure on one rank: a step of each variant per round, after an uncounted one."""
     import torch
 
     from megaframe.comm import barrier

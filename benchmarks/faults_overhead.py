@@ -1,10 +1,10 @@
-"""What the watch over steps and the checks cost, as a share of a step.
+"""What watching over steps and checking them costs, as a share of a step.
 
 python benchmarks/faults_overhead.py --write benchmarks/results/faults_overhead.json
 
-The difference between runs with and without is far below what a shared machine drifts. So the time
-inside of everything that is there for faults is summed in one run, by wrapping it: with what the
-wrappers take, an upper bound. Ranks are processes of one thread.
+The difference between runs with and without is far below the drift of a shared machine. Instead,
+everything that exists for faults is wrapped, and the time inside is summed in one run. That time
+includes the wrappers, so it is an upper bound. Ranks are processes with one thread.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def run_rank(folder: str, port: str) -> None:
 
 
 def start(folder: str, rank: int) -> subprocess.Popen[str]:
-    """The process of one rank."""
+    """Start the process of one rank."""
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     place |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--rank", folder, "29611"]
@@ -130,7 +130,7 @@ def start(folder: str, rank: int) -> subprocess.Popen[str]:
 
 
 def corpus(prefix: str) -> None:
-    """Random tokens."""
+    """Write a token file of random tokens."""
     import numpy as np
 
     from megaframe.data.indexed import TokenFileWriter

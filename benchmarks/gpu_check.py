@@ -1,12 +1,13 @@
-"""Tests the kernels and whole steps on the GPU that is here and measures them: `make gpu-check`.
+"""Tests the kernels and whole steps on the available GPU and measures them: `make gpu-check`.
 
-One command, under 8 minutes, and one file: `results/<chip>.json` with how the tests ended, the
-ceilings of this GPU, for every kernel each implementation's time, share of the ceiling and error,
-whole training steps beside plain PyTorch (`training_gpu.py`), and what of the goals is met. It is
-written after every number; what its time does not suffice for is listed. `--skip-training` and
-`--only-training` each have the whole of the time, and the second adds to what the first wrote of
-the same commit. The order of speed goes into the table that chooses (`--choose`). `--dry` runs
-everything on tiny sizes, on a CPU too, and measures nothing.
+One command takes under 8 minutes and writes one file, `results/<chip>.json`. It contains the
+outcome of the tests; the ceilings of this GPU; for every kernel, each implementation's time, share
+of the ceiling and error; whole training steps compared with plain PyTorch (`training_gpu.py`); and
+which goals are met. It is written after every number, and lists what did not fit into the time.
+`--skip-training` and `--only-training` each use the whole time, and the second adds to the first
+one's results of the same commit. `--choose` writes the measured order into the table from which
+implementations are chosen. `--dry` runs everything in tiny sizes, also on a CPU, and measures
+nothing.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from limited import LAST, run_limited, told, write_json  # noqa: E402
 
 _MINUTES = 7.8
 _OF_TRAINING = 0.5
-"""Share of the time that is kept for whole steps, which come after the kernels."""
+"""Share of the time that is reserved for the whole steps after kernels."""
 _QUIET_SECONDS = 60.0
-"""Of one implementation on one case, which may have to be compiled first."""
+"""Limit for one implementation on one case, which may have to be compiled first."""
 _LEAST_SECONDS = 12.0
-"""In less, no process gets to its first measurement."""
+"""With less time left, no process would get to its first measurement."""
 _OF_KERNELS: dict[str, Any] = {
     "ceilings": None,
     "active": {},
     "measurements": [],
     "left_out_for_time": [],
 }
-"""What a result says of kernels before there is anything."""
+"""What a result contains about kernels before anything is measured."""
 GROUPS = (
     ("attention",),
     ("norm", "activation", "rotary"),
@@ -54,16 +55,21 @@ GROUPS = (
     ("grouped_scaled_product", "grouped_scaled_gradient", "quantise_columns", "quantise_experts"),
     ("router", "expert_order", "permute", "unpermute", "attention_backward", "quantise"),
 )
-"""Kernels that are measured in one process, those with goals first."""
+"""Kernels that are measured in one process; those with goals come first."""
 NAMES = tuple(name for group in GROUPS for name in group)
 _ON_A_GPU = "test_graphs.py::test_a_step_on_a_gpu_is_the_same_to_the_bit_as_a_graph"
 
 
 @dataclass(frozen=True)
 class Tests:
-    """Tests that are run before something is measured. share: of the time, at most. targets: what
-    pytest is given; of a dry run, tiny. workers: how many run at a time, a file each; None for as
-    many as there are processors to spare, a test each."""
+    """Tests that run before measurements.
+
+    share:   the most that they get of the time.
+    targets: files, folders or tests, as pytest takes them.
+    tiny:    the target of a dry run.
+    workers: number of processes that run one file each; None for one process per spare processor,
+             each running one test at a time.
+    """
 
     share: float
     targets: Sequence[str]
@@ -71,12 +77,12 @@ class Tests:
     workers: int | None = None
 
     def command(self, dry: bool) -> list[str]:
-        """By which they run."""
+        """Return the command that runs them."""
         found = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-rfE", "--tb=short"]
         found += ["-p", "no:cacheprovider"]
         if dry:
             return [*found, str(ROOT / self.tiny)]
-        # It runs this script, which the GPU that is here does in earnest.
+        # That test runs this script, which already runs for real on this GPU.
         found.append(f"--ignore={ROOT / 'tests' / 'kernels' / 'test_gpu_check.py'}")
         if importlib.util.find_spec("xdist"):
             spare = max(2, (os.cpu_count() or 1) - 4)
@@ -88,7 +94,7 @@ class Tests:
 TESTS = {
     # Most of their time is Triton's compiler.
     "kernels": Tests(0.25, ["tests/kernels"], "tests/kernels/test_spans.py"),
-    # Each file has four processes of its own on this GPU: graphs, and ranks that share it.
+    # Graphs, and ranks that share the GPU; each file starts four processes of its own on it.
     "steps": Tests(
         0.2,
         [f"tests/parity/{_ON_A_GPU}", "tests/parity/test_shared.py"],
@@ -96,11 +102,11 @@ TESTS = {
         2,
     ),
 }
-"""By what is measured after them."""
+"""By the name of what is measured after them."""
 
 
 def run_tests(command: Sequence[str], seconds: float) -> dict[str, Any]:
-    """Tests on this GPU: how they ended, the counts, and the last of what they said."""
+    """Run tests on this GPU. Return the outcome, the counts, and the end of the output."""
     done = run_limited(command, seconds)
     return {
         "outcome": {0: "passed", None: done.trouble()}.get(done.code, "failed"),
@@ -110,12 +116,12 @@ def run_tests(command: Sequence[str], seconds: float) -> dict[str, Any]:
 
 
 def cell(found: dict[str, Any] | None) -> str:
-    """A pass for people: its time and its share of the ceiling that binds."""
+    """Format a pass: its time and its share of the ceiling that binds."""
     return "-" if found is None else f"{1e6 * found['seconds']:,.0f} us{100 * found['share']:5.0f}%"
 
 
 def line_of(m: dict[str, Any]) -> str:
-    """A measurement for people."""
+    """Format a measurement."""
     row = f"{m['kernel']:<22}{m['case']:<47}{m['implementation']:<13}"
     if m["forward"]:
         row += f"{cell(m['forward']):>18}{cell(m['backward']):>18}"
@@ -125,7 +131,7 @@ def line_of(m: dict[str, Any]) -> str:
 
 
 def commit() -> str:
-    """Of this checkout, with a + where it differs from it in more than results."""
+    """Return the commit of this checkout, with a + if anything but results differs from it."""
     if given := os.environ.get("MEGAFRAME_COMMIT"):
         return given
 
@@ -143,9 +149,11 @@ def commit() -> str:
 
 @dataclass
 class Results:
-    """What is known so far, written whenever more is. path: None for nowhere. todo, at, running: of
-    the process that measures kernels, what it is to measure, what it began last, and whether that
-    still runs."""
+    """What is known so far; written whenever something is added.
+
+    path: None for nowhere. todo, at, running: what the process that measures kernels has to
+    measure, the index of what it began last, and whether that still runs.
+    """
 
     known: dict[str, Any]
     path: Path | None = None
@@ -154,7 +162,7 @@ class Results:
     running: bool = False
 
     def add(self, **parts: Any) -> None:
-        """Something, and what follows from it."""
+        """Add parts, and update what follows from them."""
         self.known |= parts
         measured = self.known["measurements"]
         kernels = dict.fromkeys(m["kernel"] for m in measured)
@@ -167,7 +175,7 @@ class Results:
             write_json(self.path, self.known)
 
     def hear(self, line: str) -> None:
-        """A line of `kernel_bench.py`."""
+        """Process a line of output of `kernel_bench.py`."""
         found = told(line) or {}
         if "todo" in found:
             self.todo = found["todo"]
@@ -183,18 +191,19 @@ class Results:
             self.measured(found["measured"])
 
     def measured(self, one: dict[str, Any]) -> None:
-        """A measurement more."""
+        """Add a measurement."""
         self.running = False
         print(line_of(one), flush=True)
         self.add(measurements=[*self.known["measurements"], one])
 
     def leave_out(self, what: Sequence[str]) -> None:
-        """Tell what there is no time for."""
+        """Record what there is no time for."""
         self.add(left_out_for_time=[*self.known["left_out_for_time"], *what])
 
 
 def begin(path: Path | None, dry: bool) -> Results:
-    """With what an earlier call found of this chip, commit and libraries, where it did."""
+    """Return the results to start from: those of an earlier call for the same chip, commit and
+    libraries, if there are any."""
     from megaframe_kernels.installed import versions
     from megaframe_kernels.selection import chip_name
 
@@ -212,8 +221,8 @@ def begin(path: Path | None, dry: bool) -> Results:
 def measure_group(
     command: Sequence[str], names: Sequence[str], results: Results, until: float
 ) -> None:
-    """Measure some kernels by `command`. Where an implementation ends its process, another goes on
-    after it."""
+    """Measure some kernels by `command`. If an implementation ends its process, a new process
+    continues after it."""
     results.todo, results.at = [[name] for name in names], -1
     while (seconds := until - time.monotonic()) > _LEAST_SECONDS:
         first, ceilings = results.at + 1, results.known["ceilings"]
@@ -225,7 +234,7 @@ def measure_group(
         if done.code == 0:
             return
         lost = [results.todo[results.at]] if results.running else []
-        if results.at < first:  # it did not even get to one
+        if results.at < first:  # the process began no measurement
             lost = [(name, "all", "all") for name in names]
         for kernel, case, name in lost:
             why = Measurement(kernel, case, name, trouble=done.trouble(), details=done.errors)
@@ -236,7 +245,7 @@ def measure_group(
 
 
 def check_tests(results: Results, name: str, whole: float, until: float, dry: bool) -> None:
-    """Run those of `TESTS` with this name, in their share of `whole` seconds."""
+    """Run the tests of `TESTS` with this name, within their share of `whole` seconds."""
     tests = TESTS[name]
     seconds = min(tests.share * whole, until - time.monotonic())
     found = {"outcome": "left out for time"}
@@ -247,9 +256,9 @@ def check_tests(results: Results, name: str, whole: float, until: float, dry: bo
 
 
 def check_kernels(results: Results, only: Sequence[str], until: float, dry: bool) -> None:
-    """All groups, or what of them is asked for."""
+    """Measure all groups, or only the kernels that were requested."""
     command = [sys.executable, str(ROOT / "benchmarks" / "kernel_bench.py")]
-    # A dry run has nothing to lose by one process.
+    # A dry run cannot lose its GPU, so one process is enough.
     for group in (NAMES,) if dry else GROUPS:
         names = [name for name in group if not only or name in only]
         if names:
@@ -257,8 +266,8 @@ def check_kernels(results: Results, only: Sequence[str], until: float, dry: bool
 
 
 def check_training(results: Results, only: Sequence[str], until: float, dry: bool) -> None:
-    """All rows of whole steps, or some. Those that are left out stay as an earlier call found
-    them."""
+    """Measure all or some rows of whole steps. Rows that are left out keep the results of an
+    earlier call."""
     traces = results.path.with_suffix("") if results.path and not dry else None
     rows = {row["row"]: row for row in results.known["training"]}
     for row in training_gpu.measure(dry, only, until, traces):
@@ -269,14 +278,15 @@ def check_training(results: Results, only: Sequence[str], until: float, dry: boo
 
 
 def choose(result: dict[str, Any], table: Path) -> None:
-    """Put the measured order of this chip into the table that chooses."""
+    """Write the measured order of this chip into the table from which implementations are
+    chosen."""
     choices = json.loads(table.read_text(encoding="utf-8"))
     choices[result["chip"]] = {**choices.get(result["chip"], {}), **result["order"]}
     table.write_text(json.dumps(choices, indent=2) + "\n", encoding="utf-8")
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dry", action="store_true", help="tiny sizes, no measurement")
     parser.add_argument(
@@ -303,10 +313,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """The command. Status 1 where tests have not passed or there is no GPU to check."""
+    """Run the command. The status is 1 if tests have not passed or there is no GPU to check."""
     begun = time.monotonic()
     given = parse_arguments()
-    # What runs in groups of its own is ended with this.
+    # On SIGTERM exit normally, which also ends the processes that run in groups of their own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     import torch
 

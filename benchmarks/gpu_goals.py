@@ -1,4 +1,4 @@
-"""What is to be reached on one H200, beside what a result of `gpu_check.py` says."""
+"""The goals for one H200, and whether a result of `gpu_check.py` meets them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _OWN = "triton"
 
 @dataclass(frozen=True)
 class Goal:
-    """measured: None where nothing was. most: whether `reach` is a limit, and not the least."""
+    """measured: None if it was not measured. most: whether `reach` is an upper limit instead of a
+    lower."""
 
     name: str
     reach: float
@@ -26,20 +27,20 @@ class Goal:
 
     @property
     def met(self) -> bool | None:
-        """None where nothing was measured."""
+        """Whether the goal is met; None if it was not measured."""
         if self.measured is None:
             return None
         return self.measured <= self.reach if self.most else self.measured >= self.reach
 
 
 def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every goal as it is written into the result."""
+    """Return every goal as it is written into the result."""
     found = [*_of_kernels(result), *_of_steps(result["training"])]
     return [{**asdict(goal), "met": goal.met} for goal in found]
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """Goals for people."""
+    """Format goals as a table."""
     rows = [f"{'goal':<58}{'to reach':>12}{'measured':>12}  met?"]
     for goal in found:
         sign = "<=" if goal["most"] else ">="
@@ -51,7 +52,8 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def right_seconds(measurements: Sequence[Measured]) -> dict[str, float]:
-    """What the implementations of one case take, forward and backward, that are right."""
+    """Return the seconds of one case, forward and backward together, of the implementations that
+    are right."""
     return {
         m["implementation"]: sum(m[way]["seconds"] for way in ("forward", "backward") if m[way])
         for m in measurements
@@ -60,9 +62,10 @@ def right_seconds(measurements: Sequence[Measured]) -> dict[str, float]:
 
 
 def order_of(measurements: Sequence[Measured]) -> list[str]:
-    """Implementations of one kernel by the mean of their slowness beside the fastest, best first.
+    """Return the implementations of one kernel, best first, by the mean log of their time relative
+    to the fastest one's.
 
-    Those that are wrong, and the reference, which comes last anyway, are left out.
+    Wrong ones are left out, and so is the reference, which comes last anyway.
     """
     slowness: dict[str, list[float]] = {}
     for measured in _by_case(measurements).values():
@@ -73,7 +76,8 @@ def order_of(measurements: Sequence[Measured]) -> list[str]:
 
 
 def chosen_over_best(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """For each case the speed of the implementation that a run takes over that of the fastest."""
+    """Return for each case the speed of the implementation that a run uses over that of the
+    fastest."""
     found = []
     for (kernel, case), measured in _by_case(result["measurements"]).items():
         took, chosen = right_seconds(measured), _chosen(result, measured)
@@ -93,16 +97,16 @@ def _by_case(measurements: Sequence[Measured]) -> dict[tuple[str, str], list[Mea
 
 
 def _chosen(result: dict[str, Any], measured: Sequence[Measured]) -> Measured | None:
-    """Of the measurements of one case that of what a run takes there: the first that does not
-    refuse, also if it broke."""
+    """Return the measurement of the implementation that a run uses in this case: the first that
+    does not refuse, even if it failed."""
     told = {m["implementation"]: m for m in measured if m["forward"] or m["details"] is not None}
     active = result["active"].get(measured[0]["kernel"], [])
     return next((told[name] for name in active if name in told), None)
 
 
 def _of_kernels(result: dict[str, Any]) -> Iterator[Goal]:
-    """Of a kernel with several cases the worst counts, of each what a run takes; a wrong one has no
-    number."""
+    """Yield the goals of kernels. The worst of a kernel's cases counts, for what a run uses; a
+    wrong result has no number."""
     cases = _by_case(result["measurements"])
     chosen = [m for measured in cases.values() if (m := _chosen(result, measured)) is not None]
     own = [m for m in result["measurements"] if m["implementation"] == _OWN]

@@ -1,9 +1,9 @@
-"""Runs contenders by turns, each in its own process, and says by how much they differ.
+"""Runs contenders in turns, each in its own process, and says by how much they differ.
 
-A B C A B C ... rather than A A B B C C: a shared machine drifts by more than the differences that
-matter, and neighbours in time see the same drift. So beside the ratio of the medians stands the
-spread of the ratios within each round. Nothing here imports torch: the kernel hands the peak
-memory of a launcher on to the process that it starts.
+The order is A B C A B C ..., not A A B B C C: a shared machine drifts by more than the differences
+that matter, and neighbours in time see the same drift. Besides the ratio of the medians, the spread
+of the ratios within rounds is reported. Nothing here imports torch, because a process that is
+started inherits its launcher's peak memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MATRIX_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 """Processor flags that decide the speed of fp32 and bf16 matrix products."""
 
 LOSS_TOLERANCE = 0.3
-"""Initial weights with a std of 0.02 put the first loss about 0.1 over ln(vocab)."""
+"""With an initial std of 0.02 the first loss is about 0.1 above ln(vocab)."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,10 @@ class Contender:
 class Outcome:
     """One run of one contender: its own measurement, and the seconds from its start to its end.
 
-    best_tokens_per_second: of the fastest step, least disturbed by what else the machine does.
-    peak_rss_bytes: of the process that trains. loss: what the comparison says it is. overhead:
-    share of the time that is neither forward, backward nor update, where the contender tells.
+    best_tokens_per_second: of the fastest step, which is least disturbed by other work on the
+    machine. peak_rss_bytes: of the process that trains. loss: as the comparison defines it.
+    overhead: share of the time that is neither forward, backward nor update, if the contender
+    reports it.
     """
 
     tokens_per_second: float
@@ -72,7 +73,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Line:
-    """What the rounds say of one contender; `ratio` is its speed over the fastest peer's."""
+    """Results of all rounds for one contender. ratio: its speed over the fastest peer's."""
 
     name: str
     speed: Spread
@@ -84,7 +85,7 @@ class Line:
 
 
 def common_arguments(description: str | None) -> argparse.ArgumentParser:
-    """The arguments of every comparison."""
+    """Return a parser with the arguments of every comparison."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contender")
     parser.add_argument("--threads", type=int, default=2, help="threads of each contender")
@@ -117,8 +118,8 @@ def alternate(
 def check_losses(
     outcomes: Mapping[str, Sequence[Outcome]], expected: float, tolerance: float = LOSS_TOLERANCE
 ) -> None:
-    """End the program if a contender's loss is not about what is expected: then it did not do the
-    same thing."""
+    """End the program if a contender's loss is not about the expected one, because then it trained
+    something else."""
     for name, runs in outcomes.items():
         for run in runs:
             if abs(run.loss - expected) > tolerance:
@@ -146,7 +147,8 @@ def run_once(contender: Contender, threads: int) -> Outcome:
 def summarise(
     contenders: Sequence[Contender], outcomes: Mapping[str, Sequence[Outcome]]
 ) -> list[Line]:
-    """One line per contender, in their order. Without a peer the ratios are to the first one."""
+    """Return one line per contender, in their order. Without a peer, ratios are to the first
+    contender."""
     speeds = {
         contender.name: [outcome.tokens_per_second for outcome in outcomes[contender.name]]
         for contender in contenders
@@ -172,8 +174,8 @@ def summarise(
 
 
 def table(lines: Sequence[Line]) -> str:
-    """The lines as aligned text: medians, with smallest and largest in brackets; `best` is the
-    fastest step of all rounds."""
+    """Format the lines as aligned text: medians, with smallest and largest in brackets. `best` is
+    the fastest step of all rounds."""
     head = f"{'':<20}{'tokens/s':>10}{'':>16}{'best':>8}"
     head += f"{'ratio':>8}{'in rounds':>14}{'GB':>7}{'loss':>9}"
     rows = [head]
@@ -188,7 +190,7 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """The processor with its instructions for matrices, the cores that this process may use, and
+    """Return the processor and its matrix instructions, the cores that this process may use, and
     the memory in bytes."""
     info = Path("/proc/cpuinfo")
     pairs = (
@@ -205,7 +207,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit that is measured; `+` marks files that differ from it."""
+    """Return the commit that is measured; `+` marks files that differ from it."""
     described = subprocess.run(
         ("git", "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"),
         cwd=ROOT,
@@ -222,10 +224,10 @@ def write(
     threads: int,
     results: Mapping[str, tuple[Sequence[Line], Mapping[str, Sequence[Outcome]]]],
 ) -> None:
-    """Write all that was measured, and on what, as JSON.
+    """Write all measurements, and what they were made on, as JSON.
 
-    `results` holds, per heading (a precision, say), the lines and the outcomes behind them.
-    Commands are left out: they hold paths of one machine.
+    `results` has, for each heading (such as a precision), the lines and the outcomes behind them.
+    Commands are left out, because they contain paths of one machine.
     """
     document = {
         "commit": commit(),

@@ -1,9 +1,11 @@
-"""Measures kernels, one JSON object a line: what `gpu_check.py` runs in processes of its own.
+"""Measures kernels and prints one JSON object per line; `gpu_check.py` runs it in separate
+processes.
 
     python benchmarks/kernel_bench.py --only norm attention [--dry]
 
-An access to wrong memory ends all that a process can do on a GPU. So each implementation is named
-before it runs and told of when it has, and `--begin N` goes on after the one that ended a process.
+An invalid memory access ends everything that a process can do on a GPU. Each implementation is
+therefore announced before it runs and reported afterwards, and `--begin N` continues after one that
+ended a process.
 """
 
 from __future__ import annotations
@@ -29,29 +31,30 @@ from limited import LAST  # noqa: E402
 _WORTH_COMPILING = frozenset(
     ("norm", "activation", "rotary", "cross_entropy", "adamw", "square_sum", "router", "quantise")
 )
-"""Where a compiler can be a rival. Each takes seconds to compile."""
+"""Kernels for which a compiler can compete. Each takes seconds to compile."""
 COMPILED = "compiled"
-"""The reference under torch.compile, as a name among implementations."""
+"""Name, among the implementations, of the reference under torch.compile."""
 REFERENCE = "reference"
 MOST_ERROR = 0.05
-"""Over it an implementation is wrong, whatever it was rounded to on the way."""
+"""With a larger error an implementation is wrong, whatever it was rounded to on the way."""
 _LOST = 3
-"""The status where this process can do nothing more on its GPU."""
+"""Exit status if this process cannot use its GPU any more."""
 
 _SAMPLES = 10, 100
 _SAMPLES_OF_REFERENCE = 3
 _SECONDS = 0.15
-"""Of one timing, if the least number of samples fits."""
+"""Duration of one timing, if it has room for the least number of samples."""
 _CACHE = 2**28
-"""Bytes that are written between calls; no chip's cache is larger."""
+"""Bytes that are written between calls; no chip has a larger cache."""
 _HEAD_START = 1_500_000
-"""Cycles that the GPU waits before a call, so that the host, which takes most of a millisecond for
-the slowest of calls, has told it everything before it begins."""
+"""Cycles that the GPU waits before a call, so that the host has queued everything before it begins.
+The slowest calls take the host most of a millisecond."""
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this GPU reaches: bytes a second of a copy (read and written), FLOP/s of a product."""
+    """What this GPU reaches: bytes per second of a copy (read plus written), FLOP/s of a
+    product."""
 
     copy: float
     product: float
@@ -59,7 +62,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of a call on the GPU: the median, and the 10th and the 90th percentile."""
+    """Seconds of a call on the GPU: median, 10th and 90th percentile."""
 
     seconds: float
     low: float
@@ -73,9 +76,12 @@ class Timing:
 
 @dataclass(frozen=True)
 class Pass:
-    """Forward or backward of an implementation. bytes, flops: the least that it takes. share: of
-    the ceiling that binds. copy_share: of a copy of as many bytes, where bytes bind. product_share:
-    of the bare products of its shapes, where it is made of those."""
+    """Forward or backward pass of an implementation.
+
+    bytes, flops: the least that it takes. share: of the ceiling that binds. copy_share: of the
+    speed of a copy of as many bytes, if bytes bind. product_share: of the speed of the bare
+    products of its shapes, if it consists of those.
+    """
 
     seconds: float
     low: float
@@ -91,8 +97,9 @@ class Pass:
 class Measurement:
     """One implementation on one case.
 
-    error: the largest of its outputs and gradients, each relative to the norm of the truth in fp64,
-    on a smaller size. trouble: why a number is missing, in a line; details: the end of the trace.
+    error: the largest error of its outputs and gradients, each relative to the norm of the true
+    result in fp64, in a smaller size. trouble: why a number is missing, in one line. details: the
+    end of the traceback.
     """
 
     kernel: str
@@ -106,7 +113,7 @@ class Measurement:
 
 
 def is_right(measured: dict[str, Any]) -> bool:
-    """Whether a measurement, as it is printed, is of what was asked for."""
+    """Return whether a measurement, as printed, has a result, and a right one."""
     return measured["trouble"] is None and (measured["error"] or 0.0) <= MOST_ERROR
 
 
@@ -118,7 +125,7 @@ def _cache_filler() -> Any:
 
 
 def timing_of(run: Callable[[], Any], dry: bool, few: bool = False) -> Timing:
-    """What a call takes on the GPU, from empty caches, and nothing of what it takes the host."""
+    """Time a call on the GPU alone, starting from empty caches and without the host's time."""
     if dry:
         begun = time.perf_counter()
         run()
@@ -148,7 +155,7 @@ def timing_of(run: Callable[[], Any], dry: bool, few: bool = False) -> Timing:
 
 
 def measure_ceilings(dry: bool) -> Ceilings:
-    """A large copy, and a large bf16 product of random numbers."""
+    """Time a large copy and a large bf16 product of random numbers."""
     size, width = (2**10, 32) if dry else (2**30, 8192)
     flops = 2.0 * width**3
     return Ceilings(2 * size / copy_seconds(size, dry), flops / product_seconds((width,) * 3, dry))
@@ -156,7 +163,7 @@ def measure_ceilings(dry: bool) -> Ceilings:
 
 @functools.lru_cache
 def copy_seconds(size: int, dry: bool) -> float:
-    """Of a copy of so many bytes."""
+    """Return the seconds of a copy of this many bytes."""
     import torch
 
     source = torch.randint(0, 256, (size,), dtype=torch.uint8)
@@ -166,7 +173,7 @@ def copy_seconds(size: int, dry: bool) -> float:
 
 @functools.lru_cache
 def product_seconds(shape: tuple[int, int, int], dry: bool) -> float:
-    """Of a bf16 product of so many rows, columns and depth."""
+    """Return the seconds of a bf16 product with these rows, columns and depth."""
     import torch
 
     rows, columns, depth = shape
@@ -175,7 +182,7 @@ def product_seconds(shape: tuple[int, int, int], dry: bool) -> float:
 
 
 def tensors_of(tree: Any) -> list[Any]:
-    """All tensors of nested sequences."""
+    """Return all tensors in nested sequences."""
     import torch
 
     if isinstance(tree, torch.Tensor):
@@ -186,13 +193,13 @@ def tensors_of(tree: Any) -> list[Any]:
 
 
 def names_of(kernel: Any, dry: bool) -> list[str]:
-    """What can be asked for: implementations, the reference, and it compiled."""
+    """Return what can be measured: implementations, the reference, and the compiled reference."""
     compiled = [COMPILED] if kernel.name in _WORTH_COMPILING and not dry else []
     return [*kernel.implementations, REFERENCE, *compiled]
 
 
 def run_of(kernel: Any, name: str) -> Callable[..., Any] | None:
-    """What to call, None where this machine lacks it."""
+    """Return the function to call, or None if this machine lacks it."""
     import torch
 
     if name == COMPILED:
@@ -205,8 +212,8 @@ def run_of(kernel: Any, name: str) -> Callable[..., Any] | None:
 
 
 def error_of(kernel: Any, run: Callable[..., Any], case: Any) -> float:
-    """The largest error of outputs and gradients, each relative to the norm of the truth. Raises
-    `ValueError` for whole numbers that differ, and for an error that is no number."""
+    """Return the largest error of outputs and gradients, each relative to the norm of the true
+    result. Raises `ValueError` if integers differ or an error is not finite."""
     import torch
 
     def changed(tree: Any, change: Callable[[Any], Any]) -> Any:
@@ -251,7 +258,7 @@ def error_of(kernel: Any, run: Callable[..., Any], case: Any) -> float:
 def time_case(
     case: Any, given: Sequence[Any], run: Callable[..., Any], dry: bool, few: bool
 ) -> tuple[Timing, Timing | None]:
-    """Forward and backward (None where there is none)."""
+    """Time forward and backward (None if there is no backward)."""
     import torch
 
     def forward() -> Any:
@@ -271,7 +278,7 @@ def time_case(
 
 
 def pass_of(work: Any, timing: Timing, ceilings: Ceilings, dry: bool) -> Pass:
-    """A timing beside what it could be."""
+    """Compare a timing with what is possible."""
     seconds = timing.seconds
     copied = None if work.flops else copy_seconds(int(work.bytes) // 2, dry) / seconds
     bare = None
@@ -283,15 +290,15 @@ def pass_of(work: Any, timing: Timing, ceilings: Ceilings, dry: bool) -> Pass:
 
 
 def share(work: Any, seconds: float, ceilings: Ceilings) -> float:
-    """Of the ceiling that binds: the time that the work must take over the time that it took."""
+    """Return the share of the ceiling that binds: the least possible time over the measured one."""
     return max(work.bytes / ceilings.copy, work.flops / ceilings.product) / seconds
 
 
 def measure(
     case: Any, checked: Any, kernel: Any, name: str, ceilings: Ceilings, dry: bool
 ) -> Measurement | None:
-    """One implementation, None where this machine lacks it. checked: the case in the size in which
-    it is held to the truth; where that cannot be, it is still timed."""
+    """Measure one implementation, or return None if this machine lacks it. checked: the case in the
+    size in which its result is checked; if the check fails to run, it is still timed."""
     label = (case.kernel, case.name, name)
     error = trouble = details = None
     try:
@@ -321,20 +328,21 @@ def measure(
 
 
 def first_line(error: Exception) -> str:
-    """An error in a line."""
+    """Format an error in one line."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0][:160] if text else 'no message'}"
 
 
 def active_of(kernel: Any) -> list[str]:
-    """The implementations that a run on this chip takes, the first that does not refuse."""
+    """Return the implementations of which a run on this chip uses the first that does not
+    refuse."""
     from megaframe_kernels.selection import select
 
     return [*(one.name for one in select({kernel.name: kernel})[kernel.name].order), REFERENCE]
 
 
 def lines(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What is printed. Ends the process where the GPU is lost to it."""
+    """Yield what is printed. Ends the process if it cannot use its GPU any more."""
     import torch
     from kernel_cases import MIDDLE, REAL, TINY, cases
     from megaframe_kernels.registry import KERNELS
@@ -367,7 +375,7 @@ def lines(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", required=True, metavar="KERNEL")
     parser.add_argument("--dry", action="store_true", help="tiny sizes, no measurement")

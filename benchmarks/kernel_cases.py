@@ -1,7 +1,8 @@
-"""What the bench of kernels runs: arguments of real sizes, or of tiny ones, and the least work.
+"""The cases of the kernel benchmark: arguments in real or tiny sizes, and the least possible work.
 
-`bytes` and `flops` count what an implementation cannot avoid: each input read once, each output
-written once, each product of a causal half. What one moves beyond that counts against it.
+`bytes` and `flops` count what no implementation can avoid: each input read once, each output
+written once, each product of a causal half. What an implementation moves beyond that counts against
+it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Work:
-    """Of one pass: bytes moved, and floating-point operations where those decide. products: rows,
-    columns and depth of the bare products that it is made of, where it is made of whole ones."""
+    """Work of one pass: bytes moved, and floating-point operations if those decide. products: rows,
+    columns and depth of the bare products, if the pass consists of whole ones."""
 
     bytes: float = 0.0
     flops: float = 0.0
@@ -29,7 +30,7 @@ class Work:
 
 
 def products(*shapes: tuple[int, int, int]) -> Work:
-    """Of a pass that is nothing but products."""
+    """Return the work of a pass that consists only of products."""
     return Work(flops=sum(2.0 * m * n * k for m, n, k in shapes), products=shapes)
 
 
@@ -37,7 +38,7 @@ def products(*shapes: tuple[int, int, int]) -> Work:
 class Case:
     """Arguments for a kernel, and the least work.
 
-    arguments: makes them, with gradients where they have one. backward: None where nothing has a
+    arguments: makes them, requiring gradients where they have one. backward: None if nothing has a
     gradient. length: of the longest sum.
     """
 
@@ -52,8 +53,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model. width: of a head. length: tokens of a sample. parameters: of a flat shard, or of
-    so many tensors."""
+    """Sizes of a model. width: of a head. length: tokens of a sample. parameters: elements of a
+    flat shard. tensors: over how many tensors they may be spread."""
 
     tokens: int
     hidden: int
@@ -68,22 +69,22 @@ class Sizes:
 
 
 REAL = Sizes(16384, 4096, 14336, 128256, 32, 128, 8192, 8, 2**28, 256)
-"""About Llama 3 8B; a pass is well over launch overhead, and its data over the cache."""
+"""About Llama 3 8B. A pass takes much longer than a launch, and its data exceeds the cache."""
 MIDDLE = Sizes(512, 1024, 2048, 32064, 8, 128, 512, 8, 2**20, 16)
-"""For a check against fp64: of the widths that are timed, small enough for it."""
+"""For the check against fp64: the widths that are timed, but small enough for fp64."""
 TINY = Sizes(32, 64, 128, 128, 2, 16, 16, 4, 4096, 5)
-"""For a check that everything runs."""
+"""For checking that everything runs."""
 FINER = 8
-"""So many times the experts, each so much narrower, are measured too."""
+"""Also measured: this many times as many experts, each narrower by the same factor."""
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:
-    """Normal numbers on the default device. Never zeros: they run faster than data does."""
+    """Return normal numbers on the default device. Zeros would run faster than real data."""
     return torch.randn(shape).to(dtype).requires_grad_(grad)
 
 
 def cases(s: Sizes) -> Iterator[Case]:
-    """All cases of a size."""
+    """Yield all cases of a size."""
     yield from _elementwise(s)
     yield from _losses(s)
     yield from _optimizer(s)
@@ -146,7 +147,7 @@ def _losses(s: Sizes) -> Iterator[Case]:
         hidden, weight = random(tokens, s.hidden, grad=True), random(s.vocab, s.hidden, grad=True)
         return hidden, (weight.detach() / s.hidden**0.5).requires_grad_(), labels()
 
-    # The gradients are made in forward, so all three products count there.
+    # The gradients are computed in the forward pass, so all three products count there.
     work = products(
         (tokens, s.vocab, s.hidden), (tokens, s.hidden, s.vocab), (s.vocab, s.hidden, tokens)
     )
@@ -305,7 +306,8 @@ def _quantise(s: Sizes) -> Iterator[Case]:
 
 
 def _experts_in_eight_bits(s: Sizes) -> Iterator[Case]:
-    """Shares of products are of those in bf16, whose peak is half as high."""
+    """Yield the cases of experts in 8 bits. Shares of products refer to bf16, whose peak is half as
+    high."""
     places, experts, blocks = 2 * s.tokens, s.experts, -(-s.hidden // 128)
     width = 128 * (-(-places // 128) + experts)
 

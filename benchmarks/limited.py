@@ -1,6 +1,6 @@
-"""Runs a command with a limit of time, and whatever it started ends with it.
+"""Runs a command with a time limit; everything that it started ends with it.
 
-What it prints is handed on line by line, so that nothing is lost of one that is ended.
+Its output is passed on line by line, so nothing is lost if it is ended.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LAST = 4000
-"""Characters that are kept of what went wrong."""
+"""Characters of an error output that are kept."""
 _GRACE = 5.0
-"""Seconds between being asked to end and being ended."""
+"""Seconds between the request to end and the kill."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended, and after how long. code: None where its time was up. errors: the last
-    of what it wrote there."""
+    """How a command ended, and after how many seconds. code: None if its time was up. errors: the
+    end of its stderr."""
 
     code: int | None
     lines: Sequence[str]
@@ -38,7 +38,7 @@ class Ended:
     seconds: float
 
     def trouble(self) -> str:
-        """In a line, why it did not end well."""
+        """Return in one line why it did not end well."""
         if self.code is None:
             return f"not finished after {self.seconds:.0f} s"
         if self.code < 0:
@@ -54,14 +54,14 @@ def run_limited(
     tell: Callable[[str], None] | None = None,
     quiet: float = math.inf,
 ) -> Ended:
-    """The command, in the root of the project. tell: is given each line as it comes. quiet: seconds
-    without a line after which its time is up too."""
+    """Run the command in the root of the project. tell: is given each line as it comes. quiet:
+    seconds without a line after which it is ended too."""
     lines: list[str] = []
     late = threading.Event()
     begun = time.monotonic()
     timer = threading.Timer(0.0, late.set)
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        # A group of its own: what it starts can be ended with it.
+        # It gets a process group of its own, so that what it starts can be ended with it.
         process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -71,7 +71,7 @@ def run_limited(
             text=True,
             errors="replace",
             start_new_session=True,
-            # A shell's background ignores it, and so would all that is started there.
+            # Background jobs of a shell ignore SIGINT, and whatever they start would inherit that.
             preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
 
@@ -81,7 +81,7 @@ def run_limited(
 
         def end_late() -> None:
             late.set()
-            # Python says what it was at.
+            # On SIGINT, Python prints where it was.
             end(signal.SIGINT)
             begin(_GRACE, end, signal.SIGKILL)
 
@@ -112,7 +112,7 @@ def run_limited(
 
 
 def told(line: str) -> dict[str, Any] | None:
-    """The JSON object that a line is, None where it is something else: libraries print too."""
+    """Return the JSON object in a line, or None if it is something else: libraries print too."""
     if not line.startswith("{"):
         return None
     try:
@@ -123,7 +123,7 @@ def told(line: str) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all."""
+    """Write the file completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.new")
     new.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

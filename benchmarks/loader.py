@@ -1,7 +1,8 @@
-"""Samples that one process reads per second, beside megatron-core, and the cost of a data order.
+"""Samples per second that one process reads, compared with megatron-core, and the cost of a data
+order.
 
-Both read the same synthetic token file, which lies in the page cache: this measures the loaders and
-not a disk. The order is that of a source of ten billion tokens, a sparse file.
+Both read the same synthetic token file from the page cache, so this measures the loaders and not a
+disk. The order is that of a source of ten billion tokens, a sparse file.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 
 def write_synthetic(prefix: str, tokens: int) -> None:
-    """Random token ids in documents of about 500 tokens with a long tail, u16."""
+    """Write random token ids as u16, in documents of about 500 tokens with a long tail."""
     draw = np.random.default_rng(0)
     with TokenFileWriter(prefix, np.dtype("<u2")) as writer:
         while tokens > 0:
@@ -51,7 +52,7 @@ def write_synthetic(prefix: str, tokens: int) -> None:
 
 
 def write_sparse(prefix: str) -> None:
-    """A token file of ten billion tokens whose `.bin` takes no room on the disk."""
+    """Write a token file of ten billion tokens whose `.bin` takes no disk space."""
     documents = HUGE_TOKENS // HUGE_DOCUMENT
     dtype = np.dtype("<u2")
     with open(f"{prefix}.bin", "wb") as file:
@@ -64,7 +65,8 @@ def write_sparse(prefix: str) -> None:
 
 
 def measure_order(folder: str) -> dict[str, Any]:
-    """Seconds and bytes until the first batch's places are known, without and with the file."""
+    """Return the seconds and bytes until the first batch's places are known, without and with the
+    file."""
     prefix = f"{folder}/huge"
     write_sparse(prefix)
     windows = (HUGE_TOKENS - 1) // SEQ
@@ -92,7 +94,7 @@ def measure_order(folder: str) -> dict[str, Any]:
 
 
 def run_once(command: list[str]) -> dict[str, Any]:
-    """One contender in a process of its own; its last line of output is its measurement."""
+    """Run one contender in its own process; its last line of output is its measurement."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     result = subprocess.run(
@@ -104,7 +106,7 @@ def run_once(command: list[str]) -> dict[str, Any]:
 
 
 def measure_speed(given: argparse.Namespace, prefix: str) -> dict[str, list[dict[str, Any]]]:
-    """All contenders by turns."""
+    """Run all contenders in turns."""
     common = ["--prefix", prefix, "--seq", str(SEQ), "--seconds", str(given.seconds)]
     commands = {
         name: [sys.executable, str(PEERS / "loader_ours.py"), *common, *options]

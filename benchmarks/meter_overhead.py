@@ -1,8 +1,9 @@
-"""What metering costs a step: every note that a timer takes, and the flush at its end.
+"""What metering costs a step: every note that a timer takes, and the flush at the end of the step.
 
-A difference of whole steps would drown in the noise of a machine, so both are timed by themselves,
-in a run of two tensor ranks: with that many waits for that little work notes are as dense as they
-get. The flush is timed where it runs, its collectives and the line of the step before included.
+A difference of whole steps would be lost in the noise of a machine. Both are therefore timed
+directly, in a run with two tensor ranks, which waits so often for so little work that notes are as
+dense as they get. The flush is timed where it runs, including its collectives and the line of the
+previous step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SPANS = 100_000
 
 
 def main() -> None:
-    """Measure, print, and write what was asked for."""
+    """Measure, print, and write the results if requested."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--write", type=Path, metavar="FILE")
@@ -42,7 +43,7 @@ def main() -> None:
 
 
 def work(folder: Path, steps: int) -> None:
-    """One rank of the run."""
+    """Run one rank."""
     import numpy as np
 
     from megaframe.config import load
@@ -103,7 +104,7 @@ def work(folder: Path, steps: int) -> None:
 
 
 def seconds_of_a_note() -> float:
-    """Of half a span, with its part of adding all notes up."""
+    """Return the seconds of half a span, including its share of adding all notes up."""
     from megaframe.meter import StepTimer
 
     timer = StepTimer()

@@ -1,9 +1,10 @@
-"""Data parallel training on two hosts with two ranks each, beside the peers, on shaped links.
+"""Data parallel training on two emulated hosts with two ranks each, compared with peers, on slow
+links.
 
-The hosts are a network lab on this machine (`megaframe/lab`; it needs the rights of root), the
-contenders those of `data_cpu.py`, by turns in processes of their own with one thread a rank. Ours
-runs by each ZeRO stage over all ranks, and with `parallel.data_replicate=2`, which divides within a
-host and lets each gradient cross the link once.
+The hosts are a network lab on this machine (`megaframe/lab`, which requires root). The contenders
+are those of `data_cpu.py`, run in turns in separate processes with one thread per rank. Ours runs
+at each ZeRO stage over all ranks, and with `parallel.data_replicate=2`, which shards within a host
+and sends each gradient over the link once.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from ranks import PLACES
 
 HOSTS, RANKS = 2, 4
 REPLICATED = (1, 3)
-"""Stages at which ours also divides within a host alone."""
+"""Stages at which ours also runs sharded within a host only."""
 
 
 def contenders(given: argparse.Namespace) -> list[Contender]:
-    """Those of data parallelism, and ours with replicas."""
+    """Return the contenders of `data_cpu.py`, and ours with replicas."""
     chosen = contenders_of(given, RANKS, given.precision)
     for stage in REPLICATED:
         settings = (*OURS, f"parallel.zero={stage}", "parallel.data_replicate=2")

@@ -1,9 +1,10 @@
-"""Speed and memory of one GPT trained on the ranks of a pipeline, beside the peers' pipelines.
+"""Speed and memory of one GPT trained on the ranks of a pipeline, compared with the peers'
+pipelines.
 
 Every rank is a process with one thread. Contenders train the workload of
-`peers/pipeline_workload.py`; peak memory is that of the largest rank. The peers divide the layers
-evenly, as they do by themselves; ours divides the work. Torch's schedules with two stages per rank
-need a layer for each, so they run on two ranks only.
+`peers/pipeline_workload.py`; peak memory is that of the largest rank. The peers divide layers
+evenly, as they do by default; ours divides the work. Torch's schedules with two stages per rank
+need a layer for each stage, so they run on two ranks only.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from pipeline_workload import MICROBATCHES  # noqa: E402
 from workload import WORKLOAD  # noqa: E402
 
 CASES = ("2x50304", "2x2048", "4x50304", "4x2048")
-"""Stages and vocabulary. A large vocabulary makes the head half of the work, so that the division
-of the work decides; with a small one the schedule does."""
+"""Stages and vocabulary. A large vocabulary makes the head half of the work, so the division of the
+work decides; with a small one the schedule does."""
 SCHEDULES: Mapping[str, tuple[str, int]] = {
     "torch GPipe": ("GPipe", 1),
     "torch 1F1B": ("1F1B", 1),
@@ -42,16 +43,17 @@ SCHEDULES: Mapping[str, tuple[str, int]] = {
     "torch ZBV": ("ZBVZeroBubble", 2),
     "torch DualPipeV": ("DualPipeV", 2),
 }
-"""torch.distributed.pipelining by its name here: its schedule and stages per rank."""
+"""torch.distributed.pipelining, by our names: its schedule and stages per rank."""
 OURS = ("--schedule", "search")
-"""The best of ours for memory and speed together; its order for the work of each stage, one stage
-per rank, norms and activations computed again."""
+"""Our best option for memory and speed together: the order found for the work of each stage, one
+stage per rank, norms and activations recomputed."""
 FIRST_LOSS_TOLERANCE = 0.4
-"""A head of its own and weights with a std of 0.02 put the first loss 0.1 over ln(vocab)."""
+"""With an untied head and weights with a std of 0.02, the first loss is about 0.1 above
+ln(vocab)."""
 
 
 def contenders(given: argparse.Namespace, stages: int, vocab: int) -> list[Contender]:
-    """Ours and the peers, as commands."""
+    """Return the commands of ours and the peers."""
 
     def contender(
         name: str, script: str, python: Path | str, *more: str, ours: bool = False

@@ -1,9 +1,9 @@
-"""The engine beside the simulator: steps of pipelines of many ranks whose blocks only wait.
+"""The engine compared with the simulator: pipelines of many ranks whose blocks only wait.
 
-Every rank is a process that runs the real engine and really communicates over gloo; a block waits
-(`model.emulate`) instead of computing, so that ranks need no core of their own. The simulator gets
-the same times, and what a tensor takes from one rank to another as measured. All ranks run the very
-list that is simulated, as text.
+Every rank is a process that runs the real engine and really communicates over gloo. A block waits
+(`model.emulate`) instead of computing, so ranks do not need a core each. The simulator gets the
+same times and the measured time of sending a tensor from one rank to another. All ranks run exactly
+the list that is simulated, passed as text.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RUNS = (
     ("search", 8, 2),
     ("search", 4, 4),
 )
-"""Schedule, chunks per rank and microbatches per rank of the steps."""
+"""Schedule, chunks per rank and microbatches per rank of the measured steps."""
 
 OVERHEAD = (
     ("1f1b", 4, 1, 128),
@@ -50,7 +50,7 @@ OVERHEAD = (
     ("zb-v", 4, 2, 64),
     ("interleaved", 4, 4, 32),
 )
-"""Schedule, ranks, chunks and microbatches of the steps whose blocks take no time at all."""
+"""Schedule, ranks, chunks and microbatches of the steps in which blocks take no time."""
 OVERHEAD_STEPS = 10
 
 
@@ -58,12 +58,11 @@ OVERHEAD_STEPS = 10
 class Line:
     """One schedule: a step as measured and as simulated, in seconds.
 
-    bubble: part of the step in which the emulated work of a rank does not run, mean over ranks; a
-    step goes from the first start to the last end, update included. in_spans: the same of a rank's
-    own time from its first to its last pass, the largest of all ranks. live: the most activations
-    that the engine of a rank held, in units of the rank's share of the layers; the limit is what
-    1F1B holds of as many microbatches on its first rank, and within it a schedule is
-    memory-neutral.
+    bubble: share of the step in which a rank does no emulated work, mean over ranks; a step goes
+    from the first start to the last end, including the update. in_spans: the same share of a rank's
+    own time from its first to its last pass, the largest over ranks. live: most activations that
+    the engine of a rank held, in units of the rank's share of the layers. live_limit: what 1F1B
+    holds on its first rank with as many microbatches; a schedule within it is memory-neutral.
     """
 
     schedule: str
@@ -85,8 +84,8 @@ class Line:
 def config_of(
     name: str, ranks: int, chunks: int, microbatches: int, seconds: float, data: int = 1
 ) -> RunConfig:
-    """A tiny model with a block per stage, whose F, B and W take `seconds` each. microbatches: of
-    each of the `data` pipelines."""
+    """Return the config of a tiny model with one block per stage, whose F, B and W take `seconds`
+    each. microbatches: of each of the `data` pipelines."""
     times = dict.fromkeys(("forward", "backward", "weight"), seconds)
     return RunConfig.model_validate(
         {
@@ -112,14 +111,14 @@ def config_of(
 
 
 def simulated(config: RunConfig, comm: float) -> tuple[Schedule, Timeline]:
-    """The schedule of a step of `config`, and its run on the emulated times."""
+    """Return the schedule of a step of `config`, and its simulation with the emulated times."""
     schedule = step_schedule(config, config.train.global_batch)
     costs = replace(stage_costs(config, stage_plans(config)), comm=comm)
     return schedule, simulate(schedule, costs)
 
 
 def play(config: RunConfig, schedule: Schedule, steps: int) -> list[Steps]:
-    """Steps of `schedule` as every rank saw them."""
+    """Run steps of `schedule`, and return what every rank measured."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "schedule.txt"
         path.write_text(str(schedule), encoding="utf-8")
@@ -130,7 +129,7 @@ def play(config: RunConfig, schedule: Schedule, steps: int) -> list[Steps]:
 def measure(
     name: str, chunks: int, microbatches: int, given: argparse.Namespace, comm: float
 ) -> Line:
-    """One schedule, measured and simulated."""
+    """Measure and simulate one schedule."""
     config = config_of(name, given.ranks, chunks, microbatches, given.milliseconds / 1e3)
     schedule, expected = simulated(config, comm)
     seen = play(config, schedule, given.steps)
@@ -168,7 +167,7 @@ def measure(
 
 
 def _across(seen: Sequence[Steps]) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
-    """By step, the starts and the ends of all ranks."""
+    """Return, for each step, the starts and the ends of all ranks."""
     starts = zip(*(rank.starts for rank in seen), strict=True)
     return list(starts), list(zip(*(rank.ends for rank in seen), strict=True))
 
@@ -180,7 +179,7 @@ HEAD = (
 
 
 def row(line: Line) -> str:
-    """A line as aligned text under `HEAD`."""
+    """Format a line as aligned text under `HEAD`."""
     return (
         f"{line.schedule:<14}{line.chunks:>7}{line.microbatches:>6}{line.measured:>9.3f}"
         f"{line.predicted:>10.3f}{line.deviation:>+10.2%}{line.bubble:>8.2%}"
@@ -190,9 +189,9 @@ def row(line: Line) -> str:
 
 
 def overheads() -> Iterator[dict[str, Any]]:
-    """Microseconds of processor time per action, when blocks take no time, of the thread that runs
-    the engine, in its least disturbed step: on the ranks that do nothing else, and on the two with
-    embedding and head, which are real."""
+    """Yield the microseconds of processor time per action if blocks take no time, of the thread
+    that runs the engine, in its least disturbed step. The two ranks with the embedding and the
+    head, which are real, are reported apart from the others."""
     for name, ranks, chunks, microbatches in OVERHEAD:
         config = config_of(name, ranks, chunks, microbatches, 0.0)
         schedule = step_schedule(config, microbatches)

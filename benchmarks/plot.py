@@ -1,4 +1,4 @@
-"""Draw tokens per second and peak memory beside the peers from the results of train_cpu.py.
+"""Plots tokens per second and peak memory of all contenders from the results of train_cpu.py.
 
 python benchmarks/plot.py benchmarks/results/train_cpu.json docs/images/train_cpu.svg
 """
@@ -23,7 +23,7 @@ MEASURES = (
 
 
 def draw(results: dict[str, Any], out: Path) -> None:
-    """One panel for each measure and precision, a bar for each contender."""
+    """Draw one panel for each measure and precision, with one bar per contender."""
     tables = {precision: part["summary"] for precision, part in results["results"].items()}
     panels = [(precision, measure) for precision in tables for measure in MEASURES]
     figure, axes = pyplot.subplots(1, len(panels), figsize=(3.1 * len(panels), 2.4))

@@ -1,8 +1,8 @@
-"""The planner beside the engine: whole steps of 16 and 32 ranks whose blocks only wait.
+"""The planner compared with the engine: whole steps of 16 and 32 ranks whose blocks only wait.
 
 Every rank is a process that runs the real engine over gloo (`emulated_ranks.py`). The planner gets
-the config, the layout and a cluster whose one figure is measured: what a tensor takes from one rank
-to another.
+the config, the layout and a cluster of which only one number is measured: how long a tensor takes
+from one rank to another.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RUNS = (
 
 @dataclass(frozen=True)
 class Line:
-    """One run: seconds of a step, measured (median) and predicted."""
+    """One run: measured (median) and predicted seconds of a step."""
 
     schedule: str
     ranks: int
@@ -50,7 +50,7 @@ class Line:
 
 
 def cluster_here() -> Cluster:
-    """Ranks on this machine, whose links are as late as a tensor takes from one to another."""
+    """Return a cluster of ranks on this machine, with the measured latency between ranks."""
     comm = in_world(transfer_seconds, config_of("1f1b", 2, 1, 4, 0.01))[1]
     cluster = load_cluster("cpu")
     return replace(cluster, tiers=(replace(cluster.tiers[0], latency=comm),), jitter=0.0)
@@ -59,7 +59,7 @@ def cluster_here() -> Cluster:
 def seconds_of(
     config: RunConfig, layout: Layout, steps: int, cluster: Cluster
 ) -> tuple[float, float]:
-    """Of a step of blocks that wait, measured (the median) and predicted."""
+    """Return the measured (median) and the predicted seconds of a step of blocks that wait."""
     constants = constants_of("cpu")
     quiet = replace(constants, software=replace(constants.software, step_kernels=0.0))
     expected = predict(config, layout, cluster, quiet)
@@ -71,7 +71,7 @@ def seconds_of(
 
 
 def measure(run: tuple[str, int, int, int, float], steps: int, cluster: Cluster) -> Line:
-    """One run, measured and predicted."""
+    """Measure and predict one run."""
     name, ranks, chunks, microbatches, seconds = run
     config = config_of(name, ranks, chunks, microbatches, seconds)
     step, expected = seconds_of(config, Layout(pipeline=ranks), steps, cluster)
@@ -79,7 +79,7 @@ def measure(run: tuple[str, int, int, int, float], steps: int, cluster: Cluster)
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 32])
     parser.add_argument("--steps", type=int, default=1, help="timed steps, after one that is not")

@@ -1,11 +1,11 @@
-"""Preprocessing beside the bare tokenizer library, by turns in one process and on one core.
+"""Preprocessing compared with the bare tokenizer library, in turns in one process on one core.
 
-The library gets all texts in memory and its fastest call, and its ids are thrown away; its usual
-call, which makes Python lists, runs beside it. Ours reads jsonl, encodes, appends the ends of
-documents, writes the token file with its journal and flushes it to the disk. So the ratio is what
-everything but the tokenizer costs. The corpus is read several times over, for a run long enough to
-measure. With `--megatron-python` the files are compared with those that megatron-core writes and
-reads.
+The library gets all texts in memory, its fastest call is used, and its ids are thrown away; its
+usual call, which makes Python lists, is measured too. Ours reads jsonl, encodes, appends document
+ends, writes the token file with its journal, and flushes it to disk. The ratio is therefore the
+cost of everything except the tokenizer. The corpus is read several times, so that a run is long
+enough to measure. With `--megatron-python`, the files are compared with those that megatron-core
+writes and reads.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LIBRARIES = ("sentencepiece", "tokenizers", "numpy")
 
 
 def make_corpus(folder: Path, megabytes: float) -> tuple[Path, list[str]]:
-    """The demo corpus as a file and as texts."""
+    """Return the demo corpus as a file and as texts."""
     path = folder / "corpus.jsonl"
     tool = str(ROOT / "tools" / "demo_corpus.py")
     command = [sys.executable, tool, "--output", str(path), "--megabytes", str(megabytes)]
@@ -63,7 +63,8 @@ def train_hugging_face(texts: Sequence[str], path: Path) -> None:
 
 
 def bare_libraries(folder: Path, texts: list[str]) -> dict[str, tuple[str, Calls]]:
-    """Per contender: the tokenizer's name for ours, and the library's own calls, fastest first."""
+    """Return for each contender the tokenizer's name in ours, and the library's own calls, fastest
+    first."""
     import sentencepiece
     import tokenizers
 
@@ -95,7 +96,7 @@ def bare_libraries(folder: Path, texts: list[str]) -> dict[str, tuple[str, Calls
 
 
 def timed(action: Callable[[], Any]) -> dict[str, float]:
-    """Seconds on the clock and of this process's processor time."""
+    """Return the elapsed seconds and this process's processor seconds."""
     start, busy = time.perf_counter(), time.process_time()
     action()
     return {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - busy}
@@ -104,7 +105,7 @@ def timed(action: Callable[[], Any]) -> dict[str, float]:
 def measure_speed(
     folder: Path, inputs: Sequence[str], texts: list[str], rounds: int
 ) -> dict[str, Runs]:
-    """Per tokenizer: runs of the bare library and of ours, by turns."""
+    """Return runs of the bare library and of ours, in turns, by tokenizer."""
     measured: dict[str, Runs] = {}
     for title, (name, bare) in bare_libraries(folder, texts).items():
         output = str(folder / title.replace(" ", "-"))
@@ -148,7 +149,8 @@ def summarise(measured: dict[str, Runs], megabytes: float) -> dict[str, Any]:
 
 
 def compare_with_megatron(python: Path, folder: Path, prefix: str) -> dict[str, Any]:
-    """Our file of a small and of a large vocabulary against theirs, both ways. Raises on a byte."""
+    """Compare our files with a small and a large vocabulary with theirs, both ways. Raises an error
+    if a byte differs."""
     ours = TokenFile(prefix)
     tokens, lengths = np.asarray(ours.tokens), np.asarray(ours.lengths)
     results = {}

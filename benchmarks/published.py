@@ -1,7 +1,7 @@
-"""Published tables beside what is predicted of them: `python benchmarks/published.py --help`.
+"""Published measurements compared with predictions: `python benchmarks/published.py --help`.
 
-Without arguments it prints the errors of every table; `--write` makes `docs/prediction.md` and its
-plot, `--fit FAMILY` fits the constants of a generation of chips to every other row of its tables.
+Without arguments it prints the errors of every table. `--write` makes `docs/prediction.md` and its
+plot. `--fit FAMILY` fits the constants of a generation of chips to every other row of its tables.
 """
 
 from __future__ import annotations
@@ -38,20 +38,23 @@ FITTED = {
     "contention": (0.01, 12.0),
 }
 UNSEEN = {"h100": ("launch",)}
-"""Constants that no row of a family's tables tells anything of: none waits for its host."""
+"""Constants about which no row of a family's tables says anything: no run waits for its host."""
 STRICT = ("sc21_1", "korthikanti", "readme")
-"""Tables that count twice in a fit, because least is allowed of them."""
+"""Tables that count twice in a fit, because their goals are the strictest."""
 MOST_ROWS = 14
-"""Rows of a table that a fit looks at."""
+"""Most rows of a table that a fit uses."""
 TOLD = 0.05
-"""Alternatives that are nearer to each other than this are not told apart: about what predictions
-err by on the tables where all is published."""
+"""Alternatives closer to each other than this cannot be told apart. It is about the error of
+predictions on the tables in which everything is published."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A row, which alternative was predicted to be fastest, and how it was predicted. near: all
-    alternatives that are not told from it, and seconds: what they take on average."""
+    """A row with its prediction.
+
+    config, prediction: the alternative that is predicted to be fastest. near: all alternatives that
+    cannot be told from it. seconds: their mean.
+    """
 
     row: Row
     config: RunConfig
@@ -61,21 +64,23 @@ class Line:
 
     @property
     def error(self) -> float:
-        """Relative error of the step."""
+        """Relative error of the predicted step time."""
         return self.seconds / self.row.seconds - 1
 
 
 @lru_cache
 def cluster_of(name: str) -> Cluster:
-    """A cluster, read once."""
+    """Return a cluster; it is read once."""
     return load_cluster(name)
 
 
 def predicted(row: Row, known: Mapping[str, Constants] | None = None) -> Line:
-    """A row with the alternative that is predicted to be the fastest of those that fit. Where
-    others are as fast within `TOLD`, each may have been the tuned run's, and the least of so many
-    predictions would be too little: their mean is predicted. known: constants by family, in place
-    of those that are shipped."""
+    """Predict a row by the alternative that is predicted to be fastest of those that fit.
+
+    If others are within `TOLD` of it, any of them may be the configuration of the published, tuned
+    run, and the minimum of so many predictions would be too low. The mean of them is therefore
+    predicted. known: constants by family, in place of the shipped ones.
+    """
     cluster = cluster_of(row.cluster)
     constants = known[cluster.chip.family] if known else constants_of(cluster.chip.family)
     constants = replace(constants, software=row.software)
@@ -93,21 +98,21 @@ def predicted(row: Row, known: Mapping[str, Constants] | None = None) -> Line:
 
 @lru_cache
 def lines_of(name: str) -> tuple[Line, ...]:
-    """The rows of a table; none if it is read from a file that is not here."""
+    """Return the rows of a table, or none if it is read from a file that is missing."""
     return tuple(predicted(row) for row in TABLES[name].rows())
 
 
 def null_errors(rows: Sequence[Row]) -> list[float]:
-    """Errors of the best constant rate for each chip, in whichever count of operations makes them
-    least (causal attention as half or whole, with what recompute adds or without): what any
-    planner must beat."""
+    """Return the errors of a null model, which every planner must beat: the best constant rate for
+    each chip, with whichever count of operations gives the smallest errors (causal attention as
+    half or whole, with or without recompute)."""
     counts = [_counts(row) for row in rows]
     found = [_constant_rate(rows, [count[n] for count in counts]) for n in range(len(counts[0]))]
     return min(found, key=lambda errors: sum(map(abs, errors)))
 
 
 def _counts(row: Row) -> tuple[float, ...]:
-    """Operations of a rank in a step, counted in different ways."""
+    """Return a rank's operations in a step, counted in different ways."""
     config = row.configs[0]
     tokens = config.train.global_batch * config.train.seq / row.world
     model, hardware = model_flops(config)
@@ -132,9 +137,12 @@ def _constant_rate(rows: Sequence[Row], flops: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Summary:
-    """Errors of a table. mean, most: of all rows; of those that constants were fitted to (every
-    other one), and of the rest. null: mean of the null model. lost: most that the predicted best
-    of alternatives loses to the true best; None without alternatives."""
+    """Errors of a table.
+
+    mean, most: of all rows. fitted: mean of those to which constants were fitted (every other row).
+    held_out: mean of the rest. null: mean of the null model. lost: the most that the alternative
+    predicted to be best loses to the one that is best; None without alternatives.
+    """
 
     mean: float
     most: float
@@ -145,12 +153,12 @@ class Summary:
 
     @property
     def removed(self) -> float:
-        """Share of the null model's error that is removed."""
+        """Share of the null model's error that the prediction removes."""
         return 1 - self.mean / self.null if self.null else 0.0
 
 
 def summary(lines: Sequence[Line]) -> Summary:
-    """The errors of the rows of a table."""
+    """Return the errors of the rows of a table."""
     errors = np.abs([line.error for line in lines])
     null = np.abs(null_errors([line.row for line in lines]))
     return Summary(
@@ -164,7 +172,7 @@ def summary(lines: Sequence[Line]) -> Summary:
 
 
 def losses(lines: Sequence[Line]) -> Iterator[float]:
-    """What the predicted best of each set of rivals loses to the true best."""
+    """Yield, for each set of rivals, what the predicted best loses to the true best."""
     rivals: dict[str, list[Line]] = {}
     for line in lines:
         if line.row.rivals:
@@ -176,8 +184,9 @@ def losses(lines: Sequence[Line]) -> Iterator[float]:
 
 
 def fit(family: str, rounds: int = 6) -> Constants:
-    """Constants with the least absolute relative errors over every other row of the family's
-    tables, each table as much as another: the best that is found from several beginnings."""
+    """Return the constants with the least absolute relative errors over every other row of the
+    family's tables. All tables have the same weight, except those in `STRICT`. The best of several
+    starting points is used."""
     start = constants_of(family)
     rows: list[tuple[Row, float]] = []
     for name, table in TABLES.items():
@@ -203,7 +212,8 @@ def _descend(
     at: np.ndarray,
     rounds: int,
 ) -> tuple[Constants, float]:
-    """Constants near `at` (logarithms), and the sum of their errors, by Gauss-Newton."""
+    """Improve the constants from `at` (logarithms) by Gauss-Newton. Return them and the sum of
+    their errors."""
     low, high = np.log(np.array([FITTED[name] for name in names])).T
     at = np.clip(at, low, high)
 
@@ -235,7 +245,7 @@ def _descend(
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tables", nargs="+", choices=list(TABLES), default=list(TABLES))
     parser.add_argument("--fit", metavar="FAMILY", choices=("a100", "h100"))

@@ -1,10 +1,9 @@
-"""What no prediction of a simple form can reach on rows of vTrain's 64 nodes, computed from these
-rows alone: the least error where rows contradict each other, and the most that a layout can be
-predicted to take.
+"""Bounds that no prediction of a simple form can beat on the rows of vTrain's 64 nodes.
 
-A row is taken as the time of a layer and sample on all ranks that share it, without the schedule's
-bubble: its cost. A form that knows of nothing but a price for each tensor size and microbatch gives
-rows with both alike the same cost.
+They are computed from these rows alone: the least error where rows contradict each other, and the
+most time that a layout can be predicted to take. Each row is converted to its cost: the time of one
+layer and sample, on all ranks that share it, without the schedule's bubble. A prediction that only
+has a price for each tensor size and microbatch gives rows in which both are equal the same cost.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from published_tables import Row
 
 @dataclass(frozen=True)
 class Cost:
-    """Rank seconds of a layer and sample of a row without its bubble. layers: that the pipeline
-    runs one after the other in a step."""
+    """Rank-seconds of one layer and sample of a row, without its bubble. layers: number of layers
+    that the pipeline runs one after the other in a step."""
 
     row: Row
     seconds: float
@@ -33,7 +32,7 @@ class Cost:
 
     @property
     def microbatch(self) -> int:
-        """Samples of a pass."""
+        """Samples of a microbatch."""
         return self.row.configs[0].train.microbatch
 
     @property
@@ -43,7 +42,7 @@ class Cost:
 
 
 def costs(rows: Sequence[Row], hidden: int) -> list[Cost]:
-    """Of the rows of one width that ran 1F1B."""
+    """Return the costs of the rows of one width that ran 1F1B."""
     found = []
     for row in rows:
         config = row.configs[0]
@@ -59,9 +58,12 @@ def costs(rows: Sequence[Row], hidden: int) -> list[Cost]:
 
 
 def contradictions(known: Sequence[Cost], apart: float) -> Iterator[tuple[Cost, Cost]]:
-    """Pairs of which none has a row of another one, the worst first: the first row has no more
-    tensor ranks and no smaller microbatches, so that it should cost no more, and costs more by the
-    factor `apart`, which is left to all else that layouts differ in."""
+    """Yield pairs of contradicting rows, worst first; no row is in two pairs.
+
+    The first row has no more tensor ranks and no smaller microbatches, so it should not cost more,
+    but it costs more than `apart` times as much. The factor allows for everything else in which
+    layouts differ.
+    """
     pairs = [
         (one, other)
         for one, other in permutations(known, 2)
@@ -77,24 +79,27 @@ def contradictions(known: Sequence[Cost], apart: float) -> Iterator[tuple[Cost, 
 
 
 def least_error(known: Sequence[Cost], apart: float) -> float:
-    """Sum of errors (logarithms) that these pairs leave to any prediction for which more tensor
-    ranks and smaller microbatches are no cheaper."""
+    """Return the sum of errors (logarithms) on these pairs of any prediction in which more tensor
+    ranks and smaller microbatches are not cheaper."""
     return sum(
         math.log(one.seconds / other.seconds / apart) for one, other in contradictions(known, apart)
     )
 
 
 def smaller(known: Sequence[Cost], microbatch: int) -> float:
-    """By what microbatches of half the size cost more with tensor 1."""
+    """Return by what factor microbatches of half the size cost more, with tensor 1."""
     own = {cost.microbatch: cost.seconds for cost in known if cost.tensor == 1}
     return own[microbatch // 2] / own[microbatch]
 
 
 def most_seconds(known: Sequence[Cost], of: Cost, dearer: float) -> float:
-    """The most that `of` can be predicted to take where what tensor ranks add to a layer's cost
-    grows at least as their number less one, as bytes of transfers, undivided kernels and beginnings
-    of products do: on the line from tensor 1 to the dearest row of the most tensor ranks. dearer:
-    by what its microbatches cost more than those of tensor 1."""
+    """Return the most time that `of` can be predicted to take if the extra cost of tensor ranks
+    grows at least in proportion to their number minus one.
+
+    Bytes of transfers, undivided kernels and starts of products grow like that. The bound is on the
+    line from tensor 1 to the most expensive row of the most tensor ranks. dearer: factor by which
+    its microbatches cost more than those of tensor 1.
+    """
     alone, most, dearest = _ends(known)
     line = alone + (dearest - alone) * (of.tensor - 1) / (most - 1)
     return line * dearer * of.bubble
@@ -107,8 +112,8 @@ def _ends(known: Sequence[Cost]) -> tuple[float, int, float]:
 
 
 def least_loss(known: Sequence[Cost], dearer: float) -> float:
-    """What the choice of any such prediction loses at least, if it is right about all rows with
-    other tensor sizes than 2."""
+    """Return the least that such a prediction's choice loses if it is right about all rows with
+    tensor sizes other than 2."""
     fastest = min(cost.row.seconds for cost in known)
     chosen = [
         cost.row.seconds
@@ -119,13 +124,13 @@ def least_loss(known: Sequence[Cost], dearer: float) -> float:
 
 
 WIDTH, APART = 8192, 1.1
-"""Of the rows that contradict each other; and by how much others may differ."""
+"""Width of the contradicting rows, and the factor by which other differences may matter."""
 ALIKE = (4, 6)
-"""Tensor ranks and microbatch of three rows that differ in stages alone."""
+"""Tensor ranks and microbatch of three rows that differ only in stages."""
 
 
 def told(rows: Sequence[Row]) -> str:
-    """These bounds in words, for the page."""
+    """Return these bounds in words, for the page."""
     known = costs(rows, WIDTH)
     mean, order = _mean_told(known, len(rows)), _order_told(known, costs(rows, 3072))
     return f"  - Mean: {mean}\n  - Order: {order}"

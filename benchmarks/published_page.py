@@ -1,6 +1,6 @@
-"""The page of predictions: every row of every table, predicted beside measured, and a plot.
+"""The page of predictions: every row of every table, predicted and measured, and a plot.
 
-The plot is written as plain SVG text, so that it needs nothing and is the same everywhere.
+The plot is written as plain SVG text, so it needs no library and is the same everywhere.
 """
 
 from __future__ import annotations
@@ -109,18 +109,18 @@ These recordings decide which of two layouts is best; {wrong} of {choices} choic
 
 
 def percent(value: float) -> str:
-    """A share as text."""
+    """Format a share."""
     return f"{100 * value:.1f}%"
 
 
 def heading() -> str:
-    """The head of the table of summaries."""
+    """Return the header of the table of summaries."""
     columns = "mean | most | fitted to | held out | null | removed | loses"
     return f"| table | rows | {columns} |\n|---|---|---|---|---|---|---|---|---|"
 
 
 def row_of(table: Table, found: Summary, rows: int | None = None) -> str:
-    """A line of that table."""
+    """Return a line of that table."""
 
     def aimed(value: float, aim: float | None) -> str:
         return percent(value) + ("" if aim is None else f" ({100 * aim:g}%)")
@@ -140,7 +140,7 @@ def row_of(table: Table, found: Summary, rows: int | None = None) -> str:
 
 
 def section(table: Table, lines: Sequence[Line]) -> str:
-    """All rows of one table. `*` marks those that constants were fitted to."""
+    """Return all rows of one table. `*` marks those to which constants were fitted."""
     parts = [
         f"## {table.source}",
         "",
@@ -159,8 +159,9 @@ def section(table: Table, lines: Sequence[Line]) -> str:
 
 
 def absent_line(lines: Sequence[Line]) -> Line:
-    """The fastest row of 39.1 billion parameters that vTrain's authors publish
-    (data/ground_truth_multi.csv of VIA-Research/vTrain): not among those that are read here."""
+    """Return the fastest row of 39.1 billion parameters that vTrain's authors publish
+    (data/ground_truth_multi.csv of VIA-Research/vTrain). It is not among the rows that are read
+    here."""
     like = next(line.row for line in lines if line.config.model.hidden == WIDTH)
     config = gpt(
         48,
@@ -190,7 +191,7 @@ def _absent_told(lines: Sequence[Line]) -> str:
 
 
 def _notes(made: Mapping[str, Sequence[Line]]) -> str:
-    """What is not reached, with what can be computed of it from the tables that are here."""
+    """Return what is not reached, with what can be computed about it from the available tables."""
     single, several = made.get("vtrain_single", ()), made.get("vtrain_multi", ())
     lost = list(losses(single))
     aim = TABLES["vtrain_multi"].mean
@@ -205,7 +206,7 @@ def _notes(made: Mapping[str, Sequence[Line]]) -> str:
 
 
 def page(made: Mapping[str, Sequence[Line]]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     rows = [heading()]
     for name, lines in made.items():
         rows.append(row_of(TABLES[name], summary(lines), len(lines)))
@@ -236,8 +237,8 @@ _COLOURS = (
 
 
 def draw(made: Mapping[str, Sequence[Line]]) -> str:
-    """Predicted against measured seconds, both logarithmic, with a line where they are equal and
-    two at 10% from it."""
+    """Plot predicted against measured seconds, both logarithmic, with a line where they are equal
+    and lines at 10% from it."""
     width, height, left, top, side = 760, 560, 60, 20, 480
     times = [line.row.seconds for lines in made.values() for line in lines]
     low, high = math.floor(math.log10(min(times))), math.ceil(math.log10(max(times)))

@@ -1,10 +1,10 @@
 """Rows of published tables as configs: what was trained, on what, by which software, and how long a
 step took.
 
-Small tables stand here as figures; the long ones (vTrain, llm-foundry) are read from
-`../shared/anchors` beside the repository, and left out where that is not there. Where a paper does
-not say a size (microbatch, chunks), a row has an alternative for each likely one, and the fastest
-one is predicted, as whoever tuned the run would have taken it.
+Small tables are written here as numbers. Long ones (vTrain, llm-foundry) are read from
+`../shared/anchors` beside the repository, and left out if that is missing. If a paper does not give
+a size (microbatch, chunks), a row has an alternative for each likely one. The fastest one is
+predicted, because whoever tuned the run would have chosen it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ANCHORS = Path(__file__).resolve().parents[2] / "shared" / "anchors"
 
 @dataclass(frozen=True)
 class Row:
-    """One measured step. configs: alternatives, one where all is published. rivals: rows with the
-    same text are layouts of one model on the same ranks."""
+    """One measured step. configs: alternatives, only one if everything is published. rivals: rows
+    with the same text are layouts of one model on the same ranks."""
 
     table: str
     label: str
@@ -39,8 +39,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """rows: how to make them. mean, most: relative errors of a step that are aimed at, None where
-    none is. source: where it is published."""
+    """rows: makes them. mean, most: goals for the relative errors of a step, None without a goal.
+    source: where the table is published."""
 
     name: str
     source: str
@@ -49,7 +49,7 @@ class Table:
     most: float | None = None
 
 
-# What the trainers do, by their papers and sources.
+# What the trainers do, according to their papers and sources.
 MEGATRON_2021 = Software(
     name="Megatron-LM of 2021: masked softmax in one kernel, nothing overlaps",
     fused_attention=False,
@@ -126,7 +126,7 @@ FOUNDRY = Software(
     stream_passes=16.0,
     inner_passes=2.0,
     gradient_bytes=2,
-    attention_speed=0.6,  # of Triton's beside FlashAttention-2: Dao 2023, figure 4
+    attention_speed=0.6,  # Triton's relative to FlashAttention-2: Dao 2023, figure 4
     selective="attention",
     kernels=30.0,
     head_backward=True,
@@ -158,8 +158,8 @@ def gpt(
     tied: bool = True,
     **parallel: Any,
 ) -> RunConfig:
-    """A GPT of the classic shape; without a schedule it is 1F1B, interleaved with chunks. tied:
-    whether one table of the vocabulary is embedding and head."""
+    """Return the config of a classic GPT. The schedule is 1F1B by default, or interleaved if it has
+    chunks. tied: whether embedding and head share one table."""
     if parallel.get("chunks", 1) > 1:
         parallel.setdefault("schedule", "interleaved")
     return RunConfig.model_validate(
@@ -185,7 +185,7 @@ def gpt(
 
 
 def _even(layers: int, pipeline: int, chunks: int) -> dict[str, Any]:
-    """Parallel keys of a pipeline with equal stages."""
+    """Return the parallel keys of a pipeline with equal stages."""
     stages = pipeline * chunks
     return {
         "pipeline": pipeline,
@@ -195,9 +195,9 @@ def _even(layers: int, pipeline: int, chunks: int) -> dict[str, Any]:
 
 
 def _interleavings(layers: int, pipeline: int, batch: int, data: int) -> Iterator[tuple[int, int]]:
-    """(microbatch, chunks) that a run may have had: at most 4 samples a pass; chunks of one layer,
-    as in each of NVIDIA's recipes of that month that has chunks (NeMo-Megatron-Launcher on 2 July
-    2024, gpt3 of 40 and 175 billion parameters and mlperf)."""
+    """Yield the (microbatch, chunks) that a run may have had: at most 4 samples in a pass, and
+    chunks of one layer, as in all of NVIDIA's recipes of that month that have chunks
+    (NeMo-Megatron-Launcher on 2 July 2024, gpt3 of 40 and 175 billion parameters and mlperf)."""
     chunks = layers // pipeline if pipeline > 1 else 1
     for microbatch in (1, 2, 4):
         many, rest = divmod(batch, data * microbatch)
@@ -206,8 +206,9 @@ def _interleavings(layers: int, pipeline: int, batch: int, data: int) -> Iterato
 
 
 def full_attention_flops(c: RunConfig, factor: float) -> float:
-    """Operations of a step as Narayanan et al. count them, equation 3: `factor` B s l h^2 (1 +
-    s/6h + V/16lh), 96 with recompute and 72 without (where the head counts V/12lh)."""
+    """Return the operations of a step as in equation 3 of Narayanan et al.: `factor` B s l h^2 (1 +
+    s/6h + V/16lh), with factor 96 with recompute and 72 without (for which the head counts
+    V/12lh)."""
     m, s = c.model, c.train.seq
     head = (m.vocab or 0) / ((16 if factor == 96 else 12) * m.layers * m.hidden)
     size = c.train.global_batch * s * m.layers * m.hidden**2
@@ -388,8 +389,8 @@ def megascale() -> Iterator[Row]:
 
 
 _ZERO_BUBBLE_VOCAB = 32000
-"""Not published; with 27 to 35 thousand, counted once, 14.6 and 28.3 billion parameters are what
-the layers and widths add up to."""
+"""Not published. With 27 to 35 thousand, counted once, layers and widths add up to 14.6 and 28.3
+billion parameters."""
 _ZERO_BUBBLE = {
     # layers, heads, hidden, pipeline, microbatch, chunks when interleaved
     "1.5B": (22, 24, 2304, 8, 6, 3),

@@ -1,9 +1,9 @@
 """Weak and strong scaling from 8 to 64 ranks by the real engine, whose blocks only wait.
 
-Every rank is a process over gloo (`emulated_ranks.py`): 1 to 8 pipelines of 8 stages. Weak: each
-pipeline has as many microbatches in any world. Strong: all have as many together, so pipelines with
-few of them stand still for longer, which the planner says beforehand. What is lost beside that is
-what the engine, the schedule and the collectives of more ranks take.
+Every rank is a process over gloo (`emulated_ranks.py`), in 1 to 8 pipelines of 8 stages. Weak: each
+pipeline has the same number of microbatches in every world. Strong: all pipelines together have the
+same number, so pipelines with few microbatches idle longer, which the planner predicts. The
+remaining loss is the overhead of the engine, the schedule and the collectives of more ranks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ STAGES = 8
 KINDS = ("weak", "strong")
 DATA = (1, 2, 4, 8)
 WEAK, STRONG = 16, 64
-"""Microbatches of a pipeline; of all together."""
+"""Microbatches of one pipeline, and of all pipelines together."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One world. measured, predicted: seconds of a step. efficiency: microbatches a second and rank
-    beside those of the smallest world, measured and predicted."""
+    """One world. measured, predicted: seconds of a step. efficiency: microbatches per second and
+    rank relative to the smallest world, measured and predicted."""
 
     kind: str
     ranks: int
@@ -42,7 +42,7 @@ class Line:
 
 
 def measure(kind: str, given: argparse.Namespace, cluster: Cluster) -> list[Line]:
-    """One kind of scaling, from the smallest world to the largest."""
+    """Measure one kind of scaling, from the smallest world to the largest."""
     lines: list[Line] = []
     first = (0.0, 0.0)
     for data in given.data:
@@ -63,7 +63,7 @@ def measure(kind: str, given: argparse.Namespace, cluster: Cluster) -> list[Line
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--data", nargs="+", type=int, default=DATA, help="pipelines of a world")

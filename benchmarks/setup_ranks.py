@@ -1,11 +1,12 @@
-"""What the set-up of a rank takes as ranks grow, on torch's fake process group: to 4,096, on a CPU.
+"""How long the set-up of a rank takes with up to 4,096 ranks, on torch's fake process group on a
+CPU.
 
-Nothing travels, so what is measured is the work of this rank and not the waiting for others: its
-process groups (every rank names those of all ranks to torch, in one order), its part of the model
-with optimizer and schedule (without content), its reader of the data, and, what rank 0 alone does
-when a checkpoint is saved, joining what all ranks have written, writing that down and reading it
-back. Each world in a process of its own, by turns. The layout is of 8 tensor and 4 pipeline ranks,
-the rest is data ranks at ZeRO stage 1, with a batch that grows with them.
+Nothing is transferred, so this measures the work of one rank without waiting for others: its
+process groups (every rank creates those of all ranks in torch, in the same order); its part of the
+model with optimizer and schedule (on tensors without content); its reader of the data; and what
+only rank 0 does when a checkpoint is saved: joining what all ranks have written, writing the
+manifest and reading it back. Each world runs in its own process, in turns. The layout has 8 tensor
+and 4 pipeline ranks; the rest are data ranks at ZeRO stage 1, with a batch that grows with them.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def in_a_process(world: int) -> dict[str, float]:
-    """What a fresh process measures."""
+    """Return what a fresh process measures."""
     command = [sys.executable, __file__, f"--world={world}"]
     own = {"OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": str(world)}
     done = subprocess.run(
@@ -80,7 +81,8 @@ def in_a_process(world: int) -> dict[str, float]:
 
 
 def measure(world: int) -> dict[str, float]:
-    """Seconds of each kind of work on rank 0, and bytes it added to the process at its peak."""
+    """Return the seconds of each kind of work on rank 0, and the bytes that it added to the
+    process's peak memory."""
     import warnings
 
     import torch
@@ -95,7 +97,7 @@ def measure(world: int) -> dict[str, float]:
     from megaframe.rehearsal import Hollow
 
     class Fake(Mesh):
-        """The groups of all ranks by torch, without another rank."""
+        """The process groups of all ranks in torch, without any other rank."""
 
         def _rendezvous(self) -> dist.Store:
             dist.init_process_group(
@@ -143,7 +145,7 @@ def measure(world: int) -> dict[str, float]:
         mesh = timed("groups", groups)
 
         def model() -> Pipeline:
-            # Alone, so that tensors need no content.
+            # The mesh has this rank alone, so tensors need no content.
             with Hollow(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
                 return Pipeline(config, Mesh(layout, alone=0), lambda part: None)
@@ -163,7 +165,7 @@ def _peak() -> int:
 
 
 def _corpus(folder: Path) -> Path:
-    """A few documents, of which samples are made without end."""
+    """Write a few documents, from which samples are drawn without end."""
     import numpy as np
 
     from megaframe.data.indexed import TokenFileWriter
@@ -175,7 +177,8 @@ def _corpus(folder: Path) -> Path:
 
 
 def _manifest(world: int, slices: int) -> int:
-    """Bytes of the manifest of so many slices of every rank, joined, written and read."""
+    """Join, write and read the manifest of this many slices of every rank. Return its size in
+    bytes."""
     from megaframe.checkpoint.manifest import (
         Manifest,
         SavedFile,
@@ -203,7 +206,7 @@ def _manifest(world: int, slices: int) -> int:
 
 
 def show(lines: dict[int, dict[str, Spread]]) -> None:
-    """Medians as a table: seconds, and megabytes."""
+    """Print the medians as a table of seconds and megabytes."""
     print(f"{'ranks':>7}" + "".join(f"{name:>22}" for name in (*WORK, "together")))
     for world, line in lines.items():
         cells = [

@@ -1,7 +1,8 @@
-"""Character-level tinyshakespeare with nanoGPT's published CPU settings, beside nanoGPT itself.
+"""Character-level tinyshakespeare with nanoGPT's published CPU settings, compared with nanoGPT
+itself.
 
-nanoGPT's README reports a validation loss of 1.88 for it. Loss here is that of the whole validation
-text; tokens per second are over all training steps but the first and the last.
+nanoGPT's README reports a validation loss of 1.88. The loss here is that of the whole validation
+text. Tokens per second are over all training steps except the first and the last.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ TITLE = "tinyshakespeare"
 
 
 def contenders(given: argparse.Namespace) -> list[Contender]:
-    """Ours, as nanoGPT's model and with our default positions, and nanoGPT where it was given."""
+    """Return ours, as nanoGPT's model and with our default positions, and nanoGPT if it was
+    given."""
     common = ("--text", str(given.text.resolve()), "--steps", str(given.steps))
     chosen = []
     if not given.without_ours:

@@ -1,7 +1,7 @@
-"""Ranks of a Python program on the hosts of a network lab (`megaframe/lab`), one on each.
+"""Runs ranks of a Python program on the hosts of a network lab (`megaframe/lab`), one on each.
 
-A launcher would pick the ports and restart what fails; a measurement wants neither, and the answer
-of every rank.
+A launcher would choose ports and restart what fails. A measurement wants neither of these, but
+needs the answer of every rank.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ LIMIT = 600.0
 
 @contextmanager
 def hosts(count: int, rate: str) -> Iterator[list[Host]]:
-    """So many hosts, each with a link of `rate` (as `tc` writes it, such as 500mbit) in each
-    direction."""
+    """Create this many hosts, each with a link of `rate` (in the syntax of `tc`, such as 500mbit)
+    in each direction."""
     with lab.hosts([Link(rate)] * count) as made:
         yield made
 
 
 def start_ranks(hosts: Sequence[Host], command: Sequence[str]) -> list[str]:
-    """Run a Python program with `--rank` once on each host, as the ranks of one world with one
-    thread each, and return what each printed. Ends the program when a rank fails."""
+    """Run a Python program with `--rank` on each host, as the ranks of one world with one thread
+    each. Return what each printed. Ends the program if a rank fails."""
     ranks = []
     for rank, host in enumerate(hosts):
         place = {"RANK": rank, "WORLD_SIZE": len(hosts), "MASTER_ADDR": hosts[0].address}

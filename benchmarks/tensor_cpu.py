@@ -1,8 +1,8 @@
-"""Speed and memory of one GPT whose matrices are divided over ranks, beside the peers' ways.
+"""Speed and memory of tensor parallel training of one GPT, compared with the peers'.
 
-Every rank is a process with one thread. Contenders train the workload of `peers/workload.py`, all
-of a sample's tokens on all ranks; `sequence` divides the tokens between the matrices too, as ours
-always does. Peak memory is that of the largest rank.
+Every rank is a process with one thread. Contenders train the workload of `peers/workload.py`, with
+all of a sample's tokens on all ranks. `sequence` also divides the tokens between the matrices, as
+ours always does. Peak memory is that of the largest rank.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ PEERS = Path(__file__).resolve().parent / "peers"
 CASES = ("2xfp32", "2xbf16", "4xfp32", "4xbf16")
 """Ranks and precision."""
 OURS = ("train.recompute_blocks=0",)
-"""Norms and activations are computed again, no block is: divided, the model has memory to spare."""
+"""Norms and activations are recomputed, blocks are not, because the divided model has memory to
+spare."""
 
 
 def contenders(given: argparse.Namespace, ranks: int, precision: str) -> list[Contender]:
-    """Ours and the peers, as commands."""
+    """Return the commands of ours and the peers."""
 
     def contender(
         name: str, script: str, python: Path | str, *more: str, ours: bool = False

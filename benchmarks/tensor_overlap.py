@@ -1,10 +1,10 @@
-"""How much of the communication of tensor parallel linears is exposed, on a link that takes time.
+"""How much communication of tensor parallel linears is exposed on a slow link.
 
-Two hosts with one rank each are joined by a shaped link (`shaped.py`). A column and a row linear
-run forward and backward by turns in the same processes: with every transfer finished before
-anything else is done (`parallel.serial`), overlapped, overlapped in several parts
-(`parallel.tensor_chunks`), and without a transfer at all, over torch's fake process group. Exposed
-is what a way takes longer than the last; its ratio is to that of the first.
+Two emulated hosts with one rank each are joined by a shaped link (`shaped.py`). A column and a row
+linear run forward and backward, in turns in the same processes, in four ways: with every transfer
+finished before anything else is done (`parallel.serial`), overlapped, overlapped in several parts
+(`parallel.tensor_chunks`), and without transfers, over torch's fake process group. The exposed time
+of a way is its time minus that of the last way; its ratio is to that of the first.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ PASSES = ("column forward", "row forward", "column backward", "row backward")
 SUMS = {"forward": PASSES[:2], "backward": PASSES[2:]}
 
 Seconds = dict[str, dict[str, list[float]]]
-"""By way and pass, one number a round."""
+"""By way and pass, one number per round."""
 
 
 @dataclass(frozen=True)
 class Exposed:
-    """One way beside compute alone, in seconds; `ratio` of what is exposed to that of serial, of
-    the medians and within rounds."""
+    """One way compared with compute alone, in seconds. ratio: of what is exposed to that of serial,
+    for the medians and within rounds."""
 
     seconds: Spread
     exposed: float
@@ -85,7 +85,8 @@ def main() -> None:
 
 
 def in_world(both: Sequence[Host], given: argparse.Namespace) -> Seconds:
-    """What the ranks measure, one on each host: in each round, the slower one's time."""
+    """Run one rank on each host and return what they measured: in each round, the slower one's
+    time."""
     shape = [f"--{name}={getattr(given, name)}" for name in ("rows", "hidden", "ffn", "rounds")]
     answers = start_ranks(both, (__file__, *shape))
     one, other = (json.loads(answer) for answer in answers)
@@ -96,7 +97,7 @@ def in_world(both: Sequence[Host], given: argparse.Namespace) -> Seconds:
 
 
 def measure(given: argparse.Namespace) -> Seconds:
-    """One rank: both linears, each way once a round, after a round that is not counted."""
+    """Measure both linears on one rank, each way once per round, after an uncounted round."""
     import torch
     import torch.distributed as dist
     import torch.testing._internal.distributed.fake_pg  # registers the backend
@@ -156,7 +157,7 @@ def measure(given: argparse.Namespace) -> Seconds:
 
 
 def linear(name: str, inputs: int, outputs: int, split: int, rank: int) -> Linear:
-    """A linear with random weights, and the storage that it has in a run."""
+    """Return a linear with random weights and with the storage that it has in a run."""
     import torch
 
     from megaframe.nn.linear import Linear
@@ -172,7 +173,7 @@ def linear(name: str, inputs: int, outputs: int, split: int, rank: int) -> Linea
 def passes(
     module: Linear, frame: Frame, given: argparse.Namespace, group: Any
 ) -> tuple[float, float]:
-    """Seconds of one forward and of one backward, started on all ranks together."""
+    """Return the seconds of one forward and of one backward, started on all ranks together."""
     import torch
 
     from megaframe.comm import barrier
@@ -193,7 +194,7 @@ def passes(
 
 
 def summary(seconds: Seconds) -> dict[str, dict[str, Any]]:
-    """By pass, and by the sum of both linears' passes, each way beside compute alone."""
+    """Compare each way with compute alone, by pass and for the sum of both linears' passes."""
     found: dict[str, dict[str, Any]] = {}
     for name, summed in {**{name: (name,) for name in PASSES}, **SUMS}.items():
         rounds = {
@@ -205,7 +206,7 @@ def summary(seconds: Seconds) -> dict[str, dict[str, Any]]:
 
 
 def exposed(rounds: dict[str, list[float]], way: str) -> Exposed:
-    """One way of one pass, from the seconds of every round."""
+    """Return one way of one pass, given the seconds of every round."""
     median = {name: statistics.median(values) for name, values in rounds.items()}
     ratios = [
         (mine - alone) / (serial - alone)
@@ -217,7 +218,7 @@ def exposed(rounds: dict[str, list[float]], way: str) -> Exposed:
 
 
 def show(rate: str, seconds: Seconds) -> None:
-    """Print one rate as a table: milliseconds, exposed milliseconds, and its ratio to serial."""
+    """Print one rate as a table: milliseconds, exposed milliseconds, and their ratio to serial."""
     print(f"\n{rate:<18}" + "".join(f"{way:>20}" for way in WAYS))
     for name, ways in summary(seconds).items():
         cells = [f"{1e3 * ways[ALONE]['seconds']['median']:.0f} ms"]

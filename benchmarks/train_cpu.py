@@ -1,7 +1,7 @@
-"""Training speed and memory of one GPT on a CPU, beside the peers that are at hand.
+"""Training speed and memory of one GPT on a CPU, compared with the available peers.
 
-Every contender trains the workload of `peers/workload.py` on random tokens in a process of its own;
-a first loss that is not about ln(vocab) ends the comparison, as then something else was trained.
+Every contender trains the workload of `peers/workload.py` on random tokens in its own process. A
+first loss that is not about ln(vocab) ends the comparison, because then something else was trained.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PEERS = Path(__file__).resolve().parent / "peers"
 
 
 def contenders(given: argparse.Namespace, precision: str) -> list[Contender]:
-    """Ours and the peers that were given, as commands."""
+    """Return the commands of ours and of the peers that were given."""
 
     def contender(
         name: str, script: str, python: Path | str, *more: str, ours: bool = False

@@ -1,12 +1,11 @@
-"""Whole training steps on the GPU that is here, ours beside plain PyTorch under torch.compile.
+"""Whole training steps on the available GPU, compared with plain PyTorch under torch.compile.
 
     python benchmarks/training_gpu.py [--dry] [--only ROW ...] [--write FILE.json]
 
-A row is a config of `configs/bench`, the most important first. Both contenders train it in a
-process of their own, one after the other, on the same shapes; the ratio is of their median steps.
-Rows of the host measure nothing but its time for a block. `make gpu-check` runs the rows that its
-time suffices for and puts them into its result; `--dry` runs them in a tiny size, on a CPU too, and
-measures nothing.
+A row is a config of `configs/bench`, the most important first. Both contenders train it in separate
+processes, one after the other, on the same shapes; the ratio is of their median steps. Rows of the
+host measure only its time per block. `make gpu-check` runs as many rows as its time allows and puts
+them into its result. `--dry` runs the rows in a tiny size, also on a CPU, and measures nothing.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from limited import run_limited, told, write_json  # noqa: E402
 
 PEERS = ROOT / "benchmarks" / "peers"
 _MINUTES = 9.5
-"""Of all rows: of each contender a minute, of which its start and its compiler take most."""
+"""For all rows: about a minute per contender, most of it for its start and its compiler."""
 _LONGEST = 180.0
-"""Seconds of one contender on one row."""
+"""Most seconds of one contender on one row."""
 _LEAST = 30.0
-"""In fewer, none gets to its first step."""
+"""With fewer seconds left, no contender would get to its first step."""
 _STEPS = ("train.steps=20",)
 TINY = (
     *("model.layers=1", "model.hidden=64", "model.heads=2", "model.kv_heads=2", "model.ffn=128"),
@@ -43,8 +42,9 @@ TINY = (
 
 @dataclass(frozen=True)
 class Row:
-    """A config, and what it is to reach on one H200. most: whether that is a limit, and not the
-    least. peer: whether plain PyTorch trains the same. script: ours. kept: whether its trace is."""
+    """A config, and its goal on one H200. most: whether `reach` is an upper limit instead of a
+    lower. peer: whether plain PyTorch trains the same. script: ours. kept: whether its trace is
+    kept."""
 
     name: str
     config: str
@@ -58,11 +58,11 @@ class Row:
 
     @property
     def path(self) -> str:
-        """Of its config, from the root of the project."""
+        """Path of the config from the root of the project."""
         return f"configs/bench/{self.config}.yaml"
 
     def arguments(self, dry: bool) -> list[str]:
-        """Overrides of the config."""
+        """Return the overrides of the config."""
         found = [*self.overrides, *(TINY if dry else _STEPS)]
         return [*found, "model.positions=32"] if dry and self.config.startswith("gpt") else found
 
@@ -82,19 +82,19 @@ ROWS = (
     Row("gpt2-124m", "gpt2-124m", "tokens_per_second", 650_000),
     Row("gpt2-124m-graph", "gpt2-124m", "host_seconds_per_step", 1e-3, True, False, GRAPH),
     _host("llama-8b-slice"),
-    _host("moe-slice", "model.ffn=2048"),  # six layers of the whole width do not fit
+    _host("moe-slice", "model.ffn=2048"),  # six layers of full width do not fit
 )
 FASTER = 1.15
-"""What each row that has a peer is to be over it."""
+"""Goal for the speed of each row that has a peer, relative to the peer."""
 MOST_IDLE = 0.005
-"""Of a step, the time in which the GPU does nothing."""
+"""Goal for the share of a step in which the GPU does nothing."""
 
 
 def contender(
     script: str, row: Row, dry: bool, seconds: float, trace: Path | None = None
 ) -> dict[str, Any]:
-    """What one says of a row, or the trouble that it has. trace: where to leave that of two
-    steps."""
+    """Return what one contender says of a row, or what went wrong. trace: where to write the trace
+    of two steps."""
     command = [sys.executable, str(PEERS / script), "--config", str(ROOT / row.path)]
     if trace is not None:
         command += ["--trace", str(trace)]
@@ -105,14 +105,14 @@ def contender(
     if done.code == 0 and found is not None:
         return found
     trouble = done.trouble() if done.code != 0 else "it printed no result"
-    # What was measured before it broke is kept.
+    # Keep what was measured before it failed.
     key = "trouble" if found is None else "incomplete"
     return {**(found or {}), key: trouble, "details": done.errors}
 
 
 def shares(row: Row, found: dict[str, Any], dry: bool) -> dict[str, Any]:
-    """What a contender said, with its share of the peak of this chip in bf16 (with causal attention
-    counted as half, and as whole) and where the rest went."""
+    """Return what a contender said, with its share of this chip's bf16 peak (with causal attention
+    counted as half and as whole) and where the rest of the time went."""
     import torch
 
     from megaframe.config import load
@@ -141,8 +141,8 @@ def shares(row: Row, found: dict[str, Any], dry: bool) -> dict[str, Any]:
 def measure(
     dry: bool, only: Sequence[str] = (), until: float = math.inf, traces: Path | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Each row as it is written into the results. until: the monotonic time by which all end.
-    traces: how the names of those that are kept begin."""
+    """Yield each row as it is written into the results. until: the monotonic time by which all end.
+    traces: prefix of the names of traces that are kept."""
     for row in ROWS:
         if only and row.name not in only:
             continue
@@ -165,7 +165,7 @@ def measure(
 
 
 def compared(found: dict[str, Any]) -> dict[str, Any]:
-    """Ours beside plain, where both were measured."""
+    """Compare ours with plain, if both were measured."""
     ours, plain = found["ours"], found.get("plain", {})
     if "tokens_per_second" not in ours or "tokens_per_second" not in plain:
         return {}
@@ -176,7 +176,7 @@ def compared(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows; those of 8 bits with what these gain, where 16 bits were measured."""
+    """Return the rows; those in 8 bits with their speedup, if 16 bits were measured too."""
     speeds = {row["row"]: row.get("ours", {}).get("tokens_per_second") for row in rows}
 
     def gain(name: str) -> dict[str, float]:
@@ -187,7 +187,7 @@ def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """A row for people."""
+    """Format a row."""
     parts = [f"{row['row']:<20}"]
     if "trouble" in row:
         return f"{parts[0]}{row['trouble']}"
@@ -212,7 +212,7 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """The command. Status 1 where there is no GPU to measure."""
+    """Run the command. The status is 1 if there is no GPU to measure."""
     begun = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dry", action="store_true", help="tiny sizes, no measurement")
@@ -220,7 +220,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=_MINUTES)
     parser.add_argument("--write", type=Path)
     given = parser.parse_args()
-    # What runs in groups of its own is ended with this.
+    # On SIGTERM exit normally, which also ends the processes that run in groups of their own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     import torch
 

@@ -1,8 +1,8 @@
-"""Attempts: a run, in as many as it takes of this process.
+"""Attempts: a run as one or more starts within this process.
 
-When only a transfer has failed, and all ranks say so, a new mesh and a new trainer do what a new
-process would, and nothing of the old ones is mended: so there is one way to continue a run. What is
-saved of it is the start of the program, the import of torch and the work of the launcher.
+If only a transfer has failed and all ranks agree on that, a new mesh and a new trainer do what a
+new process would do. Nothing of the old ones is repaired, so there is only one way to continue a
+run. An in-process restart saves starting the program, importing torch and the launcher's work.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ from megaframe.trainer import Trainer
 
 
 def train(config: RunConfig, layout: Layout, notes: Sequence[str] = ()) -> None:
-    """This rank's part in a run, to its end. notes: what is to be said at its start. Raises what
-    `Mesh` and `Trainer` raise, but for `LostRanks` of a run that has begun, which ends the process
-    (`Mesh.leave`) or begins it again."""
+    """Run this rank's part of a training run to its end.
+
+    notes: lines to log when the run starts.
+    Raises what `Mesh` and `Trainer` raise, with two exceptions. Once the mesh exists, `LostRanks`
+    ends the process (`Mesh.leave`) or starts a new attempt. If process groups cannot be closed
+    without the other ranks (NCCL), any other error is reported and ends the process at once.
+    """
     if config.run.deterministic:
-        be_deterministic()  # NCCL's groups ask for it when they are made
+        be_deterministic()  # before the mesh: NCCL groups read this setting when they are made
     often, last, launcher = 0, -1, Launcher()
     while True:
         mesh = Mesh(
@@ -57,10 +61,10 @@ def train(config: RunConfig, layout: Layout, notes: Sequence[str] = ()) -> None:
         of = f"{often} of faults.restarts={config.faults.restarts}"
         notes = (*notes, f"restarted in the same processes ({of}): {why}")
         del trainer, mesh
-        gc.collect()  # what refers to itself holds the memory that the next trainer needs
+        gc.collect()  # reference cycles would keep memory that the next trainer needs
 
 
 def _came_further(place: Place, last: int) -> bool:
-    """Whether this rank has come beyond the step at which ranks began again the last time: what
-    fails at the same one again is no fault of the network."""
+    """Return whether this rank is past `last`, the step of the previous in-process restart. A
+    second failure at the same step is not the network's fault."""
     return place.step > last

@@ -1,7 +1,8 @@
-"""`parallel.auto`: the planner's best layout for the ranks at hand, before anything is built.
+"""`parallel.auto`: choose the planner's best layout for the available ranks, before anything is
+built.
 
-The layout is a function of config, world and device alone, so all ranks come to the same one
-without a word. A run that has begun keeps its layout: it is read from the run's own config.
+The layout depends only on config, world size and device, so all ranks choose the same one without
+communicating. A resumed run keeps its layout, which is read from the config in its run folder.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from megaframe.plan.stages import stage_plans
 from megaframe.plan.valid import FREE
 
 _SIMULATED = 8
-"""Layouts that are simulated: a run that starts does not wait for more."""
+"""Layouts that the search simulates; more would delay the start of the run."""
 
 
 def with_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
-    """The config with its layout chosen where `parallel.auto` asks for it, and why in words. Keys
-    of the layout that the config sets stay. Raises `UserError` where nothing fits."""
+    """Return the config with a layout chosen if `parallel.auto` is set, and lines that explain the
+    choice. Layout keys that the config sets are kept. Raises `UserError` if no layout fits."""
     if not config.parallel.auto:
         return config, []
     begun = _begun(config)
@@ -50,8 +51,9 @@ def with_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
 
 
 def with_blocks(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
-    """The config with the blocks that are computed again, where `train.recompute_blocks=auto` asks
-    for as few as fit, and how many in words. The layout is known, and `check` has passed."""
+    """Return the config with the recomputed blocks chosen if `train.recompute_blocks=auto`, and a
+    line that says how many. As few blocks are recomputed as memory allows. The layout must be known
+    and the config must have passed `check`."""
     if config.train.recompute_blocks != "auto":
         return config, []
     cluster = cluster_of(config)
@@ -66,7 +68,7 @@ def with_blocks(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
 
 
 def cluster_of(config: RunConfig) -> Cluster:
-    """The cluster that the config names, or the one that its device is likely to be of."""
+    """Return the cluster that the config names, or else the likely one for its device."""
     if config.parallel.cluster is not None:
         return load_cluster(config.parallel.cluster)
     device, here = config.run.device, torch.cuda.is_available()
@@ -77,7 +79,7 @@ def cluster_of(config: RunConfig) -> Cluster:
 
 
 def _taken(config: RunConfig, of: RunConfig) -> RunConfig:
-    """The config with the layout of another one, which is no longer to be chosen."""
+    """Return `config` with the layout of `of`, and with `parallel.auto` turned off."""
     names = [name for name in FREE if hasattr(config.parallel, name)]
     names += ["tensor_chunks", "schedule_group", "schedule_memory", "layers_per_stage"]
     parallel = {name: getattr(of.parallel, name) for name in (*names, "expert_overlap")}
@@ -93,11 +95,11 @@ def _taken(config: RunConfig, of: RunConfig) -> RunConfig:
 
 
 def _begun(config: RunConfig) -> RunConfig | None:
-    """The config of the run that is to be resumed, None where there is none."""
+    """Return the config of the run to be resumed, or None if there is none that can be read."""
     path = Path(config.run.dir) / "config.yaml"
     if config.checkpoint.resume is None or not path.exists():
         return None
     try:
         return load(str(path))
     except UserError:
-        return None  # of another version; a checkpoint can be loaded at any layout
+        return None  # written by another version; its checkpoints can be loaded at any layout

@@ -1,7 +1,7 @@
-"""Backward: gradients go into a graph of autograd here.
+"""Backward: the call that passes a gradient into an autograd graph.
 
-`torch.autograd.backward` compares shapes by a library of symbols, whose import takes half a second;
-this goes to the engine beneath it, which needs none.
+`torch.autograd.backward` compares shapes symbolically, and importing the library for that takes
+half a second. This module calls the engine beneath it, which does not need that library.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 
 def backward(output: Tensor | GradientEdge, gradient: Tensor) -> None:
-    """Add to the `grad` of every leaf that `output` was computed from what `gradient`, of the shape
-    of `output`, makes of it. The graph is given up."""
+    """Backpropagate `gradient`, which has the shape of `output`, and accumulate into the `grad` of
+    every leaf that `output` was computed from. The graph is freed."""
     _engine_run_backward(
         (output,),
         (gradient,),
-        False,  # keep the graph
-        False,  # make one of the backward pass
-        (),  # leaves: all
+        False,  # keep_graph
+        False,  # create_graph
+        (),  # inputs: all leaves
         allow_unreachable=True,
         accumulate_grad=True,
     )

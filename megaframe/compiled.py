@@ -1,7 +1,7 @@
-"""Compiled: a piece of plain code between products and transfers, by torch.compile.
+"""Compiled: a piece of plain code between matrix products and transfers, under torch.compile.
 
-Each is compiled for the shapes that it meets. A run has few; where there are ever new ones the
-plain code runs, and one line says so, because compiling would take longer than it saves.
+A piece is compiled for each set of shapes that it gets. A run has few of them. If new ones keep
+coming, compiling would take longer than it saves, so they run the plain code, and one line says so.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ import torch
 from torch import Tensor
 
 MOST = 8
-"""Kinds of arguments that one function is compiled for."""
+"""Kinds of arguments (shapes, strides, types) that one function is compiled for at most."""
 _OF_A_PROCESS = 1024
+"""Limit on torch's count of compilations of one function in a process."""
 
 
 class Compiled:
-    """function: of tensors and plain values. backend: one of torch.compile. tell: is given a line
-    to show."""
+    """A function that is compiled for the first `MOST` kinds of arguments that it gets.
+
+    function: takes tensors and plain values.
+    backend: a backend of torch.compile.
+    tell: called with a line to show.
+    """
 
     def __init__(
         self, function: Callable[..., Any], backend: str, tell: Callable[[str], None]
@@ -30,14 +35,14 @@ class Compiled:
         self._told = False
 
     def __call__(self, *arguments: Any) -> Any:
-        """As the function."""
+        """Call the function, compiled unless its limit of kinds is reached."""
         kind = (torch.is_grad_enabled(), *map(_kind_of, arguments))
         if kind not in self._met:
             if len(self._met) == MOST:
                 self._say()
                 return self._plain(*arguments)
             self._met.add(kind)
-            # Torch counts what was compiled of a function in the whole process, of all its runs.
+            # Torch counts the compilations of a function over the whole process, thus all runs.
             with torch._dynamo.config.patch(recompile_limit=_OF_A_PROCESS):
                 return self._fast(*arguments)
         return self._fast(*arguments)

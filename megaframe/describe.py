@@ -18,7 +18,10 @@ from megaframe.stage import model_specs
 
 
 def describe(config: RunConfig, layout: Layout, *, host: bool = False) -> str:
-    """The run in words and numbers; nothing is allocated for it. host: it is to run on a CPU."""
+    """Describe the run as text, without allocating its tensors.
+
+    host: the run will use a CPU.
+    """
     specs = model_specs(config)
     count = parameter_count(specs)
     train = config.train
@@ -47,7 +50,8 @@ def _active(specs: Sequence[ParamSpec]) -> str:
 
 
 def _memory(config: RunConfig, layout: Layout, schedule: Schedule, host: bool) -> Iterator[str]:
-    """A column for each pipeline rank, the first of its tensor and data ranks."""
+    """Yield a table of memory by kind, with a column for each pipeline rank: the first of its
+    tensor and data ranks."""
     plans, lowered = stage_plans(config), lower(schedule)
     columns = [
         rank_memory(config, layout, plans, lowered, rank, host=host)

@@ -1,5 +1,5 @@
-"""Device: where this process computes, and what it asks of the host for that: memory that the C
-library keeps, and processors that are not taken away when another rank wakes."""
+"""Device: where this process computes, and two settings of the host for it: the C library keeps
+freed memory, and a rank that wakes does not preempt another one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from torch import Tensor
 from megaframe.errors import UserError
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Parameters of glibc's mallopt (malloc.h)."""
+"""Parameter numbers of glibc's mallopt (malloc.h)."""
 
 
 def device_of(wanted: str) -> torch.device:
-    """The torch device of this process; on a GPU machine one per local rank. shared: the first GPU
-    for all of them, or the CPU where there is none."""
+    """Return the torch device of this process and make it current.
+
+    wanted: `cpu`, `cuda` or `auto` (a GPU for each local rank), or `shared` (the first GPU for all
+    of them). `auto` and `shared` use the CPU if torch sees no GPU.
+    Raises `UserError` if `cuda` is wanted and there is no GPU, or if this local rank has none.
+    """
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise UserError("run.device=cuda, but torch sees no GPU here; use run.device=cpu or auto")
@@ -40,28 +44,29 @@ def device_of(wanted: str) -> torch.device:
 
 
 def brought(x: Tensor, device: torch.device) -> Tensor:
-    """x on a device; to a GPU by way of pinned memory, for of what comes from any other the host
-    would wait for the copy."""
+    """Return x on a device. A copy to a GPU goes through pinned memory, because the host would wait
+    for a copy from pageable memory."""
     if device.type == "cuda":
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
 
 
 def be_deterministic() -> None:
-    """Let torch take deterministic algorithms only. What is made before, as a handle of cuBLAS or a
-    group over NCCL, does not know of it."""
+    """Make torch use deterministic algorithms only. Call it before anything is created that reads
+    this setting once, such as a cuBLAS handle or an NCCL group."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # Else whatever is made empty would be filled first.
+    # Otherwise torch would fill every empty tensor first.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep up to 128 MiB of what a step frees, where it is glibc.
+    """Make glibc keep up to 128 MiB of the memory that a step frees. Does nothing with another C
+    library.
 
-    By default it returns the end of the heap to the system and takes it back, page by page, in
-    every step: 5 to 10% of a small model's time. Tensors over 10 MiB have pages of their own, which
-    leaves no holes in the heap (docs/log.md).
+    By default glibc returns the end of the heap to the system in every step and takes it back page
+    by page, which costs a small model 5 to 10% of its time. Tensors over 10 MiB get pages of their
+    own, which leaves no holes in the heap (docs/log.md).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -70,12 +75,12 @@ def keep_freed_memory() -> None:
 
 
 def finish_before_others() -> None:
-    """Let a process that wakes wait until this one pauses or its time is up, where the system is
-    Linux; what this thread starts from now on is asked the same.
+    """On Linux, use batch scheduling, so that a process that wakes up waits until this one pauses
+    or its time slice ends. Threads and processes that this thread starts later inherit the policy.
 
-    By default a rank that gets a message takes the processor of the one that sends it, which then
-    holds the lock of a connection of gloo, on which its own second thread spins: where ranks are
-    more than processors, that took half of their time (docs/log.md).
+    By default a rank that gets a message preempts the rank that sends it. The sender then holds the
+    lock of a gloo connection while its own second thread spins on that lock. With more ranks than
+    processors, this took half of their time (docs/log.md).
     """
     if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
         with suppress(OSError):  # some containers allow no change

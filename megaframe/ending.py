@@ -1,9 +1,8 @@
-"""End: what stands behind the last block, predictors of tokens further ahead than the next, and the
-head.
+"""End: what follows the last block: the predictors of tokens beyond the next one, and the head.
 
-All losses are made by one head, in the forward pass, each with its gradient. The stream that leaves
-a block is then used twice, by the head and by the next predictor, and what flows back from both
-meets in its leaf.
+One head computes all losses in the forward pass, each together with its gradient. The stream that
+leaves a block is therefore used twice, by the head and by the next predictor, and the gradients of
+both are added up in one leaf.
 """
 
 from __future__ import annotations
@@ -24,17 +23,21 @@ from megaframe.nn.frame import Frame
 from megaframe.parameter import Module
 
 Done = Callable[[Module], None]
-"""Is told of each unit to whose gradients a microbatch adds no more, in the order in which it is
-so; of a head as soon as its loss is made, which leaves but the norms'."""
+"""Called with each unit when a microbatch adds nothing more to its gradients, in that order. It is
+called with the head as soon as its loss is computed: only gradients of norms are missing then."""
 Values = Callable[[Module], AbstractContextManager[None]]
-"""A context in which the values of a unit are here."""
+"""Returns a context in which the values of a unit are on this rank."""
 
 
 @dataclass
 class Kept:
-    """What is kept of one microbatch. leaves: the streams behind the last block and behind each
-    predictor. outputs: what came of each predictor, None where it runs again. normed: what the head
-    made losses of, d_normed: the gradients of these with respect to it."""
+    """What the end keeps of one microbatch between forward and backward.
+
+    leaves: the streams after the last block and after each predictor.
+    outputs: the graph edge of each predictor's output, None if the predictor is recomputed.
+    normed: graph edges of the normalised streams that the head computed the losses from.
+    d_normed: gradients of the losses with respect to these streams.
+    """
 
     microbatch: Microbatch
     frame: Frame
@@ -45,8 +48,11 @@ class Kept:
 
 
 class End:
-    """`units` in the order of the forward pass. embedding: that of the model, where this rank has
-    it, for a tied head and for predictors; else they have a replica of its `tokens`."""
+    """The predictors and the head; `units` lists them in the order of the forward pass.
+
+    embedding: the model's embedding if it is on this rank, for a tied head and for predictors.
+    Without it they use a replica of its `tokens`.
+    """
 
     def __init__(self, config: RunConfig, embedding: Embedding | None) -> None:
         model, train = config.model, config.train
@@ -64,8 +70,12 @@ class End:
     def forward(
         self, x: Tensor, microbatch: Microbatch, frame: Frame, scale: Tensor, values: Values
     ) -> tuple[Tensor, Kept]:
-        """The loss sum of the next token over valid tokens, fp64 scalar; gradients are of scale *
-        (that sum, and the weighted ones of the tokens further ahead)."""
+        """Compute all losses with their gradients.
+
+        Returns the loss of the next token summed over valid tokens (fp64 scalar), and what the
+        backward pass needs. Gradients are of scale * (this sum + the weighted loss sums of the
+        tokens further ahead).
+        """
         kept = Kept(microbatch, frame, [x.detach().requires_grad_()])
         for predictor, (tokens, _) in zip(self.predictors, microbatch.ahead, strict=True):
             with values(predictor), torch.set_grad_enabled(not self._again):
@@ -80,7 +90,7 @@ class End:
         return loss, kept
 
     def _losses(self, kept: Kept, scale: Tensor) -> list[Tensor]:
-        """The loss sum of each depth, that of the next token first."""
+        """Return the loss sum of each depth, beginning with the next token."""
         labels = [kept.microbatch.labels_BS, *(labels for _, labels in kept.microbatch.ahead)]
         losses: list[Tensor] = []
         for norm, leaf, wanted in zip(self.head.norms, kept.leaves, labels, strict=True):
@@ -94,8 +104,8 @@ class End:
         return losses
 
     def backward(self, kept: Kept, values: Values, finish: Done) -> Tensor:
-        """The gradient of the stream behind the last block. `finish` is told of the predictors,
-        the last one first."""
+        """Return the gradient of the stream after the last block. Calls `finish` with each
+        predictor, in reverse order."""
         for index, predictor in reversed([*enumerate(self.predictors)]):
             gradient = self._from_the_loss(kept)
             output = kept.outputs.pop()
@@ -109,20 +119,22 @@ class End:
         return self._from_the_loss(kept)
 
     def _from_the_loss(self, kept: Kept) -> Tensor:
-        """What flows back to the last leaf, from its loss and all that came of it."""
+        """Backpropagate the last loss, and return the gradient of its leaf. A predictor after the
+        leaf has already added its part."""
         backward(kept.normed.pop(), kept.d_normed.pop())
         gradient = kept.leaves.pop().grad
         assert gradient is not None
         return gradient
 
     def take_ahead(self) -> Tensor | None:
-        """Sums over valid tokens of the losses of tokens further ahead, their mean over the depths,
-        of all microbatches since the last call, fp64 scalar; None where none are predicted."""
+        """Return the loss of the tokens further ahead, and reset it: a sum over valid tokens and
+        over all microbatches since the last call, a mean over depths (fp64 scalar). None if no such
+        tokens are predicted."""
         taken, self._ahead = self._ahead, None
         return taken
 
     def evaluate(self, x: Tensor, microbatch: Microbatch, frame: Frame, values: Values) -> Tensor:
-        """The cross-entropy of the next token, summed, without gradients."""
+        """Return the summed cross-entropy of the next token, without gradients."""
         with values(self.head):
             normed = self.head.norm(x, frame.kernels)
             return self.head.loss(normed, microbatch.labels_BS, None, frame).loss

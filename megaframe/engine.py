@@ -1,8 +1,8 @@
 """Engine: runs one rank's list of actions in order.
 
-It knows the kinds of action and not the schedules: gradient accumulation, pipelines and anything
-that a text file can say are executed by the same few lines. A receive is posted where the list says
-so and waited for by its consumer; what is sent is kept until it has left.
+It knows the kinds of action, not the schedules: the same few lines execute gradient accumulation,
+pipelines and any schedule that a text file can describe. A receive is posted where the list says so
+and waited for by its consumer. A sent tensor is kept until its send is done.
 """
 
 from __future__ import annotations
@@ -39,9 +39,13 @@ _FORWARD_ONLY = (Kind.F, Kind.SEND_F, Kind.RECV_F)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one step gave. loss: sum over this rank's valid tokens, fp64 scalar; zero where the
-    rank has no head, but for what its layers add to it. ahead: the like of tokens further ahead
-    than the next, the mean over depths. signs: of every pass of this rank. tallies: of its stages.
+    """The result of one step on this rank.
+
+    loss: sum over this rank's valid tokens, fp64 scalar. A rank without the head has only what its
+    layers add to the loss, or zero.
+    ahead: the loss sum of the tokens beyond the next one (mean over depths), fp64 scalar.
+    signs: the health signs of all passes of this rank.
+    tallies: the tallies of its stages.
     """
 
     loss: Tensor
@@ -52,8 +56,11 @@ class Outcome:
 
 
 class Engine:
-    """Runs lowered schedules on the stages of this rank. `time` gives a context that charges what
-    runs in it to a part of the step. `follow` gives one that notes when an action of a kind ran."""
+    """Runs lowered schedules on the stages of this rank.
+
+    time: returns a context that charges the code in it to a part of the step.
+    `follow` may be set. It returns a context that records when an action of a kind ran.
+    """
 
     def __init__(
         self, stages: Mapping[int, Stage], optimizer: Optimizer, mesh: Mesh, time: Timer
@@ -64,7 +71,7 @@ class Engine:
         self.graph: Graph | None = None
         self.pair = Pair()
         self.sent: deque[Pending[Tensor]] = deque()
-        """What is on its way to other stages."""
+        """Sends in flight to other ranks."""
 
     def run(
         self,
@@ -76,9 +83,13 @@ class Engine:
         *,
         by_block: bool = False,
     ) -> Outcome:
-        """Execute this rank's list on the microbatches of optimizer step `step`; gradients are
-        those of scale * (sum of the losses). The list ends with the update. paired: forwards that
-        run by turns with the backward right behind them. by_block: leave a sign of every block."""
+        """Execute this rank's list, which ends with the update, on the microbatches of optimizer
+        step `step`.
+
+        scale: gradients are those of scale * (sum of the losses).
+        paired: forwards that take turns with the backward right after them in the list.
+        by_block: record a health sign for every block; then no CUDA graph is used.
+        """
         self.optimizer.start_step()
         for stage in self.stages.values():
             stage.start_step(step)
@@ -98,8 +109,10 @@ class Engine:
     def _by_graph(
         self, graph: Graph, compute: Compute, microbatches: Sequence[Microbatch], scale: Tensor
     ) -> Passed:
-        """What all but the update comes to, as a graph where it is one. It begins with no values
-        but those that are always here, whatever ran before, and ends with its transfers."""
+        """Run everything but the update through `graph`, which may launch it as one CUDA graph.
+        Before it starts, the last update's values have arrived and values that are not always on
+        this rank are dropped, so the pass does not depend on what ran before. It ends by waiting
+        for its transfers."""
 
         def whole(inputs: Sequence[Microbatch], scaling: Tensor) -> Passed:
             passed = compute(inputs, scaling)
@@ -117,7 +130,7 @@ class Engine:
         paired: Mapping[Action, Action],
         by_block: bool,
     ) -> Passed:
-        """All of the list but the update, which ends it."""
+        """Run this rank's list up to the update."""
         passes = _Passes(self, schedule, microbatches, scale)
         for stage in self.stages.values():
             stage.look = passes.look if by_block else None
@@ -137,7 +150,7 @@ class Engine:
         return Passed(loss, passes.ahead, passes.signs, tallies)
 
     def _update(self, action: Action) -> Update:
-        """The last action of a list."""
+        """Run the update, the last action of a list."""
         self.mesh.place.act("", action, None)
         with self.follow(action, action.kind.value), self.time("optimizer"):
             self.optimizer.wait()
@@ -146,7 +159,7 @@ class Engine:
         return update
 
     def _with_following(self, actions: Sequence[Action]) -> list[tuple[Action, Module | None]]:
-        """Each action with the unit whose values the next pass after it needs first."""
+        """Return each action with the unit whose values are needed first by the next pass."""
         found: list[tuple[Action, Module | None]] = []
         following: Module | None = None
         for action in reversed(actions):
@@ -156,8 +169,8 @@ class Engine:
         return found[::-1]
 
     def evaluate(self, schedule: Schedule, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Execute the forward passes without gradients. Returns the loss sum of each microbatch,
-        fp64 [M], as `Outcome` does."""
+        """Run the forward passes without gradients. Returns the loss sum over this rank's valid
+        tokens for each microbatch, fp64 [M]; zero on a rank without the head."""
         passes = _Passes(self, schedule, microbatches, None)
         for action in schedule.ranks[self.rank]:
             if action.kind in _FORWARD_ONLY:
@@ -166,14 +179,15 @@ class Engine:
         return passes.losses
 
     def _finish(self) -> None:
-        """Wait until everything has left."""
+        """Wait until all sends are done."""
         while self.sent:
             self.sent.popleft().wait()
 
 
 class _Passes:
-    """Forward and backward passes of one step. Tensors on their way are kept under the compute
-    action that takes them, or that made them; without a scale nothing is trained."""
+    """The forward and backward passes of one step. Incoming tensors are stored under the compute
+    action that uses them, outgoing ones under the action that made them. scale: that of the
+    gradients, or None for evaluation."""
 
     def __init__(
         self,
@@ -194,12 +208,12 @@ class _Passes:
         self.losses, self.ahead = zeros(len(microbatches)), zeros(())
 
     def kind(self, action: Action) -> str:
-        """That of the action; of a backward with both gradients, BW."""
+        """Return the name of the action's kind; BW for a backward that computes both gradients."""
         whole = action.kind is Kind.B and (action.stage, action.microbatch) not in self._split
         return "BW" if whole else action.kind.value
 
     def do(self, action: Action, following: Module | None = None) -> None:
-        """Run one action. following: the unit whose values are needed first after it."""
+        """Run one action. following: the unit whose values are needed first after this action."""
         kind, stage, number = action.kind, action.stage, action.microbatch
         assert stage is not None
         if kind is Kind.REDUCE:
@@ -223,7 +237,8 @@ class _Passes:
             self._receive(Kind.B, stage, number, stage + 1)
 
     def do_both(self, forward: Action, backward: Action, following: Module | None) -> None:
-        """Run a forward and a backward by turns. following: as in `do`, after both."""
+        """Run a forward and a backward in turns. following: the unit whose values are needed first
+        after both."""
         (f, of_f), (b, of_b) = ((a.stage, a.microbatch) for a in (forward, backward))
         assert f is not None and of_f is not None and b is not None and of_b is not None
         self._engine.pair.run(
@@ -232,7 +247,7 @@ class _Passes:
         )
 
     def look(self, backward: bool, stage: int, number: int, block: int, made: Tensor) -> None:
-        """Leave a sign of the pass of one block."""
+        """Record a health sign for the pass of one block."""
         self.signs.append(Sign(backward, stage, number, largest(made), block))
 
     def _forward(
@@ -283,12 +298,13 @@ class _Passes:
         return partial(self._engine.optimizer.reduce, last=stage in self._reducing)
 
     def _completed(self, stage: int) -> None:
-        """A microbatch has left the stage for good."""
+        """Called when a stage has finished a microbatch. After the last one, start the reduction of
+        the stage's gains and biases."""
         if stage in self._reducing:
             self._engine.optimizer.reduce_vectors(stage)
 
     def _pass_on(self, kind: Kind, stage: int, microbatch: int, made: Tensor, other: int) -> None:
-        """Keep what `stage` made for its SEND, or hand it over on the same rank."""
+        """Hand `made` to the stage `other` if it is on the same rank, else keep it for the SEND."""
         if self._rank_of[other] == self._engine.rank:
             self._arriving[kind, other, microbatch] = Pending(made)
         else:

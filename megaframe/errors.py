@@ -1,9 +1,9 @@
-"""Errors whose text is the whole message: no traceback.
+"""Errors that are reported by their text alone, without a traceback.
 
-A `UserError` is a mistake that a user can fix; its text names what is wrong, both numbers, the
-config key and the nearest valid values. `LostRanks` is the fault of another process. `NotFinite`
-and `BadDevice` are verdicts of all ranks on a run. Each has its exit status, so that a launcher can
-tell what may work on another try.
+A `UserError` is a mistake that a user can fix. Its text says what is wrong, with both numbers, the
+config key and the nearest valid values. `LostRanks` is the fault of another process. On `NotFinite`
+and `BadDevice` all ranks have agreed. Each error has its own exit status, from which a launcher can
+tell whether another try may succeed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class UserError(Exception):
 
 
 class Unreadable(UserError):
-    """A file that is damaged, or cannot be read; what was saved before may do instead."""
+    """A file is damaged or cannot be read; an earlier checkpoint may be used instead."""
 
 
 class LostRanks(RuntimeError):
@@ -35,25 +35,25 @@ class LostRanks(RuntimeError):
 
 
 class OutOfStep(LostRanks):
-    """Two ranks do not start the same collective; the text is the whole verdict."""
+    """Two ranks do not start the same collective; the text needs no further diagnosis."""
 
 
 class NotFinite(RuntimeError):
-    """Losses or gradients stayed non-finite; weights are those of the last good step."""
+    """Losses or gradients stayed non-finite. The weights are those of the last good step."""
 
 
 class BadDevice(RuntimeError):
-    """Replicas of the weights differ, and differ again after the way back to a checkpoint."""
+    """Replicas of the weights differ, and differed again after a return to a checkpoint."""
 
 
 EXIT_USER_ERROR = 2
-"""The command cannot work as it was given."""
+"""The command cannot work as given."""
 EXIT_LOST_RANKS = 3
-"""Another rank is gone or stuck; the same command may work once its cause is mended."""
+"""Another rank is gone or stuck; the same command may work once the cause is fixed."""
 EXIT_NOT_FINITE = 5
 """Losses or gradients stayed non-finite; the same command would meet the same numbers."""
 EXIT_BAD_DEVICE = 6
-"""A device computes wrong weights; the same command may work without it."""
+"""A device computes wrong weights; the same command may work without that device."""
 EXIT_INTERRUPTED = 130
 _STATUS = {
     UserError: EXIT_USER_ERROR,
@@ -64,8 +64,8 @@ _PATIENCE = 2.0
 
 
 def leave(error: BaseException, rank: int) -> NoReturn:
-    """Tell of an error as a program does that ends with it, and end the process at once: nothing is
-    cleaned up, nobody waited for."""
+    """Report an error as a program would that ends with it (see `reported`), and end the process at
+    once with the same exit status, without any cleanup and without waiting for other ranks."""
     status: object = 1
     try:
         with reported(rank):
@@ -81,11 +81,13 @@ def leave(error: BaseException, rank: int) -> NoReturn:
 
 @contextmanager
 def reported(rank: int = 0) -> Iterator[None]:
-    """Turn an error of this module into its message on standard error and its exit status.
+    """Return a context that turns an error of this module into its message on standard error and
+    its exit status.
 
-    All ranks of a launch would report the same mistake. Ranks after the first wait, in which time
-    the launcher ends them; the first rank of another node, which its launcher ends later, waits
-    less long than its neighbours.
+    All ranks of a launch would report the same mistake. Therefore all ranks but the first wait
+    before they report, and the launcher normally ends them meanwhile. On other nodes, whose
+    launchers end their ranks later, the first local rank waits less than its neighbours, so that it
+    alone reports.
     """
     try:
         yield
@@ -98,7 +100,8 @@ def reported(rank: int = 0) -> Iterator[None]:
         status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))
         raise SystemExit(status) from None
     except LostRanks as error:
-        # Not told to the launcher: by its time it would stand before the rank that was lost.
+        # Not reported to the launcher: it lists failures by time, and this one is earlier than
+        # that of the lost rank.
         print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_LOST_RANKS) from None
     except KeyboardInterrupt:
@@ -110,7 +113,7 @@ def reported(rank: int = 0) -> Iterator[None]:
 
 
 def _tell_launcher(text: str) -> None:
-    """Put a text into torchrun's summary, as torch's `record` does for exceptions."""
+    """Put a text into torchrun's failure summary, as torch's `record` does for exceptions."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}

@@ -1,9 +1,9 @@
-"""How well a model predicts given text: windows over passages of tokens, and what each one costs.
+"""Evaluation: scores how well a model predicts given tokens, in windows over passages.
 
-Every prediction is counted once, in the window that first reaches it; with a stride below the
-context the next window begins earlier, so that what it counts is seen with more before it. All
-that a held-out text and a task's choices need is one number for each counted token, so both are
-scored by the same lines.
+Every prediction is counted once, in the first window that contains it. With a stride below the
+context, windows overlap, so that counted tokens have more context before them. Held-out text and
+the choices of a task both need one log-probability for each counted token, so the same code scores
+both.
 
 Shape suffixes: W windows, S inputs of a window, V vocabulary, T counted tokens.
 """
@@ -38,11 +38,12 @@ _PIECE = 1 << 24
 
 @dataclass(frozen=True)
 class Passage:
-    """Tokens that follow one another.
+    """A sequence of consecutive tokens.
 
     tokens:     ids, [N].
-    first:      place of the first token that counts, from 1: it is predicted from those before it.
-    beginnings: bool [N], where documents begin, or None where that means nothing.
+    first:      index of the first token that counts, at least 1 because it is predicted from the
+                tokens before it.
+    beginnings: bool [N], true where a document begins; None if documents do not matter.
     """
 
     tokens: NDArray[np.int64]
@@ -52,12 +53,12 @@ class Passage:
 
 @dataclass(frozen=True)
 class Score:
-    """What the counted tokens of a passage came to, or of several.
+    """The score of the counted tokens of one or more passages.
 
-    nats:   sum of -log(probability) of each.
-    tokens: how many they are.
-    bytes:  of text that they stand for; 0 where no tokenizer says.
-    greedy: whether each was the likeliest at its place.
+    nats:   sum of -log(probability) over the counted tokens.
+    tokens: number of counted tokens.
+    bytes:  bytes of text that they represent; 0 if no tokenizer gives them.
+    greedy: whether every one was the most likely token at its position.
     """
 
     nats: float = 0.0
@@ -80,18 +81,19 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss), as far as a number of 64 bits goes."""
+        """exp(loss), limited to what fp64 can represent."""
         return math.exp(min(self.loss, 700.0))
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits per byte of text; None where no token stands for any."""
+        """Bits per byte of text; None if the number of bytes is not known."""
         return self.nats / math.log(2) / self.bytes if self.bytes else None
 
 
 @dataclass(frozen=True)
 class Window:
-    """Inputs [begin, end) of a passage. Input i predicts token i + 1; it counts from `first` on."""
+    """Inputs [begin, end) of a passage. Input i predicts token i + 1. Predictions count from input
+    `first` on."""
 
     begin: int
     end: int
@@ -99,9 +101,9 @@ class Window:
 
 
 def windows(passage: Passage, context: int, stride: int) -> Iterator[Window]:
-    """Windows of at most `context` inputs that together count every token from `passage.first` on
-    exactly once. All but the first count `stride` tokens at most, each with as much before it as a
-    window holds. 1 <= stride <= context."""
+    """Yield windows of at most `context` inputs that together count every token from
+    `passage.first` on exactly once. Each window but the first counts at most `stride` tokens and
+    fills the rest with the context before them. 1 <= stride <= context."""
     inputs, counted = len(passage.tokens) - 1, passage.first - 1
     reach = max(context, counted + stride)
     while counted < inputs:
@@ -112,9 +114,9 @@ def windows(passage: Passage, context: int, stride: int) -> Iterator[Window]:
 
 @torch.no_grad()
 def log_probabilities(stage: Stage, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-    """Of each position with a label, in order: the label's log-probability, fp32 [T], and whether
-    nothing is likelier, bool [T]. The plain loss of a token is the negative of the first, whatever
-    `train.label_smoothing` and `train.z_loss` add in training."""
+    """Return, for each position with a label in order, the label's log-probability (fp32 [T]) and
+    whether no token is more likely (bool [T]). The negative log-probability is the plain loss of a
+    token, without what `train.label_smoothing` and `train.z_loss` add in training."""
     head = stage.head
     assert head is not None, "the whole model has a head"
     x = stage.hidden(microbatch)
@@ -140,18 +142,22 @@ def score(
     data: Data | None = None,
     token_bytes: NDArray[np.integer] | None = None,
 ) -> list[Score]:
-    """The score of each passage.
+    """Return the score of each passage.
 
-    stage: the whole model. context, stride: see `windows`. batch: windows at a time. data: what of
-    documents a run's samples heed (`reset_positions`, `reset_attention`, `mask_eod`); only where
-    passages have beginnings. token_bytes: see `Tokenizer.token_bytes`. Raises `UserError` for token
-    ids beyond the vocabulary, and for a context that the model has no positions for.
+    stage: the whole model.
+    context, stride: see `windows`.
+    batch: windows that are scored at once.
+    data: says how document boundaries are treated (`reset_positions`, `reset_attention`,
+    `mask_eod`), for passages that have `beginnings`; None uses the defaults.
+    token_bytes: see `Tokenizer.token_bytes`.
+    Raises `UserError` for a stride outside of 1 to `context`, for a context that is longer than the
+    learned positions of the model, and for token ids outside of the vocabulary.
     """
     _check(stage, passages, context, stride)
     device = stage.parameters()[0].value.device
     sizes = _sizes(token_bytes, stage)
     cut = [(n, w) for n, one in enumerate(passages) for w in windows(one, context, stride)]
-    # Windows of like lengths side by side, so that little of a batch is filling.
+    # Windows of similar length go into the same batch, to keep padding small.
     cut.sort(key=lambda pair: pair[1].begin - pair[1].end)
     scores = [Score()] * len(passages)
     for start in range(0, len(cut), batch):
@@ -169,7 +175,7 @@ def score(
 
 
 def _sizes(token_bytes: NDArray[np.integer] | None, stage: Stage) -> NDArray[np.int64]:
-    """Bytes of each id of the model, which may have more of them than the tokenizer."""
+    """Return the bytes of each id of the model, which may have more ids than the tokenizer."""
     sizes = np.zeros(stage.config.model.vocab or 0, np.int64)
     if token_bytes is not None:
         sizes[: len(token_bytes)] = token_bytes
@@ -199,8 +205,8 @@ def _check(stage: Stage, passages: Sequence[Passage], context: int, stride: int)
 def _microbatch(
     rows: Sequence[tuple[Passage, Window]], data: Data | None, device: torch.device
 ) -> Microbatch:
-    """Windows one below the other, as inputs [W, S]. Filling stands behind a window's tokens, where
-    none of them sees it, and has no label."""
+    """Stack windows into a microbatch with inputs [W, S]. Padding comes after a window's tokens,
+    where none of them attends to it, and has no label."""
     shape = len(rows), max(window.end - window.begin for _, window in rows)
     tokens_WS, labels_WS = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
     beginnings_WT = np.zeros((shape[0], shape[1] + 1), np.bool_)
@@ -224,12 +230,13 @@ def _microbatch(
 
 
 def read_passage(path: str, tokenizer: Tokenizer | None, reading: Reading) -> Passage:
-    """A file of text or of tokens as one passage, its documents end to end.
+    """Read a text file or token file as one passage, with its documents end to end.
 
-    A text's documents end with `eod`, as those of a token file do, and one more stands before the
-    first, so that every token of the text counts. A token file, PREFIX.bin, is taken as it is: all
-    but its first token count. Raises `UserError` for files that cannot be read, that have nothing
-    to predict, and for a text without a tokenizer.
+    Every document of a text ends with `eod`, as in token files. One more `eod` comes before the
+    first document, so that every token of the text counts. A token file (PREFIX.bin) is used as it
+    is, so all its tokens but the first count.
+    Raises `UserError` for a file that cannot be read or has nothing to predict, and for a text file
+    without a tokenizer.
     """
     if path.endswith((".bin", ".idx")):
         found = _token_file(path[:-4])
@@ -243,8 +250,8 @@ def read_passage(path: str, tokenizer: Tokenizer | None, reading: Reading) -> Pa
 
 
 def read_split(config: RunConfig, split: Split) -> Iterator[tuple[str, Passage]]:
-    """The documents that each source of a run has in a split, end to end, with its name. Raises
-    `UserError` for sources that cannot be read, and where none has a share of the split."""
+    """Yield the name of each source of a run and its documents of a split, end to end. Raises
+    `UserError` for sources that cannot be read, and if no source has a share of the split."""
     reader = Reader(config, split, seed=0)
     for name, source in zip(reader.names, reader.sources, strict=True):
         tokens = source.tokens.astype(np.int64)
@@ -272,7 +279,7 @@ def _text_file(path: str, tokenizer: Tokenizer, reading: Reading) -> Passage:
 
 
 def _encoded(found: Iterable[str], tokenizer: Tokenizer) -> Iterator[NDArray[np.int64]]:
-    """Token ids of each text that has any."""
+    """Yield the token ids of each text, without texts that have none."""
     found = iter(found)
     while some := list(islice(found, _ENCODED_AT_ONCE)):
         for ids in tokenizer.encode_batch(some):

@@ -1,7 +1,7 @@
-"""A model under EleutherAI's lm-evaluation-harness: its tasks, from local files, offline.
+"""Harness: evaluates a model on tasks of EleutherAI's lm-evaluation-harness, from local files.
 
-Only this module imports `lm_eval`. The harness asks for three things, and each is what the rest of
-the package does already: scores of windows (`evaluation.py`) and sampling (`sampling.py`).
+Only this module imports `lm_eval`. The three methods that the harness calls are built on existing
+parts of the package: scoring of windows (`evaluation.py`) and sampling (`sampling.py`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ from megaframe.sampling import sample
 from megaframe.stage import Stage
 
 _MOST_GENERATED = 256
-"""Tokens that are generated where a task names no number."""
+"""Tokens to generate if a task gives no number."""
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """names: of tasks or groups. folder: whose YAML files define tasks; else those that the harness
-    brings. shots: examples before each question, None as the task says. limit: questions of each
-    task, None all."""
+    """The tasks to evaluate.
+
+    names: names of tasks or groups.
+    folder: folder of YAML files that define tasks; None for the tasks included in the harness.
+    shots: examples before each question; None for the number that the task gives.
+    limit: questions of each task; None for all.
+    """
 
     names: Sequence[str]
     folder: str | None = None
@@ -40,10 +44,11 @@ class Tasks:
 
 
 class HarnessModel(TemplateLM):
-    """The whole model on one rank, as the harness sees it.
+    """The whole model on one rank, with the interface of the harness.
 
-    context: tokens of a window. batch: windows at a time. A text without anything before it is
-    predicted from an end of document, as documents are in training.
+    context: tokens of a window.
+    batch: windows that are scored at once.
+    A text without a prefix is predicted from an end-of-document token, as in training.
     """
 
     def __init__(self, stage: Stage, tokenizer: Tokenizer, *, context: int, batch: int) -> None:
@@ -58,13 +63,13 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """What requests that the harness keeps belong to."""
+        """The tokenizer's fingerprint, by which the harness caches requests."""
         return self._tokenizer.fingerprint
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Token ids of a text; special ones are never among them."""
+        """Return the token ids of a text, without special tokens whatever the arguments."""
         return self._tokenizer.encode(string)
 
     def _loglikelihood_tokens(
@@ -73,8 +78,9 @@ class HarnessModel(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """Of each (texts, ids before, ids that count): their log-probability, and whether each is
-        the likeliest. What does not fit into a window is cut off at its beginning."""
+        """Return, for each request of (texts, context ids, counted ids), the log-probability of the
+        counted ids and whether each of them is the most likely one. Context that does not fit into
+        a window is cut off at its beginning."""
         passages = [Passage(np.array(before + ids), len(before)) for _, before, ids in requests]
         scores = self._score(passages)
         return [(-one.nats, one.greedy) for one in scores]
@@ -82,7 +88,7 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-probability of each whole text."""
+        """Return the log-probability of each whole text."""
         texts = [request.args[0] for request in requests]
         encoded = [self._tokenizer.encode(text) for text in texts]
         return [
@@ -93,7 +99,7 @@ class HarnessModel(TemplateLM):
         ]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What follows each text, up to the first of the task's ends or the end of document."""
+        """Continue each text up to the first stop string of the task or the end of document."""
         return [self._generate(*request.args) for request in requests]
 
     def _score(self, passages: list[Passage]) -> list[Score]:
@@ -126,8 +132,8 @@ class HarnessModel(TemplateLM):
 def evaluate_tasks(
     stage: Stage, tokenizer: Tokenizer, tasks: Tasks, *, context: int, batch: int
 ) -> dict[str, dict[str, Any]]:
-    """Metrics by task, as the harness names them. Raises `UserError` for tasks that it does not
-    know, and for those whose data is not on this machine."""
+    """Return the metrics of each task, with the harness's names. Raises `UserError` for tasks that
+    the harness does not know and for tasks whose data is not on this machine."""
     manager = TaskManager(include_path=tasks.folder, include_defaults=tasks.folder is None)
     known = set(manager.all_tasks)
     missing = [name for name in tasks.names if name not in known]

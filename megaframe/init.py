@@ -1,8 +1,8 @@
-"""Initial weights that are the same under every layout.
+"""Initial weights that are identical under every layout.
 
-The full tensor is a sequence of row blocks, each drawn from a generator keyed by (seed, name,
-block). A rank draws the blocks that its piece touches and keeps the piece, so memory stays bounded
-and no draw depends on who else draws.
+A full tensor is a sequence of row blocks, each drawn from a generator keyed by (seed, name, block).
+A rank draws the blocks that overlap its piece and keeps only the piece. Memory stays bounded, and
+no draw depends on what other ranks draw.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _BLOCK_ELEMENTS = 1 << 20
 
 
 def fill(out: Tensor, spec: ParamSpec, box: Box, seed: int) -> None:
-    """Write the initial values of `spec`'s piece `box` into `out` (of the box's shape).
+    """Write the initial values of the piece `box` of `spec` into `out`, which has the box's shape.
 
-    Values are drawn in fp32 whatever the type of `out`, so precisions start from the same weights.
+    Values are drawn in fp32 whatever the type of `out`, so all precisions start from the same draw.
     """
     if not isinstance(spec.init, Normal):
         out.fill_(spec.init.value)

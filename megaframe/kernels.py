@@ -1,8 +1,9 @@
-"""Kernels: which fast functions a run computes with; where it has none, plain torch code stands.
+"""Kernels: which functions of the kernel library a run uses; plain torch code does the rest.
 
-On a GPU the library `megaframe_kernels` is asked for everything; on a CPU for what the config names
-and nothing else, so that a run there does not even import it. Code that has a fast form asks `find`
-at the place of its plain form, which stays right behind it: the truth, and what runs on a CPU.
+On a GPU the library `megaframe_kernels` is asked for every kernel. On a CPU it is asked only for
+implementations that the config names; without any it is not even imported. Code that has a faster
+kernel calls `find`, and its plain form follows right after the call. The plain form is the
+reference, and is what runs on a CPU.
 """
 
 from __future__ import annotations
@@ -40,16 +41,19 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
         "grouped_scaled_gradient",
     ),
 }
-"""The kernels of the library that each key of `kernels` is about. Those that lack a named
-implementation are chosen as without a name."""
+"""The kernels of the library that each key of the config section `kernels` selects. A kernel that
+lacks the named implementation is chosen as under `auto`."""
 _FAMILY = {name: family for family, names in FAMILIES.items() for name in names}
 AUTO, PLAIN_CODE = "auto", "reference"
 _FUSED_BY_A_COMPILER = "elementwise"
 
 
 class Kernels:
-    """choices: by the name of a kernel. compiler: makes a fast function of plain code, None where
-    that runs as it is."""
+    """The kernels of one run.
+
+    choices: the chosen implementations, by name of the kernel.
+    compiler: compiles a function of plain code; None to run plain code as it is.
+    """
 
     def __init__(
         self,
@@ -61,21 +65,21 @@ class Kernels:
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def has(self, name: str) -> bool:
-        """Whether `find` may find something."""
+        """Return whether there is a choice for this kernel; `find` may still refuse arguments."""
         return name in self._choices
 
     def active(self) -> dict[str, str]:
-        """What runs for each kernel where nothing is refused."""
+        """Return the implementation that runs for each kernel unless it refuses the arguments."""
         return {name: choice.active for name, choice in self._choices.items()}
 
     @property
     def fuses(self) -> bool:
-        """Whether a sum is better made together with the norm of it."""
+        """Whether to compute a sum and its norm together, because something here can fuse them."""
         return self._compiler is not None or self.has("norm")
 
     def find(self, name: str, *arguments: Any, **options: Any) -> Callable[..., Any] | None:
-        """What computes a kernel of these arguments, None where the plain code does. Raises
-        `UserError` where an implementation was named that does not take them."""
+        """Return the function that computes a kernel for these arguments, or None if the plain code
+        should. Raises `UserError` if a named implementation does not support the arguments."""
         choice = self._choices.get(name)
         if choice is None:
             return None
@@ -90,8 +94,9 @@ class Kernels:
     def piece(
         self, function: Callable[..., Any], simply: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """A piece of plain code between products and transfers; where that is wanted compiled, from
-        how it is said `simply`, without what makes it fast as it is."""
+        """Return `function`, a piece of plain code between products and transfers, or, with a
+        compiler, the compiled form of `simply`: the same computation without the manual
+        optimisations that speed up eager code. Without `simply`, `function` itself is compiled."""
         if self._compiler is None:
             return function
         simply = simply or function
@@ -101,7 +106,7 @@ class Kernels:
 
 
 NO_KERNELS = Kernels()
-"""Of a run that has none."""
+"""A run without kernels and compiler."""
 
 
 def make_kernels(
@@ -109,10 +114,11 @@ def make_kernels(
     device: torch.device,
     compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> Kernels:
-    """Those of a run on a device. What a compiler fuses is left to it where nothing is named.
+    """Return the kernels of a run on a device. With a compiler, elementwise kernels are left to it
+    unless the config names an implementation.
 
-    Raises `UserError` for a named implementation that this machine does not have, and where 8 bits
-    are asked for without the library, which has their plain code too.
+    Raises `UserError` for a named implementation that this machine does not have, and for
+    `train.fp8` without the library, which also contains the plain code of 8-bit products.
     """
     asked = {key: getattr(config.kernels, key) for key in FAMILIES}
     named = {key: name for key, name in asked.items() if name not in (AUTO, PLAIN_CODE)}

@@ -1,8 +1,8 @@
-"""Layout: the sizes of all axes, and which rank sits where; plain integers.
+"""Layout: the sizes of all axes, and the coordinate of every rank, as plain integers.
 
-The same ranks of a pipeline stage are numbered in two views, one for dense parameters and one for
-experts, so that attention and experts choose their sizes independently. Every question is answered
-from one table of strides.
+The ranks of a pipeline stage are numbered in two views, one for dense parameters and one for
+experts, so that attention and experts can choose their sizes independently. All methods are
+computed from one table of strides.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from megaframe.errors import UserError
 DENSE_VIEW = ("tensor", "context", "data", "pipeline")
 EXPERT_VIEW = ("expert_tensor", "expert", "expert_data", "pipeline")
 DATA_PARTS = ("data_shard", "data_replicate")
-"""What `data` is made of: ranks that shard one copy (fast), copies of it (slow)."""
+"""The two parts of `data`: ranks that shard one copy of the state (the faster index), and copies
+of it (the slower index)."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A shape for the world. Raises `UserError` for sizes that cannot be one.
+    """The size of every axis. Raises `UserError` for sizes that do not form a layout.
 
-    Ranks are numbered with tensor fastest, then context, data and pipeline slowest. Experts see the
-    tensor × context × data ranks of a stage as expert_tensor (fastest), expert, and `expert_data`,
-    the replicas of an expert.
+    Ranks are numbered with tensor fastest, then context, data, and pipeline slowest. For experts,
+    the tensor × context × data ranks of a stage are viewed as expert_tensor (fastest), expert, and
+    `expert_data`, the replicas of an expert.
     """
 
     tensor: int = 1
@@ -43,9 +44,10 @@ class Layout:
 
     @classmethod
     def from_parallel(cls, parallel: Parallel, world: int) -> Layout:
-        """The layout that a config gives to `world` ranks; `data` left out is what remains.
+        """Return the layout of `world` ranks under a config. If the config leaves `data` out, it is
+        what the other axes leave of `world`.
 
-        Raises `UserError` when the sizes do not multiply to `world`.
+        Raises `UserError` if the product of the sizes is not `world`.
         """
         sizes, mistakes = axis_sizes(parallel, world)
         _raise(mistakes)
@@ -68,7 +70,7 @@ class Layout:
 
     @property
     def expert_shard(self) -> int:
-        """Of these, those within one copy of the state."""
+        """Replicas of an expert within one copy of the state."""
         return self.expert_data // self.data_replicate
 
     @property
@@ -77,21 +79,22 @@ class Layout:
         return {axis: size for axis, (_, size) in self._strides().items()}
 
     def coordinate(self, rank: int) -> Mapping[str, int]:
-        """Index of `rank` on each axis of the dense view."""
+        """Return the index of `rank` on each axis of the dense view."""
         return self._coordinate(rank, DENSE_VIEW)
 
     def expert_coordinate(self, rank: int) -> Mapping[str, int]:
-        """Index of `rank` on each axis of the expert view."""
+        """Return the index of `rank` on each axis of the expert view."""
         return self._coordinate(rank, EXPERT_VIEW)
 
     def place(self, rank: int) -> Mapping[str, int]:
-        """Index of `rank` on each axis of both views."""
+        """Return the index of `rank` on each axis of both views."""
         return {**self.coordinate(rank), **self.expert_coordinate(rank)}
 
     def rank(self, **coordinate: int) -> int:
-        """The rank at `coordinate`, given in one view; an axis that is left out counts as 0.
+        """Return the rank at `coordinate`, which is given in one view. The index of an axis that is
+        left out is 0.
 
-        Raises `ValueError` for an index outside its axis or axes of two views.
+        Raises `ValueError` for an index outside of its axis and for axes of two views.
         """
         _one_view(coordinate)
         strides = self._strides()
@@ -101,9 +104,10 @@ class Layout:
         return sum(index * strides[axis][0] for axis, index in coordinate.items())
 
     def members(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Ranks that differ from `rank` only on `axes`, ascending (fastest axis first).
+        """Return the ranks whose coordinate differs from that of `rank` only on `axes`, including
+        `rank`, in ascending order (fastest axis first).
 
-        The view is the one that `axes` belong to; `data` is `data_shard` and `data_replicate`.
+        The view is the one that `axes` belong to. `data` is `data_shard` and `data_replicate`.
         """
         self._check_rank(rank)
         strides = self._strides()
@@ -112,7 +116,7 @@ class Layout:
         return tuple(first + offset for offset in self._offsets(axes))
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """The distinct `members(rank, *axes)` of all ranks: a partition of the world."""
+        """Return the distinct `members(rank, *axes)` of all ranks: a partition of the world."""
         strides = self._strides()
         own = [strides[axis] for axis in _one_view(axes)]
         offsets = self._offsets(axes)
@@ -136,7 +140,7 @@ class Layout:
         return text
 
     def _strides(self) -> dict[str, tuple[int, int]]:
-        """(distance in ranks between neighbours, size) of every axis."""
+        """Return (distance in ranks between neighbours, size) of every axis."""
         context = self.tensor
         data = context * self.context
         pipeline = data * self.data
@@ -159,7 +163,8 @@ class Layout:
         return {axis: rank // strides[axis][0] % strides[axis][1] for axis in view}
 
     def _offsets(self, axes: tuple[str, ...]) -> list[int]:
-        """Distances from the first member of a group over `axes` to each member, ascending."""
+        """Return the distance from the first member of a group over `axes` to each member,
+        ascending."""
         strides = self._strides()
         steps = [range(0, strides[a][0] * strides[a][1], strides[a][0]) for a in _one_view(axes)]
         return sorted(sum(step) for step in product(*steps))
@@ -170,7 +175,8 @@ class Layout:
 
 
 def _one_view(axes: Mapping[str, int] | tuple[str, ...]) -> set[str]:
-    """The axes without repetition. Raises `ValueError` unless all belong to one view."""
+    """Return the set of axes. Raises `ValueError` unless all belong to one view, and if `data` is
+    combined with one of its parts."""
     named = set(axes)
     dense = named <= {*DENSE_VIEW, *DATA_PARTS}
     if not dense and not named <= {*EXPERT_VIEW, "expert_shard"}:

@@ -1,6 +1,6 @@
-"""Mesh: a layout made real in this process; the only object that holds process groups.
+"""Mesh: a layout realised in this process; the only object that holds process groups.
 
-The groups of all axis sets are made at once, in the same order on every rank, because making a
+The groups of all axis sets are made at once and in the same order on every rank, because making a
 process group is itself a collective.
 """
 
@@ -46,32 +46,39 @@ EXPERT_SETS: tuple[tuple[str, ...], ...] = (
     ("expert", "expert_tensor"),
     ("expert_shard",),
 )
-"""Those over which experts do."""
+"""The axis sets over which experts communicate."""
 _WATCHED = 60.0
-"""Seconds that the watch has between a timeout of ours and that of NCCL."""
+"""Seconds by which NCCL's timeout exceeds ours, so that the watch can report first."""
 
 
 def world_size() -> int:
-    """Ranks of this launch as told by the launcher (`torchrun`), 1 without one."""
+    """Return the number of ranks of this launch as given by the launcher (`torchrun`), 1 without a
+    launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def ranks_on_this_node() -> int:
-    """Ranks that the launcher has started on this machine; all of them without a launcher."""
+    """Return the number of ranks that the launcher has started on this machine; the world size if
+    it does not say."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
 
 
 def global_rank() -> int:
-    """This process's rank as told by the launcher, 0 without one."""
+    """Return this process's rank as given by the launcher, 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 class Mesh:
-    """This rank's place in the layout, its process groups, its store and its device.
+    """This rank's coordinate in the layout, its process groups, its store and its device.
 
-    alone: play this rank without any other, with groups in which all do the like (`comm/alike.py`)
-    and tensors without content. Raises `UserError` when `device` is not there, `LostRanks` when not
-    all ranks come.
+    device: see `device_of`.
+    timeout: seconds that a rank waits for others.
+    serial: finish every collective before its call returns.
+    check_collectives: compare what the ranks start (`comm/order.py`).
+    axis_sets: the sets of axes to make groups for.
+    alone: run as this rank without any other, with groups that pretend that all ranks do the same
+    (`comm/alike.py`) and tensors without content.
+    Raises `UserError` if `device` is not available and `LostRanks` if not all ranks join in time.
     """
 
     def __init__(
@@ -97,7 +104,7 @@ class Mesh:
         self._timeout, self._serial = timeout, serial
         self.store: dist.Store = dist.HashStore()
         self.place = Place()
-        """Where this rank is in its work."""
+        """What this rank is doing (see `Place`)."""
         self._order: Order | None = None
         self._watch: Watch | None = None
         self._rank_of: tuple[int, ...] = ()
@@ -113,12 +120,12 @@ class Mesh:
         self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._counted: list[tuple[str, Group]] = []
         self.communicators = 0
-        """Groups that were made for tensors of the device and have this rank among others."""
+        """Number of process groups on the device's backend that include this rank."""
         self.before_close: list[Callable[[], object]] = []
-        """Called before the groups end."""
+        """Functions that `close` calls before it ends the groups."""
         self.add_groups(axis_sets)
         self.aside = self._make_group(("data",), layout.groups("data"), backend="gloo")
-        """The data ranks, over connections of their own on the host: for numbers that must not
+        """The data ranks, over separate connections on the host, for small values that must not
         queue behind large transfers."""
         if layout.world > 1 and not self._alone:
             self._watch = self._watching()
@@ -130,11 +137,12 @@ class Mesh:
         return Watch(self.store, self.layout, self.rank, self._timeout, self.place, cut)
 
     def group(self, *axes: str) -> Group:
-        """The group of ranks over `axes`."""
+        """Return this rank's group over `axes`."""
         return self._groups[self._key(axes)]
 
     def _key(self, axes: Iterable[str]) -> frozenset[str]:
-        """Axes of one rank, and two names for the same ranks, make no other group."""
+        """Return the key of the group over `axes`, the same for axis sets that give the same ranks:
+        `data_shard` without replicas is `data`, and `context` with one rank is left out."""
         names = {"data" if self._whole(axis) else axis for axis in axes}
         return frozenset(names) - (set() if self.layout.context > 1 else {"context"})
 
@@ -142,8 +150,8 @@ class Mesh:
         return axis == "data_shard" and self.layout.data_replicate == 1
 
     def add_groups(self, axis_sets: Iterable[tuple[str, ...]]) -> None:
-        """Make the groups over these axis sets that are not there yet. All ranks of the world call
-        it."""
+        """Make the groups over these axis sets that do not exist yet. All ranks of the world must
+        call this."""
         for axes in axis_sets:
             if self._key(axes) not in self._groups:
                 self._add_group(axes, self.layout.groups(*axes))
@@ -154,14 +162,15 @@ class Mesh:
         self._members[key] = members
 
     def indices(self, ranks: Iterable[int], *axes: str) -> list[int]:
-        """The index of each of `ranks` in its own group over `axes`."""
+        """Return the index of each of `ranks` in its own group over `axes`."""
         every = self._members[self._key(axes)]
         found = {rank: index for members in every for index, rank in enumerate(members)}
         return [found[rank] for rank in ranks]
 
     def divide_experts(self, neighbours: int) -> tuple[Group, Group]:
-        """Make groups of so many neighbours on the expert axis, and of those with the same place
-        among their neighbours. All ranks of the world call it."""
+        """Make two groups on the expert axis: one of this rank and its neighbours, with
+        `neighbours` ranks, and one of the ranks with the same index among their own neighbours. All
+        ranks of the world must call this."""
         rows = self.layout.groups("expert")
         starts = range(0, self.layout.expert, neighbours)
         near = [row[start : start + neighbours] for row in rows for start in starts]
@@ -169,9 +178,9 @@ class Mesh:
         return self._make_group(("expert",), near), self._make_group(("expert",), far)
 
     def share(self, copies: int) -> None:
-        """Make the group over ("data_shard", "context", "tensor_copies"): so many neighbours on the
-        tensor axis, and the ranks that hold a copy of the model with them. All ranks of the world
-        call it."""
+        """Make the group over ("data_shard", "context", "tensor_copies"): `copies` neighbours on
+        the tensor axis, which hold the same piece of a parameter, and the ranks along data_shard
+        and context with the same tensor indices. All ranks of the world must call this."""
         alike = [
             tuple(r for r in ranks if self.layout.coordinate(r)["tensor"] // copies == part)
             for ranks in self.layout.groups("data_shard", "context", "tensor")
@@ -180,9 +189,9 @@ class Mesh:
         self._add_group(("data_shard", "context", "tensor_copies"), alike)
 
     def divide_context(self, neighbours: int) -> tuple[Group, Ring]:
-        """Make groups of so many neighbours on the context axis, and rings of the ranks with the
-        same place among their neighbours, a link for each step of a ring. All ranks of the world
-        call it."""
+        """Make groups of `neighbours` ranks on the context axis, and rings of the ranks with the
+        same index among their neighbours, with a link for each step of a ring. Returns this rank's
+        group and ring. All ranks of the world must call this."""
         rows = self.layout.groups("context")
         group = self._make_group(
             ("context",),
@@ -199,9 +208,10 @@ class Mesh:
         return group, Ring(here, size, steps[here], steps[here - 1])
 
     def connect(self, links: Iterable[tuple[int, int]]) -> None:
-        """Make a group for each (from, to) pair of pipeline coordinates, one link per direction.
+        """Make a link for each (from, to) pair of pipeline coordinates, one per direction.
 
-        All ranks of the world call it with the same links: like any group, each is made by all.
+        All ranks of the world must call this with the same links, because all ranks take part in
+        making each group.
         """
         columns = self.layout.groups("pipeline")
         here = self.coordinate["pipeline"]
@@ -213,7 +223,8 @@ class Mesh:
                 self._links[source, target] = made
 
     def link(self, source: int, target: int) -> Group:
-        """The group for what pipeline coordinate `source` sends to `target`; one end is here."""
+        """Return the link from pipeline coordinate `source` to `target`, one of which must be this
+        rank's own."""
         return self._links[source, target]
 
     @property
@@ -222,16 +233,16 @@ class Mesh:
         return self.group("pipeline", "data", "context", "tensor")
 
     def take_traffic(self) -> dict[str, int]:
-        """Bytes that this rank has handed to collectives and links since the last call, by axes;
-        the same axes on every rank."""
+        """Return the bytes that this rank has handed to collectives and links since the last call,
+        by axes. Every rank has the same axes."""
         found: dict[str, int] = {}
         for label, group in self._counted:
             found[label] = found.get(label, 0) + group.traffic.take()[0]
         return found
 
     def beside(self) -> Group:
-        """A new group of all ranks, over connections of their own between hosts, for what goes on
-        beside training; its bytes are not counted. All ranks of the world call it."""
+        """Make a new group of all ranks over separate connections between hosts, for work in
+        parallel with training. Its bytes are not counted. All ranks of the world must call this."""
         axes = ("pipeline", "data", "context", "tensor")
         (ranks,) = self.layout.groups(*axes)
         handle = None
@@ -240,7 +251,8 @@ class Mesh:
         return Group(axes, ranks, self.rank, handle)
 
     def recording(self, name: str) -> AbstractContextManager[Recording]:
-        """What is started in it over the groups is recorded, and told of when it runs."""
+        """Return a context that records the transfers started in it over the groups, for
+        `Recording.run` to report when the recorded work runs."""
         return recording(name, self.place, [group.traffic for _, group in self._counted])
 
     @property
@@ -250,28 +262,30 @@ class Mesh:
 
     @property
     def links(self) -> Mapping[tuple[int, int], Group]:
-        """By (from, to), those that `connect` made with an end here."""
+        """The links of this rank that `connect` made, by (from, to)."""
         return self._links
 
     def charge(
         self, waits: Callable[[str], Waits], messages: Callable[[tuple[int, int]], Waits]
     ) -> None:
-        """From here on charge the waits for collectives to what `waits` gives for their axes, and
-        those for what comes over a link of the pipeline to what `messages` gives for that."""
+        """Charge all later waits: for collectives to `waits(axes)`, and for messages over a
+        pipeline link to `messages((from, to))`."""
         for label, group in self._counted:
             group.traffic.waits = group.traffic.messages = waits(label)
         for ends, link in self._links.items():
             link.traffic.messages = messages(ends)
 
     def name_stages(self, rank_of: Sequence[int]) -> None:
-        """Tell the pipeline coordinate of each stage, by number, for messages about lost ranks."""
+        """Set the pipeline coordinate of each stage, by stage number, for messages about lost
+        ranks."""
         self._rank_of = tuple(rank_of)
         if self._watch is not None:
             self._watch.rank_of = self._rank_of
 
     def watch_steps(self, limit: float, folder: Path) -> None:
-        """From now on end the run when what `place` says to be under way takes more than so many
-        seconds on any rank; stacks are written into `folder`. All ranks call it; 0 is no limit."""
+        """From now on, end the run if the activity recorded in `place` takes more than `limit`
+        seconds on any rank (0: no limit), and write stacks into `folder`. All ranks must call
+        this."""
         if limit and self._watch is None:
             self._watch = self._watching()
         if self._watch is not None:
@@ -279,25 +293,26 @@ class Mesh:
             self._watch.limit, self._watch.folder = limit, folder
 
     def may_begin_again(self, asked: Callable[[], bool]) -> None:
-        """Let the ranks begin again in their processes when nothing but a transfer has failed, as
-        far as `asked` then says so. NCCL's transfers nobody here ends: with them ranks leave."""
+        """Allow an in-process restart if only a transfer has failed and `asked` then returns true.
+        On a GPU this has no effect and ranks leave, because nothing here can end NCCL's
+        transfers."""
         if self._watch is not None and self.device.type == "cpu":
             self._watch.may_begin_again = asked
 
     def leave(self, lost: LostRanks) -> str:
-        """Say which rank is at fault and end this process, or return where the ranks begin again;
-        see `Watch.leave`."""
+        """Report which rank is at fault and end this process, or, if the ranks restart in their
+        processes, return what happened. See `Watch.leave`."""
         if self._watch is None:
             raise lost
         return self._watch.leave(lost)
 
     @property
     def ends_with_others(self) -> bool:
-        """Whether `close` waits for what other ranks have to do, as NCCL does."""
+        """Whether `close` needs the other ranks, as it does with NCCL."""
         return self._over_nccl and self.layout.world > 1
 
     def close(self) -> None:
-        """End all process groups."""
+        """Stop the watch and end all process groups."""
         for call in self.before_close:
             call()
         self.before_close.clear()
@@ -318,7 +333,7 @@ class Mesh:
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
-        """Turn what torch raises when ranks do not come to make a group into `LostRanks`."""
+        """Turn the error that torch raises when ranks do not join a new group into `LostRanks`."""
         try:
             yield
         except RuntimeError as error:
@@ -338,9 +353,12 @@ class Mesh:
         shared: bool = False,
         backend: str | None = None,
     ) -> Group:
-        """Make a process group of each of `members`, which all ranks give alike. Returns the one
-        with this rank, or this rank alone where there is none. shared: one that was made before
-        for the same ranks will do. backend: another one than the device's."""
+        """Make a process group for each tuple of ranks in `members`, which must be the same on all
+        ranks. Returns the group with this rank, or a group of this rank alone if there is none.
+
+        shared: reuse a group that was made before for the same ranks.
+        backend: use this backend instead of the device's.
+        """
         mine = Group(axes, (self.rank,), 0, None, place=self.place)
         for ranks in members:
             handle = self._handles.get(ranks) if shared else None
@@ -365,7 +383,8 @@ class Mesh:
         return mine
 
     def _new_handle(self, ranks: tuple[int, ...], backend: str | None) -> dist.ProcessGroup | None:
-        """A process group; of a rank that is alone only those with it."""
+        """Make a process group. A mesh with one rank `alone` makes only groups with that rank, and
+        returns None for others."""
         if self._alone:
             return Alike(ranks.index(self.rank), len(ranks)) if self.rank in ranks else None
         self.communicators += backend is None and self.rank in ranks
@@ -375,11 +394,12 @@ class Mesh:
             else:
                 limit = timedelta(seconds=self._timeout)
                 made = dist.new_group(ranks, timeout=limit, backend=backend)
-        # Of other ranks' groups torch gives a number in the place of a group.
+        # If this rank is not in the group, torch returns a number instead of a group.
         return Ferry(made) if self._ferried and not backend and self.rank in ranks else made
 
     def _label(self, axes: tuple[str, ...]) -> str:
-        """The axes with more than one rank; `world` for groups of all ranks on all axes."""
+        """Return the label under which traffic is counted: the axes with more than one rank, or
+        `world` for the group of all ranks."""
         names, sizes = self._key(axes), self.layout.sizes
         if names | {"context"} == {"tensor", "context", "data", "pipeline"}:
             return "world"
@@ -387,21 +407,22 @@ class Mesh:
 
 
 def _of_nccl(device: torch.device, timeout: float) -> dict[str, Any]:
-    """How a group over NCCL is made.
+    """Return the arguments that make a process group over NCCL.
 
-    At once, with its communicator: torch would otherwise make one for two ranks at their first
-    message, and wait for the other rank, which in a ring waits for another one. Its transfers go
-    before products that have not begun. Before NCCL gives up, which ends a process without a word,
-    the watch has told who is at fault.
+    The communicator is made at once. Otherwise torch would make one for two ranks at their first
+    message and wait for the other rank, which in a ring waits for yet another one. The stream has
+    high priority, so transfers start before products that have not begun. The timeout is longer
+    than that of the watch, which therefore reports who is at fault before NCCL ends the process
+    without a message.
     """
     limit = timedelta(seconds=timeout + _WATCHED)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = limit
-    # A link has one direction, so its messages are to come one after the other.
+    # Do not warn that messages run one after another: a link has one direction, so they should.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
     return {"timeout": limit, "pg_options": options, "device_id": device}
 
 
 def _ascending(one: int, other: int) -> tuple[int, int]:
-    """Two ranks in the order in which torch numbers those of a group."""
+    """Return two ranks in ascending order, in which torch numbers the ranks of a group."""
     return min(one, other), max(one, other)

@@ -1,4 +1,4 @@
-"""What flows from the loader through the pipeline: one microbatch, as one rank sees it.
+"""Microbatch: the tokens and labels of one microbatch on one rank, from the loader to the loss.
 
 Shape suffixes: B samples of the microbatch, S tokens per sample.
 """
@@ -12,24 +12,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE = -1
-"""Label of a position that has no loss."""
+"""Label of a position that does not count in the loss."""
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Token ids and everything that the model needs to know of them.
+    """Token ids and everything that the model needs to know about them.
 
     tokens_BS:    int64, inputs.
     labels_BS:    int64, the next token of each position, or `IGNORE`.
-    samples_B:    int64, number of each sample in the training order; with the position in the
-                  sample it numbers tokens globally, which is what dropout masks are keyed by.
-    positions_BS: int64 or None for 0..S-1; restarts at documents with `data.reset_positions`.
-                  [1, S] where all samples count alike.
-    documents_BS: int64 or None; attention stays among equal numbers (`data.reset_attention`).
-    whole:        None, or where this is one context rank's part: tokens of a whole sample. Then
-                  `documents_BS` still has all of them, for attention sees the others' keys.
-    ahead:        what `look_ahead` adds: of each number of tokens further on, from 1 on, the tokens
-                  and labels that are so far ahead of each position.
+    samples_B:    int64, number of each sample in the training order. Together with the position in
+                  the sample it identifies a token globally, as the key of dropout masks.
+    positions_BS: int64, or None for 0..S-1. Restarts at documents with `data.reset_positions`.
+                  [1, S] if all samples have the same positions.
+    documents_BS: int64 or None. Tokens attend only to tokens with the same number
+                  (`data.reset_attention`).
+    whole:        tokens of a whole sample if this is one context rank's part, else None.
+                  `documents_BS` then still covers whole samples, because attention sees the keys
+                  of other ranks.
+    ahead:        filled by `look_ahead`: for each distance from 1 on, the tokens and labels that
+                  are this far ahead of each position.
     """
 
     tokens_BS: Tensor
@@ -42,9 +44,9 @@ class Microbatch:
 
 
 def look_ahead(microbatch: Microbatch, depth: int) -> Microbatch:
-    """The microbatch with what is 1 to `depth` tokens ahead of each position; of whole samples.
-    Behind the end of a sample are tokens 0, and where a sample or the position's document ends
-    before, there is no loss."""
+    """Return the microbatch, which must have whole samples, with the tokens and labels that are 1
+    to `depth` positions ahead. After the end of a sample the token is 0. There is no loss beyond
+    the end of a sample or of the position's document."""
     tokens, labels, documents = microbatch.tokens_BS, microbatch.labels_BS, microbatch.documents_BS
     found = []
     for by in range(1, depth + 1):
@@ -60,10 +62,12 @@ def _shifted(x_BS: Tensor, by: int, filling: int) -> Tensor:
 
 
 def zigzag(x: Tensor, index: int, parts: int, filling: int) -> Tensor:
-    """Part `index` of the last dim of x: of 2 * parts equal pieces, those numbered `index` and
-    2 * parts - 1 - index. What does not divide is filled up at its end; one part is all of x.
+    """Return part `index` of the last dim of x: of 2 * parts equal pieces, those numbered `index`
+    and 2 * parts - 1 - index. If the size is not divisible, x is first padded at its end with
+    `filling`. With one part, x is returned as it is.
 
-    Under a causal mask a token is as much work as tokens are before it; so all parts are as much.
+    Under a causal mask, the work for a token grows with the number of tokens before it, so all
+    parts have the same amount of work.
     """
     if parts == 1:
         return x
@@ -73,8 +77,8 @@ def zigzag(x: Tensor, index: int, parts: int, filling: int) -> Tensor:
 
 
 def part_of(microbatch: Microbatch, index: int, parts: int) -> Microbatch:
-    """The microbatch as context rank `index` of `parts` sees it, divided in zigzag. Filling stands
-    behind all tokens of a sample, where no other token sees it, and has no loss."""
+    """Return the part of the microbatch for context rank `index` of `parts`, in zigzag order.
+    Padding comes after all tokens of a sample, where no token attends to it, and has no loss."""
     if parts == 1:
         return microbatch
     tokens, positions = microbatch.tokens_BS, microbatch.positions_BS

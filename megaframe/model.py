@@ -1,4 +1,4 @@
-"""The units of a model: embedding, blocks and head, each with one bucket of parameters."""
+"""The units of a model: embedding, blocks, predictors and head."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megaframe.spec import Normal, ParamSpec
 
 
 class Embedding(Module):
-    """Tokens, and learned positions where the model has them, to the residual stream."""
+    """Token embedding, plus learned positions if the model has them."""
 
     def __init__(self, config: RunConfig) -> None:
         model = config.model
@@ -45,7 +45,7 @@ class Embedding(Module):
             )
 
     def __call__(self, microbatch: Microbatch, frame: Frame) -> Tensor:
-        """[B, S] token ids to this rank's rows [rows, hidden]."""
+        """Return this rank's rows [rows, hidden] of the residual stream for token ids [B, S]."""
         tokens_BS = microbatch.tokens_BS
         x = self.tokens(tokens_BS.flatten(), frame)
         if self.position == "learned":
@@ -76,11 +76,11 @@ class Block(Module):
 
     @property
     def late(self) -> Module:
-        """The MLP, or what is in its place."""
+        """The MLP, or the experts in its place."""
         return self.mlp
 
     def __call__(self, x: Tensor, frame: Frame) -> Tensor:
-        """[rows, hidden] to the same shape."""
+        """Return the residual stream after the block; x and the result are [rows, hidden]."""
         branch = self.attention(x, self.attention_norm, frame)
         if frame.dropout is not None:
             branch = frame.dropout(branch, f"{self.name}.attention")
@@ -97,18 +97,19 @@ class Block(Module):
 
 
 _WAKING = 2e-4
-"""Seconds before its end at which a wait stops sleeping: a processor that has slept wakes up late,
-and by varying times."""
+"""Seconds before the end of a wait at which it stops sleeping and spins, because a thread that
+sleeps wakes up late, by varying times."""
 
 
 class EmulatedBlock(Module):
-    """A block without weights that waits for as long as a real one would compute."""
+    """A block without weights that waits as long as a real one would compute
+    (`model.emulate`)."""
 
     def __init__(self, times: Emulate) -> None:
         self.times = times
 
     def __call__(self, x: Tensor, frame: Frame) -> Tensor:
-        """The same tensor, later."""
+        """Return a copy of x after the forward time."""
         return _Wait.apply(x, time.perf_counter(), self.times, frame.later)
 
 
@@ -132,7 +133,8 @@ def _wait(seconds: float) -> None:
 
 
 def _wait_until(end: float) -> None:
-    """Return when `time.perf_counter` is at `end`; a processor that sleeps till then is late."""
+    """Return when `time.perf_counter` reaches `end`. Sleeps first and then spins, because sleeping
+    until `end` would return late."""
     rest = end - time.perf_counter() - _WAKING
     if rest > 0:
         time.sleep(rest)
@@ -141,10 +143,10 @@ def _wait_until(end: float) -> None:
 
 
 class Head(Module):
-    """Final norm, projection to the vocabulary, loss; and a final norm for each depth of
-    multi-token prediction, whose projection is the same.
+    """Final norm, projection to the vocabulary, and loss. Each depth of multi-token prediction has
+    its own final norm and shares the projection.
 
-    tokens: the token table as the last stage has it, whose weight a tied head multiplies with.
+    tokens: the token table on the last stage, whose weight a tied head uses.
     """
 
     def __init__(self, config: RunConfig, tokens: Table | None) -> None:
@@ -173,19 +175,20 @@ class Head(Module):
 
     @property
     def norms(self) -> list[Norm]:
-        """That of the next token first, then those of the tokens further ahead."""
+        """The final norm of the next token, then those of the tokens further ahead."""
         return [self.norm, *self.norms_ahead]
 
     def loss(self, y: Tensor, labels_BS: Tensor, scale: Tensor | None, frame: Frame) -> HeadResult:
-        """Loss sum of normalised hidden states y [rows, hidden]; see `head_loss`. Without a scale
-        nothing is trained, and the loss is cross-entropy alone."""
+        """Return the loss sum of normalised hidden states y [rows, hidden], with gradients times
+        `scale`; see `head_loss`. Without a scale there are no gradients, and the loss is
+        cross-entropy alone."""
         labels = frame.fill(labels_BS.flatten(), IGNORE)
         options = self.plain if scale is None else self.options
         given = (y.detach(), labels, self.weight, options, scale, frame.tensor)
         return head_loss(*given, frame.kernels)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Logits in fp32 of hidden states [..., hidden]; for sampling, not for training."""
+        """Return fp32 logits of hidden states [..., hidden], for use without training."""
         logits = (self.norm(x) @ self.weight.value.t()).float()
         cap = self.plain.softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -193,11 +196,12 @@ class Head(Module):
 
 class Predictor(Module):
     """One depth of multi-token prediction (DeepSeek-V3, 2024, section 2.2): the stream of a token
-    and the embedding of one further ahead, each normalised, are joined into that of one more block.
+    and the embedding of a token further ahead are normalised, joined, and passed through one more
+    block, which is numbered after the last layer.
 
-    tokens: the table of the embedding. before: the final norm of the depth before, because what is
-    joined is what the head saw there, as in the released code. The block is numbered behind the
-    last layer.
+    tokens: the table of the embedding.
+    before: the final norm of the previous depth. It is applied to the stream first, because the
+    predictor takes the stream as the head saw it, as in the released code.
     """
 
     def __init__(self, model: Model, index: int, tokens: Table, before: Norm) -> None:
@@ -217,11 +221,12 @@ class Predictor(Module):
 
     @property
     def late(self) -> Module:
-        """That of the block."""
+        """The late part of the block."""
         return self.block.late
 
     def __call__(self, x: Tensor, ahead_BS: Tensor, frame: Frame) -> Tensor:
-        """The stream [rows, hidden] of the depth before and the tokens ahead to the next stream."""
+        """Return the next stream from x, the stream [rows, hidden] of the previous depth, and the
+        tokens ahead."""
         ahead = self.tokens(ahead_BS.flatten(), frame)
         if frame.dropout is not None:
             ahead = frame.dropout(ahead, self.name)
@@ -232,8 +237,8 @@ class Predictor(Module):
 
 
 def tokens_at_the_end(model: Model, embedding: Embedding | None) -> Table | None:
-    """The token table as the last stage has it: that of `embedding` where the same rank has one,
-    else a replica; None where nothing there needs it."""
+    """Return the token table of the last stage: that of `embedding` if given, which is on the same
+    rank, else a replica. None if the last stage needs no token table."""
     if not (model.tie_embeddings or model.mtp_depth):
         return None
     if embedding is not None:
@@ -244,7 +249,8 @@ def tokens_at_the_end(model: Model, embedding: Embedding | None) -> Table | None
 
 
 def vocabulary(model: Model) -> int:
-    """Rows of the embedding; a config without `model.vocab` is resolved before a model is built."""
+    """Return the rows of the embedding. Raises `ValueError` if `model.vocab` is not set: the config
+    must be resolved before a model is built."""
     if model.vocab is None:
         raise ValueError("model.vocab is not set: resolve the config with its tokenizer first")
     return model.vocab

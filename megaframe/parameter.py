@@ -1,8 +1,8 @@
-"""Parameter: a spec made real on one rank, and Module, the tree that owns parameters.
+"""Parameter: a spec realised on one rank; and Module: the tree that owns parameters.
 
-A parameter is not a torch Parameter. The model computes with `value`, gradients are summed into
-`grad` (both are views into a flat bucket, which binds them), and there is no other place where
-either could live. Matrices add their gradient straight into `grad`; all else goes through `use()`.
+A parameter is not a torch Parameter. The model computes with `value` and gradients are summed into
+`grad`. Both are views into a flat bucket, which binds them, and exist nowhere else. Matrices add
+their gradient directly into `grad`; everything else goes through `use()`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from megaframe.spec import Box, ParamSpec
 
 @dataclass(frozen=True)
 class Precision:
-    """compute: type of values and activations; master: of weights that are updated, of gradients
-    and of optimizer state."""
+    """The types of numbers.
+
+    compute: type of values and activations.
+    master: type of master weights, of gradients and of optimizer state.
+    """
 
     compute: torch.dtype
     master: torch.dtype
@@ -38,18 +41,19 @@ PRECISIONS = {
 
 
 _AWAY = torch.empty(0)
-"""In the place of a value or a gradient that is not here."""
+"""Placeholder for a value or gradient that is not on this rank at the moment."""
 
 
 class Parameter:
     """The local piece of one logical tensor.
 
-    value: in compute precision. grad: the sum of gradients, in master precision. A bucket lends
-    both: they may be away when nothing needs them.
-    `fresh` says that nothing was added to `grad` yet, so that its old content is overwritten
-    instead of first being set to zero; where matrices along dim 0 are added to one by one, that
-    goes for each. replica: another rank's stage has the same parameter, counts and saves it; their
-    gradients are summed. frozen: it is not trained, and has no `grad`.
+    value: in compute precision. Lent by a bucket, so it may be absent when nothing needs it.
+    grad: the sum of gradients, in master precision; lent by a bucket too.
+    fresh: nothing was added to `grad` yet. The first addition overwrites the old content, so it is
+    never cleared. If matrices along dim 0 are added to separately, this holds for each of them.
+    replica: another rank's stage has the same parameter, and counts and saves it. The gradients of
+    both are summed.
+    frozen: the parameter is not trained and has no `grad`.
     """
 
     __slots__ = ("_missing", "_open", "box", "fresh", "frozen", "grad", "replica", "spec", "value")
@@ -67,26 +71,29 @@ class Parameter:
         self._missing: set[int] = set()
 
     def bind(self, box: Box, open_grad: Callable[[], object] | None) -> None:
-        """Say which piece of the tensor this is. open_grad: is called before the first addition to
-        `grad`, which then is there; without it the parameter is frozen."""
+        """Set which piece of the tensor this is.
+
+        open_grad: called before the first addition to `grad`, to make it available. With None the
+        parameter is frozen.
+        """
         self.box, self._open, self.frozen = box, open_grad, open_grad is None
 
     def let_go_of_value(self) -> None:
-        """Nothing may compute with the parameter until its value is back."""
+        """Drop `value`; nothing may compute with the parameter until it is set again."""
         self.value = _AWAY
 
     def let_go_of_grad(self) -> None:
-        """The sum so far is elsewhere; the next addition starts a new one."""
+        """Drop `grad`, whose sum has been taken elsewhere; the next addition starts a new sum."""
         self.grad, self.fresh = _AWAY, True
 
     def use(self) -> Tensor:
-        """`value` for ordinary autograd; what flows back is added to `grad`."""
+        """Return `value` for ordinary autograd. The gradient is added to `grad`."""
         if self.frozen or not torch.is_grad_enabled():
             return self.value
         return _Use.apply(self.value.detach().requires_grad_(), self)
 
     def add(self, gradient: Tensor, of: int | None = None) -> None:
-        """grad += gradient; `of`: of this one of the matrices along dim 0 alone."""
+        """grad += gradient. of: index along dim 0 of the only matrix to add to; None for all."""
         if self.frozen:
             return
         grad, add = self._begin(of)
@@ -96,7 +103,7 @@ class Parameter:
             grad.copy_(gradient)
 
     def add_product(self, left_TO: Tensor, right_TI: Tensor, of: int | None = None) -> None:
-        """grad += left^T right, the gradient of a matrix [O, I] over T tokens; `of` as of
+        """grad += left^T right, the gradient of a matrix [O, I] over T tokens. of: as in
         `add`."""
         if self.frozen:
             return
@@ -107,7 +114,8 @@ class Parameter:
     def add_grouped(
         self, left_NO: Tensor, right_NI: Tensor, ends_E: Tensor, kernels: Kernels = NO_KERNELS
     ) -> None:
-        """The same of rows that lie expert after expert, as one operation."""
+        """Do the same for all experts in one operation. The rows are sorted by expert, and those of
+        expert e end before row ends_E[e]."""
 
         def into(grad: Tensor, add: bool) -> None:
             grads_EOI = grad.view(len(ends_E), -1, grad.shape[-1])
@@ -124,26 +132,26 @@ class Parameter:
         self.add_by(into)
 
     def add_by(self, into: Callable[[Tensor, bool], None]) -> None:
-        """Let `into` add to `grad` itself; told False, it overwrites what is there."""
+        """Call into(grad, add), which adds to `grad` itself, or overwrites it if `add` is false."""
         if not self.frozen:
             into(*self._begin())
 
     def add_rows(self, index_T: Tensor, gradient_TI: Tensor) -> None:
-        """grad[index] += gradient, row by row: the gradient of a look-up."""
+        """grad[index] += gradient, row by row: the gradient of a table lookup."""
         if self.frozen:
             return
         self.finish()
         self.grad.index_add_(0, index_T, gradient_TI.to(self.grad.dtype))
 
     def finish(self) -> None:
-        """Make `grad` a valid sum even where nothing was added."""
+        """Make `grad` a valid sum even if nothing was added to it or to some of its matrices."""
         grad, add = self._begin()
         if not add:
             grad.zero_()
 
     def _begin(self, of: int | None = None) -> tuple[Tensor, bool]:
-        """Before an addition, to matrix `of` alone or to all: what it is added to, and whether that
-        is a sum, which it is not before the first addition."""
+        """Prepare an addition to matrix `of`, or to all of `grad` if None. Returns the tensor to
+        add to, and whether to add: false for the first addition, which must overwrite."""
         if self.fresh:
             if self._open is not None:
                 self._open()
@@ -174,10 +182,10 @@ class _Use(torch.autograd.Function):
 
 
 class Module:
-    """A part of the model. Its parameters are those of its attributes, in order of assignment."""
+    """A part of the model. Its parameters are found in its attributes, in order of assignment."""
 
     def parameters(self) -> Iterator[Parameter]:
-        """Every parameter below this module, once each."""
+        """Yield every parameter below this module once."""
         seen: set[int] = set()
         for parameter in _walk(self):
             if id(parameter) not in seen:
@@ -186,8 +194,8 @@ class Module:
 
     @property
     def late(self) -> Module | None:
-        """The part of a unit that its forward pass needs last and its backward pass is done with
-        first, so that it travels beside the computation of the rest; None where it has none."""
+        """The part of a unit that its forward pass uses last and its backward pass finishes first,
+        so that its transfers overlap with the computation of the rest. None if there is none."""
         return None
 
 

@@ -1,7 +1,7 @@
-"""Pipeline: what one rank runs of the model, and how: its stages, their optimizer, the schedule.
+"""Pipeline: what one rank runs: its stages, their optimizer, and the lowered schedule.
 
-The schedule decides on which rank a stage lies, so everything else is built from it. A run without
-a pipeline is one of one rank and one stage.
+The schedule determines the rank of each stage, so everything else is built from it. A run without a
+pipeline is a pipeline with one rank and one stage.
 """
 
 from __future__ import annotations
@@ -33,12 +33,16 @@ from megaframe.spec import copies_of
 from megaframe.stage import Stage, build_stages
 
 _KEPT = 32
-"""Lowered schedules that are kept: a batch ramp passes through a few numbers of microbatches."""
+"""Lowered schedules to cache. During a batch ramp the number of microbatches takes a few values."""
 
 
 class Pipeline:
-    """This rank's stages with their optimizer, and the engine that runs them. `schedule` is that of
-    a full batch; every one of the run has its `rank_of`. tell: shows lines."""
+    """This rank's stages with their optimizer, and the engine that runs them.
+
+    `schedule` is the schedule of a full batch. All schedules of the run have the same `rank_of`.
+    time: see `Engine`.
+    tell: called with a line to show.
+    """
 
     def __init__(
         self, config: RunConfig, mesh: Mesh, time: Timer, tell: Callable[[str], None] = print
@@ -87,7 +91,7 @@ class Pipeline:
         self._lowered = lowered
 
     def follow(self, follower: Follower) -> None:
-        """Tell it of every action of the steps from here on; see `Engine`."""
+        """Call `follower` for every action of the following steps; see `Engine`."""
         self._engine.follow = follower
 
     def train(
@@ -98,7 +102,7 @@ class Pipeline:
         *,
         by_block: bool = False,
     ) -> Outcome:
-        """One optimizer step; see `Engine.run`. The microbatches are of whole samples."""
+        """Run one optimizer step; see `Engine.run`. The microbatches contain whole samples."""
         schedule, paired = self._lowered(len(microbatches), True)
         depth = self._depth
         ahead = [look_ahead(one, depth) for one in microbatches] if depth else microbatches
@@ -106,17 +110,18 @@ class Pipeline:
         return self._engine.run(schedule, parts, step, scale, paired, by_block=by_block)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Loss sum of each microbatch without gradients, [M]; see `Engine.evaluate`."""
+        """Return the loss sum of each microbatch without gradients, [M]; see `Engine.evaluate`."""
         schedule, _ = self._lowered(len(microbatches), False)
         return self._engine.evaluate(schedule, self._parts(microbatches))
 
     def _parts(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """What this context rank has of them."""
+        """Return this context rank's part of each microbatch."""
         return [part_of(one, self.context.index, self.context.size) for one in microbatches]
 
 
 def _places(config: RunConfig, mesh: Mesh) -> Places:
-    """The ranks that have experts. All ranks of the world call it."""
+    """Return where the experts are: the groups of ranks that have them, and the dispatch method.
+    All ranks of the world must call this."""
     if config.model.moe is None:
         return Places()
     mesh.add_groups(EXPERT_SETS)
@@ -138,14 +143,15 @@ def _compiler(
 
 
 def _links(rank_of: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(from, to) of everything that is sent between stages, in both directions."""
+    """Yield (from, to) for all pairs of ranks with neighbouring stages, in both directions."""
     for here, there in pairwise(rank_of):
         if here != there:
             yield from ((here, there), (there, here))
 
 
 def _tied(stages: Mapping[int, Stage], mesh: Mesh, ends: tuple[int, int]) -> Tied | None:
-    """This rank's copy of the token embedding that the first and the last stage both have."""
+    """Return this rank's copy of the token embedding that the first and the last stage both have,
+    or None if this rank has neither stage."""
     for stage in stages.values():
         if stage.embedding is not None:
             return Tied(stage.embedding.tokens.weight, mesh.link(*ends))

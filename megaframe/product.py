@@ -1,10 +1,10 @@
 """Matrix products, by the fastest routine that torch has for the operands.
 
-On a CPU torch gives fp32 products to MKL, which on processors of other makers than its own runs at
-less than half of what the vector units can do, and bf16 products to oneDNN, which does not care. So
-fp32 goes to oneDNN too, through the operator that torch's compiler uses for it: 197 against 320 to
-470 GFLOP/s on the machine of docs/log.md. That operator always makes a new tensor; results that
-belong somewhere else are made in pieces that stay in cache on their way.
+On a CPU torch uses MKL for fp32 products and oneDNN for bf16 products. On processors that are not
+Intel's, MKL reaches less than half of the peak of the vector units; oneDNN does not depend on the
+maker. This module therefore uses oneDNN for fp32 too, through the operator of torch's compiler: 320
+to 470 instead of 197 GFLOP/s on the machine of docs/log.md. That operator always allocates its
+result, so results that belong elsewhere are computed in pieces that stay in cache until copied.
 
 Shape legend: M rows, K summed over, N columns.
 """
@@ -17,21 +17,22 @@ import torch
 from torch import Tensor
 
 PIECE_BYTES = 4 << 20
-"""Size of the pieces in which a result is made that is then added or copied elsewhere."""
+"""Size of the pieces in which a result is computed that is then added or copied elsewhere."""
 GPU_PIECE_BYTES = 256 << 20
-"""The same on a GPU, where a piece is a product that fills it."""
+"""The same on a GPU, where the product of one piece must be large enough to fill the GPU."""
 ALONE = 1 << 22
-"""Multiplications from which on one product by oneDNN is faster than MKL's for several at once."""
+"""From this many multiplications per matrix on, separate products by oneDNN are faster than MKL's
+batched product."""
 
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def product(left_MK: Tensor, right_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """left [M, K] times right [K, N] plus a bias, [M, N]."""
+    """Return left [M, K] times right [K, N], plus a bias [N] if given, as [M, N]."""
     if _by_onednn(left_MK):
         transposed = right_KN.t()
         if not (transposed.is_contiguous() or right_KN.is_contiguous()):
-            # Of some columns only, oneDNN (3.x) has no fast routine: a thousand times slower.
+            # For a slice of columns, oneDNN (3.x) takes a path that is a thousand times slower.
             transposed = right_KN.contiguous().t()
         return torch.ops.mkldnn._linear_pointwise(left_MK, transposed, bias_N, "none", [], "")
     if bias_N is None:
@@ -40,12 +41,12 @@ def product(left_MK: Tensor, right_KN: Tensor, bias_N: Tensor | None = None) -> 
 
 
 def fast_bf16() -> bool:
-    """Whether products of bf16 are made on this machine's CPU by oneDNN."""
+    """Return whether oneDNN supports bf16 products on this machine's CPU."""
     return _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def products(left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
-    """left [H, M, K] times right [H, K, N] for each H, [H, M, N]."""
+    """Return left [H, M, K] times right [H, K, N] for each H, as [H, M, N]."""
     heads, rows, inner = left_HMK.shape
     if _by_onednn(left_HMK) and rows * inner * right_HKN.shape[2] >= ALONE:
         made = [product(*pair) for pair in zip(left_HMK, right_HKN, strict=True)]
@@ -54,10 +55,11 @@ def products(left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
 
 
 def wide_products(left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
-    """`products` in fp32 at least."""
+    """Do the same as `products`, with a result in fp32 for bf16 operands."""
     if left_HMK.dtype is not torch.bfloat16:
         return products(left_HMK, right_HKN)
-    # Numbers that bf16 holds lose nothing where oneDNN takes fp32 for bf16, and torch asks it then.
+    # Make torch use oneDNN and let oneDNN treat the fp32 operands as bf16. They hold bf16 numbers,
+    # so nothing is lost.
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # put there at import
     before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
     try:
@@ -67,9 +69,9 @@ def wide_products(left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
 
 
 def product_into(out_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, add: bool) -> None:
-    """out = left right, or with `add`, out += left right.
+    """Compute out = left right, or with `add`, out += left right.
 
-    `out` may be of higher precision than the operands; its old content matters with `add` only.
+    `out` may have a higher precision than the operands. Its old content matters with `add` only.
     """
     if left_MK.is_cuda and out_MN.dtype is torch.float32 and _sums_wide(left_MK.dtype):
         beta = 1.0 if add else 0.0
@@ -99,8 +101,8 @@ def product_into(out_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, add: bool
 
 @lru_cache
 def _sums_wide(dtype: torch.dtype) -> bool:
-    """Whether torch adds a product of this type to fp32 sums in one operation on this GPU. The
-    first call tries; versions of torch before 2.10 may not."""
+    """Return whether torch can add a product of this type to fp32 sums in one operation on this
+    GPU. The first call tries it, because torch before 2.10 may not be able to."""
     if dtype not in (torch.bfloat16, torch.float16):
         return False
     left = torch.ones(16, 16, dtype=dtype, device="cuda")

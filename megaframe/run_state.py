@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside its tensors, and which of them a run can do without."""
+"""What a checkpoint holds besides its tensors, and which of its tensors a run can do without."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ from megaframe.errors import UserError
 from megaframe.optim.optimizer import OptimizerState
 
 STATE, AVERAGE = "optimizer.", "optimizer.ema/"
-"""How the names of tensors begin that are state of the optimizer, and averages of weights."""
+"""Prefixes of the names of optimizer state, and of averages of weights, in a checkpoint."""
 
 
 @dataclass(frozen=True)
 class HistoryState:
-    """What was judged of the steps before: the last losses, and first samples of the steps that are
-    left out, and of those that have failed once."""
+    """The judgement of earlier steps.
+
+    losses: the last losses.
+    left_out: the first samples of steps whose data is skipped.
+    failed: the first samples of steps that have failed once.
+    """
 
     losses: Sequence[float] = ()
     left_out: Sequence[int] = ()
@@ -32,9 +36,15 @@ class HistoryState:
 
 
 class RunState(BaseModel):
-    """config: of the run, resolved; keys that its version did not have yet are at their defaults.
-    data: of the loader. loss and grad_norm: of the last step, with which the first step after a
-    load is compared."""
+    """The state of a run in a checkpoint, besides its tensors.
+
+    config: the resolved config of the run. Keys that its version did not have are at their
+    defaults.
+    data: state of the loader.
+    optimizer: state of the optimizer besides its tensors.
+    loss, grad_norm: of the last step, for comparison with the first step after a load.
+    history: the judgement of earlier steps.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -47,7 +57,7 @@ class RunState(BaseModel):
 
 
 def initial_state(config: RunConfig) -> RunState:
-    """Of a run that has not begun, for weights that come from elsewhere."""
+    """Return the state of a run that has not begun, for weights that come from elsewhere."""
     return RunState(
         config=config,
         data={},
@@ -58,7 +68,8 @@ def initial_state(config: RunConfig) -> RunState:
 
 
 def read_state(checkpoint: Checkpoint) -> RunState:
-    """The state in a checkpoint. Raises `UserError` when it is not one of a run."""
+    """Return the state in a checkpoint. Raises `UserError` if it is not a state of a run, or if its
+    config has keys that this version does not know."""
     try:
         return RunState.model_validate(checkpoint.state)
     except ValidationError as error:
@@ -76,8 +87,9 @@ def read_state(checkpoint: Checkpoint) -> RunState:
 
 
 def without_missing(slices: Sequence[Slice], saved: Collection[str]) -> list[Slice]:
-    """What of `slices` to load. State of the optimizer that is not saved, because a parameter was
-    frozen or the optimizer another one, stays as it is, zero; an average starts from the weight."""
+    """Return which of `slices` to load. Optimizer state that was not saved, because a parameter was
+    frozen or another optimizer was used, is left out and stays zero. An average that was not saved
+    is loaded from the weight."""
     found = []
     for part in slices:
         if part.name in saved or not part.name.startswith(STATE):
@@ -88,7 +100,7 @@ def without_missing(slices: Sequence[Slice], saved: Collection[str]) -> list[Sli
 
 
 def new_state(slices: Sequence[Slice], saved: Collection[str]) -> Iterator[str]:
-    """A line for each kind of state that `without_missing` does without."""
+    """Yield a line for each kind of optimizer state that the checkpoint lacks."""
     missing: dict[str, dict[str, None]] = {}
     for part in slices:
         if part.name.startswith(STATE) and part.name not in saved:
@@ -104,8 +116,9 @@ def new_state(slices: Sequence[Slice], saved: Collection[str]) -> Iterator[str]:
 
 
 def _other_splits(saved: Data, data: Data) -> Iterator[str]:
-    """A line for each source that both have, by the name of its files, with documents of training
-    that were held out before, or the other way round."""
+    """Yield a line for each difference in how documents are divided into training and held-out
+    ones: in `data.split`, or else in the split of a source that both configs have. Sources are
+    matched by file name."""
     if other := [*differences(saved.split, data.split, (), "data.split")]:
         yield from other
         return
@@ -118,7 +131,8 @@ def _other_splits(saved: Data, data: Data) -> Iterator[str]:
 
 
 def check_same_run(saved: RunConfig, config: RunConfig, path: Place) -> None:
-    """Refuse a checkpoint of another model, or of other data or another order of them."""
+    """Raise `UserError` if a checkpoint is of another run: another model, seed, sequence length, or
+    split of the data."""
     other = [
         *differences(saved.model, config.model, TRAINING_ONLY, "model"),
         *differences(saved.run.seed, config.run.seed, (), "run.seed"),

@@ -1,7 +1,7 @@
-"""A trained model for use: weights from a checkpoint without any state of training, and sampling.
+"""Sampling: loads a trained model from a checkpoint, without training state, and samples from it.
 
-Sampling runs the whole context for each token. That is slow for long texts and needs no second
-form of attention: it shows what a run has learned, it is no server.
+Sampling runs the whole context again for every token. This is slow for long texts, but it needs no
+second form of attention. It is meant to show what a run has learned, not to serve a model.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from megaframe.stage import Stage, whole_model
 def load_model(
     given: Place, *, ema: bool = False, precision: str | None = None, device: str = "cpu"
 ) -> tuple[RunConfig, Stage]:
-    """Config and model of a checkpoint, or of the latest one in a folder of them. ema: with the
-    average of its weights. precision: of the products, by default `train.precision` of the run.
+    """Return the config and model of a checkpoint, or of the latest one in a folder of checkpoints.
 
-    Raises `UserError` when there is none.
+    ema: load the average of the weights.
+    precision: precision of the products, by default `train.precision` of the run.
+    Raises `UserError` if there is no checkpoint, or with `ema`, no average.
     """
     path = locate(given)
     if path is None:
@@ -46,15 +47,15 @@ def load_model(
         prefix = AVERAGE if ema else ""
         slices = [
             replace(part, name=prefix + part.name) if prefix + part.name in saved else part
-            for part in _allocate(stage, device)  # what is frozen has no average, and needs none
+            for part in _allocate(stage, device)  # frozen parameters have no average
         ]
         checkpoint.load(slices)
     return config, stage
 
 
 def tokenizer_of(config: RunConfig, name: str | None = None) -> Tokenizer:
-    """The tokenizer called `name`, by default that of the run. Raises `UserError` when there is
-    none, and for one with ids that the model has no rows for."""
+    """Return the tokenizer called `name`, by default that of the run. Raises `UserError` if there
+    is none, and if it has more ids than the model has rows."""
     name = name or config.data.tokenizer
     if name is None:
         raise UserError("the run had no data.tokenizer; name one with --tokenizer KIND:PATH")
@@ -68,7 +69,7 @@ def tokenizer_of(config: RunConfig, name: str | None = None) -> Tokenizer:
 
 
 def _allocate(stage: Stage, device: str) -> list[Slice]:
-    """Give every parameter storage for its whole value; the slices fill it."""
+    """Allocate storage for every parameter's whole value. Returns slices to load into it."""
     slices = []
     for parameter in stage.parameters():
         spec = parameter.spec
@@ -92,10 +93,11 @@ def sample(
     stop: int,
     generator: torch.Generator,
 ) -> Iterator[list[int]]:
-    """All ids so far after each new token: at most `tokens` of them, or until `stop`.
+    """Yield all ids so far after each new token, for at most `tokens` new ones or until `stop`.
 
-    The model sees the last `context` ids. temperature 0 takes the likeliest id; top_k 0 chooses
-    among all.
+    context: number of last ids that the model sees.
+    temperature: 0 takes the most likely id.
+    top_k: sample among this many most likely ids; 0 for all.
     """
     head = stage.head
     assert head is not None, "the whole model has a head"

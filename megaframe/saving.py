@@ -1,7 +1,7 @@
-"""Saving: when a run saves what, and what it continues from.
+"""Saving: when a run saves what, and what it resumes from.
 
-A save that fails ends no run: it is said, the last good checkpoint stays, and the next one is
-tried. Only the last of a run has to succeed.
+A failed save does not end the run: it is reported, the last good checkpoint stays, and the next
+save is tried. Only the last save of a run must succeed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from megaframe.errors import UserError
 from megaframe.mesh import Mesh, ranks_on_this_node
 
 _LONG = 1.0
-"""Seconds that a step waits for the save before, from which on it is said."""
+"""Seconds that a step may wait for the previous save before a line reports it."""
 _GRACE = 10.0
-"""Seconds that a save may still take when the ranks begin again."""
+"""Seconds that a save in progress may still take at an in-process restart."""
 _ID = "run-id"
-"""File in the run folder: to which run copies in memory belong."""
+"""File in the run folder with the id that marks the run's copies in memory."""
 
 
 class Saving:
@@ -54,7 +54,8 @@ class Saving:
             self._ram = Ram.of(Path(config.checkpoint.memory_dir), self._folder)
 
     def newest(self) -> Checkpoint | None:
-        """What `checkpoint.resume` asks for, open; None for a fresh start."""
+        """Open the checkpoint that `checkpoint.resume` asks for, or newer copies in memory with
+        `latest`. None for a fresh start."""
         wanted = self._config.checkpoint.resume
         path = find(self.home, wanted, self._notes.append) if wanted else None
         saved = None if path is None else open_checkpoint(path)
@@ -74,13 +75,13 @@ class Saving:
         return recalled
 
     def take_notes(self) -> list[str]:
-        """What is to be said, once the run can say anything."""
+        """Return the notes so far and forget them. They are kept until the run can log lines."""
         notes, self._notes = self._notes, []
         return notes
 
     def agree(self, wrong: str) -> str:
-        """What the first rank that has something to say says, to all ranks; empty where none has.
-        All ranks call it."""
+        """Return, on all ranks, the text of the first rank whose `wrong` is not empty; empty if
+        there is none. All ranks must call this."""
         mesh = self._mesh
         mine = mesh.rank if wrong else mesh.world.size
         first = int(all_reduce(torch.tensor(mine, device=mesh.device), mesh.world, "min").wait())
@@ -89,9 +90,13 @@ class Saving:
         return self._told(wrong if mesh.rank == first else None)
 
     def before(self, source: Checkpoint, wrong: str) -> Checkpoint:
-        """The newest checkpoint before one that cannot be read, open. All ranks call it, and get
-        the same. wrong: what is wrong with that one. Raises `UserError` where the config asks for
-        that one by its name, or where none is left."""
+        """Open the newest intact checkpoint before `source`, which cannot be read. All ranks must
+        call this, and get the same one.
+
+        wrong: what is wrong with `source`.
+        Raises `UserError` if the config asks for `source` by name, if `source` is not in the home
+        of the run's checkpoints, or if no earlier checkpoint is intact.
+        """
         asked = self._config.checkpoint.resume
         if source.path.parent != self.home or (asked and source.path == place(asked)):
             raise UserError(wrong)
@@ -104,7 +109,8 @@ class Saving:
         return open_checkpoint(self.home / name)
 
     def _told(self, text: str | None) -> str:
-        """What one rank tells all; None on the others. All ranks call it."""
+        """Return the text of one rank on all ranks; the others pass None. All ranks must call
+        this."""
         self._agreements += 1
         key, store = f"saving/{self._agreements}", self._mesh.store
         if text is not None:
@@ -112,9 +118,11 @@ class Saving:
         return store.get(key).decode()
 
     def begin(self, source: Checkpoint | None, saved: Callable[[int], None]) -> None:
-        """Get ready to save. All ranks call it, when none needs anything any more that is saved but
-        `source`, from which the run continues. saved: is told on the first rank of the step of each
-        checkpoint that is there."""
+        """Create the writers. All ranks must call this, once none of them needs any saved
+        checkpoint but `source`, from which the run continues.
+
+        saved: called on the first rank with the step of each complete checkpoint.
+        """
         config, mesh = self._config, self._mesh
         if config.checkpoint.every:
             self._writer = Writer(
@@ -137,8 +145,9 @@ class Saving:
             self._memory = MemoryWriter(self._ram, self._group, peers, run, kept)
 
     def due(self, step: int, *, leaving: bool = False) -> Writer | MemoryWriter | None:
-        """Who is to save after this step. What is saved needs no copy in memory. leaving: the run
-        stops here, to be continued."""
+        """Return the writer to save with after this step, or None. A step that is saved to the
+        checkpoint folder needs no copy in memory. leaving: the run stops after this step, to be
+        continued later."""
         config, last = self._config.checkpoint, self._config.train.steps
         if self._writer is not None and (step % config.every == 0 or step == last or leaving):
             return self._writer
@@ -154,7 +163,8 @@ class Saving:
         state: dict[str, JsonValue],
         note: Callable[[str], None],
     ) -> None:
-        """Start a save, after the one before. The slices must not change before `copied`."""
+        """Start a save once the previous one is finished. The slices must not change before the
+        writer's `copied` returns."""
         began = time.monotonic()
         self._report(writer.wait, note)
         waited = time.monotonic() - began
@@ -167,26 +177,27 @@ class Saving:
         writer.save(step, slices, state)
 
     def watch(self, note: Callable[[str], None]) -> None:
-        """Report saves that have failed since the last call."""
+        """Report the saves that have failed since the last call."""
         for writer in (self._writer, self._memory):
             if writer is not None:
                 self._report(writer.poll, note)
 
     def settle(self, note: Callable[[str], None]) -> None:
-        """Return when nothing is being saved any more; a save that failed is reported."""
+        """Wait for all saves in progress; a failed one is reported."""
         for writer in (self._writer, self._memory):
             if writer is not None:
                 self._report(writer.wait, note)
 
     def rewind(self) -> None:
-        """The run has gone back to what is saved. All ranks call it, after `settle`: copies in
-        memory are no newer, or of steps that are forgotten."""
+        """Forget the copies in memory after the run has gone back to a saved checkpoint: they are
+        not newer than it, or of steps that were undone. All ranks must call this, after
+        `settle`."""
         if self._memory is not None:
             self._memory.forget()
 
     def finish(self, note: Callable[[str], None], *, leaving: bool = False) -> None:
-        """The run has ended whole, or, leaving, is to be continued: wait for its last save. Raises
-        what went wrong with it."""
+        """Wait for the last save, at the end of the run or, with `leaving`, of a run that will be
+        continued. Raises the error of a failed save to the checkpoint folder."""
         if self._writer is not None:
             self._writer.wait()
         if self._memory is not None:
@@ -195,8 +206,8 @@ class Saving:
                 self._memory.close()
 
     def let_go(self) -> None:
-        """The ranks have lost each other, and begin again: return when what this rank is saving is
-        there or has failed, or when it waits for too long for a rank that has not begun that."""
+        """Before an in-process restart, wait until the save in progress on this rank is complete or
+        has failed, at most `_GRACE` seconds: it may be waiting for a rank that has not begun it."""
         for writer in (self._writer, self._memory):
             if writer is not None:
                 writer.let_go(_GRACE)
@@ -208,7 +219,8 @@ class Saving:
             note(f"warning: {error}; the run continues, and earlier checkpoints stay")
 
     def _run_id(self, group: Group, *, make: bool = False) -> str | None:
-        """The id that rank 0 finds in the run folder; with `make`, else a new one."""
+        """Return, on all ranks, the run id that the group's first rank reads from the run folder,
+        None if there is none. With `make`, that rank writes a new id if there is no valid one."""
         path, found = self._folder / _ID, None
         if group.index == 0:
             if path.is_file():
@@ -222,8 +234,8 @@ class Saving:
 
 
 def _whole_before(home: Place, step: int) -> tuple[str, list[str]]:
-    """The name of the newest checkpoint of a step before one whose manifest is whole and whose
-    files have the right sizes, empty where there is none; and what is wrong with those between."""
+    """Return the name of the newest checkpoint before `step` whose manifest is complete and whose
+    files have the right sizes (empty if there is none), and what is wrong with newer ones."""
     problems: list[str] = []
     for path in checkpoints(home):
         if step_of(path) < step:

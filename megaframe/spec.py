@@ -1,8 +1,8 @@
-"""ParamSpec: everything that one parameter says about itself, and what follows from it.
+"""ParamSpec: everything that one parameter says about itself, and what is derived from it.
 
-The layer that owns a parameter declares its spec and nothing else does. Local slice, initial value,
+A spec is declared only by the layer that owns the parameter. The local slice, initial value,
 gradient groups, bucket, norm and count, checkpoint slices, decay groups and model FLOPs are derived
-from it; no code looks at names or hangs attributes on tensors.
+from it. No code looks at names or attaches attributes to tensors.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from itertools import product
 from typing import Literal
 
 Role = Literal["matrix", "embedding", "head", "gain", "bias", "balance"]
-"""matrix, head: multiplied once per token; embedding: looked up; gain, bias: of norms, linears;
-balance: what a router knows of the load of its experts, which no gradient trains."""
+"""matrix, head: multiplied once per token. embedding: looked up. gain, bias: of norms and linears.
+balance: what a router knows of the load of its experts; not trained by gradients."""
 EXPERT_AXES = ("expert", "expert_tensor")
+"""Axes that split only the parameters of experts."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular piece of a tensor: where it starts and how far it goes in each dim."""
+    """A rectangular piece of a tensor: its offset and size in each dim."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -48,11 +49,11 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The same piece as an index into the full tensor."""
+        """The piece as an index into the full tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
     def shared(self, other: Box) -> Box | None:
-        """The box that both hold, if there is one."""
+        """Return the intersection of both boxes, None if it is empty."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = [
             min(a + n, b + m)
@@ -62,25 +63,25 @@ class Box:
         return Box(offset, shape) if min(shape) > 0 else None
 
     def inside(self, outer: Box) -> Box:
-        """The same piece, counted from the start of `outer`, which holds it."""
+        """Return the piece relative to the start of `outer`, which contains it."""
         offset = tuple(o - start for o, start in zip(self.offset, outer.offset, strict=True))
         return Box(offset, self.shape)
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A logical tensor, whole, whatever the layout.
+    """A whole logical tensor, independent of the layout.
 
     name:    dotted path, unique in the model.
-    shape:   full shape. Fused weights keep their parts as dims of their own, so that a shard is
-             always a plain slice.
+    shape:   full shape. Fused weights keep their parts as separate dims, so that a shard is always
+             a plain slice.
     init:    distribution of the initial values.
-    role:    what the model does with it.
+    role:    what the model uses it for.
     decay:   whether weight decay applies.
     axes:    {dim: axis} for the dims that are split; the others are whole on every rank.
-    inputs:  how many of the last dims are inputs of a matrix; those before are its outputs.
-    fused:   {dim: sizes of the parts along it} where one weight is several matrices.
-    used:    share of the tokens that each element meets; that of an expert is small.
+    inputs:  how many of the last dims are inputs of a matrix; the dims before are its outputs.
+    fused:   {dim: sizes of the parts along it} if one weight is several matrices.
+    used:    share of the tokens that each element is applied to; small for experts.
     """
 
     name: str
@@ -100,13 +101,14 @@ class ParamSpec:
 
     @property
     def matrices(self) -> list[Box]:
-        """The matrices that the tensor is made of."""
+        """The matrices that the tensor consists of: one for each combination of `fused` parts."""
         parts = [list(_spans(self.fused.get(dim, (size,)))) for dim, size in enumerate(self.shape)]
         return [Box(*zip(*place, strict=True)) for place in product(*parts)]
 
     def local(self, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> Box:
-        """The piece held at `coordinate` of axes with `sizes`; remainders go to the first ranks.
-        Where there are fewer things than ranks, neighbours hold the same one."""
+        """Return the piece at `coordinate`, for axes with these sizes. If a dim is not divisible,
+        the first ranks have one index more. If it has fewer indices than the axis has ranks,
+        neighbouring ranks hold the same one."""
         offset, shape = [0] * len(self.shape), list(self.shape)
         for dim, axis in self.axes.items():
             copies = copies_of(self.shape[dim], sizes[axis])
@@ -115,10 +117,13 @@ class ParamSpec:
         return Box(tuple(offset), tuple(shape))
 
     def summed_over(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
-        """The axes over whose ranks gradients are summed, because each has only a part of it: all
-        whose ranks hold the same piece. Data and context ranks have some of the tokens; what the
-        tensor axis does not split works on some of the rows, and what neighbours share on some of
-        the heads. Of an expert's tokens each of its replicas has some."""
+        """Return the axes over which gradients are summed: those whose ranks hold the same piece
+        and each compute only a part of its gradient.
+
+        Data and context ranks each have some of the tokens. A parameter that the tensor axis does
+        not split sees some of the rows on each tensor rank; a piece that neighbouring tensor ranks
+        share sees some of the heads on each. Each replica of an expert has some of its tokens.
+        """
         if any(axis in EXPERT_AXES for axis in self.axes.values()):
             return ("expert_data",)
         for dim, axis in self.axes.items():
@@ -129,13 +134,13 @@ class ParamSpec:
 
 
 def runs(box: Box, start: int, stop: int) -> Iterator[Box]:
-    """Elements `start` to `stop` of a box, in row-major order, as boxes one after the other: at
-    most two for each dim but the last, and one more."""
+    """Yield elements `start` to `stop` of a box, in row-major order, as consecutive boxes: at most
+    two for each dim but the last, plus one."""
     if start >= stop:
         return
     row = math.prod(box.shape[1:])
     first, last = -(-start // row), stop // row
-    if first > last:  # inside of one row
+    if first > last:  # within one row
         yield from _row_runs(box, last, start - last * row, stop - last * row)
         return
     if start < first * row:
@@ -147,13 +152,13 @@ def runs(box: Box, start: int, stop: int) -> Iterator[Box]:
 
 
 def _row_runs(box: Box, row: int, start: int, stop: int) -> Iterator[Box]:
-    """The same of one row of a box of at least two dims."""
+    """Do the same for elements of one row of a box with at least two dims."""
     for inner in runs(Box(box.offset[1:], box.shape[1:]), start, stop):
         yield Box((box.offset[0] + row, *inner.offset), (1, *inner.shape))
 
 
 def _spans(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """(start, size) of parts one after the other."""
+    """Yield (start, size) of consecutive parts with these sizes."""
     start = 0
     for size in sizes:
         yield start, size
@@ -161,22 +166,24 @@ def _spans(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def copies_of(total: int, parts: int) -> int:
-    """How many neighbouring ranks hold the same thing when `total` things are dealt to `parts`
-    ranks: 1, but where there are fewer things than ranks."""
+    """Return how many neighbouring ranks hold the same item when `total` items are divided among
+    `parts` ranks: 1 unless there are fewer items than ranks."""
     return parts // total if 0 < total < parts else 1
 
 
 def share(total: int, index: int, parts: int) -> tuple[int, int]:
-    """Start and length of part `index` when `total` things are dealt to `parts` ranks in order."""
+    """Return start and length of part `index` when `total` items are divided among `parts` ranks in
+    order, the first ones getting one more if it is not divisible."""
     whole, rest = divmod(total, parts)
     return index * whole + min(index, rest), whole + (index < rest)
 
 
 def parameter_count(specs: Iterable[ParamSpec]) -> int:
-    """Number of parameters of the model, each counted once."""
+    """Return the number of parameters of the model, without what routers know of the load."""
     return sum(spec.size for spec in specs if spec.role != "balance")
 
 
 def active_parameters(specs: Iterable[ParamSpec]) -> int:
-    """Parameters that one token meets: of the experts only those that it goes to."""
+    """Return the number of parameters that one token uses: of the experts, only those that it is
+    routed to."""
     return int(sum(spec.size * spec.used for spec in specs if spec.role != "balance"))

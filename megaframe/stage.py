@@ -1,10 +1,10 @@
 """Stage: the part of the model that one rank runs for one chunk of the pipeline.
 
-A stage runs its blocks in an explicit loop. Each block's input is a leaf, and backward walks the
-blocks in reverse, calling autograd on one block at a time; so recompute, weight gradients put off
-and the launch of a gradient reduction are plain lines in that loop, and nothing depends on autograd
-hooks. What came of a block is kept as an edge of its graph, not as a tensor: the next block's input
-holds the same numbers, and those of the last one are not needed once they are sent.
+A stage runs its blocks in an explicit loop. Each block's input is a leaf, and the backward pass
+walks the blocks in reverse and calls autograd on one block at a time. Recompute, deferred weight
+gradients and the start of gradient reductions are therefore plain lines in that loop, and nothing
+depends on autograd hooks. A block's output is kept as an edge of its graph, not as a tensor: the
+next block's input holds the same numbers, and the last output is not needed once it is sent.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from megaframe.spec import ParamSpec
 
 
 class Keeper(Protocol):
-    """Who keeps the values of units. They are here between `take` and `leave`; `fetch` starts
-    bringing them, ahead of `take`. Of a unit that is not taken `whole`, those of its late part are
-    here when `take_late` returns."""
+    """Provides the values of units: they are on this rank between `take` and `leave`. `fetch`
+    starts to gather them ahead of `take`. If a unit is not taken `whole`, the values of its late
+    part are on this rank only when `take_late` returns."""
 
     def fetch(self, unit: Module) -> None: ...
 
@@ -56,7 +56,7 @@ class Keeper(Protocol):
 
 
 class Here:
-    """Keeps nothing, because every value is always here."""
+    """A keeper that does nothing, because all values are always on this rank."""
 
     def fetch(self, unit: Module) -> None: ...
 
@@ -68,20 +68,23 @@ class Here:
 
 
 Look = Callable[[bool, int, int, int, Tensor], object]
-"""backward, stage, microbatch, block (-1 for the embedding), and what came of its pass."""
+"""Called with: backward, stage, microbatch, block (-1 for the embedding), and the result of the
+pass, an output or a gradient."""
 _WHOLE = Context()
-"""Of a rank that has whole samples."""
+"""The context of a rank that has whole samples."""
 _HERE = Places()
-"""Of a rank that has all experts."""
+"""The places of experts if this rank has all of them."""
 
 
 @dataclass
 class Flight:
     """What a stage keeps of one microbatch between its forward and its backward.
 
-    inputs: the leaf that each block started from, maybe on the shelf. outputs: what came of each
-    block, None where it runs again. embedded: output of the embedding. end: what the end keeps.
-    left: what B leaves for W.
+    inputs: the leaf that is the input of each block, possibly stored on the shelf.
+    outputs: the graph edge of each block's output, None if the block is recomputed.
+    embedded: the graph edge of the embedding's output.
+    end: what the end keeps.
+    left: the work that B leaves for W, by unit.
     """
 
     frame: Frame
@@ -93,12 +96,16 @@ class Flight:
 
 
 class Stage:
-    """The blocks of `plan`, with the embedding in front of the first and the end behind the last.
+    """The blocks of `plan`, plus the embedding on the first stage and the end on the last.
 
     `units` are the parts whose parameters are reduced, updated and gathered together, in the order
-    of the forward pass. tensor: the ranks that split its matrices. embedding: that of another stage
-    on this rank, for the end. context: the ranks that divide samples. experts: those that have
-    experts. kernels: what computes what has a fast form.
+    of the forward pass.
+
+    tensor: the ranks that split matrices.
+    embedding: the embedding of another stage on this rank, for the end.
+    context: the ranks that divide samples.
+    experts: the ranks that have experts.
+    kernels: the kernels that the run uses.
     """
 
     def __init__(
@@ -118,7 +125,7 @@ class Stage:
         node_size = config.parallel.node_size or ranks_on_this_node()
         fp8 = config.train.fp8
         self._eight = None if fp8 == "none" else EightBits(fp8, kernels)
-        wanted = wanted and self._eight is None  # those products are of wide numbers
+        wanted = wanted and self._eight is None  # the fused products do not multiply in 8 bits
         self._symmetric = wanted and symmetric.available(tensor, node_size)
         self.embedding = Embedding(config) if plan.first else None
         emulate = config.model.emulate
@@ -131,9 +138,9 @@ class Stage:
         last = [] if self.end is None else self.end.units
         self.units: list[Module] = [*first, *self.blocks, *last]
         self.keeper: Keeper = Here()
-        """Of the values of all units."""
+        """The keeper of the values of all units."""
         self.look: Look | None = None
-        """Is shown what comes of each block, where somebody looks for the one that is at fault."""
+        """Called with the result of each block while a faulty one is being looked for."""
         moe, drops = config.model.moe, config.model.dropout > 0
         random = drops or (moe is not None and moe.jitter > 0)
         self._keys = Keys(config.run.seed) if random else None
@@ -143,32 +150,32 @@ class Stage:
         self._away: Shelf | None = None
 
     def first(self, *, backward: bool) -> Module | None:
-        """The unit whose values a pass needs first, None where it needs none."""
+        """Return the unit whose values a pass needs first, None if it needs none."""
         if not backward:
             return self.units[0] if self.units else None
         return next(iter(self._backward_units()), None)
 
     @property
     def head(self) -> Head | None:
-        """That of the model, on the last stage."""
+        """The model's head on the last stage, else None."""
         return None if self.end is None else self.end.head
 
     def _backward_units(self) -> list[Module]:
-        """Those whose values a backward needs, in its order."""
+        """Return the units whose values a backward pass needs, in its order."""
         units: list[Module] = [*self.blocks, *([] if self.end is None else self.end.predictors)]
         return units[::-1]
 
     def parameters(self) -> list[Parameter]:
-        """All parameters, in order, once each though units may share them."""
+        """Return all parameters in order, without repeating those that units share."""
         return list({p: None for unit in self.units for p in unit.parameters()})
 
     @property
     def live(self) -> int:
-        """Microbatches whose activations it holds."""
+        """Number of microbatches whose activations are live."""
         return len(self._flights)
 
     def start_step(self, step: int) -> None:
-        """Optimizer step `step` begins."""
+        """Begin optimizer step `step`, on which random masks depend."""
         if self._keys is not None:
             self._keys.begin(step)
 
@@ -182,13 +189,15 @@ class Stage:
         following: Module | None = None,
         hand_over: HandOver | None = None,
     ) -> Tensor:
-        """Run microbatch `number` and keep what its backward needs.
+        """Run the forward pass of microbatch `number` and keep what its backward needs.
 
-        x: [rows, hidden], what came of the stage before; None on the first. Returns the same for
-        the next stage; on the last one the loss sum over valid tokens, whose gradients are those of
-        scale * (loss sum); both are fp64 scalars. `done` is told of the head. following: the unit
-        whose values are needed next, after this pass. hand_over: lets the work that runs beside
-        this go on.
+        scale: an fp64 scalar; gradients are those of scale * (loss sum).
+        x: [rows, hidden], the output of the previous stage; None on the first stage.
+        done: called with the head, whose weight gradient is complete after this pass.
+        following: the unit whose values are needed first after this pass.
+        hand_over: lets a pass that runs in turns with this one continue.
+        Returns the output for the next stage, [rows, hidden]. On the last stage, returns the loss
+        sum over valid tokens, fp64 scalar.
         """
         flight = Flight(self._frame(microbatch, self._keys, scale))
         flight.frame.turn.hand_over = hand_over
@@ -228,12 +237,14 @@ class Stage:
         *,
         split: bool = False,
     ) -> Tensor:
-        """Backward of microbatch `number`; with `split` the weight gradients of matrices wait for
-        `weight_backward`.
+        """Run the backward pass of microbatch `number`.
 
-        gradient: of this stage's output, None on the last stage. Returns that of its input, on the
-        first stage of what came of the embedding. `done` is told of the units that this call
-        completes, each after its late part; `following` and `hand_over` as in `forward`.
+        gradient: that of this stage's output, None on the last stage.
+        done: called with each unit whose gradients this call completes, after its late part.
+        following, hand_over: as in `forward`.
+        split: leave the weight gradients of matrices for `weight_backward`; `done` is not called.
+        Returns the gradient of this stage's input; on the first stage, that of the embedding's
+        output.
         """
         flight = self._flights[number] if split else self._flights.pop(number)
         frame = flight.frame
@@ -255,7 +266,7 @@ class Stage:
             assert gradient is not None
             leaf, output = _taken(flight.inputs.pop()), flight.outputs.pop()
             if flight.inputs and isinstance(before := flight.inputs[-1], Stored):
-                before.fetch()  # while this one is computed
+                before.fetch()  # arrives while this block is computed
             with values(block):
                 if output is None:
                     output = get_gradient_edge(block(leaf, frame))
@@ -274,14 +285,15 @@ class Stage:
         finish(self.embedding)
         return gradient
 
-    @torch.no_grad()  # as in autograd's own backward, from which the work is put off
+    @torch.no_grad()  # as in autograd's own backward pass, where this work would otherwise run
     def weight_backward(self, number: int, done: Done | None = None) -> None:
-        """The weight gradients that the backward of microbatch `number` left."""
+        """Compute the weight gradients that the split backward of microbatch `number` left. done:
+        as in `backward`."""
         flight = self._flights.pop(number)
         works = do_all(one for _, left in flight.left for one in left)
         for unit, left in flight.left:
             for _ in zip(left, works, strict=False):
-                pass  # those of the unit, and what the next one begins with is on its way
+                pass  # does the unit's work; transfers for the next work are started meanwhile
             left.clear()
             if done is not None:
                 if unit.late is not None:
@@ -290,8 +302,8 @@ class Stage:
 
     @torch.no_grad()
     def evaluate(self, microbatch: Microbatch, x: Tensor | None = None) -> Tensor:
-        """Without dropout and without gradients: the output for the next stage, or on the last one
-        the cross-entropy summed over valid tokens, fp64 scalar."""
+        """Run a forward pass without dropout and gradients. Returns the output for the next stage,
+        or on the last stage, the cross-entropy summed over valid tokens, fp64 scalar."""
         x = self.hidden(microbatch, x)
         if self.end is None:
             return x
@@ -300,7 +312,8 @@ class Stage:
 
     @torch.no_grad()
     def hidden(self, microbatch: Microbatch, x: Tensor | None = None) -> Tensor:
-        """The residual stream [rows, hidden] after the last block, without dropout."""
+        """Return the residual stream [rows, hidden] after this stage's last block, without dropout
+        and gradients."""
         frame = self._frame(microbatch, None)
         values = self._values(self.units, whole=False)
         if self.embedding is not None:
@@ -313,7 +326,7 @@ class Stage:
         return x
 
     def _shelf(self, x: Tensor) -> Shelf:
-        """Where inputs of blocks that run again are put away."""
+        """Return the shelf for the inputs of recomputed blocks."""
         if self._away is None:
             self._away = Shelf(x.device)
         return self._away
@@ -321,9 +334,9 @@ class Stage:
     def _values(
         self, units: Sequence[Module], following: Module | None = None, *, whole: bool = True
     ) -> Values:
-        """For a pass over `units`: a context in which the values of one are here, without `whole`
-        those of its late part from the seam on, and those of the next one on their way; `following`
-        is that of the last."""
+        """Return the contexts of a pass over `units`. In the context of a unit its values are on
+        this rank (without `whole`, those of its late part only from the seam on), and the values of
+        the next unit are being fetched. `following` is the next unit after the last."""
         coming = dict(zip(units, [*units[1:], following], strict=False))  # there may be none
 
         @contextmanager
@@ -341,7 +354,7 @@ class Stage:
             self.look(backward, self.plan.number, microbatch, block, made.detach())
 
     def take_tally(self) -> Tally:
-        """What the microbatches since the last call came to."""
+        """Return the tally of all microbatches since the last call, and start a new one."""
         taken, self._tally = self._tally, Tally()
         return taken
 
@@ -380,7 +393,8 @@ def build_stages(
     experts: Places = _HERE,
     kernels: Kernels = NO_KERNELS,
 ) -> Mapping[int, Stage]:
-    """The stages of one rank by number; a head tied to an embedding on the same rank shares it."""
+    """Return the stages of one rank by number. If the first and the last stage are both on this
+    rank, the last one uses the first one's embedding."""
     stages: dict[int, Stage] = {}
     for plan in sorted(plans, key=lambda plan: plan.number):
         first = stages.get(0)
@@ -390,11 +404,11 @@ def build_stages(
 
 
 def whole_model(config: RunConfig) -> Stage:
-    """The whole model as one stage on one rank."""
+    """Return the whole model as one stage on one rank."""
     recomputed = config.model.layers if config.train.recompute == "full" else 0
     return Stage(config, StagePlan(0, 1, range(config.model.layers), recomputed), ALONE)
 
 
 def model_specs(config: RunConfig) -> list[ParamSpec]:
-    """Specs of all parameters of the whole model, in order; allocates nothing."""
+    """Return the specs of all parameters of the whole model, in order. Allocates nothing."""
     return [parameter.spec for parameter in whole_model(config).parameters()]

@@ -1,4 +1,4 @@
-"""Trainer: the loop of a run. Batch, step, record, evaluate, save; everything else is elsewhere."""
+"""Trainer: the training loop: batch, step, record, evaluate, save; all else is elsewhere."""
 
 from __future__ import annotations
 
@@ -47,12 +47,17 @@ from megaframe.stage import model_specs
 from megaframe.warm_start import starting_parts
 
 _JUMP = 1.5
-"""Factor between the last loss before a load and the first after it that is worth a warning."""
+"""A first loss after a load that exceeds the last one before it by this factor gets a warning."""
 
 
 class Trainer:
-    """One rank's part in one run. notes: what is to be said at its start. launcher: of the process,
-    which may be older than this. Raises `UserError` for whatever of the config cannot work."""
+    """One rank's part of one run.
+
+    notes: lines to log when the run starts.
+    launcher: the launcher of this process, as seen at the start of the process, which may be
+    earlier than the start of this trainer.
+    Raises `UserError` for anything in the config that cannot work.
+    """
 
     def __init__(
         self,
@@ -123,8 +128,8 @@ class Trainer:
             (self.folder / "config.yaml").write_text(dump(config), encoding="utf-8")
 
     def run(self) -> None:
-        """Train until `train.steps`, evaluating and saving on the way. Raises `SystemExit` when a
-        signal asked to leave before, after a checkpoint."""
+        """Train until `train.steps`, with evaluations and saves in between. If a signal asks the
+        run to leave earlier, saves a checkpoint and raises `SystemExit`."""
         with heeding_signals(self.mesh.place), self.guard:
             try:
                 while not self._finished():
@@ -141,13 +146,14 @@ class Trainer:
             raise SystemExit(exit_status(self.guard.told))
 
     def let_go(self) -> None:
-        """The ranks have lost each other, and the next trainer of this process continues the run:
-        leave it what this one has open."""
+        """Close what this trainer has open before an in-process restart, so that the next trainer
+        can continue the run."""
         self.saving.let_go()
         self.meter.let_go()
 
     def _finished(self) -> bool:
-        """Whether nothing is left to do, not even again."""
+        """Return whether the run is over: no steps are left, or it must leave, and the guard asks
+        for no step to be run again."""
         over = self.guard.told or self._at_end()
         return bool(over) and not self.guard.heed(self.meter.settle())
 
@@ -155,7 +161,8 @@ class Trainer:
         return self.step >= self.config.train.steps
 
     def _one_step(self) -> None:
-        """A step with what follows it: evaluation, what is known by now of steps, a checkpoint."""
+        """Run one step and what follows it: an evaluation, the judgement of finished steps, a
+        comparison of replicas, a save."""
         guard, config = self.guard, self.config
         self.mesh.place.step = self.step + 1
         guard.begin(f"step {self.step + 1}")
@@ -173,7 +180,8 @@ class Trainer:
         self.saving.watch(self.meter.note)
         writer = self.saving.due(self.step, leaving=bool(guard.told))
         if writer is not None:
-            # Before its checkpoint, or a run resumed from that would miss the line.
+            # The line of a step is written before its checkpoint is saved. Otherwise a run resumed
+            # from the checkpoint could miss the line.
             if guard.heed(self.meter.settle()):
                 return
             guard.begin(f"the save after step {self.step}")
@@ -181,7 +189,8 @@ class Trainer:
                 self._save(writer)
 
     def _due(self, every: int) -> bool:
-        """Whether something done every so many steps, and at the end, is to be done now."""
+        """Return whether something is due that is done every `every` steps and at the end; 0 is
+        never."""
         return bool(every) and (self.step % every == 0 or self.step == self.config.train.steps)
 
     def _train_step(self) -> None:
@@ -220,12 +229,13 @@ class Trainer:
         self._compare_with_before()
 
     def _valid_tokens(self, microbatches: Iterable[Microbatch]) -> int:
-        """Tokens with a loss in the global batch, the one normaliser of the step; at least 1."""
+        """Return the number of tokens with a label in the global batch, at least 1: the only
+        normaliser of the step."""
         counts = torch.stack([(m.labels_BS != IGNORE).sum() for m in microbatches])
         return max(1, int(all_reduce(counts.sum(), self.mesh.aside).wait()))
 
     def _compare_with_before(self) -> None:
-        """Report a loss that jumped after a load."""
+        """After a load, log a note if the first loss is much larger than the last one before."""
         if self._loss_before is not None:
             before, self._loss_before = self._loss_before, None
             now = self._global_loss()
@@ -236,12 +246,12 @@ class Trainer:
                 )
 
     def _global_loss(self) -> float:
-        """Loss of the last step over all ranks."""
+        """Return the loss of the last step, summed over all ranks."""
         return float(all_reduce(self._loss.clone(), self.mesh.world).wait())
 
     def _evaluate(self) -> None:
         """Record loss, perplexity and bits per byte on the validation split, and the loss of each
-        source where there are several."""
+        source if there are several."""
         batches = [*self.loader.evaluation(self.config.train.eval_samples)]
         microbatches = [_move(microbatch, self.mesh.device) for _, microbatch in batches]
         totals_M3 = torch.zeros(len(batches), 3, dtype=torch.float64, device=self.mesh.device)
@@ -285,7 +295,7 @@ class Trainer:
         slices, unsent = self._slices(owned_only=True), self._unsent()
         part = self.step, [*slices, *unsent], state.model_dump(mode="json")
         self.saving.start(writer, *part, self.meter.note)
-        if unsent or self.config.parallel.serial:  # what is not sent changes before the update
+        if unsent or self.config.parallel.serial:  # residuals change before the update
             writer.copied()
         else:
             self.optimizer.hold(partial(self._until_copied, writer))
@@ -295,14 +305,15 @@ class Trainer:
             writer.copied()
 
     def _slices(self, *, owned_only: bool) -> list[Slice]:
-        """This rank's pieces of everything in a checkpoint."""
+        """Return this rank's pieces of weights and optimizer state in a checkpoint. owned_only:
+        only those that this rank saves."""
         return [
             Slice(name, spec.shape, box.offset, tensor)
             for name, spec, box, tensor in self.optimizer.tensors(owned=owned_only)
         ]
 
     def _unsent(self) -> list[Slice]:
-        """What compression on this rank hands on from step to step."""
+        """Return what gradient compression on this rank keeps from step to step."""
         return [
             Slice(name, tuple(tensor.shape), (0,), tensor)
             for name, tensor in self.optimizer.unsent()
@@ -321,8 +332,8 @@ class Trainer:
         return self._restore(source)
 
     def _go_back(self, choose: Callable[[Place], Place | None]) -> tuple[int, RunState] | None:
-        """Continue from the checkpoint that is chosen in the home of all, once what is being saved
-        is there. Returns its step and state; None where there is none."""
+        """Wait for saves in progress, then continue from the checkpoint that `choose` picks in the
+        folder of checkpoints. Returns its step and state, or None if it picks none."""
         self.saving.settle(self.meter.note)
         path = choose(self.saving.home)
         if path is None:
@@ -335,8 +346,8 @@ class Trainer:
         return self.step, state
 
     def _restore(self, source: Checkpoint) -> RunState:
-        """Continue from a checkpoint, also in the middle of a run; from the newest one before it
-        that all ranks can read, where they cannot read this."""
+        """Continue from a checkpoint, at the start or in the middle of a run. If a rank cannot read
+        it, all ranks use the newest earlier one that all can read."""
         self.optimizer.settle()
         wrong = ""
         try:
@@ -352,7 +363,8 @@ class Trainer:
         return state
 
     def _load(self, source: Checkpoint) -> RunState:
-        """Fill this rank's tensors from a checkpoint. Returns what else is in it."""
+        """Load this rank's tensors from a checkpoint. Returns the rest of the checkpoint's state.
+        Raises `Unreadable` if this rank cannot read it, and `UserError` if it is of another run."""
         with source as checkpoint:
             state = read_state(checkpoint)
             check_same_run(state.config, self.config, checkpoint.path)
@@ -375,8 +387,9 @@ class Trainer:
             checkpoint.load(starting_parts(weights, checkpoint, saved, self.config))
 
     def _refuse_to_begin_again(self) -> None:
-        """A run that had a checkpoint continues from one; only one that never had may begin anew,
-        as when it is killed before its first."""
+        """Raise `UserError` if this run has saved a checkpoint, because none was found to resume
+        from. Only a run that never saved one, for example because it was killed before, may start
+        from scratch."""
         found = last_saved(self.folder)
         if found is not None:
             reached, saved = found
@@ -387,7 +400,8 @@ class Trainer:
             )
 
     def _refuse_to_overwrite(self) -> None:
-        """A fresh start must not destroy another run's records, or its checkpoints."""
+        """Raise `UserError` if a fresh start would overwrite another run's records or
+        checkpoints."""
         key = self.config.checkpoint
         if (self.folder / METRICS_FILE).exists():
             raise UserError(
@@ -403,9 +417,9 @@ class Trainer:
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """The config with `model.vocab` taken from the tokenizer where it was left out.
+    """Return the config with `model.vocab` taken from the tokenizer if it was left out.
 
-    Raises `UserError` when there is no tokenizer either, or when it has more ids than the model.
+    Raises `UserError` if there is no tokenizer either, or if it has more ids than `model.vocab`.
     """
     model, name = config.model, config.data.tokenizer
     if name is None:
@@ -424,7 +438,7 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def _move(microbatch: Microbatch, device: torch.device) -> Microbatch:
-    """To a device."""
+    """Return the microbatch with its tensors on a device."""
     moved: dict[str, Any] = {
         name: brought(value, device)
         for name, value in vars(microbatch).items()
@@ -434,7 +448,8 @@ def _move(microbatch: Microbatch, device: torch.device) -> Microbatch:
 
 
 def _token_bytes(config: RunConfig, device: torch.device) -> Tensor | None:
-    """Bytes of text that each token stands for, int64 [vocab]; None without a tokenizer."""
+    """Return the bytes of text that each token represents, int64 [vocab]. None without a tokenizer
+    or without evaluations."""
     if config.data.tokenizer is None or not config.train.eval_every:
         return None
     counts = torch.from_numpy(load_tokenizer(config.data.tokenizer).token_bytes())

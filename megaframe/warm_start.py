@@ -1,9 +1,9 @@
-"""Warm start: a new run begins with the weights of a checkpoint, of which it takes nothing else.
+"""Warm start: a new run begins with the weights of a checkpoint and takes nothing else from it.
 
-Where the run has experts and the checkpoint has none they are upcycled (Komatsuzaki et al. 2022):
-each expert is a copy of the dense MLP of its layer, or, where experts are narrower, of one of its
-parts in turn; routers start anew. With whole copies whose weights add up to one the new model's
-first answer is that of the dense one.
+If the run has experts and the checkpoint has none, they are upcycled (Komatsuzaki et al. 2022):
+each expert is a copy of the dense MLP of its layer, and narrower experts are copies of its parts in
+turn. Routers start from their initial values. If experts are whole copies and the weights of a
+token's choices add up to one, the new model initially computes the same as the dense one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from megaframe.errors import UserError
 from megaframe.spec import Box, ParamSpec
 
 _EXPERTS, _DENSE = ".moe.experts.", ".mlp."
-"""In the names of what experts have, and of what it is made of."""
+"""In the names of experts' parameters, and of the dense parameters that they are copied from."""
 _OTHERS = ("mtp_depth", "rotary_base", "rotary_scaling", "window", "moe.balance")
 _FREE = TRAINING_ONLY | {f"model.{key}" for key in _OTHERS}
-"""Keys of the model that may differ from those of the checkpoint's: no weight depends on them, but
-those of predictors, which can be made, so that a model can go on with longer samples."""
+"""Config keys of the model that may differ from the checkpoint's, so that training can continue for
+example with longer samples. No weight depends on them but those of predictors, which can start from
+their initial values."""
 
 
 def starting_parts(
@@ -32,9 +33,11 @@ def starting_parts(
     saved: RunConfig,
     config: RunConfig,
 ) -> list[Slice]:
-    """What to load of a checkpoint into these pieces of weights. saved: the config of its run.
+    """Return what to load from a checkpoint into these pieces of weights.
 
-    Raises `UserError` where the two models do not fit.
+    weights: (name, spec, box, tensor) of each piece.
+    saved: the config of the checkpoint's run.
+    Raises `UserError` if the two models do not fit.
     """
     mistakes = list(_mistakes(saved.model, config))
     if mistakes:
@@ -51,7 +54,7 @@ def starting_parts(
 
 
 def _of_experts(spec: ParamSpec, box: Box, tensor: Tensor, ffn: int) -> Iterator[Slice]:
-    """Each expert's piece as one of the dense matrix [..., ffn, ...]."""
+    """Yield a slice of the dense matrix [..., ffn, ...] for each expert's piece of `tensor`."""
     (dim,) = (dim for dim, axis in spec.axes.items() if axis == "expert_tensor")
     width = spec.shape[dim]
     whole = [*spec.shape]

@@ -20,7 +20,7 @@ from megaframe.nn.tiles import Sight
 
 
 def train(given: argparse.Namespace) -> None:
-    """The part of one rank."""
+    """Run one rank."""
     mesh = Mesh(Layout(context=given.ranks), device="cpu")
     _, ring = mesh.divide_context(1)
     circle = Circle(ring, given.seq // given.ranks, Sight(None, None), None)

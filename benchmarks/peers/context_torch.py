@@ -1,9 +1,9 @@
 """PyTorch's context parallel attention.
 
-As it is (`--as-is`) `torch.distributed.tensor.experimental.context_parallel` takes the fused
-kernels of GPUs only. The contender is its ring, `_templated_ring_attention` and its backward, as
-they are, with the fused kernel that torch has for CPUs put in; `--rotate` is how keys and values go
-round: gathered at once, which is its default, or passed on by an all-to-all.
+As it is (`--as-is`), `torch.distributed.tensor.experimental.context_parallel` only supports the
+fused kernels of GPUs. This contender is its ring, `_templated_ring_attention` and the backward of
+that, unchanged, with torch's fused kernel for CPUs. `--rotate` selects how keys and values travel:
+all gathered at once, which is torch's default, or passed on by an all-to-all.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SEQ = 2
 def forward_on_cpu(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool
 ) -> tuple[Tensor, ...]:
-    """One tile's output and log-sum-exp."""
+    """Return one tile's output and log-sum-exp."""
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return attend(query, key, value, 0.0, is_causal)
 
@@ -45,13 +45,13 @@ def backward_on_cpu(
     logsumexp: Tensor,
     is_causal: bool,
 ) -> tuple[Tensor, ...]:
-    """One tile's gradients."""
+    """Return one tile's gradients."""
     attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return attend_backward(grad_out, query, key, value, out, logsumexp, 0.0, is_causal)
 
 
 class TorchRing(torch.autograd.Function):
-    """Its ring over all ranks."""
+    """PyTorch's ring over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class TorchRing(torch.autograd.Function):
 
 
 def train(given: argparse.Namespace) -> None:
-    """The part of one rank."""
+    """Run one rank."""
     torch.distributed.init_process_group("gloo")
     parts = own_parts(given, torch.distributed.get_rank())
     *qkv, d_out = (part.transpose(1, SEQ).contiguous() for part in parts)

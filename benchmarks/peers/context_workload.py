@@ -1,8 +1,8 @@
-"""Causal attention of one long sample, forward and backward, divided over ranks in zigzag.
+"""Causal attention of one long sample, forward and backward, divided over ranks in zigzag order.
 
-All contenders get the same queries, keys, values and gradient of the output. What they answer is
-summed over the ranks: the squares of the output and of the three gradients, each set against its
-number of elements, which is the "loss" that must be equal.
+All contenders get the same queries, keys, values and output gradient. Their answer, summed over the
+ranks, is the sum of the mean squares of the output and of the three gradients. It takes the place
+of the "loss" that must be equal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Attention:
-    """One layer's attention: a sample, as many key/value heads as query heads."""
+    """Attention of one layer on one sample, with as many key/value heads as query heads."""
 
     heads: int = 8
     width: int = 64
@@ -39,7 +39,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def own_parts(given: argparse.Namespace, rank: int) -> list[Tensor]:
-    """Queries, keys, values and gradient of the output of a rank's tokens, [1, S, heads, width]."""
+    """Return the queries, keys, values and output gradient of a rank's tokens, [1, S, heads,
+    width]."""
     import torch
 
     generator = torch.Generator().manual_seed(ATTENTION.seed)
@@ -53,7 +54,7 @@ def own_parts(given: argparse.Namespace, rank: int) -> list[Tensor]:
 
 
 def answer(out: Tensor, *gradients: Tensor) -> float:
-    """The number that all contenders must agree on; waits for all ranks."""
+    """Return the number on which all contenders must agree. Waits for all ranks."""
     import torch
 
     squares = torch.stack([x.float().square().sum() for x in (out, *gradients)])

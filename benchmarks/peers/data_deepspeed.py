@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO on its CPU accelerator, over gloo, with the GPT of `plain.py`.
 
-In bf16 the model has bf16 weights and gradients, summed over the ranks in bf16 as it does by
-default; its optimizer keeps fp32 ones. AdamW is torch's, fused, because its own has to be compiled
-and needs its weights in host memory apart from the model's. Clipping is its own.
+In bf16 the model has bf16 weights and gradients, which DeepSpeed by default sums over ranks in
+bf16; its optimizer keeps fp32 copies. AdamW is torch's fused one, because DeepSpeed's has to be
+compiled and needs its weights in host memory apart from the model's. Clipping is DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from workload import WORKLOAD
 
 
 def settings(given: argparse.Namespace) -> dict[str, Any]:
-    """Its configuration."""
+    """Return DeepSpeed's configuration."""
     return {
         "train_micro_batch_size_per_gpu": WORKLOAD.batch // given.ranks,
         "gradient_clipping": WORKLOAD.clip,
@@ -35,7 +35,7 @@ def settings(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def train(given: argparse.Namespace) -> None:
-    """The part of one rank."""
+    """Run one rank."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     torch.manual_seed(WORKLOAD.seed)

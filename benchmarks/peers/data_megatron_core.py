@@ -1,8 +1,9 @@
 """megatron-core's DistributedDataParallel and its distributed optimizer on CPUs, over gloo.
 
-The model is that of `megatron_core.py`, and so is what stands in for a CUDA device. Its buffers ask
-the weights whether they are CUDA tensors, and are told that they are. Gradients are reduced in fp32
-beside the backward pass, as `--overlap-grad-reduce` does; AdamW is torch's, fused.
+The model and the replacements for a CUDA device are those of `megatron_core.py`. In addition, its
+buffers ask the weights whether they are CUDA tensors, and are told that they are. Gradients are
+reduced in fp32 during the backward pass, as with `--overlap-grad-reduce`. AdamW is torch's fused
+one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from workload import WORKLOAD
 
 
 def pose_as_cuda() -> None:
-    """Let tensors say that they are on a CUDA device, where their type is asked for by name."""
+    """Make `Tensor.type()` report a CUDA type."""
     type_of = Tensor.type
 
     def name(self: Tensor, *given: Any, **named: Any) -> Any:
@@ -37,7 +38,7 @@ def pose_as_cuda() -> None:
 
 
 def train(given: argparse.Namespace) -> None:
-    """The part of one rank."""
+    """Run one rank."""
     warnings.filterwarnings("ignore")
     replace_cuda()
     pose_as_cuda()

@@ -1,9 +1,9 @@
-"""PyTorch's data parallel ways on the GPT of `plain.py`: DistributedDataParallel, whose gradients
-are views of its buckets, and FSDP2's `fully_shard` of each block and of the rest.
+"""PyTorch's data parallelism on the GPT of `plain.py`: DistributedDataParallel, with gradients as
+views of its buckets, and FSDP2's `fully_shard` of each block and of the rest.
 
-In bf16 the first is autocast over fp32 weights, the second its own mixed precision, with gradients
-summed in fp32 as everywhere here. `reshard_after_forward=False` keeps the gathered values until the
-backward pass, so they are gathered once: its stage 2.
+In bf16 DDP uses autocast over fp32 weights, and FSDP2 its own mixed precision with gradients summed
+in fp32, as everywhere here. `reshard_after_forward=False` keeps the gathered values until the
+backward pass, so they are gathered once; this is FSDP2's stage 2.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ WAYS = ("ddp", "fsdp2", "fsdp3")
 
 
 def divide(model: GPT, way: str, precision: str) -> nn.Module:
-    """The model whose gradients are averaged over all ranks."""
+    """Return the model wrapped so that its gradients are averaged over all ranks."""
     if way == "ddp":
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
     low = torch.bfloat16 if precision == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-    again = None if way == "fsdp3" else False  # its default keeps what belongs to no block
+    again = None if way == "fsdp3" else False  # the default does not reshard the root module
     for block in model.blocks:
         fully_shard(block, mp_policy=policy, reshard_after_forward=again)
     fully_shard(model, mp_policy=policy, reshard_after_forward=again)
@@ -40,7 +40,7 @@ def divide(model: GPT, way: str, precision: str) -> nn.Module:
 
 
 def step_of(shape: Workload, way: str, precision: str, ranks: int) -> Callable[[], float]:
-    """A step: draws a batch, trains on it and returns its loss on this rank."""
+    """Return a step: it draws a batch, trains on it and returns its loss on this rank."""
     torch.manual_seed(shape.seed)
     model = divide(GPT(shape), way, precision)
     optimizer = optimizer_of(model, shape)
@@ -65,7 +65,7 @@ def step_of(shape: Workload, way: str, precision: str, ranks: int) -> Callable[[
 
 
 def clip(model: nn.Module, largest: float) -> None:
-    """Clip at the norm of all ranks; of what is divided each has a part."""
+    """Clip at the norm over all ranks, each of which has a part of sharded gradients."""
     parameters = list(model.parameters())
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor):
@@ -74,7 +74,7 @@ def clip(model: nn.Module, largest: float) -> None:
 
 
 def train(given: argparse.Namespace) -> None:
-    """The part of one rank."""
+    """Run one rank."""
     torch.distributed.init_process_group("gloo")
     step = step_of(WORKLOAD, given.way, given.precision, given.ranks)
     measure(step, given.steps, WORKLOAD.tokens_per_step, {"torch": torch.__version__})

@@ -21,8 +21,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def draw(shape: Workload, ranks: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets [batch, seq] of a rank's samples; each rank has a random state of its
-    own."""
+    """Return tokens and targets [batch, seq] of a rank's samples. Each rank has its own random
+    state."""
     import torch
 
     ids = torch.randint(shape.vocab, (shape.batch // ranks, shape.seq + 1))

@@ -1,4 +1,4 @@
-"""A layer of experts as one writes it first: a module for each expert, and a loop over them."""
+"""A naive layer of experts: a module for each expert, and a loop over them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Expert(nn.Module):
 
 
 class Layer(nn.Module):
-    """Softmax over the chosen experts' logits, and the weighted sum of what they give."""
+    """Softmax over the chosen experts' logits, and the weighted sum of their outputs."""
 
     def __init__(self, hidden: int, width: int, experts: int, top_k: int) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""megaframe's layer of experts. Its overhead is what the layer takes beyond its experts alone, who
-get the same rows in order: the router, the routes, and the way there and back."""
+"""megaframe's layer of experts. Its overhead is the time of the layer minus that of its experts
+alone on the same number of sorted rows: the router, the routes, and moving the rows there and back.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ from megaframe.spec import Box
 from megaframe.stage import whole_model
 
 _ROUNDS = 4
-"""Turns of the layer and of its experts alone."""
+"""How often the layer and its experts alone take turns."""
 
 
 def bind(module: Module, precision: str) -> None:
-    """Give parameters their values and sums of gradients, as an optimizer would, which holds its
-    own state and weights besides."""
+    """Give parameters values and gradient buffers, as an optimizer would; a real one also holds its
+    own state and weights."""
     types = PRECISIONS[precision]
     for parameter in module.parameters():
         shape = parameter.spec.shape
@@ -43,7 +44,7 @@ def bind(module: Module, precision: str) -> None:
 
 
 def main() -> None:
-    keep_freed_memory()  # as a run begins
+    keep_freed_memory()  # as at the start of a run
     given = parser(__doc__).parse_args()
     shape = SHAPES[given.shape]
     numbers = tensors(shape, given.precision)

@@ -1,7 +1,7 @@
-"""One layer of experts, forward and backward: a router, its choice, gated MLPs, their sum.
+"""One layer of experts, forward and backward: a router, its choice, gated MLPs, and their sum.
 
-All contenders get the same tokens, weights and gradient of the output. What they answer is the mean
-square of the output and of each gradient, summed, which is the "loss" that must be equal.
+All contenders get the same tokens, weights and output gradient. Their answer is the sum of the mean
+squares of the output and of each gradient. It takes the place of the "loss" that must be equal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape:
-    """experts of `width`, of which each of `tokens` tokens of `hidden` goes to `top_k`."""
+    """Each of `tokens` tokens of width `hidden` goes to `top_k` of `experts` experts of `width`."""
 
     tokens: int
     hidden: int
@@ -35,7 +35,7 @@ SHAPES = {
     "mixtral": Shape(2048, 512, 1792, 8, 2),
     "fine-grained": Shape(2048, 512, 256, 64, 6),
 }
-"""Mixtral's ratio of widths; and many narrow experts, as in DeepSeek-V3 and Qwen3."""
+"""Mixtral's ratio of widths, and many narrow experts as in DeepSeek-V3 and Qwen3."""
 _STD = 0.03
 
 
@@ -61,7 +61,7 @@ class Given:
 
 
 def tensors(shape: Shape, precision: str) -> Given:
-    """The same numbers for everybody."""
+    """Return the numbers, which are the same for all contenders."""
     import torch
 
     generator = torch.Generator().manual_seed(1234)
@@ -81,17 +81,17 @@ def tensors(shape: Shape, precision: str) -> Given:
 
 
 def peak() -> int:
-    """Bytes of memory that this process had at most so far."""
+    """Return the largest memory of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def answer(*results: Tensor) -> float:
-    """The number that all contenders must agree on."""
+    """Return the number on which all contenders must agree."""
     return math.fsum(float(result.float().square().mean()) for result in results)
 
 
 def seconds_of(work: Callable[[], object], passes: int) -> list[float]:
-    """Times of so many passes, after two that are not counted."""
+    """Return the times of this many passes, after two that are not counted."""
     work(), work()
     found = []
     for _ in range(passes):
@@ -109,8 +109,8 @@ def report(
     versions: Mapping[str, str],
     overhead: float | None = None,
 ) -> None:
-    """Print the measurement as the harness reads it. peak_rss_bytes: that of the passes, before
-    their results are put together to be compared."""
+    """Print the measurement as the harness reads it. peak_rss_bytes: of the passes, before their
+    results are combined for the comparison."""
     found = {
         "tokens_per_second": shape.tokens / statistics.median(seconds),
         "best_tokens_per_second": shape.tokens / min(seconds),

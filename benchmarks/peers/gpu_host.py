@@ -1,7 +1,7 @@
-"""What a block costs the host: the slope of a step's host time between two numbers of layers.
+"""The host time of a block: the slope of a step's host time between two numbers of layers.
 
-On so few layers that what the GPU is told never fills its queue, and so few tokens that it is soon
-done; what a step costs whatever it has of layers cancels.
+There are so few layers that the GPU's queue never fills, and so few tokens that the GPU is soon
+done. What a step costs independently of its layers cancels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SEQ = 256
 
 
 def host_time(config: RunConfig, device: torch.device, layers: int) -> float:
-    """Seconds of a step of so many layers."""
+    """Return the host seconds of a step with this many layers."""
     sections = config.model_dump()
     sections["model"]["layers"] = layers
     sections["train"] |= {"seq": min(_SEQ, config.train.seq), "global_batch": 1, "microbatch": 1}

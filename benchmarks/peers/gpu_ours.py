@@ -1,6 +1,6 @@
-"""megaframe on a GPU: its pipeline and optimizer as a run has them, on random tokens and weights.
+"""megaframe on a GPU: the pipeline and optimizer of a run, on random tokens and weights.
 
-Weights are drawn on the GPU, in no order that a layout could rely on: drawing billions of them on
+Weights are drawn on the GPU, in an order on which no layout could rely. Drawing billions of them on
 the host, as a run does once, would take longer than the measurement.
 """
 
@@ -47,7 +47,7 @@ class Training:
         self._split = self._timer.take()
 
     def step(self) -> Tensor:
-        """The mean loss of a token."""
+        """Train one step and return the mean loss of a token."""
         with self._timer.time("data"):
             given = [self._make() for _ in range(self._microbatches)]
             microbatches = [Microbatch(*pair, self._samples) for pair in given]
@@ -58,7 +58,7 @@ class Training:
         return outcome.loss / self._tokens
 
     def parts(self) -> dict[str, float]:
-        """Seconds of each part of the last step."""
+        """Return the seconds of each part of the last step."""
         return {name: spent / 1e9 for name, spent in self._split.parts().items() if spent}
 
 
@@ -66,7 +66,7 @@ def main() -> None:
     config, device, trace = read()
     training = Training(config, device)
     found = run(training.step, config, device, training.kernels)
-    # The last step but one is still running when the last is told, as in a run.
+    # As in a run, the previous step is still running when the last step is launched.
     for _ in range(2):
         training.step()
     found["parts"] = training.parts()

@@ -1,8 +1,8 @@
 """The same model in plain PyTorch: modules, autocast to bf16, torch's attention and fused AdamW.
 
-Each block is compiled by torch.compile, which is how its authors compile large models, and so are
-head and loss together. Experts are sorted by a stable argsort and multiplied by torch's grouped
-product, without a wait for the host.
+Each block is compiled by torch.compile, as its authors compile large models, and so are head and
+loss together. Experts are sorted by a stable argsort and multiplied by torch's grouped product,
+without a wait of the host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megaframe.config import Model
 
 
 class Norm(nn.Module):
-    """Either norm, as torch has it."""
+    """LayerNorm or RMSNorm by torch."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal, with grouped heads and rotary positions where the model has them."""
+    """Causal attention with grouped heads, and with rotary positions if the model has them."""
 
     def __init__(self, model: Model, seq: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def activate(kind: str, x: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """Plain or gated."""
+    """Plain or gated MLP."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """The k best of a softmax, their weights made to sum to one."""
+    """The k best experts of a softmax, with weights normalised to sum to one."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm."""
+    """Pre-norm transformer block."""
 
     def __init__(self, model: Model, seq: int) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tables, blocks, head."""
+    """Tables, blocks and head."""
 
     def __init__(self, model: Model, seq: int) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""What contenders on a GPU share: a config, random tokens, the clock, and the line they print.
+"""What contenders on a GPU share: a config, random tokens, the clock, and the line that they print.
 
 A step is timed from its tokens on the host to the end of its update. The host's own time is that of
-a call that starts on an idle GPU and returns before the GPU is done: what it takes to tell it all.
+a call that starts on an idle GPU and returns before the GPU is done: how long it takes to launch
+everything.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ _HOST_STEPS = 7
 _DRAWN = 4
 _GAPS = 5
 _MOST_TRACE = 10_000_000
-"""Bytes of a trace that is worth keeping beside a result."""
+"""Bytes up to which a trace is kept with the result."""
 
 
 def read() -> tuple[RunConfig, torch.device, Path | None]:
-    """The config of the command line, where to train, and where to leave a trace."""
+    """Return the config of the command line, the device to train on, and where to write a trace."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", required=True)
     parser.add_argument("--trace", type=Path)
@@ -50,8 +51,9 @@ def read() -> tuple[RunConfig, torch.device, Path | None]:
 
 
 def batches(config: RunConfig, device: torch.device) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Gives the next microbatch of random tokens [B, S] and what follows each, made before: what a
-    step costs the host is not to have a loader's work in it."""
+    """Return a function that gives the next microbatch of random tokens [B, S] and their
+    successors. They are drawn in advance, so that a step's host time does not include a loader's
+    work."""
     shape = (config.train.microbatch, config.train.seq + 1)
     generator = torch.Generator().manual_seed(config.run.seed)
     drawn = [
@@ -71,7 +73,7 @@ def batches(config: RunConfig, device: torch.device) -> Callable[[], tuple[Tenso
 def run(
     step: Callable[[], Tensor], config: RunConfig, device: torch.device, made_of: Sequence[str]
 ) -> dict[str, Any]:
-    """What steps take. step: gives the mean loss of a token."""
+    """Measure steps. step: trains one and returns the mean loss of a token."""
     wait = waiting(device)
     first = float(step())
     for _ in range(WARMUP - 1):
@@ -98,7 +100,7 @@ def run(
 
 
 def host_seconds(step: Callable[[], Tensor], device: torch.device) -> float:
-    """What a step that starts on an idle device takes before the call returns, at the median."""
+    """Return the median time until the call of a step returns that starts on an idle device."""
     wait, hosts = waiting(device), []
     for _ in range(_HOST_STEPS):
         wait()
@@ -110,17 +112,17 @@ def host_seconds(step: Callable[[], Tensor], device: torch.device) -> float:
 
 
 def waiting(device: torch.device) -> Callable[[], None]:
-    """Waits for the device; a CPU is done when a call returns."""
+    """Return a function that waits for the device; a CPU is done when a call returns."""
     return torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
 
 def profiled(step: Callable[[], Tensor], device: torch.device, keep: Path | None) -> dict[str, Any]:
-    """Of two steps, the second told while the first runs: the shares of the time in which the GPU
-    does nothing or nothing but communicate, and where most of it goes. Nothing without a GPU.
-    keep: where to leave the trace, if it is small."""
+    """Profile two steps, the second launched while the first runs. Return the shares of time in
+    which the GPU does nothing or only communicates, and where most of the time goes; nothing
+    without a GPU. keep: where to write the trace, if it is small."""
     if device.type != "cuda":
         return {}
-    # Without what the host does: noting that down would slow it.
+    # Host activity is not recorded, because recording would slow it down.
     with profile(activities=[ProfilerActivity.CUDA]) as running:
         step()
         step()
@@ -141,7 +143,8 @@ def profiled(step: Callable[[], Tensor], device: torch.device, keep: Path | None
 
 
 def longest_kernels(trace: Path, count: int = 15) -> list[dict[str, Any]]:
-    """The kernels with most time, with their share of that of all and how often they ran."""
+    """Return the kernels with the most time, each with its share of the time of all kernels and its
+    number of calls."""
     with (gzip.open if trace.suffix == ".gz" else open)(trace, "rb") as file:
         events = json.load(file)["traceEvents"]
     ran: dict[str, list[float]] = {}

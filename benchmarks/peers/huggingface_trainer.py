@@ -1,7 +1,7 @@
-"""The Trainer of Hugging Face transformers with their GPT-2, from a configuration of the workload.
+"""The Trainer of Hugging Face transformers with their GPT-2, configured like the workload.
 
-Their GPT-2 has biases, which cannot be turned off: 0.2% more parameters and no more products.
-A step is timed from the end of the one before to its own, batch and logged loss included.
+Their GPT-2 has biases, which cannot be turned off: 0.2% more parameters and no more products. A
+step is timed from the end of the previous step to its own end, including batch and logged loss.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from workload import WARMUP_STEPS, WORKLOAD, Workload, emit, parser, peak_rss_by
 
 
 class Tokens(Dataset[dict[str, Tensor]]):
-    """Random samples, each its own target: their model shifts by itself."""
+    """Random samples, each of which is its own target, because the model itself shifts targets."""
 
     def __init__(self, shape: Workload, samples: int) -> None:
         self.shape, self.samples = shape, samples
@@ -34,7 +34,7 @@ class Tokens(Dataset[dict[str, Tensor]]):
 
 
 class Clock(transformers.TrainerCallback):
-    """Moments at which steps ended, and the losses that were logged."""
+    """Times at which steps ended, and the losses that were logged."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -49,7 +49,7 @@ class Clock(transformers.TrainerCallback):
 
 
 def model_of(shape: Workload) -> torch.nn.Module:
-    """Their GPT-2 of the workload's shape, by the attention that torch chooses."""
+    """Return their GPT-2 in the workload's shape, with the attention that torch chooses."""
     config = transformers.GPT2Config(
         vocab_size=shape.vocab,
         n_positions=shape.seq,

@@ -1,7 +1,7 @@
-"""megatron-core's GPTDataset read sample by sample, as its sampler asks for them.
+"""megatron-core's GPTDataset, read sample by sample as its sampler does.
 
-Nothing is collated into batches, positions and loss masks come from its cache and no attention mask
-is made: the peer gets its fastest way. Its index is built before the clock starts.
+This is the peer's fastest way: nothing is collated into batches, positions and loss masks come from
+its cache, and no attention mask is made. Its index is built before the clock starts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.core.datasets.utils import Split  # noqa: E402
 
 
 class Tokenizer:
-    """The parts of a tokenizer that the dataset asks for."""
+    """The parts of a tokenizer that the dataset uses."""
 
     eod, pad, vocab_size = 0, -1, 50304
 
@@ -34,7 +34,7 @@ class Tokenizer:
 
 
 def dataset(prefix: str, seq: int, samples: int, cache: str) -> GPTDataset:
-    """The training samples of one token file."""
+    """Return the training samples of one token file."""
     file = IndexedDataset(prefix, mmap=True)
     config = GPTDatasetConfig(
         random_seed=1,

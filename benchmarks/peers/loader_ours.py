@@ -1,4 +1,4 @@
-"""megaframe's Loader, whole steps of one data rank, on one token file."""
+"""megaframe's Loader: whole steps of one data rank from one token file."""
 
 from __future__ import annotations
 

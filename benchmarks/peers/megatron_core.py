@@ -1,9 +1,9 @@
 """megatron-core's GPTModel from its local layer spec, on a CPU, in a gloo world of one.
 
-Three of its parts insist on a CUDA device and are replaced by their nearest equal: the core
-attention by torch's fused one (as its Transformer Engine layers have), the `.cuda()` of the shared
+Three of its parts require a CUDA device and are replaced by the nearest equivalent: core attention
+by torch's fused one (which its Transformer Engine layers have too), the `.cuda()` of the shared
 embedding by nothing, and its optimizer by torch's fused AdamW over fp32 main weights, with bf16
-weights and gradients in the model as its own bf16 optimizer keeps them. Its norms have a bias.
+weights and gradients in the model as in its own bf16 optimizer. Its norms have a bias.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from workload import WORKLOAD, Workload, parser, run
 
 
 class FusedAttention(nn.Module):
-    """Core attention of a layer spec: [seq, batch, heads, width] in, [seq, batch, hidden] out."""
+    """Core attention for a layer spec: [seq, batch, heads, width] to [seq, batch, hidden]."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
@@ -40,7 +40,8 @@ class FusedAttention(nn.Module):
 
 
 class Norm(nn.LayerNorm):
-    """Its local spec's LayerNorm, whose weights know when it runs on a part of the sequence."""
+    """LayerNorm of the local spec, with weights that are marked if it runs on a part of the
+    sequence."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps)
@@ -49,7 +50,7 @@ class Norm(nn.LayerNorm):
 
 
 def start_world_of_one() -> None:
-    """Process groups of size one over gloo, without opening a port to other machines."""
+    """Create process groups of size one over gloo, without opening a port to other machines."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
@@ -64,8 +65,8 @@ def build(
     last: bool = True,
     **more: Any,
 ) -> nn.Module:
-    """The GPT of the workload with weights in `dtype`; of a pipeline, the stage that is the `first`
-    or the `last` one. more: what its config says beside the workload."""
+    """Return the GPT of the workload with weights in `dtype`; in a pipeline, a stage that may be
+    the `first` or the `last` one. more: additional fields of its config."""
     config = TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -98,12 +99,12 @@ def build(
         share_embeddings_and_output_weights=tied,
         position_embedding_type="learned_absolute",
     )
-    return model.to(dtype)  # norms and positions too, as its Float16Module does
+    return model.to(dtype)  # including norms and positions, like its Float16Module
 
 
 def replace_cuda() -> None:
-    """Put on the CPU what is made on a CUDA device, and let nobody wait for one or ask for its
-    random numbers, of which a model without dropout draws none."""
+    """Create on the CPU whatever would be created on a CUDA device, and make waiting for such a
+    device, or using its random numbers, do nothing. A model without dropout draws none."""
 
     def on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def made(*given: Any, **named: Any) -> Tensor:
@@ -121,7 +122,7 @@ def replace_cuda() -> None:
 
 
 class MainWeights:
-    """AdamW over fp32 main weights; where the model's weights are fp32, they are the main ones."""
+    """AdamW over fp32 main weights. If the model's weights are fp32, they are the main weights."""
 
     def __init__(self, model: nn.Module, shape: Workload) -> None:
         self.clip = shape.clip
@@ -152,7 +153,7 @@ class MainWeights:
         self.adamw.zero_grad(set_to_none=True)
 
     def clip_gradients(self) -> None:
-        """Clip the gradients of the main weights at their norm."""
+        """Clip the gradients of the main weights by their norm."""
         nn.utils.clip_grad_norm_(self.main, self.clip)
 
 

@@ -1,6 +1,6 @@
 """nanoGPT's own model and optimizer from a checkout, compiled, in the loop of its train.py.
 
-nanoGPT's train.py turns autocast off on a CPU, whatever its dtype; bf16 here is the autocast that
+nanoGPT's train.py turns autocast off on a CPU, whatever its dtype. bf16 here is the autocast that
 it uses on a GPU.
 """
 
@@ -15,7 +15,7 @@ from workload import WORKLOAD, parser, run
 
 
 def build(checkout: Path) -> nn.Module:
-    """nanoGPT's GPT with the shapes of the workload (its ffn is always 4 * hidden)."""
+    """Return nanoGPT's GPT in the shapes of the workload (its ffn is always 4 * hidden)."""
     module, shape = import_model(checkout), WORKLOAD
     return module.GPT(
         module.GPTConfig(

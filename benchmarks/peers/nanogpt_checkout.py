@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 def import_model(checkout: Path) -> ModuleType:
-    """nanoGPT's model.py; it prints as it builds, so the measurement must come last."""
+    """Import nanoGPT's model.py. It prints while it builds, so the measurement must come last."""
     sys.path.insert(0, str(checkout))
     import model
 
@@ -17,7 +17,7 @@ def import_model(checkout: Path) -> ModuleType:
 
 
 def revision(checkout: Path) -> str:
-    """The commit of the checkout, or `unknown` where it is not a git one."""
+    """Return the commit of the checkout, or `unknown` if it is not a git checkout."""
     command = ("git", "-C", str(checkout), "rev-parse", "HEAD")
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     return result.stdout.strip() or "unknown"

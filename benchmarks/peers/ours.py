@@ -1,6 +1,7 @@
-"""megaframe on the workload, by the way that users take: a token file, pretrain_gpt.py, overrides.
+"""megaframe on the workload, used as a user would: a token file, pretrain_gpt.py, overrides.
 
-Speed comes from the run's metrics.jsonl, memory from the kernel's account of the finished process.
+Speed comes from the run's metrics.jsonl, memory from the kernel's accounting of the finished
+process.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def pretrain(folder: Path, overrides: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def overrides_of(precision: str, steps: int, prefix: Path) -> list[str]:
-    """The workload as keys of the config."""
+    """Return the workload as keys of the config."""
     shape = WORKLOAD
     return [
         f"model.layers={shape.layers}",

@@ -1,5 +1,5 @@
-"""megaframe on several ranks, by the way that users take: a token file, pretrain_gpt.py, overrides;
-its ranks are started as those of the peers are.
+"""megaframe on several ranks, used as a user would: a token file, pretrain_gpt.py, overrides. Its
+ranks are started like those of the peers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from workload import Workload, emit, peak_rss_bytes
 def train(
     shape: Workload, precision: str, timed_steps: int, ranks: int, settings: Sequence[str]
 ) -> None:
-    """Train the workload on random tokens and print the measurement; where a key is said twice, the
+    """Train the workload on random tokens and print the measurement. If a key is given twice, the
     later one counts."""
     steps = WARMUP_STEPS + timed_steps
     random = np.random.default_rng(shape.seed)

@@ -1,8 +1,8 @@
 """megatron-core's GPTModel under its own 1F1B schedule on CPUs, over gloo.
 
-The model is that of `megatron_core.py`. What its schedule and its communication make on "the"
-CUDA device is made on the CPU, and its waits for that device do nothing. Layers are divided evenly;
-where they cannot be, the first and the last stage get one fewer, as it can be told to.
+The model is that of `megatron_core.py`. Whatever its schedule and its communication create on the
+CUDA device is created on the CPU, and waits for that device do nothing. Layers are divided evenly;
+if that is impossible, the first and the last stage get one fewer, which is an option of megatron's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from workload import Workload
 
 
 def build_stage(shape: Workload, stages: int) -> nn.Module:
-    """This rank's stage."""
+    """Return this rank's stage."""
     uneven: dict[str, int] = {}
     if shape.layers % stages:
         each = -(-shape.layers // stages) - 1
@@ -50,14 +50,15 @@ def build_stage(shape: Workload, stages: int) -> nn.Module:
 
 
 def mean_of(losses: list[float], output: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """The loss of one microbatch as its schedule wants it, and a note of it."""
+    """Return the loss of one microbatch in the form that its schedule expects, and a record of
+    it."""
     loss = output.float().mean()
     losses.append(loss.item())
     return loss, {}
 
 
 def train(given: argparse.Namespace) -> None:
-    """The part of one rank."""
+    """Run one rank."""
     warnings.filterwarnings("ignore", module="megatron")
     replace_cuda()
     torch.distributed.init_process_group("gloo")

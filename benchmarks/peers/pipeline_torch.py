@@ -1,7 +1,7 @@
 """`torch.distributed.pipelining` with the blocks of `plain.py`, fused AdamW and clipping.
 
-Layers are split evenly, the larger parts first. Schedules of two stages per rank lie as they want:
-in a loop, or in a V with the head beside the embedding.
+Layers are split evenly, the larger parts first. In schedules with two stages per rank, stages are
+placed as the schedule requires: in a loop, or in a V with the head on the rank of the embedding.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ CHUNKS = {
     "ZBVZeroBubble": 2,
     "DualPipeV": 2,
 }
-"""Stages per rank of a schedule; the class is called Schedule and its name here."""
+"""Stages per rank of each schedule, by the name of the class in torch without the prefix
+Schedule."""
 IN_A_V = ("ZBVZeroBubble", "DualPipeV")
 
 
 class Part(nn.Module):
-    """Stage `number` of `stages`: some blocks, tables before the first, head behind the last."""
+    """Stage `number` of `stages`: some blocks, with the tables before the first and the head after
+    the last."""
 
     def __init__(self, shape: Workload, number: int, stages: int) -> None:
         super().__init__()
@@ -52,8 +54,8 @@ class Part(nn.Module):
                 nn.init.normal_(parameter, std=shape.init_std / shrink)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Token ids [batch, seq] on the first stage, else [batch, seq, hidden]; logits on the last
-        stage, else [batch, seq, hidden]."""
+        """Map token ids [batch, seq] on the first stage, otherwise [batch, seq, hidden], to logits
+        on the last stage, otherwise [batch, seq, hidden]."""
         if self.first:
             x = self.tokens(x) + self.positions.weight[: x.shape[1]]
         for block in self.blocks:
@@ -62,12 +64,13 @@ class Part(nn.Module):
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy of one microbatch; torch divides gradients by their number."""
+    """Return the mean cross entropy of one microbatch; torch divides gradients by the number of
+    microbatches."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def train(given: argparse.Namespace) -> None:
-    """The part of one rank."""
+    """Run one rank."""
     torch.distributed.init_process_group("gloo")
     rank, ranks = torch.distributed.get_rank(), given.stages
     shape = shape_of(given)

@@ -1,4 +1,4 @@
-"""The workload of `train_cpu.py` cut into 4 microbatches with a head of its own, on a pipeline."""
+"""The workload of `train_cpu.py` on a pipeline, in 4 microbatches and with an untied head."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def shape_of(given: argparse.Namespace) -> Workload:
-    """The model, with the vocabulary that was asked for."""
+    """Return the model with the requested vocabulary."""
     return replace(WORKLOAD, vocab=given.vocab)
 
 
 def clip(model: nn.Module, largest: float) -> None:
-    """Clip the gradients of all ranks at their common norm."""
+    """Clip the gradients of all ranks by their common norm."""
     import torch
     from torch.nn import utils
 

@@ -1,6 +1,6 @@
 """The peer that anyone would write: a GPT of nn.Modules, autograd and torch's fused AdamW.
 
-bf16 is autocast over fp32 weights, as most training scripts have it.
+bf16 is autocast over fp32 weights, as in most training scripts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=shape.init_std / shrink)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy of next tokens; `tokens` and `targets` are [batch, seq] ids."""
+        """Return the mean cross entropy of next tokens; `tokens` and `targets` are [batch, seq]
+        ids."""
         stream = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             stream = block(stream)
@@ -61,7 +62,7 @@ class GPT(nn.Module):
 
 
 def optimizer_of(model: nn.Module, shape: Workload) -> torch.optim.Optimizer:
-    """Fused AdamW that decays matrices and embeddings, not norms."""
+    """Return a fused AdamW that decays matrices and embeddings, but not norms."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": shape.weight_decay},

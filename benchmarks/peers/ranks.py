@@ -1,9 +1,9 @@
-"""How a contender runs on several ranks, each a process on this machine, or on one of the hosts of
-a lab on it that the environment tells of.
+"""Runs a contender on several ranks, each a process on this machine or on one of its emulated
+hosts, which an environment variable names.
 
-It starts itself once per rank, as `torchrun` would but without importing torch, so that the peak
-memory of a rank is its own. Steps are timed as on one rank; all ranks finish a step together, since
-clipping needs the norm of the gradients of all of them.
+It starts itself once per rank, like `torchrun` but without importing torch, so that the peak memory
+of a rank is its own. Steps are timed as on one rank. All ranks finish a step together, because
+clipping needs the norm of all their gradients.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from typing import Any
 from workload import emit, peak_rss_bytes
 
 PLACES = "RANK_PLACES"
-"""Variable with the hosts of the ranks, in equal parts: the address of the first one, and what
-stands in front of a command that is to run on each, as JSON."""
+"""Environment variable with the hosts of the ranks, as JSON: the address of the first host, and for
+each host the prefix of commands that run there. Ranks are divided evenly over hosts."""
 WARMUP_STEPS = 1
-"""Steps that are not timed: a step here is seconds long."""
+"""Steps that are not timed. One is enough, because a step here takes seconds."""
 
 
 def start_ranks(command: Sequence[str], ranks: int) -> list[str]:
-    """Run a command once per rank, all at once, and return what each printed. Ends the program
-    with what the first failing rank said."""
+    """Run a command once per rank, all at the same time, and return what each printed. Ends the
+    program with the error output of the first rank that fails."""
     with closing(socket.socket()) as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -58,7 +58,7 @@ def start_ranks(command: Sequence[str], ranks: int) -> list[str]:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], errors: Sequence[Any]) -> None:
-    """Until all have ended; those that are left when one fails are killed."""
+    """Wait until all have ended. If one fails, the others are killed."""
     while any(process.poll() is None for process in processes):
         if any(process.poll() for process in processes):
             break
@@ -75,7 +75,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], errors: Sequence[Any]) -
 def run(
     rank_main: Callable[[argparse.Namespace], None], given: argparse.Namespace, ranks: int
 ) -> None:
-    """On a rank, its part; otherwise start the ranks and print their measurement."""
+    """On a rank, run its part; otherwise start the ranks and print their measurement."""
     if "RANK" in os.environ:
         rank_main(given)
         return
@@ -88,9 +88,9 @@ def run(
 def measure(
     step: Callable[[], float | None], steps: int, tokens: int, versions: Mapping[str, str]
 ) -> None:
-    """Call `step` on a rank and print what the launcher reads; `steps` of them are timed, of so
-    many `tokens` on all ranks together. It draws a batch, trains on it and returns the loss where
-    there is one; the loss printed is that of the first step."""
+    """Time `steps` calls of `step` on a rank and print what the launcher reads. step: draws a batch
+    of `tokens` over all ranks, trains on it, and returns the loss if it has it. The printed loss is
+    that of the first step."""
     first_loss = step()
     for _ in range(WARMUP_STEPS - 1):
         step()

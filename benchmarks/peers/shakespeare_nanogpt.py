@@ -1,8 +1,8 @@
 """nanoGPT's own train.py with the command of its README for a CPU, then its validation loss.
 
-One number of that command differs: it evaluates every 2000 iterations, not every 250, so that the
-time is that of training and the checkpoint is the model after exactly `--steps` updates. The first
-and the last iteration, which evaluate, are not timed.
+One number of that command differs: it evaluates every 2000 iterations instead of every 250. The
+time is then that of training, and the checkpoint is the model after exactly `--steps` updates. The
+first and the last iteration, which evaluate, are not timed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ITERATION = re.compile(r"^iter (\d+): loss [\d.]+, time ([\d.]+)ms", re.MULTILIN
 
 
 def prepare(folder: Path, checkout: Path, text: Text) -> None:
-    """Lay out what train.py looks for in its working folder; the checkout stays untouched."""
+    """Create what train.py needs in its working folder. The checkout is not changed."""
     data = folder / "data" / "shakespeare_char"
     data.mkdir(parents=True)
     text.training.tofile(data / "train.bin")
@@ -37,7 +37,7 @@ def prepare(folder: Path, checkout: Path, text: Text) -> None:
 
 
 def command(checkout: Path, steps: int) -> list[str]:
-    """The README's command line over config/train_shakespeare_char.py."""
+    """Return the README's command line for config/train_shakespeare_char.py."""
     shape = SETTINGS
     return [
         sys.executable,
@@ -72,7 +72,7 @@ def train(folder: Path, checkout: Path, steps: int) -> list[float]:
 
 
 def validation_loss(checkpoint: Path, checkout: Path, text: Text) -> float:
-    """Mean cross entropy in nats over all windows of the validation text."""
+    """Return the mean cross entropy in nats over all windows of the validation text."""
     import torch
 
     saved: dict[str, Any] = torch.load(checkpoint, weights_only=True)

@@ -1,8 +1,8 @@
 """megaframe on the character-level run: a token file, pretrain_gpt.py and nanoGPT's settings.
 
-The two splits are the two documents of one file, which `data.split` tells apart. Validation loss is
-the run's own evaluation after its last step, over every window of the validation text. The first
-step and the last one, which evaluates, are not timed.
+The two splits are the two documents of one file, separated by `data.split`. Validation loss is the
+run's own evaluation after its last step, over every window of the validation text. The first step,
+and the last one, which evaluates, are not timed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workload import emit, peak_rss_bytes
 
 
 def overrides_of(prefix: Path, text: Text, steps: int, position: str) -> list[str]:
-    """nanoGPT's settings as keys of the config; its `position` is learned."""
+    """Return nanoGPT's settings as keys of the config. nanoGPT's own `position` is learned."""
     shape = SETTINGS
     return [
         f"model.layers={shape.layers}",

@@ -1,7 +1,7 @@
-"""The character-level run of nanoGPT's README for a CPU, and the text as both sides read it.
+"""The character-level run of nanoGPT's README for a CPU, and the text as both contenders read it.
 
-Validation loss is the mean over the whole validation text in windows of the context that do not
-overlap, so that it has no sampling noise; nanoGPT's own estimate is the mean of 20 random batches.
+Validation loss is the mean over the whole validation text, in windows of the context length that do
+not overlap, so it has no sampling noise. nanoGPT's own estimate is the mean of 20 random batches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ TRAINING_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Settings:
-    """README of nanoGPT (sizes, steps) over its config/train_shakespeare_char.py (the rest)."""
+    """Settings from nanoGPT's README (sizes, steps) and its config/train_shakespeare_char.py (the
+    rest)."""
 
     layers: int = 4
     heads: int = 4
@@ -45,8 +46,8 @@ SETTINGS = Settings()
 
 @dataclass(frozen=True)
 class Text:
-    """Character ids (rank of the character among those that occur) of both splits, and how many
-    characters there are."""
+    """Character ids of both splits, and the number of different characters. An id is the rank of
+    the character among those that occur."""
 
     training: NDArray[np.uint16]
     validation: NDArray[np.uint16]
@@ -54,12 +55,14 @@ class Text:
 
     @property
     def validation_windows(self) -> int:
-        """Windows of the context, and a target for each of their characters, in `validation`."""
+        """Number of windows of the context length in `validation`, with a target for each
+        character."""
         return (self.validation.size - 1) // SETTINGS.seq
 
 
 def read_text(path: Path) -> Text:
-    """Encode the text as nanoGPT's prepare.py does: the first 90% of its characters train."""
+    """Encode the text like nanoGPT's prepare.py, with the first 90% of its characters for
+    training."""
     characters = np.frombuffer(path.read_text(encoding="utf-8").encode("utf-32-le"), np.uint32)
     alphabet, ids = np.unique(characters, return_inverse=True)
     cut = int(characters.size * TRAINING_SHARE)
@@ -68,7 +71,7 @@ def read_text(path: Path) -> Text:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The arguments that both contenders take."""
+    """Return a parser with the arguments of both contenders."""
     arguments = argparse.ArgumentParser(description=description)
     arguments.add_argument("--text", type=Path, required=True, help="tinyshakespeare's input.txt")
     arguments.add_argument("--steps", type=int, default=SETTINGS.steps, help="training steps")

@@ -1,8 +1,8 @@
-"""megatron-core's tensor parallel GPTModel on CPUs, over gloo, with `--sequence` on parts of the
-sequence.
+"""megatron-core's tensor parallel GPTModel on CPUs, over gloo; with `--sequence` also sequence
+parallel.
 
-The model is that of `megatron_core.py`, and so is what stands in for a CUDA device. Its
-asynchronous all-reduce beside the weight gradient is on, as it is by default.
+The model and the replacements for a CUDA device are those of `megatron_core.py`. Its asynchronous
+all-reduce, which overlaps with the weight gradient, is on, as it is by default.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from workload import WORKLOAD
 
 
 class DividedWeights(MainWeights):
-    """Of a divided weight a rank has a part; of the others the gradients of parts of the sequence
-    are summed, as its `finalize_model_grads` does."""
+    """A rank has a part of each divided weight. Gradients of weights that run on parts of the
+    sequence are summed over the ranks, as in megatron's `finalize_model_grads`."""
 
     def clip_gradients(self) -> None:
         """Clip at the norm over all ranks."""
@@ -47,7 +47,7 @@ class DividedWeights(MainWeights):
 
 
 def train(given: argparse.Namespace) -> None:
-    """The part of one rank."""
+    """Run one rank."""
     warnings.filterwarnings("ignore", module="megatron")
     replace_cuda()
     torch.distributed.init_process_group("gloo")

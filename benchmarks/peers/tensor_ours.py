@@ -1,4 +1,4 @@
-"""megaframe on the tensor workload; the sequence is divided too, as it always is."""
+"""megaframe on the tensor workload. The sequence is divided too, as it always is."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""PyTorch's tensor parallel over DTensor, applied to the GPT of `plain.py` as torchtitan does.
+"""PyTorch's tensor parallelism over DTensor, applied to the GPT of `plain.py` as torchtitan does.
 
-Column and row parallel linears, the token table divided by the vocabulary and used again as the
-head, `loss_parallel` for the cross entropy; with `--sequence` norms and residuals on parts of the
-sequence. The update runs on each rank's own parts, which spares DTensor's dispatch.
+It has column and row parallel linears, a token table that is divided by the vocabulary and used
+again as the head, and `loss_parallel` for the cross entropy. With `--sequence`, norms and residuals
+work on parts of the sequence. The update runs on each rank's own parts, which avoids DTensor's
+dispatch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from workload import WORKLOAD
 
 
 class DividedGPT(GPT):
-    """Tokens are the same on all ranks; the stream is whole or, with `sequence`, a part."""
+    """Tokens are the same on all ranks. The residual stream is whole or, with `sequence`,
+    divided."""
 
     def divide(self, mesh: DeviceMesh, sequence: bool) -> None:
         """Make the weights DTensors on the ranks of `mesh`."""
@@ -52,7 +54,8 @@ class DividedGPT(GPT):
         parallelize_module(self, mesh, plan)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy of next tokens; `tokens` and `targets` are [batch, seq] ids."""
+        """Return the mean cross entropy of next tokens; `tokens` and `targets` are [batch, seq]
+        ids."""
         stream = self.tokens(tokens) + local(self.positions.weight)
         for block in self.blocks:
             stream = block(stream)
@@ -65,12 +68,12 @@ class DividedGPT(GPT):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
+    """Return this rank's part."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class OwnParts(nn.Module):
-    """This rank's parts of the weights as ordinary parameters, which share their memory."""
+    """This rank's parts of the weights, as ordinary parameters that share memory with them."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -78,8 +81,8 @@ class OwnParts(nn.Module):
         self.parts = nn.ParameterList(nn.Parameter(local(p.detach())) for p in self.weights)
 
     def take_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Move the gradients over, summed where each rank has a share of them; those of divided
-        and those of whole weights."""
+        """Move the gradients to the parts, summed over ranks if each rank has only a partial sum.
+        Return those of divided weights and those of whole weights."""
         divided, whole = [], []
         for weight, part in zip(self.weights, self.parts, strict=True):
             gradient, weight.grad = weight.grad, None
@@ -92,7 +95,7 @@ class OwnParts(nn.Module):
 
 
 def train(given: argparse.Namespace) -> None:
-    """The part of one rank."""
+    """Run one rank."""
     torch.distributed.init_process_group("gloo")
     torch.manual_seed(WORKLOAD.seed)
     model = DividedGPT(WORKLOAD)

@@ -20,8 +20,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def clip(divided: Sequence[Tensor], whole: Sequence[Tensor], largest: float) -> None:
-    """Clip gradients at the norm of all ranks: of the divided ones each has a part, of the whole
-    ones all have the same."""
+    """Clip gradients by the norm over all ranks. Each rank has a part of the divided ones, and all
+    have the same whole ones."""
     import torch
     from torch.nn import utils
 

@@ -1,6 +1,7 @@
-"""Token files by megatron-core's own writer and reader, for comparison byte for byte.
+"""Token files written and read by megatron-core, for a byte-for-byte comparison.
 
-Runs under an interpreter that has megatron-core; talks in `.npz` files and needs nothing of ours.
+Runs under an interpreter that has megatron-core, exchanges `.npz` files, and imports nothing of
+megaframe.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, Indexe
 
 
 def write(arrays: dict[str, np.ndarray], prefix: str, vocab: int) -> None:
-    """Each document as one sequence, in the dtype that the vocabulary size gets there."""
+    """Write each document as one sequence, in the dtype that megatron-core uses for this vocabulary
+    size."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(vocab))
     ends = np.cumsum(arrays["lengths"])
     for end, length in zip(ends.tolist(), arrays["lengths"].tolist(), strict=True):

@@ -1,8 +1,8 @@
 """What every contender of `train_cpu.py` trains, how it is timed, and the line that it prints.
 
-A step is timed from the drawing of its batch to the end of the update, and its loss is read, as any
-trainer that logs would. Pure Python, so that it runs in a peer's own interpreter whatever that has
-installed.
+A step is timed from drawing its batch to the end of the update, and its loss is read, as any
+trainer that logs would do. Pure Python, so that it runs in a peer's own interpreter, whatever is
+installed there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 WARMUP_STEPS = 2
-"""Steps that are run and not timed: compilation, first allocation of gradients and state."""
+"""Steps that are run but not timed: compilation, and first allocation of gradients and state."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ def run(step: Callable[[], float], steps: int, versions: Mapping[str, str]) -> N
 
 
 def peak_rss_bytes(who: int) -> int:
-    """Largest resident memory of this process (RUSAGE_SELF) or of its largest finished child
-    (RUSAGE_CHILDREN), as counted by the kernel.
+    """Return the largest resident memory of this process (RUSAGE_SELF) or of its largest finished
+    child (RUSAGE_CHILDREN), as counted by the kernel.
 
-    A process starts with the peak of the one that launched it, so launchers stay small: neither
-    the harness nor a launching contender imports torch.
+    A process starts with the peak of the process that launched it. Launchers therefore stay small:
+    neither the harness nor a launching contender imports torch.
     """
     kibibytes = resource.getrusage(who).ru_maxrss  # Linux counts in KiB
     return kibibytes * 1024

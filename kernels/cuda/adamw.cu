@@ -1,7 +1,7 @@
-// AdamW over scattered parameters, a few launches for all of them.
+// AdamW over scattered parameters, in a few launches for all of them.
 //
-// The formula is that of `megaframe_kernels/adamw.py`. The types of the numbers are arguments, not
-// templates: the branches are the same for all threads and hide behind the memory.
+// The formula is that of `megaframe_kernels/adamw.py`. Element types are arguments, not templates:
+// all threads take the same branches, whose cost is hidden by memory accesses.
 
 #include "scattered.cuh"
 
@@ -71,8 +71,9 @@ __global__ void __launch_bounds__(kThreads) adamw(const Tensors<5> tensors, cons
 
 }  // namespace megaframe
 
-// lists: weights, gradients, means, squares, copies (null without); kinds: their types, one for both
-// moments. divisor and skip may be null. Returns a CUDA error, 0 for none.
+// lists: weights, gradients, means, squares, copies (null if there are none). kinds: the types of
+// weights, gradients, both moments, and copies. divisor and skip may be null. Returns a CUDA error,
+// 0 for none.
 MEGAFRAME_EXPORT int megaframe_adamw(void* const* const* lists, const int64_t* lengths, int count,
                                      const int* kinds, float mean_share, float beta2,
                                      float square_share, float eps, float keep, float rate,

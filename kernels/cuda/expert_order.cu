@@ -1,22 +1,22 @@
 // The order of a batch's choices by expert, as `megaframe_kernels/permute.py` defines it: a stable
 // counting sort in three launches, without atomics.
 //
-// A warp owns a run of choices and a row of counts. Lanes that chose the same expert find one another
-// with one instruction, which makes counts and ranks exact and in order, where atomics would make
-// them fast or ordered, not both; Triton has no such instruction.
+// Each warp has a run of choices and a row of counts. One instruction finds the lanes that chose
+// the same expert, which gives exact and ordered counts and ranks. Atomics would be either fast or
+// ordered, not both. Triton has no such instruction.
 
 #include "launch.cuh"
 
 namespace megaframe {
 
 constexpr int kWarps = kThreads / kLanes;
-constexpr int kRounds = 8;                           // choices of a lane
-constexpr int kRun = kRounds * kLanes;               // choices of a warp
-constexpr int kBlockChoices = kWarps * kRun;         // choices of a block
+constexpr int kRounds = 8;                           // choices per lane
+constexpr int kRun = kRounds * kLanes;               // choices per warp
+constexpr int kBlockChoices = kWarps * kRun;         // choices per block
 constexpr int kMostExperts = 1024;
 
-// counts[e] += lanes of this warp that chose e, for one choice of each lane; returns how many lanes
-// before this one chose the same, and by `before` what counts[e] was.
+// counts[e] += number of lanes of this warp that chose e, with one choice per lane. Returns how
+// many lanes before this one chose the same expert; `before` receives the old counts[e].
 __device__ inline int count_round(int expert, int32_t* counts, int32_t& before) {
   const int lane = threadIdx.x % kLanes;
   const unsigned same = __match_any_sync(0xffffffffu, expert);
@@ -28,14 +28,14 @@ __device__ inline int count_round(int expert, int32_t* counts, int32_t& before) 
   return rank;
 }
 
-// The expert of a choice; -1 where there is no such choice or no such expert.
+// Returns the expert of a choice, or -1 if the choice or the expert does not exist.
 __device__ inline int choice_of(const int32_t* experts, int64_t choice, int64_t choices,
                                 int count) {
   const int expert = choice < choices ? experts[choice] : -1;
   return 0 <= expert && expert < count ? expert : -1;
 }
 
-// Count this block's choices: counts[w * count + e] of warp w.
+// Counts this block's choices: counts[w * count + e] for warp w and expert e.
 __device__ inline void count_block(const int32_t* experts, int64_t choices, int count,
                                    int32_t* counts) {
   for (int i = threadIdx.x; i < kWarps * count; i += kThreads) counts[i] = 0;
@@ -61,7 +61,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One block: counts of blocks become their first places, and `ends` where each expert's places end.
+// Runs in one block. Turns the counts of blocks into their first places, and sets `ends` to where
+// each expert's places end.
 __global__ void __launch_bounds__(kThreads)
     scan_counts(int32_t* starts, int blocks, int count, int32_t* ends) {
   __shared__ int32_t totals[kMostExperts];
@@ -133,8 +134,8 @@ MEGAFRAME_EXPORT int megaframe_expert_order_blocks(int64_t choices) {
   return static_cast<int>((choices + megaframe::kBlockChoices - 1) / megaframe::kBlockChoices);
 }
 
-// experts [choices], of `count` <= 1024; starts: room for blocks x count; order, places [choices];
-// ends [count]. Returns a CUDA error, 0 for none.
+// experts [choices]: numbers below `count`, which is at most 1024. starts: room for blocks x count.
+// Outputs: order, places [choices]; ends [count]. Returns a CUDA error, 0 for none.
 MEGAFRAME_EXPORT int megaframe_expert_order(const int32_t* experts, int64_t choices, int count,
                                             int32_t* starts, int32_t* order, int32_t* places,
                                             int32_t* ends, void* stream) {

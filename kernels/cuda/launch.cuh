@@ -1,8 +1,8 @@
-// What every file here starts from: types of numbers, and the launch of a kernel.
+// Included by all sources here: element types, loads and stores, and the launch of a kernel.
 //
-// Nothing of torch is included: this compiles in seconds, and does not break when torch changes.
+// No torch header is included, so this compiles in seconds and does not break when torch changes.
 // Kernels use a small part of CUDA (shared memory, barriers, warp votes), so that the tests can run
-// these same files on a CPU, where a header of theirs stands in for CUDA's runtime.
+// these same files on a CPU with a header that emulates the CUDA runtime.
 #pragma once
 
 #ifndef MEGAFRAME_EMULATED
@@ -20,7 +20,7 @@ namespace megaframe {
 constexpr int kThreads = 256;
 constexpr int kLanes = 32;
 
-// Types of the numbers that a pointer leads to, as Python names them to us.
+// Element types, with the numbers that Python passes (`cuda_library.KINDS`).
 enum Kind : int { kFloat = 0, kBFloat16 = 1, kHalf = 2 };
 
 #ifndef MEGAFRAME_EMULATED
@@ -29,12 +29,12 @@ int launch(Kernel kernel, int64_t blocks, void* stream, Arguments... arguments) 
   if (blocks == 0) return 0;
   kernel<<<dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0,
            static_cast<cudaStream_t>(stream)>>>(arguments...);
-  // Taken, not looked at: what the caller is told of must not fail the next launch too.
+  // Get and clear the error: the caller is told of it, so the next launch must not fail with it.
   return static_cast<int>(cudaGetLastError());
 }
 #endif
 
-// Four numbers of a type, from an address that holds four of them aligned.
+// Loads four elements of type `kind`, starting at element `at`, which must be aligned to all four.
 __device__ inline void load4(const void* base, Kind kind, int64_t at, float (&out)[4]) {
   if (kind == kFloat) {
     const float4 four = *reinterpret_cast<const float4*>(static_cast<const float*>(base) + at);

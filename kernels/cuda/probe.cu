@@ -1,4 +1,4 @@
-// Whether this build of CUDA can use the GPU here at all: a driver may be older than the compiler.
+// Tests whether this build can use the GPU at all: the driver may be older than the compiler.
 
 #include "launch.cuh"
 

@@ -1,8 +1,8 @@
 // Many tensors in one launch.
 //
-// Addresses travel as arguments of the kernel, up to kMost tensors a launch: no copy to the device
-// precedes it. A block finds its tensor by bisecting the numbers of the tensors' first blocks, so
-// the number of blocks has no limit.
+// Addresses are passed as kernel arguments, for up to kMost tensors per launch, so nothing is
+// copied to the device first. A block finds its tensor by a binary search in the numbers of the
+// tensors' first blocks, so the number of blocks is not limited.
 #pragma once
 
 #include "launch.cuh"
@@ -10,7 +10,7 @@
 namespace megaframe {
 
 constexpr int kMost = 64;
-constexpr int64_t kChunk = 16384;  // elements of a block
+constexpr int64_t kChunk = 16384;  // elements per block
 
 template <int LISTS>
 struct Tensors {
@@ -21,7 +21,7 @@ struct Tensors {
 };
 static_assert(sizeof(Tensors<5>) < 3600, "arguments of a kernel are limited to 4096 bytes");
 
-// A block's tensor.
+// Returns the index of this block's tensor.
 template <int LISTS>
 __device__ inline int find_tensor(const Tensors<LISTS>& tensors) {
   const int block = static_cast<int>(blockIdx.x);
@@ -33,8 +33,8 @@ __device__ inline int find_tensor(const Tensors<LISTS>& tensors) {
   return low;
 }
 
-// Call `run(tensors, blocks)` with at most kMost tensors at a time; lists[l][t] is an address, null
-// throughout a list that is not there. The first error ends it.
+// Calls `run(tensors, blocks)` for at most kMost tensors at a time. lists[l][t] is an address; a
+// list that is null gives null addresses. Stops at the first error and returns it.
 template <int LISTS, typename Run>
 int in_batches(void* const* const* lists, const int64_t* lengths, int count, Run run) {
   for (int start = 0; start < count; start += kMost) {

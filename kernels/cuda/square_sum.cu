@@ -1,7 +1,7 @@
 // Sum of squares over scattered gradients, in fp64 as in `megaframe_kernels/square_sum.py`.
 //
-// Each block leaves one number; who calls adds them. The division into blocks depends on the lengths
-// alone, so results are bitwise repeatable.
+// Each block writes one number, and the caller adds them. The division into blocks depends only on
+// the lengths, so results are bitwise repeatable.
 
 #include "scattered.cuh"
 
@@ -40,14 +40,14 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace megaframe
 
-// Numbers that megaframe_square_sum writes.
+// Returns how many numbers megaframe_square_sum writes.
 MEGAFRAME_EXPORT int64_t megaframe_square_sum_blocks(const int64_t* lengths, int count) {
   int64_t blocks = 0;
   for (int t = 0; t < count; ++t) blocks += (lengths[t] + megaframe::kChunk - 1) / megaframe::kChunk;
   return blocks;
 }
 
-// addresses: of `count` tensors of one kind. Returns a CUDA error, 0 for none.
+// addresses: of `count` tensors of type `kind`. Returns a CUDA error, 0 for none.
 MEGAFRAME_EXPORT int megaframe_square_sum(void* const* addresses, const int64_t* lengths, int count,
                                           int kind, double* sums, void* stream) {
   using namespace megaframe;

@@ -1,7 +1,7 @@
-"""SwiGLU, GELU and squared ReLU, computed again in backward from their input.
+"""SwiGLU, GELU and squared ReLU. The backward pass recomputes them from their input.
 
-Saving the input alone is what lets a block keep one wide activation instead of two. SwiGLU reads
-gate and up from the two halves of one row, as the fused linear before it writes them.
+Only the input is saved, so a block keeps one wide activation instead of two. SwiGLU reads gate and
+up from the two halves of a row, as the fused linear before it writes them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _COLUMNS = 1024
 
 
 def reference(x: Tensor, kind: str) -> Tensor:
-    """x [..., F] to the same shape; for swiglu [..., 2F] = (gate, up) to silu(gate) up [..., F].
+    """Apply the activation to x [..., F]. For swiglu, x [..., 2F] is (gate, up) and the result is
+    silu(gate) up [..., F].
 
     gelu: x Phi(x), or its tanh form (Hendrycks and Gimpel 2016). relu2: max(x, 0)^2 (So et al.
     2021). swiglu: Shazeer 2020.
@@ -42,7 +43,7 @@ def reference(x: Tensor, kind: str) -> Tensor:
 def _tile(
     rows: tl.tensor, width: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Rows, columns and mask of this program."""
+    """Return the rows, columns and mask of this program."""
     across = tl.cdiv(width, COLUMNS)
     row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -51,9 +52,9 @@ def _tile(
 
 @triton.jit
 def _gelu_share(value: tl.tensor, TANH: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """gelu(x) / x, and the slope of that."""
+    """Return gelu(x) / x and its derivative."""
     if TANH:
-        # Beyond 20 the share is 0 or 1 in fp32, and the cube may overflow.
+        # Beyond 20 the share is 0 or 1 in fp32, and the cube could overflow.
         near = tl.clamp(value, -20.0, 20.0, propagate_nan=tl.PropagateNan.ALL)
         share = tl.sigmoid(1.5957691216057308 * (near + 0.044715 * near * near * near))
         inner = 1.5957691216057308 * (1.0 + 0.134145 * near * near)
@@ -121,7 +122,7 @@ def _backward(
 
 
 def _shape(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
-    """Grid and tile."""
+    """Return the grid and the tile sizes."""
     columns = min(power_of_2(max(width, 16)), _COLUMNS)
     tall = _TILE // columns
     grid = (ceil_div(rows, tall) * ceil_div(width, columns),)
@@ -129,7 +130,7 @@ def _shape(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
 
 
 def launch_forward(x: Tensor, kind: str) -> Tensor:
-    """y."""
+    """Return the activation of x."""
     flat = rows_of(x)
     width = flat.shape[1] // 2 if kind == "swiglu" else flat.shape[1]
     y = x.new_empty(*x.shape[:-1], width)
@@ -139,7 +140,7 @@ def launch_forward(x: Tensor, kind: str) -> Tensor:
 
 
 def launch_backward(d_y: Tensor, x: Tensor, kind: str) -> Tensor:
-    """Gradient of x."""
+    """Return the gradient of x."""
     flat, d_flat = rows_of(x), rows_of(d_y)
     d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows, width = d_flat.shape
@@ -180,12 +181,12 @@ _direct_backward = direct(_backward_op, launch_backward)
 
 
 def run_triton(x: Tensor, kind: str = "swiglu") -> Tensor:
-    """As the reference."""
+    """Compute the reference in Triton."""
     return _direct_forward(x, kind)
 
 
 def run_liger(x: Tensor, kind: str) -> Tensor:
-    """As the reference, by Liger-Kernel."""
+    """Compute the reference by Liger-Kernel."""
     from liger_kernel.transformers import functional
 
     return functional.liger_swiglu(*(part.contiguous() for part in x.chunk(2, -1)))
@@ -211,6 +212,6 @@ KERNEL = Kernel(
         "torch": Implementation("torch", reference, missing_nothing, never),
         "liger": Implementation("liger", run_liger, missing_liger, _liger_refuses),
     },
-    # The argument of an exponential reaches 10 where the result matters, and its rounding with it.
+    # Arguments of exponentials reach 10 where the result matters, and their rounding grows with it.
     constant=16.0,
 )

@@ -1,8 +1,8 @@
 """AdamW over a flat shard in one pass: master weights, moments, and the copy that the model reads.
 
-The clipping factor and the flag that skips a step stay on the device: no step waits for the host to
-read a norm. Random bits of stochastic rounding are a function of the seed and of the element's
-number in the whole span, so they are the same however it is divided into shards.
+The clipping factor and the flag that skips a step stay on the device, so no step waits for the host
+to read a norm. The random bits of stochastic rounding are a function of the seed and of the
+element's number in the whole span, so they do not depend on how the span is divided into shards.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def reference(
     seed: int | None = None,
     first: int = 0,
 ) -> tuple[Tensor, ...]:
-    """One step, in place (Loshchilov and Hutter 2019); returns what changed.
+    """Do one step in place (Loshchilov and Hutter 2019) and return what changed.
 
-    All are flat and equally long. g = grads / divisor; mean = beta1 mean + (1 - beta1) g; square
-    likewise of g^2; w = w (1 - lr decay) - lr (mean / (1 - beta1^step)) / (sqrt(square / (1 -
-    beta2^step)) + eps). copy: becomes the weights, rounded. divisor, skip: scalars on the device;
-    where skip is 1 nothing changes. seed: bf16 results are rounded stochastically, which the
-    reference leaves out; first: number of the first element in the whole span.
+    All tensors are flat and equally long. g = grads / divisor; mean = beta1 mean + (1 - beta1) g;
+    square likewise from g^2; w = w (1 - lr decay) - lr (mean / (1 - beta1^step)) / (sqrt(square /
+    (1 - beta2^step)) + eps). copy: receives the weights, rounded. divisor, skip: scalars on the
+    device; if skip is 1, nothing changes. seed: round bf16 results stochastically (the reference
+    does not). first: number of the first element in the whole span.
     """
     wide = torch.promote_types(weights.dtype, torch.float32)
     g = grads.to(wide) if divisor is None else grads.to(wide) / divisor.to(wide)
@@ -74,7 +74,7 @@ def _store(
     tl.store(at, value.to(at.dtype.element_ty), mask=inside)
 
 
-# What changes with the step or the shard: a kernel for each kind of number would be compiled.
+# These change with the step or the shard. If specialised, several kernels would be compiled.
 @triton.jit(do_not_specialize=("seed", "first"))
 def _step(
     weights: tl.tensor,
@@ -97,8 +97,9 @@ def _step(
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """mean_share, square_share: 1 - beta1 and 1 - beta2, of which fp32 would lose digits. keep: 1 -
-    lr decay. rate: lr / (1 - beta1^step). unbias: (1 - beta2^step)^(-1/2)."""
+    """mean_share, square_share: 1 - beta1 and 1 - beta2, computed on the host because fp32 would
+    lose digits. keep: 1 - lr decay. rate: lr / (1 - beta1^step). unbias: (1 -
+    beta2^step)^(-1/2)."""
     if skip is not None:  # noqa: SIM102 (compiled without a flag, there is none to load)
         if tl.load(skip) != 0.0:
             return
@@ -140,7 +141,7 @@ def launch_step(
     seed: int | None,
     first: int,
 ) -> None:
-    """As the reference, on a GPU."""
+    """Do the step of the reference by the Triton kernel."""
     launch(
         _step,
         (ceil_div(weights.numel(), _BLOCK),),
@@ -190,7 +191,7 @@ def run_triton(
     seed: int | None = None,
     first: int = 0,
 ) -> tuple[Tensor, ...]:
-    """As the reference; the only one that rounds stochastically."""
+    """Compute the reference in Triton. No other implementation rounds stochastically."""
     numbers = (lr, beta1, beta2, eps, weight_decay, step, seed, first)
     _step_op(weights, grads, mean, square, copy, divisor, skip, *numbers)
     return (mean, square, weights) if copy is None else (mean, square, weights, copy)
@@ -212,7 +213,8 @@ def run_torch(
     divisor: Tensor | None = None,
     skip: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """As the reference, by torch's fused AdamW and a copy; it divides the gradients in place."""
+    """Compute the reference by torch's fused AdamW and a copy. This divides the gradients in
+    place."""
     torch._fused_adamw_(
         [weights],
         [grads],
@@ -250,7 +252,7 @@ def run_apex(
     weight_decay: float,
     step: int,
 ) -> tuple[Tensor, ...]:
-    """As the reference, by NVIDIA apex and a copy."""
+    """Compute the reference by NVIDIA apex and a copy."""
     import amp_C
 
     overflow = torch.zeros(1, dtype=torch.int32, device=weights.device)

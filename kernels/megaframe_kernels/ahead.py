@@ -1,10 +1,12 @@
-"""Compiles what the wrappers launch, for chips that are not here, and reads what the code needs.
+"""Compiles what the wrappers launch, for chips that need not be present, and reports what the
+machine code needs.
 
     python -m megaframe_kernels.ahead --chips 80 90 100
 
-prints, per kernel and chip, registers and bytes of shared memory, stack and spilled registers, as
-the assembler reports them; any stack or spill ends it with status 1. Wrappers are called with
-tensors that have a shape and a type but no memory, so the sizes can be those of real runs.
+prints for each kernel and chip the registers, shared memory, and stack and spill bytes that the
+assembler reports. The exit status is 1 if anything uses the stack, spills or does not fit. Wrappers
+are called with tensors that have a shape and a type but no memory, so their sizes can be those of
+real runs.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from megaframe_kernels.examples import EXAMPLES, Example
 
 CHIPS = (80, 90, 100)
 SHARED_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Bytes of shared memory that a program may have, by compute capability."""
+"""Bytes of shared memory that a program may use, by compute capability."""
 _TYPES = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",
@@ -46,7 +48,7 @@ _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 @dataclass(frozen=True)
 class Usage:
-    """What the machine code of one kernel needs; registers per thread, the rest in bytes."""
+    """What the machine code of one kernel needs: registers per thread, everything else in bytes."""
 
     kernel: str
     example: str
@@ -60,7 +62,7 @@ class Usage:
 
     @property
     def clean(self) -> bool:
-        """Whether all stays in registers and fits in shared memory."""
+        """Whether everything stays in registers and fits in shared memory."""
         spilled = self.stack or self.spill_stores or self.spill_loads
         return not spilled and self.shared <= SHARED_LIMITS[self.chip]
 
@@ -94,8 +96,8 @@ def _compile(one: Launch, example: str, chip: int) -> Usage:
 
 
 def _describe(value: Any, constant: bool, special: bool) -> tuple[str, bool]:
-    """A value as Triton's launcher would describe it: its type, and whether 16 divides it. special:
-    that it is 1, or that 16 divides it, makes a kernel of its own."""
+    """Describe a value as Triton's launcher would: its type, and whether it is divisible by 16.
+    special: whether the kernel is specialised on the value being 1 or divisible by 16."""
     if constant or value is None or (special and isinstance(value, int) and value == 1):
         return "constexpr", False
     if isinstance(value, Tensor):
@@ -106,7 +108,7 @@ def _describe(value: Any, constant: bool, special: bool) -> tuple[str, bool]:
 
 
 def _read(kernel: str, example: str, chip: int, compiled: Any) -> Usage:
-    """What the assembler says when it assembles the kernel's PTX once more and is asked."""
+    """Assemble the kernel's PTX again with -v, and read the assembler's report."""
     arch = re.findall(r"\.target (\w+)", compiled.asm["ptx"])[0]
     tool = _TOOLS / ("ptxas-blackwell" if chip >= 100 else "ptxas")
     with tempfile.TemporaryDirectory() as folder:
@@ -136,7 +138,7 @@ def _number(pattern: str, text: str) -> int:
 
 
 def table(usages: Iterable[Usage]) -> str:
-    """The usages as aligned text; those that spill are marked."""
+    """Format the usages as aligned text; those that spill or do not fit are marked."""
     rows = [f"{'kernel':<24}{'example':<34}{'sm':>4}{'regs':>6}{'shared':>8}{'spills':>8}  matrix"]
     for u in usages:
         spills = u.stack + u.spill_stores + u.spill_loads
@@ -148,7 +150,7 @@ def table(usages: Iterable[Usage]) -> str:
 
 
 def main(examples: Mapping[str, Callable[[], Iterable[Example]]] = EXAMPLES) -> int:
-    """The command; the exit status says whether all is clean."""
+    """Run the command. The exit status says whether all kernels are clean."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chips", type=int, nargs="+", default=list(CHIPS), choices=CHIPS)
     parser.add_argument("--kernels", nargs="+", default=list(examples), choices=list(examples))

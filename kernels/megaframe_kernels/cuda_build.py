@@ -1,7 +1,8 @@
 """Builds the CUDA C++ kernels with nvcc.
 
-Imports nothing but Python, because `MEGAFRAME_BUILD_CUDA=1 pip install .` runs it where torch is
-not: a build ahead is for every chip, one at first use for the chip that is there.
+Imports only the standard library, because `MEGAFRAME_BUILD_CUDA=1 pip install .` runs it where
+torch may be missing. That build ahead is for every chip; a build at first use is for the chip that
+is present.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 CHIPS = (80, 90, 100)
-"""Compute capabilities that a build ahead is for."""
+"""Compute capabilities for which a build ahead compiles."""
 _HERE = Path(__file__).parent
 
 
 class BuildError(RuntimeError):
-    """The library could not be built or loaded; the text says why in one line."""
+    """The library could not be built or loaded; the text gives the reason in one line."""
 
 
 def sources() -> list[Path]:
-    """The .cu files, beside the package in a checkout and inside it when installed."""
+    """Return the .cu files, which are beside the package in a checkout and inside it when
+    installed."""
     for folder in (_HERE / "cuda", _HERE.parent / "cuda"):
         if folder.is_dir():
             return sorted(folder.glob("*.cu"))
@@ -34,7 +36,8 @@ def sources() -> list[Path]:
 
 
 def digest(compiler: str = "") -> str:
-    """Of all that a build is made from, and of the processor that it is for."""
+    """Return a digest of the sources, of `compiler`, and of the type of this machine's
+    processor."""
     files = sources()
     whole = hashlib.sha256(f"{platform.machine()}\0{compiler}\0".encode())
     for file in (*files, *sorted(files[0].parent.glob("*.cuh"))):
@@ -43,7 +46,8 @@ def digest(compiler: str = "") -> str:
 
 
 def find_nvcc() -> str:
-    """The compiler: of CUDA_HOME, of the PATH, or where CUDA is usually installed."""
+    """Return the path of nvcc: from CUDA_HOME or CUDA_PATH, from PATH, or where CUDA is usually
+    installed. Raises `BuildError` if there is none."""
     for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")):
         if home and Path(home, "bin", "nvcc").is_file():
             return str(Path(home, "bin", "nvcc"))
@@ -54,13 +58,13 @@ def find_nvcc() -> str:
 
 
 def nvcc_version() -> str:
-    """What the compiler says of itself."""
+    """Return what `nvcc --version` prints."""
     command = [find_nvcc(), "--version"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
 def build(library: Path, chips: Sequence[int]) -> None:
-    """Compile the library for some chips. Raises BuildError with the compiler's first complaint."""
+    """Compile the library for these chips. Raises `BuildError` with the compiler's first error."""
     targets = [f"-gencode=arch=compute_{chip},code=sm_{chip}" for chip in chips]
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
@@ -73,17 +77,19 @@ def build(library: Path, chips: Sequence[int]) -> None:
             complaints = (line for line in lines if re.search("error|fatal", line, re.IGNORECASE))
             first = next(complaints, "no message")
             raise BuildError(f"nvcc failed: {first.strip()}")
-        # Ranks that build at once each put a whole file in place; the last one stays.
+        # Ranks that build at the same time each move a complete file here; the last one stays.
         made.replace(library)
 
 
 def prebuilt() -> Path:
-    """Where a build ahead lies; its name holds what it was made from: a stale one is not found."""
+    """Return where a build ahead is. Its name contains the digest of its sources, so a stale one is
+    not found."""
     return _HERE / f"_cuda-{digest()}.so"
 
 
 def cached(chip: int) -> Path:
-    """Where a build at first use lies: one for each compiler, as a driver may be too old for what a
-    newer one makes, and a home may be shared by machines that differ."""
+    """Return where a build at first use is. There is one for each compiler and machine type,
+    because a driver may be too old for a newer compiler's code, and different machines may share a
+    home."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "megaframe_kernels" / f"cuda-{digest(nvcc_version())}-sm{chip}.so"

@@ -1,8 +1,8 @@
-"""The CUDA C++ kernels of `kernels/cuda`: a library that is built at first use and kept.
+"""The CUDA C++ kernels of `kernels/cuda`: a library that is built at first use and cached.
 
-It takes addresses, lengths and a stream, and holds nothing of torch: it builds in seconds, and one
-build serves every version of torch. What stands in the way of it is told in one line, and the
-kernels do without.
+Its functions take addresses, lengths and a stream, and use nothing of torch. It therefore builds in
+seconds, and one build works with every version of torch. If it cannot be built, one line says why,
+and other implementations run instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from megaframe_kernels.cuda_build import CHIPS, BuildError, build, cached, prebuilt
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Numbers that the sources know the types by."""
+"""Numbers by which the CUDA sources know the types."""
 _POINTER, _LENGTH, _NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
     "megaframe_probe": (ctypes.c_int, ()),
@@ -40,7 +40,8 @@ _SIGNATURES = {
 
 
 def load(library: Path) -> ctypes.CDLL:
-    """A built library, its functions typed."""
+    """Load a built library and declare the types of its functions. Raises `BuildError` if it does
+    not load."""
     try:
         loaded = ctypes.CDLL(str(library))
     except OSError as error:
@@ -54,7 +55,7 @@ def load(library: Path) -> ctypes.CDLL:
 
 @functools.lru_cache
 def _find() -> ctypes.CDLL | str:
-    """The library, or why there is none."""
+    """Return the library, built if necessary, or the reason why there is none."""
     if not torch.cuda.is_available():
         return "torch sees no GPU"
     major, minor = torch.cuda.get_device_capability()
@@ -71,13 +72,14 @@ def _find() -> ctypes.CDLL | str:
 
 
 def missing_library() -> str | None:
-    """Why the CUDA kernels cannot be used, or None; builds them if need be."""
+    """Return why the CUDA kernels cannot be used, or None. Builds them if necessary."""
     found = _find()
     return found if isinstance(found, str) else None
 
 
 def call(name: str, like: Tensor, *arguments: object) -> None:
-    """Call a function of the library on a tensor's GPU, with that GPU's stream as its last one."""
+    """Call a function of the library on the tensor's GPU, passing that GPU's stream as the last
+    argument. Raises `RuntimeError` if it returns a CUDA error."""
     found = _find()
     if isinstance(found, str):
         raise BuildError(found)
@@ -92,7 +94,7 @@ def call(name: str, like: Tensor, *arguments: object) -> None:
 
 
 def count(name: str, *arguments: object) -> int:
-    """What a function of the library that launches nothing says."""
+    """Return the result of a function of the library that launches nothing."""
     found = _find()
     if isinstance(found, str):
         raise BuildError(found)
@@ -100,10 +102,11 @@ def count(name: str, *arguments: object) -> int:
 
 
 def addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    """Of tensors, for a call; it must outlive the call."""
+    """Return the addresses of the tensors' data as a C array. Keep it alive until the call has
+    returned."""
     return (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
 
 
 def lengths(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_int64]:
-    """Of tensors, in elements."""
+    """Return the numbers of elements of the tensors as a C array."""
     return (ctypes.c_int64 * len(tensors))(*(t.numel() for t in tensors))

@@ -1,8 +1,8 @@
-"""Launching Triton kernels: on a GPU, in Triton's interpreter, or into a compiler without a GPU.
+"""Launching Triton kernels: on a GPU, in Triton's interpreter, or for a compiler without a GPU.
 
-Every launch passes through `launch`, so that `captured` can collect what a wrapper would launch for
-given shapes: the ahead-of-time compiler then compiles exactly what a GPU would run, with the types,
-block sizes and warps that the wrapper chose, and no second list of signatures can go stale.
+Every launch goes through `launch`, so that `captured` can collect what a wrapper would launch for
+given shapes. The ahead-of-time compiler thus compiles exactly what a GPU would run, with the types,
+block sizes and warps that the wrapper chose; there is no second list of signatures to maintain.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ import triton
 from torch import Tensor
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether kernels run in Triton's interpreter; fixed when this is imported."""
+"""Whether kernels run in Triton's interpreter. It is fixed when this module is imported."""
+if INTERPRETED:
+    from megaframe_kernels import interpreter
+
+    interpreter.remember()
 _INTERPRETED_PROCESSORS = 3
 _TYPICAL_PROCESSORS = 132
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What would run: the kernel, its arguments by position, constants by name, and options."""
+    """A launch: the kernel, its positional arguments, its constants by name, and its options."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -70,7 +74,8 @@ def launch(
 
 @contextmanager
 def captured(take: Callable[[Launch], None], chip: int) -> Iterator[None]:
-    """Hand launches for a chip (its compute capability, such as 90) to `take`, and run none."""
+    """Pass launches for a chip (its compute capability, such as 90) to `take` instead of running
+    them."""
     token = _CAPTURE.set(_Capture(take, chip))
     try:
         yield
@@ -79,7 +84,8 @@ def captured(take: Callable[[Launch], None], chip: int) -> Iterator[None]:
 
 
 def generation(tensor: Tensor) -> int:
-    """Whose matrix units a kernel is shaped for: 8 (Ampere, and what resembles it), 9 or 10."""
+    """Return the generation of matrix units for which to shape a kernel: 8 (Ampere and similar), 9
+    or 10."""
     capture = _CAPTURE.get()
     if capture is not None:
         return capture.chip // 10
@@ -91,7 +97,7 @@ def generation(tensor: Tensor) -> int:
 
 @functools.lru_cache
 def shared_memory(index: int) -> int:
-    """Bytes of shared memory that a program may have on a GPU."""
+    """Return how many bytes of shared memory a program may use on this GPU."""
     return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
 
 
@@ -101,7 +107,8 @@ def _count_processors(index: int) -> int:
 
 
 def processors(tensor: Tensor) -> int:
-    """Multiprocessors of the GPU that a tensor is on; what an H200 has for one that is nowhere."""
+    """Return the number of multiprocessors of the tensor's GPU; for a meta tensor, that of an
+    H200."""
     if tensor.device.type == "cuda":
         return _count_processors(tensor.device.index)
     return _INTERPRETED_PROCESSORS if tensor.device.type == "cpu" else _TYPICAL_PROCESSORS
@@ -109,21 +116,21 @@ def processors(tensor: Tensor) -> int:
 
 @functools.lru_cache
 def capability(index: int) -> tuple[int, int]:
-    """Compute capability of a GPU."""
+    """Return the compute capability of a GPU."""
     return torch.cuda.get_device_capability(index)
 
 
 def power_of_2(number: int) -> int:
-    """The least power of two that is not below a number of at least 1."""
+    """Return the least power of two that is at least `number`, which must be at least 1."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 def ceil_div(number: int, by: int) -> int:
-    """Quotient rounded up."""
+    """Return the quotient, rounded up."""
     return -(-number // by)
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """A tensor as rows [rows, width] whose elements are adjacent; copied only where it must be."""
+    """Return x as rows [rows, width] with adjacent elements. It is copied only if necessary."""
     flat = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(0, 0)
     return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()

@@ -1,4 +1,4 @@
-"""Functions of tiles that several kernels share."""
+"""Device functions on tiles that several kernels share."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ LOG_2 = tl.constexpr(0.6931471805599453)
 def product(
     a: tl.tensor, b: tl.tensor, add: tl.tensor, PRECISION: tl.constexpr = "tf32"
 ) -> tl.tensor:
-    """add + a b in fp32; `add` may be None.
+    """Return add + a b in fp32; `add` may be None.
 
-    The interpreter multiplies the bits of bf16 as if they were integers; in fp32 the products are
-    the same numbers.
+    The interpreter would multiply the bits of bf16 as integers. In fp32 the products are the same
+    numbers.
     """
     if INTERPRETED and a.dtype == tl.bfloat16:
         a, b = a.to(tl.float32), b.to(tl.float32)
@@ -26,9 +26,9 @@ def product(
 
 @triton.jit
 def tanh(x: tl.tensor) -> tl.tensor:
-    """Hyperbolic tangent in fp32, to a few units in the last place.
+    """Return the hyperbolic tangent in fp32, exact to a few units in the last place.
 
-    Near 0 the quotient of exponentials would cancel; a series takes its place.
+    Near 0 the quotient of exponentials would cancel, so a series replaces it.
     """
     small = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - small) / (1.0 + small)
@@ -41,14 +41,15 @@ def tanh(x: tl.tensor) -> tl.tensor:
 def random_bits(
     seed: tl.tensor, index: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Four tiles of 32 random bits, by seed and 64-bit index (Salmon et al. 2011)."""
+    """Return four tiles of 32 random bits as a function of seed and 64-bit index (Salmon et al.
+    2011)."""
     low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)
     return tl.philox(seed, low, high, low * 0, low * 0)
 
 
 @triton.jit
 def round_stochastically(x: tl.tensor, bits: tl.tensor) -> tl.tensor:
-    """fp32 to bf16: up with the probability that makes the mean exact."""
+    """Round fp32 to bf16, up with the probability that makes the expected value exact."""
     pattern = x.to(tl.uint32, bitcast=True)
     raised = (pattern + (bits & 0xFFFF)) & 0xFFFF0000
     finite = (pattern & 0x7F800000) != 0x7F800000

@@ -1,8 +1,8 @@
-"""Direct calls of operators: around torch's dispatcher where nobody traces.
+"""Direct calls of operators, which bypass torch's dispatcher when nothing is being traced.
 
-An operator registered with `torch.library` is what `torch.compile` sees through, and each of its
-calls costs the host some tens of microseconds in Python, more than the launch. Where nothing is
-traced the same function, with the same gradient, is called without it.
+`torch.compile` needs an operator registered with `torch.library`, but each call of one costs the
+host tens of microseconds in Python, more than the launch. When nothing is being traced, the same
+function is called directly, with the same gradient.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def direct(
     keep: Keep | None = None,
     differentiate: Differentiate | None = None,
 ) -> Callable[..., Any]:
-    """Calls `operator`, or where nothing is traced the `function` that it was made of. keep,
-    differentiate: as registered with the operator, where it has a gradient."""
+    """Return a function that calls `operator`, or, when nothing is being traced, the `function`
+    behind it. keep, differentiate: as registered with the operator, if it has a gradient."""
     plain = function
     if keep is not None and differentiate is not None:
         plain = _function(function, keep, differentiate)
@@ -36,14 +36,15 @@ def direct(
 
 
 def traced() -> bool:
-    """Whether somebody sees the operators that are called: a compiler, or a mode of dispatch."""
+    """Return whether operator calls are observed, by a compiler or by a dispatch mode."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _function(
     function: Callable[..., Any], keep: Keep, differentiate: Differentiate
 ) -> Callable[..., Any]:
-    """As a function of autograd; without anything to differentiate, as it is."""
+    """Return the function with its gradient. If no argument requires a gradient, it is called as it
+    is."""
 
     class Differentiated(torch.autograd.Function):
         @staticmethod

@@ -1,6 +1,7 @@
 """Real sizes of each kernel, with tensors that have no memory: what is compiled without a GPU.
 
-Each example calls the functions that launch, forward and backward, as a training step would.
+Each example calls the functions that launch kernels, forward and backward, as a training step
+would.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megaframe_kernels import (
 
 @dataclass(frozen=True)
 class Example:
-    """A call with real sizes. least_chip: the compute capability from which on it can run."""
+    """A call with real sizes. least_chip: lowest compute capability on which it can run."""
 
     name: str
     call: Callable[[], None]
@@ -219,4 +220,4 @@ EXAMPLES: dict[str, Callable[[], Iterable[Example]]] = {
     "quantise": _quantise,
     "grouped_scaled_product": _grouped_in_eight_bits,
 }
-"""By the name of a kernel."""
+"""Examples by the name of a kernel."""

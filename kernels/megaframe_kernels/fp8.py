@@ -1,10 +1,10 @@
-"""Quantisation to 8-bit floats, with one scale for a tensor, for each row, or for each block.
+"""Quantisation to 8-bit floats, with one scale per tensor, per row or per block.
 
-A scale is what the numbers are to be multiplied by to get the original back. It is exact: the
-largest magnitude over the largest number of the type, optionally rounded up to a power of two, by
-which multiplication is free of error. It is divided by once: numbers are multiplied by its inverse.
-A tensor needs two passes, because its scale depends on all of it, and so do rows that registers do
-not hold; others and blocks take one.
+A scale is the factor that restores the original numbers: the exact quotient of the largest
+magnitude and the largest number of the type, optionally rounded up to a power of two, which makes
+multiplying by it exact. Each scale is inverted once, and numbers are multiplied by the inverse. A
+tensor takes two passes, because its scale depends on all of it, and so do rows that do not fit in
+registers; other rows and blocks take one pass.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
 TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _WIDEST = 16384
-"""Elements of the largest block that registers hold."""
+"""Elements of the largest block that fits in registers."""
 _TILE = 4096
 _PARTS = 1024
-"""In which the largest magnitude of all is found."""
+"""Parts of a tensor whose largest magnitudes are found separately."""
 SHARED = 128
-"""Elements along a row, or rows, that share a scale where it is neither of a row nor of all."""
+"""Size of blocks: how many elements of a row, or how many rows, share a scale."""
 _LEAST = 1e-30
-"""Below this the largest magnitude counts as this: a block of zeros gets a scale."""
+"""Lower bound of the largest magnitude, so that a block of zeros has a scale."""
 
 
 def reference(
@@ -43,10 +43,10 @@ def reference(
     block: tuple[int, int] | None = None,
     power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """x [R, C] in 8 bits, and the fp32 scales that bring it back.
+    """Return x [R, C] in 8 bits, and the fp32 scales that restore it.
 
-    block: rows and columns that share a scale, [ceil(R / rows), ceil(C / columns)] scales; a number
-    of at most 0 means all. Without a block, one scale, [1, 1].
+    block: (rows, columns) that share a scale; a number of at most 0 means all. The scales are
+    [ceil(R / rows), ceil(C / columns)], or [1, 1] without a block.
     """
     rows, columns = _block(x_RC, block)
     wide = x_RC.to(torch.float32)
@@ -63,7 +63,7 @@ def reference(
 
 
 def restore(quantised_RC: Tensor, scales: Tensor, block: tuple[int, int] | None = None) -> Tensor:
-    """What 8 bits and scales stand for, in fp32."""
+    """Return the fp32 numbers that 8-bit numbers and scales represent."""
     rows, columns = _block(quantised_RC, block)
     by = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
     return quantised_RC.to(torch.float32) * by[: quantised_RC.shape[0], : quantised_RC.shape[1]]
@@ -91,7 +91,7 @@ def _quantise_blocks(
     ACROSS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """A few blocks a program, as [block, row in it, block, column in it]."""
+    """Quantise a few blocks per program, laid out as [block, row in it, block, column in it]."""
     blocks = tl.cdiv(width, columns)
     programs = tl.cdiv(blocks, ACROSS)
     down = (tl.program_id(0) // programs).to(tl.int64) * DOWN
@@ -120,7 +120,8 @@ def _quantise_row(
     POWER_OF_TWO: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A row a program, which registers do not hold: it is read again, from the cache."""
+    """Quantise one row per program that does not fit in registers. It is read a second time from
+    the cache."""
     row = tl.program_id(0).to(tl.int64)
     top = tl.zeros([BLOCK], tl.int32)
     for first in range(0, width, BLOCK):
@@ -139,7 +140,7 @@ def _quantise_row(
 def launch_quantise(
     x_RC: Tensor, dtype: torch.dtype, rows: int, columns: int, power_of_two: bool
 ) -> tuple[Tensor, Tensor]:
-    """As the reference."""
+    """Quantise x like the reference."""
     x = x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()
     if rows <= 0 and columns <= 0:
         return _launch_whole(x, dtype, power_of_two)
@@ -199,7 +200,8 @@ def _launch_whole(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Te
 
 
 def launch_largest(x_RC: Tensor, parts: int) -> Tensor:
-    """Largest magnitude of every `parts`-th row, fp32 [parts]; rows are adjacent numbers."""
+    """Return the largest magnitudes, fp32 [parts]; part i is rows i, i + parts, ... Rows must be
+    contiguous."""
     height, width = x_RC.shape
     found = x_RC.new_zeros(parts, dtype=torch.float32)
     grid = (min(height, parts) if width else 0,)
@@ -209,12 +211,13 @@ def launch_largest(x_RC: Tensor, parts: int) -> Tensor:
 
 
 def scale_by(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale of what has this largest magnitude."""
+    """Return the scale for numbers with this largest magnitude."""
     return magnitude.clamp_min(_LEAST) * (1.0 / torch.finfo(dtype).max)
 
 
 def launch_quantise_by(x_RC: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [R, C] in 8 bits by known scales, [1] of all or [R] of rows, which are adjacent numbers."""
+    """Return x [R, C] in 8 bits by known scales, [1] for all or [R] for rows. Rows must be
+    contiguous."""
     height, width = x_RC.shape
     out = torch.empty(height, width, dtype=dtype, device=x_RC.device)
     launch(
@@ -233,7 +236,7 @@ def launch_quantise_by(x_RC: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
 
 
 def _part(width: int) -> int:
-    """Of a row, for a program."""
+    """Return how many elements of a row one program takes at a time."""
     return min(_TILE, power_of_2(max(width, 16)))
 
 
@@ -259,20 +262,20 @@ def run_triton(
     block: tuple[int, int] | None = None,
     power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As the reference."""
+    """Compute the reference in Triton."""
     rows, columns = (0, 0) if block is None else block
     return _quantise_op(x_RC, dtype, rows, columns, power_of_two)
 
 
 def refuse_chip(x: Tensor) -> str | None:
-    """Why Triton cannot compute with 8-bit floats where this tensor is, or None."""
+    """Return why Triton cannot compute with 8-bit floats on this tensor's device, or None."""
     if x.is_cuda and capability(x.device.index) < (8, 9):
         return "8-bit floats need compute capability 8.9"
     return None
 
 
 def refuse_rounding(x: Tensor, dtype: torch.dtype) -> str | None:
-    """Why a Triton kernel cannot round these numbers to this type, or None."""
+    """Return why a Triton kernel cannot round these numbers to this type, or None."""
     if dtype not in TYPES:
         return f"{dtype} is not one of {', '.join(map(str, TYPES))}"
     return refuse_chip(x) or refuse_types(x)
@@ -306,10 +309,10 @@ def reference_product(
     b_scales: Tensor,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """a b^T of quantised matrices, [M, N], rounded once to `dtype`.
+    """Return a b^T of quantised matrices, [M, N], rounded once to `dtype`.
 
-    Scales as `reference` gives them: of each tensor ([1, 1]), of each row ([M, 1], [N, 1]), or of
-    each 128 along a row ([M, ceil(K / 128)]), which rows of b may share by 128 too.
+    Scales are as from `reference`: one per tensor ([1, 1]), per row ([M, 1], [N, 1]), or per 128
+    elements of a row ([M, ceil(K / 128)]). In the last case 128 rows of b may share them.
     """
     wide = torch.promote_types(dtype, torch.float32)
     a, b = (_restored(x, s, wide) for x, s in ((a_MK, a_scales), (b_NK, b_scales)))
@@ -332,12 +335,12 @@ def run_scaled_product(
     b_scales: Tensor,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """As the reference, by torch's scaled product."""
+    """Compute the reference by torch's scaled product."""
     if a_scales.shape == (1, 1):
         scales = a_scales[0, 0], b_scales[0, 0]
     elif a_scales.shape[1] == 1 and b_scales.shape == (b_NK.shape[0], 1):
         scales = a_scales, b_scales.t()
-    else:  # of blocks, scales of rows lie one after the other along the rows
+    else:  # scales of blocks: torch expects those of adjacent rows to be adjacent
         lies = a_scales.t().contiguous().t()
         theirs = b_scales if b_scales.shape[0] != b_NK.shape[0] else b_scales.t().contiguous().t()
         scales = lies, theirs.t()

@@ -10,10 +10,12 @@ from megaframe_kernels.device_math import INTERPRETED
 
 @triton.jit
 def narrow(value: tl.tensor, scale: tl.tensor, MOST: tl.constexpr, KIND: tl.constexpr) -> tl.tensor:
-    """Over a scale, to 8 bits, ties to even. The interpreter loses the carry of a mantissa that
-    rounds up to the next power of two, and NaN, so there numbers are brought to the grid of the
-    type first, and NaN is put in."""
-    value = value * tl.div_rn(1.0, scale)  # one division a scale
+    """Divide by a scale and round to 8 bits, ties to even.
+
+    The interpreter loses NaN, and the carry when a mantissa rounds up to the next power of two.
+    There, numbers are first rounded to the grid of the type, and NaN is put back.
+    """
+    value = value * tl.div_rn(1.0, scale)  # one division per scale
     value = tl.clamp(value, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRETED:
         exponent = ((value.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
@@ -30,17 +32,17 @@ def narrow(value: tl.tensor, scale: tl.tensor, MOST: tl.constexpr, KIND: tl.cons
 
 @triton.jit
 def magnitude(value: tl.tensor) -> tl.tensor:
-    """Bits of |value| in fp32: integers in the order of the numbers, and NaN, which a maximum of
-    numbers may lose, above them."""
+    """Return the bits of |value| in fp32. As integers they have the order of the numbers, with NaN,
+    which a maximum of floats may lose, at the top."""
     return value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def scale_of(largest: tl.tensor, MOST: tl.constexpr, POWER_OF_TWO: tl.constexpr) -> tl.tensor:
-    """From the bits of the largest magnitude."""
+    """Return the scale for the bits of the largest magnitude."""
     largest = largest.to(tl.float32, bitcast=True)
     scale = tl.maximum(largest, 1e-30, propagate_nan=tl.PropagateNan.ALL) * (1.0 / MOST)
-    if POWER_OF_TWO:  # the exponent, one up unless nothing follows it
+    if POWER_OF_TWO:  # the exponent, plus one unless the mantissa is zero
         bits = scale.to(tl.int32, bitcast=True)
         up = tl.where((bits & 0x7FFFFF) != 0, 1, 0)
         power = (((bits >> 23) + up) << 23).to(tl.float32, bitcast=True)
@@ -53,7 +55,7 @@ def largest_of_rows(
     x: tl.tensor, parts: tl.tensor, height: tl.tensor, width: tl.tensor, stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Largest magnitude of a few rows."""
+    """Find the largest magnitude of every num_programs-th row, one result per program."""
     top = tl.zeros([BLOCK], tl.int32)
     for row in range(tl.program_id(0), height, tl.num_programs(0)):
         for first in range(0, width, BLOCK):
@@ -75,7 +77,7 @@ def quantise_by(
     MOST: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """By scales that are known: one for each row, or with a stride of 0 one for all."""
+    """Quantise by known scales: one per row, or one for all with a scale stride of 0."""
     across = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // across).to(tl.int64)
     column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)

@@ -1,10 +1,9 @@
 """Grouped matrix product: each expert's rows times its own matrix, in one launch.
 
-Tiles are dealt out on the device from where the experts' rows end, so the host never waits to learn
-how many tokens an expert got. Rows can be fetched from the tokens they are of, and written to the
-choices they are for, which spares a pass over memory on either side. Shape legend: T tokens, K
-experts chosen by each, P = T K places (choices in the order of experts), E experts, N outputs, H
-inputs.
+Tiles are assigned on the device, from where the experts' rows end, so the host never waits to learn
+how many tokens an expert got. Rows can be gathered from their tokens, and scattered to their
+choices, within the kernel; each saves a pass over memory. Shape legend: T tokens, K experts chosen
+by each, P = T K places (choices in the order of experts), E experts, N outputs, H inputs.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
 @dataclass(frozen=True)
 class Tiles:
-    """Rows, columns and depth of a tile; warps and stages as Triton has them."""
+    """Rows, columns and depth of a tile; warps and stages in Triton's sense."""
 
     rows: int
     columns: int
@@ -39,7 +38,7 @@ class Tiles:
 
 
 TILES = {8: Tiles(128, 128, 64, 8, 3), 9: Tiles(128, 256, 64, 8, 3), 10: Tiles(128, 256, 64, 8, 3)}
-"""Of 16-bit numbers, by generation of the chip."""
+"""For 16-bit types, by generation of the chip."""
 _COLUMNS_OF_ADDING = 128
 _CLEARED = 64
 _WIDE_NUMBERS = Tiles(32, 32, 32, 4, 2)
@@ -56,11 +55,11 @@ def reference(
     gather: bool = False,
     scatter: bool = False,
 ) -> Tensor:
-    """y[p] = x[p] weights[e]^T for the expert e that place p belongs to.
+    """y[p] = x[p] weights[e]^T for the expert e to which place p belongs.
 
-    ends, order, places: the fields of `permute.Order`; places beyond the last end give 0. gather:
-    x [T, H] are tokens, x[order[p] // K] is meant; otherwise x is [P, H]. scatter: y[p] is written
-    to y[order[p]], so that y [P, N] is by token and choice.
+    ends, order, places: the fields of `permute.Order`. Places beyond the last end give 0. gather: x
+    [T, H] holds tokens, and place p reads x[order[p] // K]; otherwise x is [P, H]. scatter: y[p] is
+    written to y[order[p]], so that y [P, N] is ordered by token and choice.
     """
     rows = x
     if gather and order_P is not None and places_TK is not None:
@@ -142,7 +141,7 @@ def _clear(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """0 for the places beyond the last end."""
+    """Write 0 to the places beyond the last end."""
     first = tl.program_id(0) * ROWS
     end = tl.load(ends + experts - 1)
     if first + ROWS <= end:
@@ -172,8 +171,8 @@ def _multiply_transposed(
     PRECISION: tl.constexpr,
     ADD: tl.constexpr,
 ) -> None:
-    """d_weights[e] = sum over the places of e of d_y[p]^T x[p]; 0 for an expert without places.
-    With ADD, d_weights += that."""
+    """d_weights[e] = sum over the places of e of d_y[p]^T x[p], which is 0 for an expert without
+    places. With ADD, d_weights += that."""
     down, across = tl.cdiv(outputs, ROWS), tl.cdiv(inputs, COLUMNS)
     expert, tile = tl.program_id(0) // (down * across), tl.program_id(0) % (down * across)
     below, right = walk(tile, down, across)
@@ -219,8 +218,8 @@ def launch_multiply(
     chosen: int = 1,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """y [P, N]; place p reads row gather[p] // chosen and writes row scatter[p]. Weights may lie
-    transposed in memory."""
+    """Return y [P, N]. Place p reads row gather[p] // chosen and writes row scatter[p]. The weights
+    may be a transposed view."""
     x = _adjacent(x)
     places = x.shape[0] if gather_P is None else gather_P.shape[0]
     experts, outputs, inputs = weights_ENH.shape
@@ -254,7 +253,7 @@ def launch_multiply(
 
 
 def launch_clear(out_PN: Tensor, ends_E: Tensor) -> None:
-    """Zeros in the rows beyond the last end."""
+    """Write zeros to the rows beyond the last end."""
     places, outputs = out_PN.shape
     tile = {"ROWS": _CLEARED, "COLUMNS": _CLEARED}
     given = (out_PN, ends_E, ends_E.shape[0], places, outputs, out_PN.stride(0))
@@ -268,7 +267,7 @@ def launch_weight_gradient(
     ends_E: Tensor,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """Gradient of the weights."""
+    """Return the gradient of the weights."""
     d_weights = torch.empty_like(weights_ENH, memory_format=torch.contiguous_format)
     launch_weight_gradient_into(d_weights, d_y, x, ends_E, add=False, tiles=tiles)
     return d_weights
@@ -283,11 +282,11 @@ def launch_weight_gradient_into(
     add: bool,
     tiles: Tiles | None = None,
 ) -> None:
-    """Write the gradient of the weights, or add it, where it belongs, whatever its type there."""
+    """Write the gradient of the weights to `d_weights`, or add it, in the type of `d_weights`."""
     d_y, x = _adjacent(d_y), _adjacent(x)
     experts, outputs, inputs = d_weights.shape
     if add and tiles is None and x.dtype != torch.float32:
-        # What is added to takes as many registers as the sums.
+        # The old values take as many registers as the sums, so tiles are narrower.
         tiles = replace(TILES[generation(x)], columns=_COLUMNS_OF_ADDING)
     tiles, precision = _choose(x, tiles)
     launch(
@@ -386,11 +385,11 @@ class _Product(torch.autograd.Function):
             d_y = permute.gather(d_y, order, None, 1)
         if ctx.needs_input_grad[0]:
             d_x = _direct_multiply(d_y, weights.transpose(1, 2), ends, None, None, 1)
-            # The choices of a token are summed in one order.
+            # The choices of a token are summed in a fixed order.
             d_x = permute.combine(d_x, None, places) if ctx.gather else d_x
         if ctx.needs_input_grad[1]:
-            # Rows are moved first: here each is read once for every tile of the other side, and
-            # where rows lie together, their places need no registers and no loads.
+            # Rows are gathered first. The kernel reads each row once per tile of the other operand,
+            # and for contiguous rows it needs no registers or loads for their places.
             x = permute.gather(x, order, None, ctx.chosen) if ctx.gather else x
             d_weights = _direct_weight(d_y, x, weights, ends)
         return d_x, d_weights, None, None, None, None, None
@@ -406,15 +405,15 @@ def run_triton(
     gather: bool = False,
     scatter: bool = False,
 ) -> Tensor:
-    """As the reference."""
+    """Compute the reference in Triton."""
     return _Product.apply(x, weights_ENH, ends_E, order_P, places_TK, gather, scatter)
 
 
 def reference_gradient(
     grads_ENH: Tensor, d_y_PN: Tensor, x_PH: Tensor, ends_E: Tensor, add: bool
 ) -> Tensor:
-    """grads[e] = d_y[p]^T x[p] summed over the places of e, in place; with `add`, added to what was
-    there. The gradients may be of higher precision than the rows."""
+    """grads[e] = sum over the places of e of d_y[p]^T x[p], in place; with `add`, grads[e] += that.
+    The gradients may be of higher precision than the rows."""
     start = 0
     for grad, end in zip(grads_ENH, ends_E.tolist(), strict=True):
         made = d_y_PN[start:end].to(grad.dtype).t() @ x_PH[start:end].to(grad.dtype)
@@ -426,7 +425,7 @@ def reference_gradient(
 def run_triton_gradient(
     grads_ENH: Tensor, d_y_PN: Tensor, x_PH: Tensor, ends_E: Tensor, add: bool
 ) -> Tensor:
-    """As the reference, without a gradient in low precision on the way."""
+    """Compute the reference in Triton. The gradient never exists in low precision."""
     _gradient_op(grads_ENH, d_y_PN, x_PH, ends_E, add)
     return grads_ENH
 
@@ -434,14 +433,14 @@ def run_triton_gradient(
 def run_torch_gradient(
     grads_ENH: Tensor, d_y_PN: Tensor, x_PH: Tensor, ends_E: Tensor, add: bool
 ) -> Tensor:
-    """As the reference, by torch's grouped product, whose result is of the type of the rows."""
+    """Compute the reference by torch's grouped product, whose result has the type of the rows."""
     made = torch._grouped_mm(d_y_PN.t(), x_PH, offs=ends_E)
     return grads_ENH.add_(made) if add else grads_ENH.copy_(made)
 
 
 def _multiply_by_torch(x: Tensor, weights_ENH: Tensor, ends_E: Tensor) -> Tensor:
     out = torch._grouped_mm(x, weights_ENH.transpose(1, 2), offs=ends_E)
-    clear_op(out, ends_E)  # which torch leaves as it was made
+    clear_op(out, ends_E)  # torch leaves rows beyond the last end uninitialised
     return out
 
 
@@ -473,7 +472,7 @@ def run_torch(
     gather: bool = False,
     scatter: bool = False,
 ) -> Tensor:
-    """As the reference, by torch's grouped product between two passes that move rows."""
+    """Compute the reference by torch's grouped product, with separate passes that move rows."""
     if gather and order_P is not None and places_TK is not None:
         x = x.index_select(0, order_P // max(places_TK.shape[1], 1))
     out = _TorchProduct.apply(x, weights_ENH, ends_E)
@@ -529,8 +528,9 @@ def _torch_refuses_place(x: Tensor) -> str | None:
 
 
 def _torch_refuses_strides(*matrices: Tensor) -> str | None:
-    """Rows or columns of matrices [.., H] or [E, N, H] must lie together, each begin at a multiple
-    of 16 bytes, and so must those of a product and of gradients."""
+    """Return why torch cannot take these matrices [.., H] or [E, N, H], or None. Their rows or
+    columns must be contiguous and start at multiples of 16 bytes, and so must those of the product
+    and of the gradients."""
     for x in matrices:
         columns, (down, across) = x.shape[-1], x.stride()[-2:]
         if across != 1:

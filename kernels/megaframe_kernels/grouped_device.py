@@ -1,7 +1,8 @@
-"""Device code of grouped products: whose rows a tile has, and in which order tiles are computed.
+"""Device code of grouped products: which rows belong to a tile, and in which order tiles are
+computed.
 
-The rows of an expert are cut into tiles from its first one on, so no tile has rows of two experts,
-and the tiles of all lie one after the other.
+Each expert's rows are divided into tiles starting at its first row, so no tile has rows of two
+experts. The tiles of all experts are numbered consecutively.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ def _tiles(
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Every expert, where its places start and end, and its tiles. Places that no expert has are
-    those of the expert `count`."""
+    """Return every expert, where its places start and end, and its number of tiles. Places beyond
+    the last end belong to an extra expert numbered `count`."""
     expert = tl.arange(0, EXPERTS)
     known = expert <= count
     end = tl.load(ends + expert, mask=expert < count, other=places)
@@ -36,8 +37,8 @@ def find_tile(
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Expert of a tile of rows (more than `count` if there is no such tile), its first place, and
-    where the expert's places end."""
+    """Return the expert of a tile of rows (more than `count` if there is no such tile), the tile's
+    first place, and where the expert's places end."""
     expert, start, end, tiles = _tiles(ends, count, places, ROWS, EXPERTS)
     until = tl.cumsum(tiles, 0)
     mine = tl.sum(tl.where((expert <= count) & (until <= tile), 1, 0), 0)
@@ -50,7 +51,7 @@ def find_tile(
 def tiles_of(
     ends: tl.tensor, mine: tl.tensor, count: tl.tensor, ROWS: tl.constexpr, EXPERTS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The first tile of an expert below `count`, and the number of its tiles."""
+    """Return the first tile of expert `mine`, which is below `count`, and its number of tiles."""
     expert, _, _, tiles = _tiles(ends, count, 0, ROWS, EXPERTS)
     before = tl.sum(tl.where(expert < mine, tiles, 0), 0)
     return before, tl.sum(tl.where(expert == mine, tiles, 0), 0)
@@ -58,8 +59,8 @@ def tiles_of(
 
 @triton.jit
 def walk(program: tl.tensor, down: tl.tensor, across: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """A program's tile. Programs that run together share eight rows of tiles, or fewer at the end:
-    what they read of either side stays in the cache."""
+    """Return a program's tile. Programs that run at the same time share eight rows of tiles, or
+    fewer at the end, so what they read of both operands stays in the cache."""
     together = 8 * across
     first = program // together * 8
     tall = tl.minimum(down - first, 8)

@@ -1,12 +1,15 @@
-"""Grouped products in 8 bits: experts' rows and matrices rounded, and multiplied in one launch.
+"""Grouped products in 8 bits: experts' rows and matrices are quantised, and multiplied in one
+launch.
 
-What one expert's product would be on its own, each is here too: scales are shared by numbers of one
-expert only. Along rows that needs nothing new (`fp8.QUANTISE`), unless an expert has one scale. The
-gradient of a matrix sums over the rows of its expert, and matrix units read 8-bit numbers only
-along what is summed: so columns are written as rows, those of each expert from a multiple of 128
-on. That leaves room for what counts come to at most, and the host needs none of them. Shape legend:
-P places (rows in the order of experts), E experts, C columns, K summed over, N outputs, H inputs,
-W = 128 (ceil(P / 128) + E) spaced places, S scales of a column.
+Every result is the same as for each expert's product on its own, because only numbers of one expert
+share a scale. Quantising rows needs nothing new (`fp8.QUANTISE`), unless an expert has one scale.
+The gradient of a matrix is a sum over the rows of its expert, and matrix units read 8-bit numbers
+only along the summed dimension. Columns are therefore written as rows, in which each expert starts
+at a multiple of 128. The buffers have room for any division of the rows over experts, so the host
+needs no counts.
+
+Shape legend: P places (rows in the order of experts), E experts, C columns, K summed over, N
+outputs, H inputs, W = 128 (ceil(P / 128) + E) spaced places, S scales of a column.
 """
 
 from __future__ import annotations
@@ -36,16 +39,17 @@ TILES = {
     9: Tiles(128, 128, SHARED, 8, 4),
     10: Tiles(128, 128, SHARED, 8, 4),
 }
-"""By generation of the chip. Their depth is what shares a scale: sums of as many products are
-scaled and added in fp32, of which matrix units of generation 9 keep about 14 bits (DeepSeek-AI
-2024)."""
+"""By generation of the chip. The depth of a tile is the number of elements that share a scale. The
+sum of that many products is scaled and added in fp32, because matrix units of generation 9 keep
+only about 14 bits of their sums (DeepSeek-AI 2024)."""
 SHARING = ("expert", "column", "block")
-"""What shares a scale of columns: all of an expert, each of its columns, or 128 numbers of one."""
+"""What shares a scale of columns: all numbers of an expert, each of its columns, or 128 numbers of
+a column."""
 _COLUMNS = 64
 
 
 def _spans(ends_E: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Places of each expert, and its spaced places, those that are filled up among them."""
+    """Yield the places of each expert, and its spaced places including padding."""
     start = spaced = 0
     for end in ends_E.tolist():
         filled = ceil_div(end - start, SHARED) * SHARED
@@ -58,15 +62,15 @@ def _spaced(places: int, experts: int) -> int:
 
 
 def _scales_down(spaced: int, experts: int, sharing: str) -> int:
-    """Scales of a column."""
+    """Return the number of scales of a column."""
     return spaced // SHARED if sharing == "block" else experts
 
 
 def reference_experts(
     x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
-    """x [P, C] in 8 bits with one scale for each expert, fp32 [P, 1]. Those of places beyond the
-    last end share one too."""
+    """Return x [P, C] in 8 bits with one scale per expert, repeated for its places, fp32 [P, 1].
+    Places beyond the last end share a scale of their own."""
     parts = x_PC.tensor_split(ends_E.tolist())
     made = [fp8.reference(part, dtype) for part in parts]
     scales = [s.expand(len(part), 1) for part, (_, s) in zip(parts, made, strict=True)]
@@ -79,8 +83,11 @@ def reference_columns(
     dtype: torch.dtype = torch.float8_e4m3fn,
     sharing: str = "column",
 ) -> tuple[Tensor, Tensor]:
-    """Columns in 8 bits as rows [C, W], each expert's places from a multiple of 128 on with zeros
-    behind them, and scales [S, C] of what is `SHARING` them: S = E, or with blocks W / 128."""
+    """Return the columns in 8 bits as rows [C, W], and scales [S, C].
+
+    Each expert's places start at a multiple of 128 and are followed by zeros. sharing: one of
+    `SHARING`. S = E, or W / 128 for blocks.
+    """
     places, columns = x_PC.shape
     spaced = _spaced(places, len(ends_E))
     out = x_PC.new_zeros(columns, spaced, dtype=dtype)
@@ -108,11 +115,11 @@ def reference(
     ends_E: Tensor,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """y[p] = a[p] b[e]^T, [P, N], for the expert e that place p belongs to, rounded once to
-    `dtype`; places beyond the last end give 0.
+    """y[p] = a[p] b[e]^T, [P, N], for the expert e to which place p belongs, rounded once to
+    `dtype`. Places beyond the last end give 0.
 
-    a_scales, b_scales: of rows, [P, 1] and [E, N, 1], or of each 128 along them, [P, ceil(K / 128)]
-    and [E, N or ceil(N / 128), ceil(K / 128)].
+    a_scales, b_scales: of rows, [P, 1] and [E, N, 1], or of each 128 elements of rows, [P, ceil(K /
+    128)] and [E, N or ceil(N / 128), ceil(K / 128)].
     """
     y_PN = a_PK.new_zeros(a_PK.shape[0], b_ENK.shape[1], dtype=dtype)
     for expert, (here, _) in enumerate(_spans(ends_E)):
@@ -131,9 +138,9 @@ def reference_gradient(
     ends_E: Tensor,
     add: bool,
 ) -> Tensor:
-    """grads[e] = the sum over the spaced places w of e of a[n, w] b[h, w], in place; with `add`,
-    added to what was there. Operands, scales: as `reference_columns` gives them; ends: those of
-    places."""
+    """grads[e] = sum over the spaced places w of e of a[n, w] b[h, w], in place; with `add`,
+    grads[e] += that. Operands and scales are as from `reference_columns`. ends: those of places,
+    not spaced."""
     for expert, (_, there) in enumerate(_spans(ends_E)):
         rows = slice(expert, expert + 1)
         if len(a_scales) != len(ends_E):
@@ -158,7 +165,7 @@ def _largest_of_columns(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Scales of the columns of an expert."""
+    """Compute the scales of some columns of an expert."""
     across = tl.cdiv(width, COLUMNS)
     expert = tl.program_id(0) // across
     column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
@@ -193,8 +200,9 @@ def _quantise_columns(
     COLUMNS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ) -> None:
-    """A tile of rows, by `known` scales of experts, or by the scales of its columns, which are
-    written. Tiles that no expert has are zeros: what is never read is not left as it was."""
+    """Quantise a tile of rows, by `known` scales of experts or by the scales of the tile's own
+    columns, which are stored. Tiles that belong to no expert become zeros, although they are never
+    read."""
     across = tl.cdiv(width, COLUMNS)
     tile = tl.program_id(0) // across
     column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
@@ -224,9 +232,12 @@ def _add_product(
     across: tl.tensor,
     BLOCKS: tl.constexpr,
 ) -> tl.tensor:
-    """total + a b, with BLOCKS by the scales of this part of the sum. Matrix units of generation 9
-    sum 8-bit numbers in few bits: never more than the depth of a tile of them. The interpreter
-    loses the smallest numbers of e5m2 in a product; in fp32 it does not."""
+    """Return total + a b; with BLOCKS, a b is multiplied by the scales of this part of the sum.
+
+    Matrix units of generation 9 sum 8-bit numbers in few bits, so they never sum more than the
+    depth of a tile. The interpreter loses the smallest numbers of e5m2 in a product; in fp32 it
+    does not.
+    """
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     if BLOCKS:
@@ -256,7 +267,7 @@ def _multiply(
     ALIKE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """parts: scales along a row. ALIKE: rows of b that share them."""
+    """parts: scales along a row. ALIKE: how many rows of b share their scales."""
     over = tl.cdiv(outputs, COLUMNS)
     tile, right = walk(tl.program_id(0), tl.num_programs(0) // over, over)
     expert, first, end = find_tile(ends, tile, experts, places, ROWS, EXPERTS)
@@ -344,8 +355,8 @@ def _multiply_columns(
 
 
 def _scales_of_experts(x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One scale for each expert, and behind them one for the places that none has, [E + 1]; and
-    the expert of each place."""
+    """Return one scale per expert and one more for places beyond the last end, [E + 1]; and the
+    expert of each place."""
     magnitude_P = fp8.launch_largest(x_PC, len(x_PC))
     place_P = torch.arange(len(x_PC), dtype=torch.int32, device=x_PC.device)
     expert_P = torch.searchsorted(ends_E, place_P, right=True)
@@ -355,7 +366,7 @@ def _scales_of_experts(x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype) -> tupl
 
 
 def launch_experts(x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """As `reference_experts`."""
+    """Compute `reference_experts`."""
     x = x_PC if x_PC.stride(1) == 1 else x_PC.contiguous()
     scales_X, expert_P = _scales_of_experts(x, ends_E, dtype)
     scales_P = scales_X[expert_P]
@@ -365,7 +376,7 @@ def launch_experts(x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype) -> tuple[Te
 def launch_columns(
     x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype, sharing: str
 ) -> tuple[Tensor, Tensor]:
-    """As `reference_columns`."""
+    """Compute `reference_columns`."""
     x = x_PC if x_PC.stride(1) == 1 else x_PC.contiguous()
     (places, columns), experts = x.shape, len(ends_E)
     spaced, most = _spaced(places, experts), torch.finfo(dtype).max
@@ -407,7 +418,7 @@ def launch_multiply(
     ends_E: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As the reference."""
+    """Compute `reference`."""
     (places, inputs), (experts, outputs, _) = a_PK.shape, b_ENK.shape
     b = b_ENK if b_ENK.stride(2) == 1 else b_ENK.contiguous()
     out = torch.empty(places, outputs, dtype=dtype, device=a_PK.device)
@@ -448,7 +459,7 @@ def launch_gradient(
     ends_E: Tensor,
     add: bool,
 ) -> None:
-    """As the reference."""
+    """Compute `reference_gradient`."""
     experts, outputs, inputs = grads_ENH.shape
     tiles = TILES[generation(a_NW)]
     launch(
@@ -522,7 +533,7 @@ _direct_gradient = direct(_gradient_op, launch_gradient)
 def run_experts(
     x_PC: Tensor, ends_E: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
-    """As `reference_experts`."""
+    """Compute `reference_experts` in Triton."""
     return _direct_experts(x_PC, ends_E, dtype)
 
 
@@ -532,7 +543,7 @@ def run_columns(
     dtype: torch.dtype = torch.float8_e4m3fn,
     sharing: str = "column",
 ) -> tuple[Tensor, Tensor]:
-    """As `reference_columns`."""
+    """Compute `reference_columns` in Triton."""
     return _direct_columns(x_PC, ends_E, dtype, sharing)
 
 
@@ -544,7 +555,7 @@ def run_triton(
     ends_E: Tensor,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """As the reference."""
+    """Compute `reference` in Triton."""
     return _direct_multiply(a_PK, b_ENK, a_scales, b_scales, ends_E, dtype)
 
 
@@ -556,7 +567,7 @@ def run_torch(
     ends_E: Tensor,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """As the reference, by torch's grouped product, for scales of rows."""
+    """Compute `reference` by torch's scaled grouped product, for scales of rows."""
     out = torch._scaled_grouped_mm(
         a_PK,
         b_ENK.transpose(1, 2),
@@ -565,7 +576,7 @@ def run_torch(
         offs=ends_E,
         out_dtype=dtype,
     )
-    grouped.clear_op(out, ends_E)  # which torch leaves as it was made
+    grouped.clear_op(out, ends_E)  # torch leaves rows beyond the last end uninitialised
     return out
 
 
@@ -578,7 +589,7 @@ def run_gradient(
     ends_E: Tensor,
     add: bool,
 ) -> Tensor:
-    """As `reference_gradient`."""
+    """Compute `reference_gradient` in Triton."""
     _direct_gradient(grads_ENH, a_NW, b_HW, a_scales, b_scales, ends_E, add)
     return grads_ENH
 
@@ -669,7 +680,7 @@ KERNEL = Kernel(
         "torch": Implementation("torch", run_torch, missing_cuda, _torch_refuses),
     },
 )
-# torch's product refuses, on the device, an expert that has no rows to sum over.
+# There is no torch implementation: its product fails on the device if an expert has no rows.
 GRADIENT = Kernel(
     "grouped_scaled_gradient",
     reference_gradient,

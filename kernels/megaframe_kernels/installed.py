@@ -1,8 +1,8 @@
-"""Which other libraries are here that a kernel may be left to.
+"""Which other libraries are installed that can run a kernel.
 
-Nothing is imported to find out: a broken library must not break a run that does without it. The
-PyPI package `apex` is not NVIDIA's library of that name, which is built from source;
-they are told apart by what their folder holds.
+Nothing is imported to find out, so a broken library cannot break a run that does not use it. The
+PyPI package `apex` is not NVIDIA's library of that name, which is built from source; the contents
+of the package's folder tell them apart.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import triton
 
 
 def missing_nothing() -> None:
-    """What torch and Triton give is always here."""
+    """Return None: torch and Triton are always available."""
 
 
 def missing_triton(least: tuple[int, int]) -> str | None:
-    """Why a kernel cannot be used that older versions of Triton do not compile, or None."""
+    """Return why a kernel that needs at least this version of Triton cannot be used, or None."""
     numbers = tuple(int(n) for n in triton.__version__.split(".")[:2])
     if numbers < least:
         return f"Triton {triton.__version__} does not compile it; {least[0]}.{least[1]} does"
@@ -41,19 +41,19 @@ def _folder(module: str) -> Path | None:
 
 @functools.lru_cache
 def missing_liger() -> str | None:
-    """Why Liger-Kernel cannot be used, or None."""
+    """Return why Liger-Kernel cannot be used, or None."""
     return None if _folder("liger_kernel") else "Liger-Kernel is not installed: liger-kernel"
 
 
 @functools.lru_cache
 def missing_flash_attention() -> str | None:
-    """Why the package flash-attn cannot be used, or None."""
+    """Return why the package flash-attn cannot be used, or None."""
     return None if _folder("flash_attn") else "flash-attn is not installed"
 
 
 @functools.lru_cache
 def missing_apex() -> str | None:
-    """Why NVIDIA's apex cannot be used, or None."""
+    """Return why NVIDIA's apex cannot be used, or None."""
     folder = _folder("apex")
     if folder is None:
         return "NVIDIA apex is not installed"
@@ -65,12 +65,12 @@ def missing_apex() -> str | None:
 
 
 def missing_cuda() -> str | None:
-    """Why nothing can run on a GPU, or None."""
+    """Return why nothing can run on a GPU, or None."""
     return None if torch.cuda.is_available() else "torch sees no GPU"
 
 
 def versions() -> dict[str, str]:
-    """Versions of torch, Triton and of the libraries that are here."""
+    """Return the versions of torch, Triton and the installed libraries."""
     found = {"torch": str(torch.__version__)}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda

@@ -1,9 +1,9 @@
-"""LayerNorm and RMSNorm with an optional residual added first, in one pass over memory each way.
+"""LayerNorm and RMSNorm, optionally of the sum with a residual, in one pass over memory each way.
 
-Backward keeps a few programs alive that walk over the rows: each sums its share of the gradient of
-the gain in registers, and the shares are added at the end. Their number depends on the GPU alone,
-so the order of sums does too, and results are bitwise repeatable. Statistics are taken of the sum
-as it is stored, in low precision: what backward reads back is then what forward normalised.
+The backward pass runs a few programs that loop over rows. Each sums its part of the gain's gradient
+in registers, and the parts are added at the end. The number of programs depends only on the GPU and
+the shape, and so does the order of sums, so results are bitwise repeatable. Statistics are those of
+the sum as it is stored in low precision, because that is what the backward pass reads.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from megaframe_kernels.kernel import Implementation, Kernel, never, refuse_types
 
 _WIDEST = 16384
 _WHOLE = 8192
-"""The widest row that backward keeps in registers."""
-_TILE = 4096
-"""Elements of a program's tile, where rows are narrower than that."""
+"""Widest row that the backward pass keeps in registers."""
+_TILE = 1024
+"""Elements of a program's tile if rows are narrow."""
 
 
 def reference(
@@ -58,16 +58,18 @@ def reference(
 
 
 def _shape(width: int) -> tuple[int, int, int]:
-    """Rows and width of a tile, and warps for it: 16 to 32 elements a thread."""
+    """Return the rows and width of a tile, and its number of warps, for 16 to 32 elements per
+    thread."""
     padded = power_of_2(max(width, 16))
-    rows = max(1, _TILE // 4 // padded)
+    rows = max(1, _TILE // padded)
     return rows, padded, min(16, max(1, rows * padded // 512))
 
 
 def launch_forward(
     x: Tensor, residual: Tensor | None, gain: Tensor, bias: Tensor | None, center: bool, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, total (empty without a residual), means (empty for rmsnorm) and scales, fp32 [rows]."""
+    """Return y, total (empty without a residual), means (empty for rmsnorm) and scales, fp32
+    [rows]."""
     flat = rows_of(x)
     rows, width = flat.shape
     added = None if residual is None else rows_of(residual)
@@ -109,14 +111,14 @@ def launch_backward(
     scales: Tensor,
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of total, gain and bias (empty without one)."""
+    """Return the gradients of total, gain and bias (empty without a bias)."""
     flat, d_flat = rows_of(total), rows_of(d_y)
     d_added = None if d_total is None else rows_of(d_total)
     rows, width = flat.shape
     tile_rows, tile_width, warps = _shape(width)
     wide = tile_width > _WHOLE
     if wide and total.dtype == torch.float32:
-        warps *= 2  # twice the loads of 16 bytes, whose addresses take registers as well
+        warps *= 2  # fp32 takes twice the loads of 16 bytes, whose addresses need registers too
     programs = min(processors(total) * max(1, 16 // warps), max(1, ceil_div(rows, tile_rows)))
     d_x = torch.empty_like(total, memory_format=torch.contiguous_format)
     d_gain = scales.new_empty(programs, width) if rows else scales.new_zeros(programs, width)
@@ -217,7 +219,7 @@ def run_triton(
     kind: str = "rmsnorm",
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """As the reference."""
+    """Compute the reference in Triton."""
     y, total, _, _ = _direct_forward(x, residual, gain, bias, kind == "layernorm", eps)
     return y, x if residual is None else total
 
@@ -231,7 +233,7 @@ def run_torch(
     kind: str = "rmsnorm",
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, by torch's own norms."""
+    """Compute the reference by torch's own norms."""
     total = x if residual is None else x + residual
     shape = (total.shape[-1],)
     gain = gain.to(total.dtype)
@@ -252,7 +254,7 @@ def run_liger(
     kind: str = "rmsnorm",
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, by Liger-Kernel."""
+    """Compute the reference by Liger-Kernel."""
     from liger_kernel.transformers import functional
 
     total = x if residual is None else x + residual

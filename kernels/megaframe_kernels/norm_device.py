@@ -1,8 +1,9 @@
-"""Device code of LayerNorm and RMSNorm; `norm.py` says what it computes and why it is so divided.
+"""Device code of LayerNorm and RMSNorm. `norm.py` says what it computes and how the work is
+divided.
 
-A row up to 8192 wide lies in registers whole. In backward a wider one would not, beside the sum of
-the gradient of the gain, which must stay there: it is read in two halves twice, the second
-time from the cache.
+A row of up to 8192 elements fits in registers whole. In the backward pass a wider row does not,
+because the sum of the gain's gradient must also stay there. Such a row is read in two halves, and
+read a second time from the cache.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def backward(
     gain_sum = tl.zeros([ROWS, WIDTH], tl.float32)
     if d_bias is not None:
         bias_sum = tl.zeros([ROWS, WIDTH], tl.float32)
-    # The next rows come while these are computed with, where registers are left for it.
+    # Prefetch the next rows if there are registers for it.
     STAGES: tl.constexpr = 2 if d_bias is None else 1
     blocks = tl.cdiv(rows, ROWS)
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
@@ -127,10 +128,11 @@ def _read_half(
     width: tl.tensor,
     HALF: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Of half a row: places, d_y, the normalised row and the gradient of the normalised row."""
+    """Return for half a row: its columns, d_y, the normalised row, and the gradient of the
+    normalised row."""
     column = first + tl.arange(0, HALF)
     inside = column < width
-    # Not (t - mean) scale: one instruction an element, and registers enough for rows in fp32.
+    # Unlike (t - mean) scale, this is one instruction per element, and fp32 rows fit in registers.
     normed = tl.load(total + column, mask=inside, other=0.0).to(tl.float32) * scale - mean * scale
     normed = tl.where(inside, normed, 0.0)
     given = tl.load(d_y + column, mask=inside, other=0.0).to(tl.float32)
@@ -173,7 +175,7 @@ def backward_wide(
     CENTER: tl.constexpr,
     HALF: tl.constexpr,
 ) -> None:
-    """As `backward` without a bias, a row at a time."""
+    """Like `backward` without a bias, one row at a time."""
     low_gain, high_gain = tl.zeros([HALF], tl.float32), tl.zeros([HALF], tl.float32)
     for block in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(block, tl.int64)
@@ -192,7 +194,8 @@ def backward_wide(
         shift = (shift + tl.sum(inner, 0)) / width
         if not CENTER:
             shift = 0.0
-        # Without a barrier the compiler holds the halves in registers instead of reading again.
+        # Without the barrier, the compiler would keep the halves in registers instead of reading
+        # them again.
         tl.debug_barrier()
         column, given, normed, inner = _read_half(y_row, t_row, gain, mean, scale, 0, width, HALF)
         low_gain += given * normed

@@ -1,9 +1,9 @@
-"""Rows of tokens in the order of their experts, and back.
+"""Moves rows of tokens into the order of their experts, and back.
 
-A counting sort in three steps, none of which adds to a place that another program adds to: a block
-counts its choices per expert, the counts are summed along blocks, and a block writes its choices
-where they belong. The order is stable (by expert, then by token), so it is the same on every run.
-Shape legend: T tokens, K experts chosen by each, E experts, P = T K places, H hidden.
+The order is found by a counting sort in three steps without atomics: each block counts its choices
+per expert, the counts are summed along the blocks, and each block writes its choices to their
+places. The sort is stable (by expert, then by token), so the order is the same in every run. Shape
+legend: T tokens, K experts chosen by each, E experts, P = T K places, H hidden.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Order:
     """Where the choices of a batch go.
 
     order: the choice (t K + k) at each place, int32 [P]. places: the place of each choice, int32
-    [T, K]. ends: where each expert's places end, int32 [E]; it begins where the one before ends.
+    [T, K]. ends: where each expert's places end, int32 [E]; they begin where the previous expert's
+    end.
     """
 
     order_P: Tensor
@@ -42,7 +43,7 @@ class Order:
 
 
 def reference_order(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The fields of `Order` from the experts that tokens chose, 0 .. count - 1."""
+    """Return the fields of `Order`, given the experts (0 .. count - 1) that tokens chose."""
     flat = experts_TK.reshape(-1).long()
     order = flat.argsort(stable=True)
     places = torch.empty_like(order)
@@ -93,18 +94,18 @@ def _place(
 
 
 def launch_order(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference_order`."""
+    """Compute `reference_order` in Triton."""
     flat = experts_TK.contiguous()
     choices = flat.numel()
     padded = power_of_2(max(count, 16))
     block = max(16, min(_CHOICES, _TILE // padded))
     blocks = max(ceil_div(choices, block), 1)
-    # Of an expert all blocks lie together: sums along the whole are where each block's choices end.
+    # Counts are ordered by expert, then block, so running sums are where each block's choices end.
     counts = torch.empty(count, blocks, dtype=torch.int32, device=flat.device)
     tile = {"CHOICES": block, "EXPERTS": padded}
     launch(_count, (blocks,), flat, counts, choices, count, **tile)
     along = counts.view(-1).cumsum(0, dtype=torch.int32)
-    # Zeros: a choice of an expert that is not there leaves a place at the end to nobody.
+    # Zeros, because a choice of an expert that does not exist leaves a place at the end unused.
     order = torch.zeros(choices, dtype=torch.int32, device=flat.device)
     places = torch.empty_like(flat, dtype=torch.int32)
     launch(_place, (blocks,), flat, along, order, places, choices, count, **tile)
@@ -113,14 +114,15 @@ def launch_order(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def reference_permute(x_TH: Tensor, order_P: Tensor, places_TK: Tensor) -> Tensor:
-    """Each token's row at each of its places, [P, H]."""
+    """Return each token's row at each of its places, [P, H]."""
     return x_TH[order_P.long() // max(places_TK.shape[1], 1)]
 
 
 def reference_unpermute(
     y_PH: Tensor, weights_TK: Tensor | None, order_P: Tensor, places_TK: Tensor
 ) -> Tensor:
-    """Sum over its places of each token's rows times their weights (1 without), [T, H]."""
+    """Return for each token the sum of the rows at its places times their weights (1 if None), [T,
+    H]."""
     wide = torch.promote_types(y_PH.dtype, torch.float32)
     rows = y_PH[places_TK.long()].to(wide)
     if weights_TK is not None:
@@ -139,7 +141,7 @@ def _gather(
     stride: tl.tensor,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """out[p] = x[order[p] // k], times the weight of the choice where there are weights."""
+    """out[p] = x[order[p] // k], times the weight of the choice if there are weights."""
     across = tl.cdiv(width, COLUMNS)
     place = (tl.program_id(0) // across).to(tl.int64)
     column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
@@ -209,7 +211,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def launch_gather(x_TH: Tensor, order_P: Tensor, weights: Tensor | None, k: int) -> Tensor:
-    """Rows of x at their places, [P, H]."""
+    """Return the rows of x at their places, [P, H]."""
     x, width = _rows(x_TH), x_TH.shape[1]
     out = x.new_empty(order_P.shape[0], width)
     columns = _columns(width)
@@ -220,7 +222,7 @@ def launch_gather(x_TH: Tensor, order_P: Tensor, weights: Tensor | None, k: int)
 
 
 def launch_combine(y_PH: Tensor, weights: Tensor | None, places_TK: Tensor) -> Tensor:
-    """Sums of rows, [T, H]."""
+    """Return the sums of rows, [T, H]."""
     y, width = _rows(y_PH), y_PH.shape[1]
     tokens, k = places_TK.shape
     out = y.new_empty(tokens, width)
@@ -232,7 +234,7 @@ def launch_combine(y_PH: Tensor, weights: Tensor | None, places_TK: Tensor) -> T
 
 
 def launch_inner(d_out_TH: Tensor, y_PH: Tensor, places_TK: Tensor, like: Tensor) -> Tensor:
-    """Gradient of the weights, [T, K]."""
+    """Return the gradient of the weights, [T, K]."""
     d_out, y = _rows(d_out_TH), _rows(y_PH)
     d_weights = torch.empty_like(like, memory_format=torch.contiguous_format)
     width = y.shape[1]
@@ -244,7 +246,7 @@ def launch_inner(d_out_TH: Tensor, y_PH: Tensor, places_TK: Tensor, like: Tensor
 
 
 def launch_order_cuda(experts_TK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference_order`, in CUDA C++."""
+    """Compute `reference_order` in CUDA C++."""
     flat = experts_TK.contiguous()
     blocks = cuda_library.count("megaframe_expert_order_blocks", flat.numel())
     order, places = flat.new_zeros(flat.numel()), torch.zeros_like(flat)

@@ -51,4 +51,4 @@ _ALL = (
     grouped_fp8.GRADIENT,
 )
 KERNELS: Mapping[str, Kernel] = MappingProxyType({kernel.name: kernel for kernel in _ALL})
-"""What `select` chooses implementations for."""
+"""All kernels, from which `select` chooses implementations."""

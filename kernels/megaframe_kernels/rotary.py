@@ -1,7 +1,7 @@
-"""Rotary positions (Su et al. 2021): halves of a head are turned against each other.
+"""Rotary positions (Su et al. 2021): the two halves of a head are rotated against each other.
 
-Cosine and sine are read once for all heads of a token. Backward is the turn the other way, so
-nothing of the input is kept.
+Cosine and sine are read once for all heads of a token. The backward pass is the opposite rotation,
+so nothing of the input is kept.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from megaframe_kernels.installed import missing_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, never, refuse_types
 
 _TILE = 2048
-"""Pairs that a program turns."""
+"""Pairs that a program rotates."""
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """(a, b) -> (a cos - b sin, b cos + a sin) for a = x[..., i], b = x[..., i + R].
 
-    x [B, S, N, D]; cos, sin [S, R] or [B, S, R] with 2R <= D; what lies beyond 2R stays. Cosine and
-    sine get no gradient.
+    x [B, S, N, D]; cos, sin [S, R] or [B, S, R] with 2R <= D. Dims from 2R on stay as they are.
+    Cosine and sine get no gradient.
     """
     half = cos.shape[-1]
     kind = torch.promote_types(x.dtype, torch.float32)
@@ -86,7 +86,7 @@ def _turn(
 
 
 def launch_turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    """x turned, or turned back."""
+    """Return x rotated, or with `back` rotated in the opposite direction."""
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         x = x.contiguous()
     batch, length, heads, width = x.shape
@@ -140,7 +140,7 @@ _direct_turn = direct(_turn_op, launch_turn, _keep, _differentiate)
 
 
 def run_triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As the reference."""
+    """Compute the reference in Triton."""
     return _direct_turn(x, cos.detach(), sin.detach(), False)
 
 

@@ -1,8 +1,8 @@
 """Router of a mixture of experts: scores, the k best experts of a token, and their weights.
 
-Experts are chosen by score plus bias, and weighed by score alone: the bias balances the load
-without touching the gradient (Wang et al. 2024). Ties go to the expert with the lower number, so
-that every rank agrees. Shape legend: T tokens, E experts, K chosen.
+Experts are chosen by score plus bias but weighted by score alone, so the bias balances the load
+without changing the gradient (Wang et al. 2024). Ties go to the expert with the lower number, so
+all ranks agree. Shape legend: T tokens, E experts, K chosen.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def reference(
     score: str = "softmax",
     normalise: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Weights, at least fp32 [T, K], and experts, int32 [T, K], best first.
+    """Return weights, in at least fp32 [T, K], and experts, int32 [T, K], best first.
 
-    score: softmax or sigmoid of the logits. bias: added to scores for the choice only. normalise:
-    the weights of a token are divided by their sum.
+    score: softmax or sigmoid of the logits. bias: added to the scores for the choice only.
+    normalise: divide the weights of a token by their sum.
     """
     wide = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     scores = wide.softmax(-1) if score == "softmax" else wide.sigmoid()
     by = scores.detach() if bias_E is None else scores.detach() + bias_E.to(wide.dtype)
-    # A stable sort, because topk promises no order between equals.
+    # A stable sort, because topk does not define the order of equal scores.
     experts = by.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     weights = scores.gather(1, experts)
     if normalise:
@@ -81,7 +81,7 @@ def _forward(
     by = scores
     if bias is not None:
         by += tl.load(bias + expert, mask=expert < count, other=0.0).to(tl.float32)[None, :]
-    # As a sort has it, NaN is above all: a maximum that meets NaN may choose what is padded.
+    # NaN ranks highest, as in a sort. Otherwise argmax could choose padding when it meets NaN.
     by = tl.where(by == by, by, float("inf"))
     by = tl.where(known, by, -float("inf"))
     rank = tl.arange(0, CHOSEN)
@@ -136,7 +136,7 @@ def _backward(
         d_scores += tl.where(here, given[:, None], 0.0)
         total += tl.sum(tl.where(here, scores, 0.0), 1)
         inner += given * tl.load(weights + choice, mask=token < tokens, other=0.0)
-    if NORMALISE:  # of w = s / sum(s): (d_w - sum(d_w w)) / sum(s), for the chosen
+    if NORMALISE:  # w = s / sum(s), so d_s = (d_w - sum(d_w w)) / sum(s) for chosen experts
         among = tl.zeros([TOKENS, EXPERTS], tl.float32)
         for place in range(0, k):
             chosen = tl.load(experts + token * k + place, mask=token < tokens, other=-1)
@@ -160,7 +160,7 @@ def _shape(tokens: int, experts: int) -> tuple[tuple[int], dict[str, int]]:
 def launch_forward(
     logits_TE: Tensor, k: int, bias_E: Tensor | None, sigmoid: bool, normalise: bool
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, weights in fp32."""
+    """Compute the reference in Triton, with weights in fp32."""
     flat = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
     tokens, count = flat.shape
     weights = flat.new_empty(tokens, k, dtype=torch.float32)
@@ -181,7 +181,7 @@ def launch_backward(
     sigmoid: bool,
     normalise: bool,
 ) -> Tensor:
-    """Gradient of the logits."""
+    """Return the gradient of the logits."""
     flat = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
     tokens, count = flat.shape
     d_logits = torch.empty_like(flat, memory_format=torch.contiguous_format)
@@ -249,7 +249,7 @@ def run_triton(
     score: str = "softmax",
     normalise: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """As the reference."""
+    """Compute the reference in Triton."""
     return _direct_forward(logits_TE, k, bias_E, score == "sigmoid", normalise)
 
 

@@ -1,7 +1,7 @@
-"""AdamW and the sum of squares over parameters that lie apart, a few launches for all of them.
+"""AdamW and the sum of squares over parameters that are not contiguous, in a few launches for all.
 
-A trainer with flat shards needs neither. Where parameters and gradients are separate tensors, a
-launch for each would cost more than the work: the CUDA kernels take 64 tensors at a time.
+A trainer with flat shards needs neither. If parameters and gradients are separate tensors, one
+launch for each would cost more than the work itself, so the CUDA kernels take 64 tensors at a time.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ def reference_adamw(
     copies: Sequence[Tensor] = (),
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    """`adamw.reference` for each parameter, in place; returns means, squares, weights and copies.
+    """Run `adamw.reference` for each parameter, in place. Returns means, squares, weights and
+    copies.
 
-    copies: none, or one for each. options: as of `adamw.reference`, without seed and first.
+    copies: none, or one for each parameter. options: those of `adamw.reference`, without seed and
+    first.
     """
     for index in range(len(weights)):
         copy = copies[index] if copies else None
@@ -101,7 +103,7 @@ def run_cuda_adamw(
     divisor: Tensor | None = None,
     skip: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """As the reference, in CUDA C++."""
+    """Compute the reference in CUDA C++."""
     lists = (list(weights), list(grads), list(means), list(squares), list(copies))
     _step_op(*lists, divisor, skip, lr, beta1, beta2, eps, weight_decay, step)
     return (*means, *squares, *weights, *copies)
@@ -115,7 +117,7 @@ def run_triton_adamw(
     copies: Sequence[Tensor] = (),
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    """As the reference, a launch for each parameter."""
+    """Compute the reference in Triton, with one launch per parameter."""
     for index in range(len(weights)):
         copy = copies[index] if copies else None
         given = weights[index], grads[index], means[index], squares[index], copy
@@ -135,7 +137,8 @@ def run_torch_adamw(
     skip: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    """As the reference, by torch's fused AdamW and copies; it divides the gradients in place."""
+    """Compute the reference by torch's fused AdamW and copies. This divides the gradients in
+    place."""
     number = torch.full((), step, dtype=torch.float32, device=weights[0].device)
     torch._fused_adamw_(
         list(weights),
@@ -143,7 +146,7 @@ def run_torch_adamw(
         list(means),
         list(squares),
         [],
-        [number] * len(weights),  # they are read alone
+        [number] * len(weights),  # only read, so one tensor serves all
         amsgrad=False,
         maximize=False,
         grad_scale=divisor,
@@ -169,7 +172,7 @@ def run_apex_adamw(
     weight_decay: float,
     step: int,
 ) -> tuple[Tensor, ...]:
-    """As the reference, by NVIDIA apex and copies."""
+    """Compute the reference by NVIDIA apex and copies."""
     import amp_C
 
     overflow = torch.zeros(1, dtype=torch.int32, device=weights[0].device)
@@ -182,7 +185,7 @@ def run_apex_adamw(
 
 
 def reference_square_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum of x^2 over all elements of all tensors, an fp64 scalar."""
+    """Return the sum of x^2 over all elements of all tensors, an fp64 scalar."""
     sums = [square_sum.reference(t) for t in tensors]
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
 
@@ -204,17 +207,18 @@ def _(tensors: list[Tensor]) -> Tensor:
 
 
 def run_cuda_square_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """As the reference, in CUDA C++."""
+    """Compute the reference in CUDA C++."""
     return _sum_op(list(tensors))
 
 
 def run_triton_square_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """As the reference, a launch for each tensor."""
+    """Compute the reference in Triton, with one launch per tensor."""
     return torch.stack([square_sum.KERNEL.implementations["triton"].run(t) for t in tensors]).sum()
 
 
 def run_torch_square_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """As the reference where no square overflows, by torch's norms of many tensors."""
+    """Compute the reference by torch's norms of many tensors, which holds if no square
+    overflows."""
     norms = torch._foreach_norm(list(tensors), 2, torch.float32)
     return torch.stack(norms).double().square().sum()
 

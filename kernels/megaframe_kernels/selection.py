@@ -1,9 +1,10 @@
 """Which implementation runs: by a committed table of measurements, or by name.
 
-The table `choices.json` has an order per chip and kernel, fastest first, to be written from what
-`benchmarks/gpu_check.py` measures; nothing is timed when a run starts, so that two runs on one kind
-of chip compute alike. Of the order the first implementation that can run is taken, and of those
-that cannot the reason is kept. One that was asked for by name runs or is an error.
+The table `choices.json` lists implementations per chip and kernel, fastest first, and is meant to
+be written from what `benchmarks/gpu_check.py` measures. Nothing is timed when a run starts, so two
+runs on the same kind of chip compute alike. The first implementation in the list that can run is
+used, and the reasons why earlier ones cannot are kept. An implementation requested by name either
+runs or is an error.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from megaframe_kernels.kernel import REFERENCE, Implementation, Kernel, KernelEr
 
 TABLE = Path(__file__).with_name("choices.json")
 UNMEASURED = "unmeasured"
-"""The entry of the table for chips that have none."""
+"""Entry of the table for chips that have none of their own."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Calls a kernel by the first of `order` that takes the arguments, else by its reference.
+    """Calls a kernel by the first implementation of `order` that takes the arguments, else by its
+    reference.
 
-    order: implementations that this machine has, best first. absent: those that would come before,
-    with what keeps them away. named: asked for by name.
+    order: implementations available on this machine, best first. absent: the preferred ones that
+    are not available, each with the reason. named: whether the implementation was requested by
+    name.
     """
 
     kernel: Kernel
@@ -38,11 +41,12 @@ class Choice:
     named: bool = False
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """As the kernel's reference."""
+        """Compute the kernel; the arguments are those of its reference."""
         return self.find(*arguments, **options)(*arguments, **options)
 
     def find(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
-        """What runs for these arguments."""
+        """Return the function that runs for these arguments. Raises `KernelError` if an
+        implementation requested by name does not take them."""
         for implementation in self.order:
             reason = implementation.refuses(*arguments, **options)
             if reason is None:
@@ -54,7 +58,7 @@ class Choice:
 
     @property
     def active(self) -> str:
-        """What runs where nothing is refused."""
+        """Name of what runs if it takes the arguments."""
         return self.order[0].name if self.order else REFERENCE
 
 
@@ -63,11 +67,12 @@ def select(
     overrides: Mapping[str, str] | None = None,
     chip: str | None = None,
 ) -> dict[str, Choice]:
-    """A choice for each kernel.
+    """Return a choice for each kernel.
 
-    kernels: those that will be used; the CUDA kernels among their implementations are built here.
-    overrides: names of implementations by kernel. chip: as `chip_name` gives it, by default that of
-    this machine. Raises KernelError for an override that names nothing, or nothing that is here.
+    kernels: those that will be used; if an order names CUDA kernels, they are built here.
+    overrides: names of implementations, by kernel. chip: as from `chip_name`, by default that of
+    this machine. Raises `KernelError` if an override names something that does not exist or is not
+    available here.
     """
     overrides = overrides or {}
     for name in overrides:
@@ -107,7 +112,7 @@ def _override(kernel: Kernel, name: str) -> Choice:
 
 
 def chip_name() -> str:
-    """A GPU's name as a key: h200 for NVIDIA H200; cpu without a GPU."""
+    """Return the GPU's name as a key of the table: h200 for NVIDIA H200, cpu without a GPU."""
     if not torch.cuda.is_available():
         return "cpu"
     words = torch.cuda.get_device_name().lower().split()

@@ -1,10 +1,10 @@
-"""Spans: which keys each query sees, as one run of keys for each query.
+"""Spans: which keys each query sees, as one contiguous run of keys per query.
 
-Causal masks, sliding windows, packed documents and the tiles of a ring all let a query see one run
-of keys, whose ends never go back from a query to the next. Then each key is seen by one run of
-queries too: two pairs of numbers a token describe the mask from both sides, and the same few lines
-of a kernel find which blocks to visit and which of those need no mask. They are made once for a
-batch and serve every layer.
+With causal masks, sliding windows, packed documents and the tiles of a ring, each query sees one
+run of keys, and the ends of the run never move back from one query to the next. Each key is then
+also seen by one run of queries. Two pairs of numbers per token describe the mask from both sides,
+and the same few lines in a kernel find which blocks to visit and which of those need no mask. Spans
+are made once per batch and used by every layer.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Spans:
-    """Query q of sample b sees keys starts[b, q] .. stops[b, q] - 1, none where that is empty; key
-    k is seen by queries first[b, k] .. last[b, k] - 1. All int32, ascending along a sample.
+    """Query q of sample b sees keys starts[b, q] .. stops[b, q] - 1, or none if that range is
+    empty. Key k is seen by queries first[b, k] .. last[b, k] - 1. All are int32 and ascending along
+    a sample.
 
-    plain: nothing but a causal mask (with `window`) over equally many queries and keys, which other
-    libraries can be told in their own words.
+    plain: there is only a causal mask (with `window`) over as many queries as keys, which other
+    libraries support directly.
     """
 
     starts: Tensor
@@ -33,11 +34,11 @@ class Spans:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Starts, stops, first and last."""
+        """starts, stops, first and last."""
         return self.starts, self.stops, self.first, self.last
 
     def mask(self) -> Tensor:
-        """[B, Q, K], true where a query sees a key."""
+        """Return the bool mask [B, Q, K], true where a query sees a key."""
         key = torch.arange(self.first.shape[1], device=self.starts.device)
         return (key >= self.starts[..., None]) & (key < self.stops[..., None])
 
@@ -55,11 +56,12 @@ def find_spans(
     query_documents: Tensor | None = None,
     key_documents: Tensor | None = None,
 ) -> Spans:
-    """What queries see of keys.
+    """Return what queries see of keys.
 
-    causal: nothing behind their own place. window: that many places, their own included. places:
-    where in the sample tokens are, ascending [Q] and [K], by default 0, 1, ...; documents: numbers,
-    ascending along each sample, [B, Q] and [B, K]; a query sees its own document only.
+    causal: queries see nothing after their own place. window: a query sees at most this many
+    places, its own included. query_places, key_places: where in the sample the tokens are,
+    ascending [Q] and [K], by default 0, 1, ... query_documents, key_documents: document numbers,
+    ascending along each sample, [B, Q] and [B, K]; a query sees only its own document.
     """
     query = _places(query_places, queries, device)
     key = _places(key_places, keys, device)
@@ -81,7 +83,7 @@ def find_spans(
 def spans_from(
     starts: Tensor, stops: Tensor, keys: int, plain: bool = False, window: int | None = None
 ) -> Spans:
-    """Spans from the runs of keys that queries see, ascending [B, Q]."""
+    """Return the spans, given the runs of keys that queries see, both ends ascending [B, Q]."""
     key = torch.arange(keys, device=starts.device).expand(starts.shape[0], -1).contiguous()
     first = torch.searchsorted(stops.long().contiguous(), key, right=True)
     last = torch.searchsorted(starts.long().contiguous(), key, right=True)

@@ -1,8 +1,8 @@
-"""Sum of squares of a flat span, from which gradient norms are made, in fp64.
+"""Sum of squares of a flat span in fp64, from which gradient norms are made.
 
-Memory is slower than the fp64 units of a datacenter GPU at one product an element, so exactness is
-free there: no square overflows, and the sum does not depend on how the span is divided into shards
-beyond 1e-15. The order of sums depends on the length and the GPU alone.
+At one product per element, memory is slower than the fp64 units of a datacenter GPU, so exactness
+costs nothing there: no square overflows, and up to 1e-15 the sum does not depend on how the span is
+divided into shards. The order of sums depends only on the length and the GPU.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from megaframe_kernels.kernel import Implementation, Kernel, never, refuse_types
 
 _BLOCK = 4096
 _PROGRAMS = 4
-"""A multiprocessor; the registers of so many fit, so that none starts when others have ended."""
+"""Programs per multiprocessor. The registers of this many fit at once, so all run at the same
+time."""
 
 
 def reference(x: Tensor) -> Tensor:
-    """Sum of x^2 over all elements, an fp64 scalar; infinite or NaN if an element is."""
+    """Return the sum of x^2 over all elements, an fp64 scalar; infinite or NaN if an element is."""
     return x.to(torch.float64).square().sum()
 
 
@@ -38,7 +39,7 @@ def _partial(x: tl.tensor, sums: tl.tensor, length: tl.tensor, BLOCK: tl.constex
 
 
 def launch_sum(x: Tensor) -> Tensor:
-    """As the reference."""
+    """Compute the reference in Triton."""
     flat = x.contiguous()
     programs = min(ceil_div(flat.numel(), _BLOCK), processors(flat) * _PROGRAMS)
     sums = flat.new_empty(programs, dtype=torch.float64)
@@ -55,7 +56,7 @@ def _(x: Tensor) -> Tensor:
 
 
 def run_torch(x: Tensor) -> Tensor:
-    """As the reference where no square overflows, by torch's own norm."""
+    """Compute the reference by torch's own norm, which holds if no square overflows."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return torch.linalg.vector_norm(x, dtype=wide).double().square()
 

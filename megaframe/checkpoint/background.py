@@ -1,9 +1,9 @@
-"""Background: what is done with a copy of tensors, while the tensors go on changing.
+"""Works in the background on a copy of tensors, while training changes the tensors.
 
-Only the copy is between a save and training, and it too runs beside it: the tensors of a run stay
-as they are until the optimizer's next update, a forward and a backward pass later, so it is that
-update which asks whether the copy is done. The work begins with what is copied first. Host memory
-for it is used again and again: new pages would cost more than the copy.
+Training waits only for the copy, and that overlaps with training too: the tensors do not change
+until the optimizer's next update, a forward and a backward pass later, so only this update waits
+for the copy to be done. The work starts as soon as the first bytes are copied. The host memory of
+the copy is reused, because allocating new pages would take longer than copying.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megaframe.checkpoint.slices import Slice
 
 
 class Copy:
-    """`size` bytes that are being copied, from the first to the last. They are aligned, and stay
-    until the work with them is done."""
+    """`size` bytes that are being filled in order. Their memory is aligned and remains unchanged
+    until the work on them is done."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -31,7 +31,8 @@ class Copy:
         self._news = Condition()
 
     def take(self, piece: Piece) -> memoryview:
-        """The bytes of a piece, as soon as they are there. Raises what kept them from coming."""
+        """Wait until a piece has been copied and return its bytes. Raises the error if copying
+        failed."""
         with self._news:
             self._news.wait_for(lambda: self._there >= piece.stop or self._failure is not None)
             if self._there < piece.stop and self._failure is not None:
@@ -40,7 +41,8 @@ class Copy:
             return self._data[piece.start : piece.stop]
 
     def held(self) -> memoryview:
-        """Where all of it will be. Raises what keeps it from coming."""
+        """Wait for the memory to be allocated and return all of it, which may not be filled yet.
+        Raises the error if that failed."""
         with self._news:
             self._news.wait_for(lambda: self._data is not None or self._failure is not None)
             if self._data is None:
@@ -49,32 +51,33 @@ class Copy:
             return self._data
 
     def begin(self, data: memoryview) -> None:
-        """It is made there."""
+        """Set the memory that the copy is made in."""
         with self._news:
             self._data = data
             self._news.notify_all()
 
     def reach(self, stop: int) -> None:
-        """All before `stop` is there."""
+        """Announce that all bytes before `stop` have been copied."""
         with self._news:
             self._there = stop
             self._news.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """No more will come."""
+        """Announce that copying failed."""
         with self._news:
             self._failure = error
             self._news.notify_all()
 
 
 Work = Callable[[list[Piece], Copy], None]
-"""Is given where the pieces of the slices lie in the bytes of the copy, and these."""
+"""A function that gets the pieces of the slices, with their byte ranges in the copy, and the
+copy."""
 
 
 class Background:
-    """One piece of work at a time, in a thread that ends with the process.
+    """Runs one piece of work at a time, in a daemon thread.
 
-    What goes wrong is raised by the next `wait` or `poll`; after that it can be used again.
+    An error is raised by the next `wait` or `poll`; after that the object can be used again.
     """
 
     def __init__(self) -> None:
@@ -86,8 +89,9 @@ class Background:
         self._arrival: torch.cuda.Event | None = None
 
     def start(self, slices: Sequence[Slice], work: Work) -> None:
-        """Copy the slices and do the work, all beside the caller; `copied` says when the slices may
-        change. Waits for the work before. Raises ValueError for what cannot be saved."""
+        """Copy the slices and do the work, both in the background. The slices must not change until
+        `copied` has returned. Waits for the previous work. Raises ValueError for slices that cannot
+        be saved."""
         self.wait()
         held = by_alignment(slices)
         planned, parts = plan(held)
@@ -95,7 +99,7 @@ class Background:
         self._arrival = None
         devices = {part.tensor.device for part in held if part.tensor.is_cuda}
         written = None
-        for device in devices:  # one at most: that of the rank
+        for device in devices:  # at most one, the rank's own
             self._stream = self._stream or torch.cuda.Stream(device)
             written = torch.cuda.current_stream(device).record_event()
         copy = Copy(planned[-1].stop if planned else 0)
@@ -106,7 +110,8 @@ class Background:
         self._thread.start()
 
     def copied(self) -> None:
-        """Return when whatever is done from now on, here or on the device, comes after the copy."""
+        """Wait until the slices may change: until the copy is done or, on a device, until later
+        work in the current stream is ordered after it."""
         if self._thread is None:
             return
         self._copied.wait()
@@ -114,18 +119,19 @@ class Background:
             torch.cuda.current_stream(self._stream.device).wait_event(self._arrival)
 
     def wait(self) -> None:
-        """Return when the work is done; raise what went wrong."""
+        """Wait until the work is done. Raises its error, if there was one."""
         if self._thread is not None:
             self._thread.join()
         self.poll()
 
     def let_go(self, seconds: float) -> None:
-        """Return when the work is done, has failed, or takes longer than that; for the last use."""
+        """Wait at most `seconds` for the work, and raise nothing. To be called last."""
         if self._thread is not None:
             self._thread.join(seconds)
 
     def poll(self) -> bool:
-        """Whether no work is in flight; raise what went wrong with the last one."""
+        """Return whether no work is in progress. Raises the error of the last work, if there was
+        one."""
         if self._thread is not None and self._thread.is_alive():
             return False
         self._thread = None
@@ -137,14 +143,14 @@ class Background:
     def _run(self, planned: list[Piece], copy: Copy, copier: Thread, work: Work) -> None:
         try:
             work(planned, copy)
-        except Exception as error:  # raised again, by `poll`, in the caller's thread
+        except Exception as error:  # `poll` raises it in the caller's thread
             self._failure = error
         finally:
-            copier.join()  # the next copy is made in the same memory
+            copier.join()  # because the next copy uses the same memory
 
     def _fill(self, parts: list[Tensor], written: torch.cuda.Event | None, copy: Copy) -> None:
         try:
-            if self._stream is not None:  # a thread's device is the first one, and it would use it
+            if self._stream is not None:  # new threads start with device 0
                 torch.cuda.set_device(self._stream.device)
             self._reserve(copy.size)
             copy.begin(self._buffer.numpy().data[: copy.size])
@@ -152,7 +158,7 @@ class Background:
                 self._copy(parts, copy)
             else:
                 self._copy_from_device(parts, written, copy)
-        except Exception as error:  # raised again, by `take`, in the thread that works
+        except Exception as error:  # `take` raises it in the thread that works
             copy.fail(error)
         finally:
             parts.clear()
@@ -161,7 +167,7 @@ class Background:
     def _reserve(self, size: int) -> None:
         if self._buffer.numel() >= size:
             return
-        self._buffer = torch.empty(0, dtype=torch.uint8)  # never both
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # never hold both
         if self._stream is None:
             self._buffer = torch.from_numpy(aligned(size))
             return
@@ -177,7 +183,8 @@ class Background:
     def _copy_from_device(
         self, tiles: Iterable[Tensor], written: torch.cuda.Event, copy: Copy
     ) -> None:
-        """The same in a stream of its own, beside what the device computes after `written`."""
+        """Copy from a device in a separate stream, overlapping with what the device computes after
+        `written`."""
         assert self._stream is not None
         self._stream.wait_event(written)
         start, marks = 0, []
@@ -192,7 +199,8 @@ class Background:
             copy.reach(there)
 
     def _start_copy(self, tensor: Tensor, start: int) -> int:
-        """Copy to host memory, behind what ends at `start`; where this ends."""
+        """Start copying a tensor to offset `start` of the host memory. Returns the offset of its
+        end."""
         stop = start + tensor.nbytes
         _as_bytes_of(tensor, self._buffer[start:stop]).copy_(tensor, non_blocking=True)
         return stop

@@ -1,8 +1,8 @@
-"""One rank's file, in the container format of safetensors (header length, JSON header, raw data).
+"""Writes one rank's file in the safetensors format (header length, JSON header, raw data).
 
-The library can write such a file too, but then a checksum needs a pass of its own and a full disk
-is an error without a number. Here each chunk is hashed and written in one pass, and the header,
-which holds the checksums, is written last: until then the file is not readable as anything.
+The safetensors library is not used for writing: it would need a second pass for the checksums, and
+reports a full disk without an error number. Here each chunk is hashed and written in one pass. The
+header, which contains the checksums, is written last; until then the file cannot be read.
 """
 
 from __future__ import annotations
@@ -30,18 +30,23 @@ from megaframe.checkpoint.slices import Shape, Slice, region, tiles
 from megaframe.checkpoint.storage import Place, store_of
 
 PIECE_BYTES = 8 << 20
-"""Slices are cut to this size: few pieces are checked, and held in memory, at a time."""
+"""Largest piece that a slice is cut into. Only a few pieces are held in memory and checked at a
+time."""
 _LEAST_PIECE_BYTES, _PARTS = 1 << 20, 4
-"""Those that are smaller are still cut in so many parts, unless these were too small."""
+"""A smaller slice is also cut into about `_PARTS` pieces, unless these would be smaller than
+`_LEAST_PIECE_BYTES`."""
 CHUNK_BYTES = 8 << 20
-"""Bytes between two points where another thread can run."""
+"""Bytes hashed and written at a time; other threads can run between two chunks."""
 MAX_HEADER_BYTES = 100_000_000
-"""The limit of the safetensors library."""
+"""Largest header that the safetensors library accepts."""
 
 
 @dataclass(frozen=True)
 class Unplaced:
-    """A box of a logical tensor that is to be saved."""
+    """A box of a logical tensor to be saved, without a position in a file.
+
+    whole: shape of the whole tensor. offset, shape: the box in it.
+    """
 
     name: str
     whole: Shape
@@ -51,20 +56,20 @@ class Unplaced:
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """Size of the box in bytes."""
         return prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
 class Piece(Unplaced):
-    """A contiguous run of bytes in a rank's data: one entry of the file's header."""
+    """A box and its byte range [start, stop) in a rank's data: one entry of the file's header."""
 
     start: int
     stop: int
 
 
 def placed(boxes: Iterable[Unplaced]) -> list[Piece]:
-    """Where the bytes of boxes go when they lie back to back in the given order."""
+    """Assign byte ranges to boxes, back to back in the given order."""
     found, start = [], 0
     for one in boxes:
         stop = start + one.bytes
@@ -74,7 +79,8 @@ def placed(boxes: Iterable[Unplaced]) -> list[Piece]:
 
 
 def by_alignment(slices: Sequence[Slice]) -> list[Slice]:
-    """The slices that hold anything, in the order in which every one starts aligned."""
+    """Return the non-empty slices, largest element size first, so that each starts aligned to its
+    element size. Raises ValueError for a dtype that cannot be saved."""
     held = [part for part in slices if part.tensor.numel()]
     for part in held:
         if part.tensor.dtype not in DTYPE_NAMES:
@@ -83,8 +89,9 @@ def by_alignment(slices: Sequence[Slice]) -> list[Slice]:
 
 
 def plan(slices: Sequence[Slice]) -> tuple[list[Piece], list[Tensor]]:
-    """The pieces into which slices are cut, and where their bytes go (see `placed`); and the part
-    of a slice's tensor that is each."""
+    """Cut slices into pieces. Returns the pieces with their byte ranges (see `placed`) and, for
+    each piece, the view of the slice's tensor that it covers. Raises ValueError if two slices of
+    one tensor disagree about its shape or dtype."""
     boxes: list[Unplaced] = []
     parts: list[Tensor] = []
     declared: dict[str, tuple[Shape, DTypeName]] = {}
@@ -100,13 +107,14 @@ def plan(slices: Sequence[Slice]) -> tuple[list[Piece], list[Tensor]]:
 
 
 def key(name: str, offset: Shape, shape: Shape) -> str:
-    """Name of an entry, such as `head.weight[0:512,64:128]`."""
+    """Return the name of a header entry, such as `head.weight[0:512,64:128]`."""
     spans = (f"{start}:{start + size}" for start, size in zip(offset, shape, strict=True))
     return f"{name}[{','.join(spans)}]"
 
 
 def divided(planned: Sequence[Piece], limit: int | None) -> list[list[Piece]]:
-    """Pieces in runs of at most `limit` bytes, or of one piece; one run without a limit."""
+    """Group consecutive pieces into runs of at most `limit` bytes, with at least one piece each.
+    Without a limit there is one run."""
     groups: list[list[Piece]] = []
     for piece in planned:
         if not groups or (limit is not None and piece.stop - groups[-1][0].start > limit):
@@ -121,8 +129,12 @@ def write(
     bytes_of: Callable[[Piece], memoryview],
     held: memoryview | None = None,
 ) -> SavedFile:
-    """Write the bytes of each piece, back to back, to a new file. held: as of `Store.create`.
-    Raises OSError."""
+    """Write the bytes of the given pieces, back to back, to a new file. Returns its size and the
+    checksum of its header.
+
+    given: the pieces; their byte ranges are assigned anew. bytes_of: returns the bytes of a piece.
+    held: see `Store.create`. Raises OSError.
+    """
     planned = placed(given)
     checksums = ["0" * 16] * len(planned)
     reserved = len(_header(path.name, planned, checksums))
@@ -142,7 +154,8 @@ def write(
 
 
 def _header(file: str, planned: Sequence[Piece], checksums: Sequence[str]) -> bytes:
-    """The length and the JSON header. Its size does not depend on the checksums' values."""
+    """Return the header's length and its JSON as bytes. Their size does not depend on the values of
+    the checksums."""
     entries = {
         key(piece.name, piece.offset, piece.shape): {
             "dtype": piece.dtype,
@@ -163,7 +176,7 @@ def _header(file: str, planned: Sequence[Piece], checksums: Sequence[str]) -> by
 def _contents(
     file: str, planned: Sequence[Piece], checksums: Sequence[str]
 ) -> dict[str, SavedTensor]:
-    """The part of the manifest that describes this file."""
+    """Return the part of the manifest that describes this file."""
     slices: dict[str, list[SavedSlice]] = {}
     first: dict[str, Piece] = {}
     for piece, digest in zip(planned, checksums, strict=True):

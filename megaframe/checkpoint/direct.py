@@ -1,8 +1,8 @@
-"""Direct: files written and read past the page cache, where the file system lets it.
+"""Reads and writes files bypassing the page cache, if the file system supports it.
 
-A checkpoint is large, and nobody reads it soon: in the page cache it would push out what is of use,
-and its pages cost more to find than its bytes to write or read. Only what several
-ranks of a machine load goes through it, so that it is fetched once.
+A checkpoint is large and is not read again soon. In the page cache it would evict useful data, and
+allocating its pages takes longer than reading or writing its bytes. Only data that several ranks of
+a machine load goes through the cache, so that it is fetched once.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ from megaframe.checkpoint.room import ALIGNMENT, aligned
 
 _CHUNK_BYTES = 16 << 20
 _UNDER_WAY = 3
-"""Chunks that are written at a time, while the next one is filled."""
+"""Chunks that are being written at the same time, while the next one is filled."""
 _DIRECT_BYTES, _CACHED_BYTES = 2 << 20, 512 << 10
-"""Read at a time: enough for the disk, and little enough to be in the processor's cache when it is
-checked."""
+"""Bytes per read: enough for the disk, and few enough to be still in the CPU's cache when their
+checksum is computed."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NOT_THERE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-"""What a file system says that cannot take room in advance, or has but one way to write."""
+"""Errors of a file system that cannot reserve space in advance."""
 
 
 class DirectSource:
-    """A regular file that is open for reading, by several threads. fresh, alone: as of
-    `Store.open`; neither fills the cache, but what is there is taken from it when not fresh."""
+    """A regular file open for reading, possibly by several threads.
+
+    fresh, alone: see `Store.open`. With either of them reads do not fill the page cache. With
+    `alone` a file of which most is in the cache is read from there; with `fresh` it never is.
+    """
 
     def __init__(self, file: BinaryIO, *, fresh: bool, alone: bool) -> None:
         self._file, self._fresh = file, fresh
@@ -45,10 +48,10 @@ class DirectSource:
         if fresh:
             self._forget()
         past = fresh or (alone and not _is_cached(file.fileno(), self.size))
-        # The cache reads ahead of one thread, and not of two.
+        # The kernel reads ahead for one thread that reads through the cache, but not for two.
         self.chunk, self.at_once = (_DIRECT_BYTES, 2) if past else (_CACHED_BYTES, 1)
         if past:
-            with suppress(OSError, AttributeError):  # another description of the same file
+            with suppress(OSError, AttributeError):  # reopened: O_DIRECT for this one only
                 self._direct = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_DIRECT)
 
     def read_into(self, start: int, into: memoryview) -> int:
@@ -64,13 +67,13 @@ class DirectSource:
         return done
 
     def _past_cache(self, start: int, into: memoryview) -> int:
-        """Read from the disk, but for an end that is not aligned."""
+        """Read from the disk, except for an unaligned end. Returns 0 if that is impossible here."""
         into = into[: len(into) // ALIGNMENT * ALIGNMENT]
         if self._direct is None or not len(into) or start % ALIGNMENT:
             return 0
         if np.frombuffer(into, np.uint8).ctypes.data % ALIGNMENT:
             return 0
-        with suppress(OSError):  # what it is, the way that always works will tell
+        with suppress(OSError):  # `_through_cache` will report the error
             return os.preadv(self._direct, [into], start)
         return 0
 
@@ -79,23 +82,25 @@ class DirectSource:
 
     def close(self) -> None:
         if self._fresh:
-            self._forget()  # nobody reads it soon
+            self._forget()  # not needed again soon
         if self._direct is not None:
             os.close(self._direct)
         self._file.close()
 
     def _forget(self) -> None:
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # clean pages
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # drops clean pages
 
 
 class DirectFile:
-    """A file of `size` bytes that did not exist. Room for it is taken at once, so it will not run
-    out. Raises OSError; what goes wrong in the background is raised by the next `put` or `finish`.
+    """A new file of `size` bytes, whose space is reserved when it is created.
 
-    start: bytes left out at the start, a multiple of the alignment. held: all that will be put,
-    aligned in memory where it stays until the file is closed, so that it is written from there;
-    None where what is put may change, and is copied.
+    start: bytes left out at the start, a multiple of the alignment. held: everything that will be
+    `put`, in aligned memory that does not change until the file is closed; it is written directly
+    from there. None if the data may change after `put`; then they are copied.
+
+    Raises OSError if the file exists or the disk is full. Errors of background writes are raised by
+    a later `put` or by `finish`.
     """
 
     def __init__(self, path: Path, size: int, start: int, held: memoryview | None) -> None:
@@ -106,7 +111,7 @@ class DirectFile:
         self._held, self._sent = None if held is None else np.frombuffer(held, np.uint8), 0
         self._size, self._width = size, min(_CHUNK_BYTES, -(-size // ALIGNMENT) * ALIGNMENT)
         self._chunk, self._filled = self._next(), 0
-        """What is to be written next, as soon as all of it is there."""
+        """The chunk to be written next, and how much of it has been filled."""
         self._direct = False
 
     def __enter__(self) -> DirectFile:
@@ -137,18 +142,18 @@ class DirectFile:
                 into[:room] = left[:room]
             self._filled += room
             left = left[room:]
-            if room == len(into) and self._filled % ALIGNMENT == 0:  # not the end of what is held
+            if room == len(into) and self._filled % ALIGNMENT == 0:  # not at the end of `held`
                 self._send(self._filled)
 
     def finish(self, head: bytes) -> None:
-        """Write what was left out at the start, and return when all is on the disk."""
+        """Write the bytes left out at the start. Returns when everything is on the disk."""
         last = self._filled % ALIGNMENT
         tail = self._chunk[self._filled - last : self._filled].copy()
         self._send(self._filled - last)
         while self._writes:
             self._writes.popleft()[0].result()
         if self._direct:
-            self._bypass(False)  # the end of a file is as long as it is
+            self._bypass(False)  # the end of the file is not aligned
         self._write(np.frombuffer(head, np.uint8), 0)
         self._write(tail, self._start)
         os.fsync(self._file.fileno())
@@ -166,7 +171,8 @@ class DirectFile:
         self._chunk = self._next(free)
 
     def _next(self, free: np.ndarray | None = None) -> np.ndarray:
-        """The bytes of the next chunk, or where they are to be put: in what is free, if any is."""
+        """Return the next chunk: the part of `held` that follows, or memory to copy data into.
+        free: a chunk that has been written and can be reused."""
         if self._held is not None:
             return self._held[self._sent : self._sent + _CHUNK_BYTES]
         return aligned(self._width) if free is None else free
@@ -177,7 +183,7 @@ class DirectFile:
             data, start = data[written:], start + written
 
     def _bypass(self, wanted: bool) -> bool:
-        """Have reads and writes bypass the page cache, or not; whether they do."""
+        """Turn bypassing the page cache on or off. Returns whether it is on."""
         flag = getattr(os, "O_DIRECT", 0)
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
         try:
@@ -188,7 +194,7 @@ class DirectFile:
 
 
 def _is_cached(descriptor: int, size: int) -> bool:
-    """Whether the page cache has most of a file, or that cannot be known."""
+    """Return whether most of a file is in the page cache; True if that cannot be determined."""
     with (
         suppress(OSError, ValueError, AttributeError),
         mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) as memory,
@@ -196,14 +202,15 @@ def _is_cached(descriptor: int, size: int) -> bool:
         pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
         found = np.frombuffer(memory, np.uint8)
         address, vector = (ctypes.c_void_p(array.ctypes.data) for array in (found, pages))
-        del found  # or the memory cannot be closed
+        del found  # otherwise the mapping cannot be closed
         if not _LIBC.mincore(address, ctypes.c_size_t(size), vector):
             return 2 * int((pages & 1).sum()) > len(pages)
     return True
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Take room for a file now. posix_fallocate would write to every page where that cannot be."""
+    """Reserve disk space for a file, if the file system can. Unlike posix_fallocate, this does not
+    fall back to writing every page. Raises OSError if there is not enough space."""
     reserve = getattr(_LIBC, "fallocate64", None)
     if reserve is None:
         return

@@ -1,6 +1,6 @@
-"""What tools ask of checkpoints: what is damaged, how two differ, the same in other files.
+"""Operations of tools on checkpoints: find damage, compare two, rewrite one into other files.
 
-All of it streams: one saved slice of each checkpoint is in memory at a time.
+Tensors are streamed: only a few saved slices of each checkpoint are in memory at a time.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from megaframe.errors import UserError
 
 T = TypeVar("T")
 _THREADS = min(8, os.cpu_count() or 1)
-"""Files that are verified at a time; checksums and reads let other threads run."""
+"""Files verified at the same time. Reads and checksums release the GIL."""
 _FEW = 3
-"""Tensors that are named of a file that cannot be read at all."""
+"""Number of tensors named for a file that cannot be read at all."""
 
 
 def damage(path: Place) -> Iterator[str]:
-    """Everything that is wrong with a checkpoint: a sentence each, with file and tensor."""
+    """Yield a sentence for each thing that is wrong with a checkpoint, with file and tensor."""
     try:
         manifest = read_manifest(path)
     except UserError as error:
@@ -58,7 +58,7 @@ def damage(path: Place) -> Iterator[str]:
 
 
 _Held = defaultdict[str, list[SavedSlice]]
-"""Slices of one file, by tensor."""
+"""The slices in one file, by name of the tensor."""
 
 
 def _damage_of(path: Place, manifest: Manifest, file: str, held: _Held) -> list[str]:
@@ -82,8 +82,11 @@ def _damage_of(path: Place, manifest: Manifest, file: str, held: _Held) -> list[
 
 @dataclass(frozen=True)
 class Difference:
-    """Of a tensor of two checkpoints: the largest distance of two elements, and the largest
-    magnitude in the first. what: None, or what keeps them from being compared."""
+    """How a tensor differs between two checkpoints.
+
+    distance: largest absolute difference of two elements. largest: largest magnitude in the first
+    checkpoint. what: why the two cannot be compared, or None.
+    """
 
     name: str
     distance: float = 0.0
@@ -92,7 +95,7 @@ class Difference:
 
 
 def differences(one: Checkpoint, other: Checkpoint) -> Iterator[Difference]:
-    """A line for each tensor of either, equal ones too."""
+    """Yield a `Difference` for each tensor of either checkpoint, also for equal ones."""
     for name in sorted({*one.tensors, *other.tensors}):
         here, there = one.tensors.get(name), other.tensors.get(name)
         if here is None or there is None:
@@ -112,7 +115,7 @@ def _distance(name: str, one: Checkpoint, other: Checkpoint) -> Difference:
         other.load([Slice(name, shape, piece.offset, theirs)])
         ours = saved.double()
         apart = (ours - theirs).abs()
-        # A NaN on one side only is infinitely far from any number.
+        # If only one of two elements is NaN, their distance is infinite.
         same = (ours == theirs) | (ours.isnan() & theirs.isnan())
         apart = torch.where(same, 0.0, apart.nan_to_num(torch.inf))
         distance = max(distance, float(apart.max()))
@@ -121,8 +124,8 @@ def _distance(name: str, one: Checkpoint, other: Checkpoint) -> Difference:
 
 
 def regroup(source: Checkpoint, folder: Place, files: int) -> Place:
-    """The same checkpoint in so many files of about one size, as `folder`/step-...; see
-    `assemble`."""
+    """Rewrite a checkpoint into `files` files of about equal size, as `folder`/step-... (see
+    `assemble`)."""
     saved = {
         (name, piece.offset): piece
         for name, tensor in source.tensors.items()
@@ -146,7 +149,8 @@ def regroup(source: Checkpoint, folder: Place, files: int) -> Place:
 
 
 def grouped(items: Iterable[T], bytes_of: Callable[[T], int], size: int) -> list[list[T]]:
-    """Items in runs that end once all so far have come to another multiple of `size` bytes."""
+    """Group consecutive items. Group n ends with the item whose end reaches n * `size` bytes,
+    counted from the first item."""
     groups: list[list[T]] = []
     done = 0
     for one in items:
@@ -158,7 +162,7 @@ def grouped(items: Iterable[T], bytes_of: Callable[[T], int], size: int) -> list
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in the host's memory."""
+    """Return the bytes of a tensor that is in host memory."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
@@ -169,11 +173,12 @@ def assemble(
     groups: Sequence[Sequence[Unplaced]],
     bytes_of: Callable[[Piece], memoryview],
 ) -> Place:
-    """Write a checkpoint, a file (where the store takes only small ones, several) for each group,
-    as `folder`/step-...
+    """Write a checkpoint as `folder`/step-... with one file per group, or several if the store
+    limits the size of files.
 
-    It is verified before it gets its name; nothing is left of one that fails. Raises UserError
-    where there is one already.
+    bytes_of: returns the bytes of a piece. Every file is verified before the checkpoint is
+    committed, and nothing remains of one that fails. Returns the checkpoint's place. Raises
+    UserError if it already exists or cannot be written.
     """
     store, final = store_of(folder), folder / final_name(step)
     attempt = secrets.token_hex(4)

@@ -1,4 +1,4 @@
-"""The home of a run's checkpoints: which are in it, which one is newest, which ones stay."""
+"""The folder of a run's checkpoints ("home"): lists them, keeps the pointer, deletes old ones."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _POINTER_BYTES = 64
 
 
 def step_of(path: Place) -> int:
-    """The step of what `checkpoints` finds."""
+    """Return the step of a checkpoint that `checkpoints` found."""
     match = FINAL.fullmatch(path.name)
     assert match is not None
     return int(match[1])
 
 
 def checkpoints(home: Place) -> list[Place]:
-    """Whole checkpoints, newest (highest step) first. A replaced one comes after its successor."""
+    """Return the complete checkpoints, highest step first. A replaced one follows its successor."""
     found = []
     for name in store_of(home).finished(home):
         match = FINAL.fullmatch(name)
@@ -26,7 +26,7 @@ def checkpoints(home: Place) -> list[Place]:
 
 
 def read_pointer(home: Place) -> str | None:
-    """The name that `latest` holds, whatever it may be; None where there is no such file."""
+    """Return the unchecked contents of the file `latest`, or None if there is no such file."""
     try:
         source = store_of(home).open(home / POINTER)
     except FileNotFoundError:
@@ -44,8 +44,11 @@ def move_pointer(home: Place, name: str, attempt: str) -> None:
 
 
 def take_back(home: Place, bad: Place, before: str | None, attempt: str) -> None:
-    """Undo a commit: the pointer names again what it named before, or else the newest that is left,
-    and the checkpoint goes. before: what `read_pointer` found, the same name where it was replaced.
+    """Undo a commit: move the pointer back and delete the checkpoint `bad`.
+
+    The pointer then names the checkpoint that it named before or, if that is gone, the newest one
+    left; if none is left, it is deleted. before: what `read_pointer` returned before the commit. If
+    the commit replaced the checkpoint of that name, its `.replaced` copy is named.
     """
     store = store_of(home)
     left = [path.name for path in checkpoints(home) if path != bad]
@@ -58,8 +61,11 @@ def take_back(home: Place, bad: Place, before: str | None, attempt: str) -> None
 
 
 def prune(home: Place, written: Place, keep: int, every: int, attempt: str) -> None:
-    """Delete all but the one just written, the `keep - 1` newest others and those of steps that are
-    multiples of `every` (0: of none), unless in use."""
+    """Delete old checkpoints that are not in use.
+
+    Kept are the one just written, the `keep - 1` newest others, and those whose steps are multiples
+    of `every` (0: none).
+    """
     store = store_of(home)
     found = checkpoints(home)
     successors = {path.name for path in found}

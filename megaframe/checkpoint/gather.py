@@ -1,4 +1,4 @@
-"""Plain data of all ranks, as JSON: what ranks tell each other is not unpickled either."""
+"""All-gathers plain data as JSON, so that data from other ranks is never unpickled."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megaframe.comm.uneven import all_gather_uneven
 
 
 def gather_json(group: Group, value: Any) -> list[Any]:
-    """The value of each rank of a group that is on the host's memory, in order."""
+    """Return each rank's JSON value, in rank order. The group must communicate host tensors."""
     texts = gather_rows(group, torch.tensor([*json.dumps(value).encode()], dtype=torch.uint8))
     return [json.loads(text.numpy().tobytes()) for text in texts]
 
 
 def gather_rows(group: Group, row: Tensor) -> list[Tensor]:
-    """The row [any length] of each rank, in order."""
+    """Return each rank's row [any length], in rank order."""
     lengths = all_gather(torch.tensor([len(row)]), group).wait().tolist()
     return list(all_gather_uneven(row, lengths, group).wait().split(lengths))

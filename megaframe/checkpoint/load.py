@@ -1,8 +1,8 @@
-"""Finds, opens and loads checkpoints, at any layout.
+"""Finds, opens and loads checkpoints, under any layout.
 
-Saved slices are read a few at a time, each whole and checked, and copied to wherever they meet a
-wanted slice. A saved slice that only in part is wanted is read whole too: the writer cuts slices
-so small that this costs little, and so no byte is used whose checksum was not seen to match.
+Saved slices are read a few at a time, checked, and copied to every wanted slice that they overlap.
+A saved slice is always read completely, even if only a part of it is wanted: the checksum can then
+be verified before any byte is used, and the writer's slices are so small that this costs little.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megaframe.errors import UserError
 
 
 class Checkpoint:
-    """An open checkpoint. While it is open, no writer deletes it."""
+    """An open checkpoint. As long as it is open no writer deletes it (if the store has locks)."""
 
     def __init__(self, path: Place, manifest: Manifest, file: Source | IO[bytes]) -> None:
         self.path = path
@@ -52,7 +52,8 @@ class Checkpoint:
 
     @property
     def tensors(self) -> Mapping[str, SavedTensor]:
-        """What is saved, by name: `.shape` is of the whole logical tensor, `.dtype` its name."""
+        """The saved tensors by name. `.shape` is that of the whole logical tensor; `.dtype` is a
+        name such as `F32`."""
         return self._manifest.tensors
 
     def __enter__(self) -> Checkpoint:
@@ -70,12 +71,12 @@ class Checkpoint:
         self._file.close()
 
     def load(self, slices: Sequence[Slice], alone: Collection[tuple[str, Box]] = ()) -> None:
-        """Fill the slices' tensors in place, converting to their dtypes. alone: names and boxes of
-        slices that no other rank of this machine loads too.
+        """Fill the slices' tensors in place, converting to their dtypes.
 
-        Beside them, a few saved slices are in memory. Raises UserError for tensors that are not
-        saved or have another shape (then nothing has been filled), and for damaged files (then some
-        of the tensors may have been).
+        alone: names and boxes of the slices that no other rank of this machine loads. Extra memory
+        is only needed for a few saved slices at a time. Raises UserError if a tensor is not in the
+        checkpoint or has another shape there (then nothing has been filled), or if a file is
+        damaged (then some tensors may have been filled).
         """
         self._require(slices)
         wanted: defaultdict[str, list[Slice]] = defaultdict(list)
@@ -99,9 +100,12 @@ class Checkpoint:
         wanted: Mapping[str, Sequence[SavedSlice]],
         shared: Collection[tuple[str, SavedSlice]] = (),
     ) -> Iterator[tuple[str, SavedSlice, torch.Tensor]]:
-        """These saved slices by tensor, file after file, each checked; what is read lasts until the
-        next one. shared: those that other ranks of this machine may read too. Raises UserError for
-        damaged files."""
+        """Read the given saved slices, file by file, and check each.
+
+        wanted: slices by the name of their tensor. shared: those that other ranks of this machine
+        may read too. Yields name, slice and contents; the contents are valid until the next
+        iteration. Raises UserError if a file is damaged.
+        """
         reads: defaultdict[tuple[str, bool], list[Wanted]] = defaultdict(list)
         for name, pieces in wanted.items():
             for piece in pieces:
@@ -142,7 +146,7 @@ def _scatter(saved: torch.Tensor, piece: SavedSlice, wanted: Sequence[Slice]) ->
 
 
 def open_checkpoint(path: Place) -> Checkpoint:
-    """Read and check a checkpoint's manifest, and that its files are there in their sizes.
+    """Open a checkpoint: check its manifest, and that its files exist and have the right sizes.
 
     Raises UserError that names the file and what is wrong with it.
     """
@@ -156,14 +160,15 @@ def open_checkpoint(path: Place) -> Checkpoint:
 
 
 def read_manifest(path: Place) -> Manifest:
-    """The manifest of a checkpoint, checked, whatever its files are. Raises UserError."""
+    """Read and check a checkpoint's manifest without looking at its files. Raises UserError."""
     manifest, file = _opened(path)
     file.close()
     return manifest
 
 
 def _opened(path: Place) -> tuple[Manifest, Source]:
-    """The manifest and its file, which while it is open keeps the checkpoint from being deleted."""
+    """Read and check the manifest. Returns it with its open file, which marks the checkpoint as in
+    use so that it is not deleted."""
     source = path / MANIFEST
     try:
         file = store_of(path).open(source, hold=True)
@@ -204,11 +209,14 @@ def _say(text: str) -> None:
 
 
 def find(home: Place, resume: str, note: Callable[[str], None] = _say) -> Place | None:
-    """The checkpoint that `checkpoint.resume` asks for.
+    """Find the checkpoint that `checkpoint.resume` asks for.
 
-    `latest` is the one that the pointer in `home` names, or else the newest whole one, and `note`
-    is told why; None where there is none yet. Anything else is the path or URL of a checkpoint.
-    Raises UserError where what was asked for is missing or damaged, or its place cannot be reached.
+    resume: `latest`, or the path or URL of a checkpoint. `latest` means the checkpoint that the
+    pointer in `home` names. If that is not intact, the newest intact one is returned and `note` is
+    called with the reason; if there is none yet, None is returned.
+
+    Raises UserError if the requested checkpoint is missing or damaged, or its place cannot be
+    reached.
     """
     if resume != "latest":
         return given(resume, "checkpoint.resume")
@@ -219,7 +227,8 @@ def find(home: Place, resume: str, note: Callable[[str], None] = _say) -> Place 
 
 
 def locate(given: Place) -> Place | None:
-    """The checkpoint itself, or the latest in a home of them; None where there is neither."""
+    """Return `given` if it is a checkpoint, else the latest checkpoint in it; None if it has none.
+    Raises UserError as `find` does."""
     try:
         is_one = MANIFEST in store_of(given).entries(given)
     except OSError as error:
@@ -228,9 +237,11 @@ def locate(given: Place) -> Place | None:
 
 
 def given(text: str, key: str, *, latest: bool = False) -> Place:
-    """The checkpoint at the path or URL that a key of the config gives. latest: a folder of
-    checkpoints stands for its latest. Raises UserError where there is none, or it is damaged, or
-    its place cannot be reached."""
+    """Return the checkpoint at the path or URL that config key `key` gives.
+
+    latest: if a folder of checkpoints is given, use the latest one in it. Raises UserError if there
+    is no checkpoint, it is damaged, or its place cannot be reached.
+    """
     try:
         return _checked(place(text), key, latest)
     except OSError as error:
@@ -256,7 +267,7 @@ def _newest(folder: Place, note: Callable[[str], None]) -> Place | None:
     found = checkpoints(folder)
     if named is None and not found:
         return None
-    # The pointer may name only what a checkpoint of this folder can be called.
+    # The pointer's contents are not trusted: only a checkpoint found in this folder is used.
     first = [path for path in found if path.name == named]
     problems = [] if first else [f"{folder / POINTER} {_says(named)}"]
     for path in first + [path for path in found if path not in first]:

@@ -1,7 +1,7 @@
 """Checkpoints in a folder of this machine.
 
-A checkpoint has its final name only once it is whole, and loses that name before any of it is
-deleted. So whoever may be killed, and whenever, a folder under a final name is a whole checkpoint.
+A checkpoint gets its final name only when it is complete, and loses that name before any of it is
+deleted. So whenever a process is killed, a folder with a final name is a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -54,11 +54,12 @@ class Local(Store[Path]):
     def open(
         self, file: Path, *, hold: bool = False, fresh: bool = False, alone: bool = False
     ) -> Source:
-        if not stat.S_ISREG(file.stat().st_mode):  # opening a pipe might never return
+        if not stat.S_ISREG(file.stat().st_mode):  # opening a pipe might block forever
             raise OSError(errno.EINVAL, "Not a regular file", str(file))
         opened = open(file, "rb", buffering=0)  # noqa: SIM115 (closed by the source)
         if hold:
-            # Without locks the file can still be read; a file that vanishes meanwhile is named.
+            # Without a lock the file can still be read. If a checkpoint is deleted meanwhile, the
+            # reader's error names the missing file.
             with suppress(OSError):
                 fcntl.flock(opened.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
         return DirectSource(opened, fresh=fresh, alone=alone)
@@ -72,7 +73,7 @@ class Local(Store[Path]):
                 path.unlink(missing_ok=True)
 
     def draft(self, home: Path, step: int, attempt: str) -> Path:
-        # With the attempt in its name, a process of a dead run cannot write into this save.
+        # The name contains the attempt, so a process of a dead run cannot write into this save.
         return home / f"{final_name(step)}.{attempt}.tmp"
 
     def begin(self, draft: Path) -> None:
@@ -86,8 +87,9 @@ class Local(Store[Path]):
     def publish(
         self, draft: Path, step: int, attempt: str, manifest: bytes, kept: Collection[str]
     ) -> Path:
-        """One that an earlier run left under that name stays, as `.replaced`, until the new one is
-        in place: `checkpoints` finds it if this is as far as the process gets."""
+        """Commit a draft by renaming it. A checkpoint that already has the final name is first
+        renamed to `.replaced`; `checkpoints` finds it there if this process is killed in
+        between."""
         with open(draft / MANIFEST, "xb") as opened:
             opened.write(manifest)
             opened.flush()
@@ -137,7 +139,7 @@ class Local(Store[Path]):
         except BlockingIOError:
             return True
         except OSError:
-            # Damaged, or a file system without locks: then nothing can be known to be in use.
+            # Damaged, or a file system without locks: it is not known to be in use.
             return False
         return False
 
@@ -146,7 +148,7 @@ class Local(Store[Path]):
 
 
 def flush(folder: Path) -> None:
-    """Make the names in a folder as durable as the files that they name."""
+    """Flush a folder to disk, so that its entries are as durable as the files themselves."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""The manifest: which box of which tensor lies in which file of a checkpoint.
+"""The manifest: records which box of which tensor is stored in which file of a checkpoint.
 
-It begins with a checksum of all that follows, because a flipped digit in a step or an offset is
-still valid JSON. Whatever the checksum says, nothing in it is believed before it is checked: a
-manifest may come from a stranger.
+It begins with a checksum of everything after it, because a flipped digit in a step or an offset is
+still valid JSON. Even if the checksum matches, all contents are validated before use, because a
+manifest may come from an untrusted source.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megaframe.errors import UserError
 
 MANIFEST = "manifest.json"
 MAX_BYTES = 256 << 20
-"""Largest manifest that is written or read: about two million slices."""
+"""Largest manifest that is written or read, enough for about two million slices."""
 
 MAX_SLICE_BYTES = 256 << 20
-"""Largest slice that is read; those that are written are much smaller."""
+"""Largest slice that is read. Slices that `container` writes are much smaller."""
 
 DTypeName = Literal["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
-"""Names that safetensors gives to dtypes."""
+"""The dtype names of safetensors."""
 DTYPES: dict[DTypeName, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -49,7 +49,7 @@ FileName = Annotated[
 
 
 class Record(BaseModel):
-    """What is written as JSON, and believed by nobody who reads it before it is checked."""
+    """Base of everything that is stored as JSON; strictly validated when it is read."""
 
     model_config = ConfigDict(
         strict=True, frozen=True, extra="forbid", ser_json_inf_nan="constants"
@@ -57,7 +57,7 @@ class Record(BaseModel):
 
 
 class SavedSlice(Record):
-    """A box of a tensor, the file that holds it and the checksum of its bytes."""
+    """A box of a tensor, the file that contains it and the checksum of its bytes."""
 
     file: FileName
     offset: Annotated[tuple[Offset, ...], Field(max_length=8)]
@@ -70,7 +70,7 @@ class SavedSlice(Record):
 
 
 class SavedTensor(Record):
-    """A logical tensor; its slices are disjoint and cover it entirely."""
+    """A logical tensor. Its slices are disjoint and together cover all of it."""
 
     shape: Shaped
     dtype: DTypeName
@@ -81,14 +81,15 @@ class SavedTensor(Record):
 
 
 class SavedFile(Record):
-    """What a file must be before any of it is read: its size and the checksum of its header."""
+    """The expected size of a file and checksum of its header; both are checked before it is
+    used."""
 
     bytes: Annotated[int, Field(ge=1, lt=1 << 60)]
     header: Checksum
 
 
 class Manifest(Record):
-    """All that a checkpoint holds. `state` is plain data of the caller: counters, the config."""
+    """Everything in a checkpoint. `state` is plain data of the caller: counters, the config."""
 
     format: Literal["megaframe-checkpoint"] = "megaframe-checkpoint"
     version: Literal[1] = 1
@@ -99,7 +100,7 @@ class Manifest(Record):
 
 
 Tensors = TypeAdapter(dict[str, SavedTensor])
-"""Reads and writes the part of `Manifest.tensors` that one rank saved."""
+"""Validates and serialises the part of `Manifest.tensors` that one rank saved."""
 
 
 def checksum(data: bytes | memoryview) -> str:
@@ -107,7 +108,8 @@ def checksum(data: bytes | memoryview) -> str:
 
 
 def merged(parts: Iterable[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]:
-    """Join what each rank saved. Raises ValueError where ranks disagree about a tensor."""
+    """Merge the parts that the ranks saved. Raises ValueError if two parts disagree about the shape
+    or dtype of a tensor."""
     found: dict[str, SavedTensor] = {}
     slices: defaultdict[str, list[SavedSlice]] = defaultdict(list)
     for part in parts:
@@ -126,7 +128,7 @@ def merged(parts: Iterable[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]
 
 
 def problem(manifest: Manifest) -> str | None:
-    """What the types alone cannot say: the first thing wrong with a manifest, or None."""
+    """Check what the types cannot express. Returns the first problem of the manifest, or None."""
     held: defaultdict[str, int] = defaultdict(int)
     for name, tensor in manifest.tensors.items():
         for piece in tensor.slices:
@@ -157,20 +159,21 @@ _PREFIX = b'{"checksum":"%s",'
 
 
 def sealed(record: BaseModel) -> bytes:
-    """A record as JSON that begins with a checksum of all the rest."""
+    """Serialise a record as JSON that begins with a checksum of the rest."""
     rest = record.model_dump_json().encode()[1:]
     return _PREFIX % checksum(rest).encode() + rest
 
 
 def unsealed(data: bytes) -> bytes | None:
-    """The JSON of a record, without its checksum; None where that is another one."""
+    """Return the JSON of a sealed record without its checksum, or None if the checksum differs."""
     start = len(_PREFIX % (b"0" * 16))
     head, rest = data[:start], data[start:]
     return b"{" + rest if head == _PREFIX % checksum(rest).encode() else None
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Raises ValueError for a manifest that `decode` would refuse."""
+    """Serialise a manifest. Raises ValueError for one that could not be loaded: invalid, or larger
+    than `MAX_BYTES`."""
     wrong = problem(manifest)
     if wrong:
         raise ValueError(wrong)
@@ -181,7 +184,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes, source: Place) -> Manifest:
-    """Read a manifest and check all of it. Raises UserError that begins with `source`."""
+    """Parse and validate a manifest. Raises UserError with a message that begins with `source`."""
     text = unsealed(data)
     if text is None:
         raise UserError(

@@ -1,8 +1,8 @@
-"""How the ranks of a run agree on one save, through a store and without collectives.
+"""Coordinates the ranks of a run during one save, through a store and without collectives.
 
-Rank 0 leads. An attempt counts for another rank only if it is still open when first seen, and the
-leader never ends one before it has heard from every rank (or given up waiting): so keys that a
-dead run left in the store, for the same step even, can mislead nobody.
+Rank 0 leads. Another rank takes part in an attempt only if it is still open when first seen, and
+the leader never ends an attempt before it has heard from every rank or has given up waiting.
+Therefore keys that a dead run left in the store, even for the same step, cannot mislead any rank.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ from megaframe.errors import UserError
 Message = dict[str, Any]
 
 NEED, WRITE, READ_BACK = "need", "write", "read back"
-"""What every rank tells, in this order: what it needs, and how it went."""
+"""Topics of the messages from every rank, in this order: the bytes that it needs, the outcome of
+writing, the outcome of reading back."""
 _FIRST_PAUSE, _LAST_PAUSE = 0.005, 0.25
-"""Seconds between two looks at the store; the pause doubles."""
+"""Seconds between polls of the store; the pause doubles up to the last value."""
 _PAUSE_PER_RANK = 0.002
-"""Where ranks are few it stays shorter: they ask the store too little to hurt it."""
+"""The longest pause is at most this many seconds per rank: few ranks do not load the store much."""
 
 
 class Meeting:
-    """One rank's side of the talk about one save. Every method returns without waiting for the
-    store, except `hear`, which looks again and again and lets others use the store in between.
+    """One rank's part in the coordination of one save.
+
+    No method waits for another rank except `hear`, which polls, so that others can use the store in
+    between.
     """
 
     def __init__(self, store: Store, *, step: int, rank: int, world: int, timeout: float) -> None:
@@ -47,20 +50,21 @@ class Meeting:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def open(self) -> str:
-        """Leader: begin an attempt. Returns its id."""
+        """Leader: open an attempt. Returns its id."""
         attempt = secrets.token_hex(4)
         self._store.set(self._key("attempt"), attempt)
         return attempt
 
     def attempt(self) -> str | None:
-        """The attempt that was opened last, perhaps by a run that is dead."""
+        """Return the id of the attempt that was opened last, possibly by a dead run, or None."""
         return self._find(self._key("attempt"))
 
     def tell(self, attempt: str, topic: str, message: Message) -> None:
         self._store.set(self._key(attempt, topic, self._rank), json.dumps(message))
 
     def hear(self, attempt: str, topic: str) -> list[Message]:
-        """Leader: every rank's message. UserError names the ranks that sent none in time."""
+        """Leader: wait for every rank's message. Raises UserError that names the ranks that sent
+        none in time."""
         keys = [self._key(attempt, topic, rank) for rank in range(self._world)]
         for _ in self.looks(self._timeout):
             if self._store.check(keys):
@@ -72,14 +76,15 @@ class Meeting:
         )
 
     def go(self, attempt: str, stage: str) -> None:
-        """Leader: let the ranks do what they then tell."""
+        """Leader: let the ranks begin a stage, about which they report afterwards."""
         self._store.set(self._key(attempt, "go", stage), "")
 
     def may_go(self, attempt: str, stage: str) -> bool:
         return self._find(self._key(attempt, "go", stage)) is not None
 
     def end(self, attempt: str, failure: str) -> None:
-        """Leader: say how the attempt ended; an empty text is success."""
+        """Leader: announce how the attempt ended (an empty `failure` is success), and delete its
+        messages."""
         self._store.set(self._key(attempt, "end"), failure)
         for topic in (NEED, WRITE, READ_BACK):
             for rank in range(self._world):
@@ -89,7 +94,7 @@ class Meeting:
         return self._find(self._key(attempt, "end"))
 
     def looks(self, timeout: float) -> Iterator[None]:
-        """Pace a loop that looks at the store, until `timeout` seconds have passed."""
+        """Pace a loop that polls the store, until `timeout` seconds have passed."""
         deadline = time.monotonic() + timeout
         pause = _FIRST_PAUSE
         yield

@@ -1,9 +1,10 @@
-"""Copies of every rank's part of a run in the memory of its node and of another node.
+"""Copies every rank's part of a run into the memory of its own node and of another node.
 
-They are made like checkpoints, but nothing goes to a disk: each rank writes its file into its
-node's folder (see `ram`) and sends it to a peer on the next node, who keeps it beside his own. A
-process that is killed loses neither, a node that is lost only its own half. The copies of the step
-before go when every rank has told that it has those of this one.
+Copies are made like checkpoints, but without a disk: each rank writes its file into its node's
+folder in memory (see `ram`) and sends it to a peer on the next node, which keeps it as well. Both
+copies survive killed processes; if a node is lost, the copies of its ranks on the next node remain.
+Copies of the previous step are deleted only after all ranks have reported that this step's copies
+are complete.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from megaframe.errors import UserError
 
 
 def peer_of(rank: int, world: int, node_size: int) -> int | None:
-    """The rank on the next node that keeps a copy for `rank`; None where there is one node only,
-    whose memory outlives its processes anyway."""
+    """Return the rank on the next node that keeps a copy for `rank`. None if there is only one
+    node: its memory outlives its processes anyway."""
     if node_size >= world:
         return None
     start = (rank // node_size + 1) * node_size
@@ -43,7 +44,8 @@ def peer_of(rank: int, world: int, node_size: int) -> int | None:
 
 @dataclass(frozen=True)
 class Peers:
-    """to: who keeps a copy for this rank. sources: those for whom this rank keeps one."""
+    """to: the rank that keeps a copy for this rank, if any. sources: the ranks for which this rank
+    keeps copies."""
 
     to: int | None
     sources: tuple[int, ...]
@@ -56,10 +58,11 @@ class Peers:
 
 
 class MemoryWriter(Background):
-    """Makes the copies of one rank. group: all ranks, for this alone. run: id of the run. kept: the
-    step of copies that stay until the next ones are whole.
+    """Makes the copies of one rank.
 
-    A save that fails is told to all ranks, and raised as by `Writer`.
+    group: a group of all ranks, used for nothing else. run: id of the run. kept: step of existing
+    copies to keep until the next ones are complete; all others are deleted at once. If a rank's
+    copy fails, all ranks raise an error, in the same way as `Writer`.
     """
 
     def __init__(self, ram: Ram, group: Group, peers: Peers, run: str, kept: int | None) -> None:
@@ -69,17 +72,19 @@ class MemoryWriter(Background):
         ram.remove(but=kept)
 
     def save(self, step: int, slices: Sequence[Slice], state: Mapping[str, JsonValue]) -> None:
-        """As `Writer.save`; the step is higher than those of the saves since `forget`."""
+        """Start making copies in the background; see `Writer.save`. The step must be higher than
+        those of all earlier saves since `forget`."""
         kept = json.loads(json.dumps(dict(state)))
         self.start(slices, lambda planned, data: self._keep(step, kept, planned, data))
 
     def forget(self) -> None:
-        """Delete all copies; none is being made."""
+        """Delete all copies. No save may be in progress."""
         self._whole = None
         self._ram.remove()
 
     def close(self) -> None:
-        """The run has ended whole, and the last save: nobody needs the copies."""
+        """Delete the folder with all copies. To be called when the run and its last save are
+        complete, so that the copies are no longer needed."""
         self._ram.close()
 
     def _keep(
@@ -108,8 +113,8 @@ class MemoryWriter(Background):
         data: Copy,
         failures: list[str],
     ) -> _Leaving:
-        """Write this rank's file and its record. Returns what is to be sent to the peer, nothing
-        where that failed."""
+        """Write this rank's file and its record. Returns what is to be sent to the peer; that is
+        empty if writing failed, which is added to `failures`."""
         path, rank = self._ram.path(step, self._group.index), self._group.index
         try:
             self._ram.prepare(step, rank)
@@ -132,8 +137,8 @@ class MemoryWriter(Background):
         return _Leaving(path, file.bytes, record)
 
     def _exchange(self, step: int, own: _Leaving, failures: list[str]) -> None:
-        """Send this rank's file and record to its peer, and keep those that come from sources; all
-        in chunks, of which one in each direction is under way."""
+        """Send this rank's file and record to its peer, and store those that arrive from its
+        sources. Files travel in chunks, one in each direction at a time."""
         sizes = torch.tensor([[len(own.record), own.size]])
         sizes = all_gather(sizes, self._group).wait()
         with ExitStack() as stack:
@@ -173,7 +178,7 @@ class MemoryWriter(Background):
 
 @dataclass(frozen=True)
 class _Leaving:
-    """A file on its way to the peer, with its record; none where it could not be written."""
+    """A file to be sent to the peer, with its record; empty if the file could not be written."""
 
     path: Path | None = None
     size: int = 0
@@ -182,7 +187,8 @@ class _Leaving:
 
 @dataclass
 class _Sink:
-    """What arrives from one rank. An error does not end it: who sends must not be made to wait."""
+    """Stores what arrives from one rank. After an error it goes on receiving and discards the data,
+    so that the sender does not hang."""
 
     ram: Ram
     step: int
@@ -211,7 +217,7 @@ class _Sink:
             self.error = _what(error, self.ram.path(self.step, self.rank), self.size)
 
     def finish(self, record: Tensor) -> list[str]:
-        """Give the file its record, if it is whole. Returns what went wrong."""
+        """Write the record, if the file is complete. Returns the error, if there was one."""
         if self.size and not self.error:
             try:
                 self.ram.commit(self.step, self.rank, record.numpy().tobytes())

@@ -1,4 +1,4 @@
-"""What the files and folders of checkpoints are called, wherever they lie."""
+"""Names of the files and folders of checkpoints, in local folders and under URLs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ POINTER = "latest"
 FINAL = re.compile(r"step-([0-9]{8,12})(\.replaced)?")
 TEMPORARY = re.compile(r"step-[0-9]{8,12}(\.replaced)?\.[0-9a-f]+\.tmp")
 UPLOADED = re.compile(r"rank-[0-9]{5,9}\.[0-9]{5,9}\.([0-9a-f]{8})\.safetensors")
-"""A file that is sent in one go, of the attempt that it names; see `remote`."""
+"""A file uploaded in one request; its name contains the attempt to save (see `remote`)."""
 
 
 def final_name(step: int) -> str:

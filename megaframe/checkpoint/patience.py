@@ -1,8 +1,8 @@
-"""Calls to a store that may be away for a while: tried again, and told without any secret.
+"""Retries requests to a store that may be temporarily unavailable, and keeps secrets out of errors.
 
-What a library says of a request that failed may hold what it was signed with. So every error of a
-store becomes an OSError here, with a text from which known secrets are taken out, and without the
-error that it came from.
+A library's message about a failed request may contain the credentials that signed it. Therefore
+every error of a store is turned into an OSError whose text has known secrets removed. The original
+error is not chained to it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from megaframe.errors import UserError
 
 T = TypeVar("T")
 PATIENCE = 120.0
-"""Seconds for which a store that fails is asked again."""
+"""Seconds for which a failing request is repeated."""
 FIRST_PAUSE, LAST_PAUSE = 0.25, 15.0
-"""Seconds between two tries; the pause doubles, and varies so that ranks do not come at once."""
+"""Seconds between two attempts. The pause doubles, and is random so that ranks do not retry at the
+same moment."""
 _LASTING = (
     FileNotFoundError,
     PermissionError,
@@ -40,33 +41,33 @@ _LASTING = (
     TypeError,
     ValueError,
 )
-"""Errors that another try would meet again."""
+"""Errors that would occur again, so the request is not repeated."""
 _LASTING_NAMES = {"NoCredentialsError", "PartialCredentialsError", "ParamValidationError"}
-"""The same of libraries that are not imported here."""
+"""Names of such errors in libraries that are not imported here."""
 _SECRET = re.compile(r"secret|token|passw|credential|key|sas|auth", re.IGNORECASE)
-"""In names of settings whose values are secrets."""
+"""Matches names of settings whose values are secrets."""
 _SIGNED = re.compile(r"(AKIA|ASIA)[A-Z0-9]{12,}|((Signature|Credential|X-Amz-[A-Za-z-]+)=)[^\s&,]+")
-"""What signed requests contain."""
+"""Matches secrets in signed requests."""
 _SHORTEST_SECRET = 6
 _MAX_TEXT = 300
 
 
 @cache
 def _system(root: str) -> AbstractFileSystem:
-    # One for all threads: fsspec's own cache has one for each, with connections of its own.
+    # Shared by all threads; fsspec's own cache makes one per thread, each with its connections.
     system, _ = fsspec.core.url_to_fs(root)
     return system
 
 
 def filesystem(found: Remote) -> tuple[AbstractFileSystem, str]:
-    """The fsspec file system of a place, and its path there."""
+    """Return the fsspec file system of a place, and its path there."""
     scheme, _, rest = found.url.partition("://")
     system = _system(f"{scheme}://{rest.partition('/')[0]}")
     return system, system._strip_protocol(found.url)
 
 
 def require(found: Remote) -> None:
-    """Raises UserError where nothing here knows the URL's scheme."""
+    """Raise UserError if the URL's scheme is unknown or its library is not installed."""
     scheme = found.url.partition("://")[0]
     try:
         fsspec.get_filesystem_class(scheme)
@@ -79,8 +80,8 @@ def require(found: Remote) -> None:
 
 
 def patiently(found: Remote, act: Callable[[], T]) -> T:
-    """The result of `act`, which asks the store of `found` and is called again while that fails
-    with what may pass. Raises OSError."""
+    """Return the result of `act`, which accesses the store of `found`. If it fails with an error
+    that may be temporary, it is called again for up to `PATIENCE` seconds. Raises OSError."""
     start, pause, told = time.monotonic(), FIRST_PAUSE, False
     while True:
         try:
@@ -100,23 +101,24 @@ def patiently(found: Remote, act: Callable[[], T]) -> T:
 
 
 def _cleaned(error: Exception, found: Remote) -> OSError:
-    """An error of any library as one of the system, without secrets."""
+    """Turn an error of any library into an OSError without secrets."""
     system, path = filesystem(found)
     number, text = errno.EIO, str(error)
     if isinstance(error, OSError):
         number, text = error.errno or number, error.strerror or text
     if isinstance(error, FileNotFoundError):
         number = errno.ENOENT
-        if text.strip("/'\"") == path.strip("/"):  # fsspec says no more than which
+        if text.strip("/'\"") == path.strip("/"):  # fsspec gives only the path
             text = ""
     elif isinstance(error, PermissionError):
         number = errno.EACCES
     text = without_secrets(text.splitlines()[0] if text else os.strerror(number), system)
-    return OSError(number, text[:_MAX_TEXT], str(found))  # of the subclass that the number has
+    return OSError(number, text[:_MAX_TEXT], str(found))  # becomes the subclass for this errno
 
 
 def without_secrets(text: str, system: AbstractFileSystem) -> str:
-    """The text without what the environment and the file system's settings hold of secrets."""
+    """Return the text with the secrets of the environment and of the file system's settings
+    masked."""
     secrets = {*_secrets(dict(os.environ)), *_secrets(system.storage_options)}
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "***")
@@ -124,7 +126,8 @@ def without_secrets(text: str, system: AbstractFileSystem) -> str:
 
 
 def _secrets(settings: Any, known: bool = False) -> Iterator[str]:
-    """Values under names of secrets, at any depth."""
+    """Yield the values of settings whose names suggest a secret, at any depth. known: whether an
+    enclosing name does."""
     if isinstance(settings, dict):
         for name, value in settings.items():
             yield from _secrets(value, known or bool(_SECRET.search(str(name))))

@@ -1,8 +1,9 @@
-"""Ram: the folder in a node's memory that holds copies of ranks' parts of a run.
+"""The folder in a node's memory that holds copies of ranks' parts of a run.
 
-It belongs to the processes of the node together, and outlives each of them. A copy is a rank's file
-as in any checkpoint, and a record that names it; the record gets its name last, so that whoever is
-killed meanwhile leaves no record of what is not whole. No rank needs to know what others write.
+All processes of the node share it, and it outlives them. A copy is a rank's file, the same as in a
+checkpoint, and a record that describes it. The record is renamed into place last, so a process that
+is killed while copying leaves no record of an incomplete file. No rank needs to know what the
+others write.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ from megaframe.checkpoint.names import final_name
 from megaframe.errors import UserError
 
 MAX_RECORD_BYTES = 16 << 20
-"""A record holds the config of a run, and a few counters."""
+"""Largest record that is written or read. It contains the config of a run and a few counters."""
 _STEP = re.compile(r"step-([0-9]{8,12})")
 _RECORD = re.compile(r"rank-[0-9]{5,9}\.json")
 
 
 class CopyRecord(Record):
-    """One rank's part of one step. run: id of the run. world: ranks that made the copies of this
-    step together. file: what the file must be, as in a manifest."""
+    """Describes the copy of one rank's part of one step.
+
+    run: id of the run. world: number of ranks whose parts make up the step. state: see `Manifest`.
+    file: expected size and header checksum of the file, as in a manifest.
+    """
 
     format: Literal["megaframe-memory"] = "megaframe-memory"
     version: Literal[1] = 1
@@ -45,15 +49,16 @@ class CopyRecord(Record):
 
 @dataclass(frozen=True)
 class Ram:
-    """The folder of one run in the memory of this node."""
+    """The folder for one run in the memory of this node."""
 
     folder: Path
 
     @staticmethod
     def of(memory: Path, run: Path) -> Ram:
-        """Make it in `memory`, or take the one that is there. run: path of the run's own folder.
+        """Create the folder in `memory`, or use the existing one. run: path of the run's own
+        folder.
 
-        Raises UserError where it cannot be made, or is not private to this user.
+        Raises UserError if it cannot be created or is not private to this user.
         """
         digest = hashlib.blake2b(os.fsencode(run.resolve()), digest_size=8).hexdigest()
         folder = memory / f"megaframe-{os.getuid()}-{digest}"
@@ -74,11 +79,12 @@ class Ram:
         return Ram(folder)
 
     def path(self, step: int, rank: int) -> Path:
-        """Where the file of a rank is."""
+        """Return the path of the file of a rank."""
         return self.folder / final_name(step) / f"rank-{rank:05d}.safetensors"
 
     def prepare(self, step: int, rank: int) -> Path:
-        """A path where the file of a rank can be written; what an interrupted copy left goes."""
+        """Return the path for the file of a rank, after deleting what an earlier copy left
+        there."""
         path = self.path(step, rank)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         for old in (path.with_suffix(".json"), path):
@@ -86,14 +92,14 @@ class Ram:
         return path
 
     def commit(self, step: int, rank: int, record: bytes) -> None:
-        """A rank's file is whole: give it its record."""
+        """Write the record of a rank's file. To be called when the file is complete."""
         final = self.path(step, rank).with_suffix(".json")
         temporary = final.with_suffix(".tmp")
         temporary.write_bytes(record)
         os.replace(temporary, final)
 
     def records(self, run: str) -> Iterator[CopyRecord]:
-        """What is here of a run. What is damaged is not."""
+        """Yield the valid records of a run in this folder. The files are not checked here."""
         for path in sorted(self.folder.glob("step-*/rank-*.json")):
             if not _STEP.fullmatch(path.parent.name) or not _RECORD.fullmatch(path.name):
                 continue
@@ -104,7 +110,8 @@ class Ram:
                 yield record
 
     def remove(self, *, below: int | None = None, but: int | None = None) -> None:
-        """Delete the copies of steps `below` one, or of all `but` one."""
+        """Delete the copies of all steps, or of those lower than `below`, always except step
+        `but`."""
         for path in self.folder.glob("step-*"):
             match = _STEP.fullmatch(path.name)
             step = int(match[1]) if match else -1
@@ -112,12 +119,12 @@ class Ram:
                 shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
-        """Delete all."""
+        """Delete the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def record_bytes(record: CopyRecord) -> bytes:
-    """Raises UserError where nobody would read it."""
+    """Serialise a record. Raises UserError if it is larger than `MAX_RECORD_BYTES`."""
     data = sealed(record)
     if len(data) > MAX_RECORD_BYTES:
         raise UserError(f"the record of a copy has {len(data)} bytes, over {MAX_RECORD_BYTES}")

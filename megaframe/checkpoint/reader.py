@@ -1,7 +1,7 @@
-"""Reader: what is read of one file of a checkpoint, by whoever loads it and to prove it.
+"""Reads one file of a checkpoint, to load it or to verify it.
 
-Nothing in a file is believed before it is checked; and while one slice is used others are read, in
-memory that is aligned as the file is, so that they can come past the page cache.
+Everything in a file is checked before it is used. While one slice is in use the next ones are read
+ahead, into memory with the same alignment as in the file, so that the page cache can be bypassed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megaframe.checkpoint.storage import Place, store_of
 from megaframe.errors import Unreadable
 
 _ROOM_BYTES = 2 * PIECE_BYTES
-"""Memory for pieces that are read ahead; one piece, whatever its size, always has room."""
+"""Memory for slices that are read ahead. There is always room for one slice, whatever its size."""
 
 
 class _Entry(BaseModel):
@@ -43,14 +43,14 @@ class _Entry(BaseModel):
 
 
 Wanted = tuple[str, SavedTensor, SavedSlice]
-"""A slice of a tensor, by its name."""
+"""A tensor's name, the tensor, and the slice of it to be read."""
 
 
 class Reader:
-    """A file of a checkpoint, open for reading. Its header is checked before it is parsed. fresh,
-    alone: as of `Store.open`.
+    """A file of a checkpoint, open for reading. Its header is checked before it is parsed.
 
-    Raises Unreadable that names the file, and the tensor where there is one.
+    fresh, alone: see `Store.open`. Raises Unreadable that names the file and, if one is concerned,
+    the tensor.
     """
 
     def __init__(
@@ -109,7 +109,8 @@ class Reader:
             raise Unreadable(f"{self.path} is damaged: it ends within {what}")
 
     def tensors(self) -> dict[str, SavedTensor]:
-        """What the file says about itself: the part of the manifest of the rank that wrote it."""
+        """Return the part of the manifest that the rank that wrote the file stored in its
+        header."""
         metadata = self._header.get("__metadata__")
         try:
             text = metadata["tensors"] if isinstance(metadata, dict) else None
@@ -120,8 +121,9 @@ class Reader:
     def read_all(
         self, wanted: Iterable[Wanted], rooms: Sequence[Tensor]
     ) -> Iterator[tuple[Wanted, Tensor]]:
-        """Slices in order, each as by `read` in one of the rooms and there until the next one; as
-        many as there is room for are read and checked meanwhile."""
+        """Read slices in order. Each is yielded as a view of one of the rooms (see `read`) and is
+        valid until the next iteration. Meanwhile later slices are read and checked in the other
+        rooms."""
         left, ahead = iter(wanted), deque[tuple[Wanted, Tensor, Future[Tensor]]]()
         with ThreadPoolExecutor(self._file.at_once) as pool:
 
@@ -137,10 +139,10 @@ class Reader:
                 begin(room)
 
     def read(self, name: str, tensor: SavedTensor, piece: SavedSlice, room: Tensor) -> Tensor:
-        """Read one slice into the bytes of `room`, check it, and return it as a view of them."""
+        """Read one slice into `room` (a tensor of bytes) and check it. Returns a view of `room`."""
         size = tensor.bytes_of(piece.shape)
         start = self._data_start + self._position(name, tensor, piece, size)
-        # As far from a multiple of the alignment in memory as in the file.
+        # Use the same offset from a multiple of the alignment in memory as in the file.
         first = 0 if start % DTYPES[tensor.dtype].itemsize else start % ALIGNMENT
         into = room.numpy().data[first : first + size]
         digest = xxhash.xxh3_64()
@@ -178,8 +180,8 @@ class Reader:
 
 
 def rooms_for(wanted: Iterable[Wanted]) -> list[Tensor]:
-    """Memory for slices, of which each has room for any: one at least, and several as long as they
-    are small."""
+    """Allocate rooms (tensors of bytes) for reading slices, each large enough for the largest
+    slice: as many as fit into `_ROOM_BYTES`, at least one, but no more than there are slices."""
     sizes = [tensor.bytes_of(piece.shape) for _, tensor, piece in wanted]
     count = min(len(sizes), max(1, _ROOM_BYTES // max([1, *sizes])))
     size = ALIGNMENT * (1 + -(-max(sizes, default=0) // ALIGNMENT))
@@ -188,8 +190,9 @@ def rooms_for(wanted: Iterable[Wanted]) -> list[Tensor]:
 
 
 def verify(path: Place, saved: SavedFile) -> dict[str, SavedTensor]:
-    """Read all of a file back, by the code that loads it; returns what it holds."""
-    # Not from memory, or that alone would be verified.
+    """Read a whole file back and check it, with the code that loads it. Returns the tensors in it.
+    Raises Unreadable."""
+    # Bypass the page cache; otherwise only memory would be verified.
     with Reader(path, saved, fresh=True) as reader:
         tensors = reader.tensors()
         slices = [(name, one, piece) for name, one in tensors.items() for piece in one.slices]

@@ -1,8 +1,8 @@
-"""Recall: begins anew from copies in memory, wherever each part of them has survived.
+"""Resumes a run from copies in memory (see `memory`), on whichever nodes they have survived.
 
-They are read as a checkpoint is, saved slice by saved slice, under any layout; each part by one
-rank that has it in its node's memory, who checks it and sends what others want of it. A step counts
-only if every rank's part of it is somewhere, and whole.
+Copies are read like a checkpoint, slice by slice and under any layout. Each rank's part is read and
+checked by one rank that has it in its node's memory and sends the slices that others need. A step
+can be used only if an intact copy of every rank's part of it exists somewhere.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ from megaframe.comm import Group, receive, send
 from megaframe.errors import UserError
 
 _NONE = -1
-"""A step before all others."""
+"""A step lower than all others."""
 
 
 class Recalled(Checkpoint):
-    """Copies of one step. servers: by file, the rank of the group that reads it, for itself and for
-    all others. All ranks call `load`, and together."""
+    """The copies of one step, to be loaded like a checkpoint. `load` is collective: all ranks call
+    it together.
+
+    servers: for each file, the rank of the group that reads it, for itself and for all others.
+    """
 
     def __init__(
         self, folder: Path, manifest: Manifest, servers: Mapping[str, int], group: Group
@@ -45,7 +48,8 @@ class Recalled(Checkpoint):
         wanted: Mapping[str, Sequence[SavedSlice]],
         shared: Collection[tuple[str, SavedSlice]] = (),
     ) -> Iterator[tuple[str, SavedSlice, Tensor]]:
-        """As of a checkpoint on a disk."""
+        """Yield the wanted slices as `Checkpoint.read` does: those that this rank serves, then
+        those received from others. Meanwhile serve the other ranks. Collective."""
         here: dict[str, list[SavedSlice]] = {}
         elsewhere: set[tuple[str, SavedSlice]] = set()
         me = self._group.index
@@ -58,8 +62,11 @@ class Recalled(Checkpoint):
     def _exchange(
         self, wanted: set[tuple[str, SavedSlice]]
     ) -> Iterator[tuple[str, SavedSlice, Tensor]]:
-        """Send what others want and receive what this rank wants, both in the order of all saved
-        slices and of the ranks that want them: one order for all, so no two wait for each other."""
+        """Send the slices that others want and receive those that this rank wants.
+
+        All ranks go through the transfers in the same order (by slice, then by receiving rank), so
+        there is no deadlock.
+        """
         every = [(name, piece) for name, one in self.tensors.items() for piece in one.slices]
         mine = [number for number, one in enumerate(every) if one in wanted]
         asked = gather_rows(self._group, torch.tensor(mine, dtype=torch.int64))
@@ -92,8 +99,12 @@ class Recalled(Checkpoint):
 def recall(
     ram: Ram, run: str, group: Group, newer_than: int | None, say: Callable[[str], None]
 ) -> Recalled | None:
-    """The newest whole copies of a run, of a step above `newer_than`; None where there are none,
-    and why is said. All ranks of the group call it, and get the same. run: id of the run."""
+    """Find the newest complete copies of a run. Collective; all ranks get the same result.
+
+    run: id of the run. newer_than: only steps above this one are considered; None: all. say: called
+    with what was left out and why, and with the reason if there are no usable copies. Then None is
+    returned.
+    """
     found = {(record.step, record.rank): record for record in ram.records(run)}
     limit = _NONE if newer_than is None else newer_than
     while True:
@@ -123,11 +134,12 @@ def recall(
 def _newest(
     told: Sequence[Sequence[tuple[int, int, int]]], limit: int
 ) -> tuple[int | None, dict[int, int], str]:
-    """The newest step above the limit of which there are all parts, by part the rank that serves
-    it, and what is missing of the newest of all.
+    """Choose the newest step above `limit` of which all parts exist.
 
-    Whoever has the number of the rank that made a part serves it, since he will need most of it;
-    else those who have it by turns.
+    told: for each rank, (step, rank that made the part, world) of each part that it has. Returns
+    the step (or None), the rank that serves each part, and why newer steps cannot be used. A part
+    is served by the rank with the same number as its maker, if that one has it, because it will
+    need most of it; otherwise by one of those that have it, chosen so that the load is spread.
     """
     holders: defaultdict[tuple[int, int], dict[int, list[int]]] = defaultdict(dict)
     for holder, ones in enumerate(told):
@@ -149,7 +161,8 @@ def _newest(
 
 
 def _part(ram: Ram, record: CopyRecord) -> dict[str, Any]:
-    """What a file holds, once all of it is read and checked, or what is wrong with it."""
+    """Read and check one copy. Returns its part of the manifest as plain data, or what is wrong
+    with it as `wrong`."""
     path = ram.path(record.step, record.rank)
     try:
         tensors = verify(path, record.file)

@@ -1,10 +1,10 @@
 """Checkpoints under the URL of an fsspec store: S3, Google Cloud, Azure, or any other.
 
-A rank's data are cut into files of one size, each sent in one go, checked by reading it back, and
-sent again when that fails: so a part of an upload that went wrong is repeated and nothing else, in
-every store alike, and none keeps halves. A file's name has the attempt to save in it, so nothing is
-ever overwritten but the manifest: that one small file makes a checkpoint of the files that it
-names, and another of the same step is replaced when it is, not before.
+A rank's data are split into files of one size, each sent in one request and read back before the
+checkpoint counts. If a request fails, only its file is sent again, in the same way for every store,
+and no store is left with a partial upload. File names contain the attempt to save, so only the
+manifest is ever overwritten. Writing this small file commits the checkpoint, and replaces another
+one of the same step at that moment.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from megaframe.checkpoint.storage import Remote, Sink, Source, Store
 from megaframe.errors import UserError
 
 FILE_BYTES = 64 << 20
-"""Bytes of tensors in a file: what is held in memory, and at most sent again when a connection
-breaks. s3fs sends up to 100 MiB in one request."""
+"""Bytes of tensors in a file: the memory needed per upload, and the most that is sent again after a
+broken connection. s3fs sends up to 100 MiB in one request."""
 _AT_ONCE = 4
-"""Requests at a time: one connection to an object store reaches a tenth of what several do."""
+"""Requests at a time. One connection to an object store reaches a tenth of the speed of several."""
 _READ_BYTES = 8 << 20
-"""Bytes that one of them reads."""
+"""Bytes read by one request."""
 
 
 class RemoteSource:
-    """A file under a URL; what is read is asked for in parts, several at a time."""
+    """A file under a URL, read by several requests at a time."""
 
     chunk, at_once = FILE_BYTES, 1
 
@@ -63,11 +63,11 @@ class RemoteSource:
         return max(0, stop - start)
 
     def close(self) -> None:
-        """Nothing is open between two reads."""
+        """Do nothing: no connection is held between two reads."""
 
 
 class RemoteSink:
-    """A file that is made in memory and sent when it is whole."""
+    """A file that is assembled in memory and sent by `finish`."""
 
     def __init__(self, file: Remote, start: int) -> None:
         self._file = file
@@ -84,7 +84,7 @@ class RemoteSink:
 
 
 class FsspecStore(Store[Remote]):
-    """Folders of all stores that fsspec knows."""
+    """Folders in any store that fsspec supports."""
 
     keeps_replaced = False
 
@@ -94,7 +94,7 @@ class FsspecStore(Store[Remote]):
 
     def at_once(self, home: Remote) -> int:
         system, _ = filesystem(home)
-        return _AT_ONCE if system.async_impl else 1  # others need not bear several threads
+        return _AT_ONCE if system.async_impl else 1  # others may not be thread-safe
 
     def file_name(self, rank: int, part: int, attempt: str) -> str:
         return f"rank-{rank:05d}.{part:05d}.{attempt}.safetensors"
@@ -138,12 +138,13 @@ class FsspecStore(Store[Remote]):
             self._remove_unnamed(home / name, whole)
 
     def _remove_unnamed(self, folder: Remote, whole: bool) -> None:
-        """Delete the files that no manifest names, where it is certain which those are."""
+        """Delete the files that no manifest names, if it is certain which ones these are. whole:
+        whether the folder has a manifest."""
         kept: Collection[str] = ()
         files = [name for name in self.entries(folder) if UPLOADED.fullmatch(name)]
         if whole:
             if len({name.split(".")[-2] for name in files}) < 2:
-                return  # one attempt alone, the one that was committed
+                return  # all of one attempt, which was committed
             try:
                 kept = decode(_content(folder / MANIFEST), folder / MANIFEST).files
             except UserError:
@@ -154,7 +155,7 @@ class FsspecStore(Store[Remote]):
         return home / final_name(step)
 
     def begin(self, draft: Remote) -> None:
-        """Object stores have no folders; where there are some, the file makes its own."""
+        """Do nothing: object stores have no folders, and in other stores `_send` creates them."""
 
     def create(
         self, file: Remote, size: int, start: int, held: memoryview | None
@@ -180,12 +181,13 @@ class FsspecStore(Store[Remote]):
                 for name in self.entries(draft)
                 if (found := UPLOADED.fullmatch(name)) and found[1] == attempt
             ]
-            # An answer may have been lost where the manifest was not: then it is a checkpoint.
+            # The manifest may have been stored although its request seemed to fail. Then the draft
+            # is a checkpoint.
             if mine and not self._names(draft, attempt):
                 _delete([draft / name for name in mine])
 
     def _names(self, draft: Remote, attempt: str) -> bool:
-        """Whether the manifest in a folder names files of an attempt."""
+        """Return whether the manifest in a folder names files of an attempt."""
         try:
             return f".{attempt}.safetensors".encode() in _content(draft / MANIFEST)
         except FileNotFoundError:
@@ -201,7 +203,7 @@ class FsspecStore(Store[Remote]):
             _delete([file])
 
     def is_in_use(self, checkpoint: Remote) -> bool:
-        return False  # stores have no locks; a reader names the file that it misses
+        return False  # stores have no locks; a reader's error names the missing file
 
     def free(self, home: Remote) -> int | None:
         return None
@@ -212,13 +214,13 @@ def _is_ours(name: str) -> bool:
 
 
 def _listed(folder: Remote) -> list[dict[str, Any]]:
-    """What fsspec says of everything in a folder; nothing where there is none."""
+    """Return fsspec's description of each entry of a folder; empty if there is no such folder."""
     system, path = filesystem(folder)
 
     def act() -> list[dict[str, Any]]:
         system.invalidate_cache()
         found: list[dict[str, Any]] = system.ls(path, detail=True)
-        # Some stores list the folder, or the file that has its name, itself.
+        # Some stores list the folder itself, or a file of the same name.
         return [one for one in found if str(one["name"]).strip("/") != path.strip("/")]
 
     try:
@@ -242,7 +244,7 @@ def _size(file: Remote) -> int:
 
 
 def _content(file: Remote) -> bytes:
-    """All of a file that is no larger than any manifest."""
+    """Read a whole file. Raises OSError if it is larger than a manifest may be."""
     size = _size(file)
     if size > MAX_BYTES:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(file))
@@ -263,7 +265,7 @@ def _send(system: AbstractFileSystem, path: str, content: bytes) -> None:
 
 
 def _delete(files: list[Remote]) -> None:
-    """Delete files in order. One that is not there is no error."""
+    """Delete files in the given order. A missing file is not an error."""
     for file in files:
         system, path = filesystem(file)
         with suppress(FileNotFoundError):

@@ -1,7 +1,8 @@
-"""Room: memory of the host for what is read and written past the page cache.
+"""Host memory for reads and writes that bypass the page cache.
 
-It is aligned, as the kernel asks there, and of huge pages where it has some: a disk takes and gives
-few large runs of memory up to three times as fast as many small ones (docs/log.md).
+The memory is aligned, which direct I/O requires, and uses huge pages where the kernel offers them:
+a disk transfers a few large runs of memory up to three times as fast as many small ones
+(docs/log.md).
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from contextlib import suppress
 import numpy as np
 
 ALIGNMENT = 4096
-"""Of everything that bypasses the page cache: place in memory, place in the file and length."""
+"""Direct I/O requires memory address, file offset and length to be multiples of this many bytes."""
 _HUGE = 2 << 20
 
 
 def aligned(size: int) -> np.ndarray:
-    """`size` bytes that start at a multiple of the alignment. Memory is taken as they are used."""
+    """Return `size` bytes that start at a multiple of `ALIGNMENT` (in fact, of a huge page).
+    Physical memory is only taken when they are first used."""
     memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):

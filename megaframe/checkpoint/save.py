@@ -1,10 +1,11 @@
 """Saves checkpoints in the background, so that training waits only for a copy in memory.
 
-No rank decides alone: every rank writes its own file, and rank 0 gives the folder its final name
-after every rank has reported the file that rank 0 finds there. Only then does every rank read its
-file back: the checkpoint counts meanwhile, since whoever loads it checks all that he reads, and the
-ones before it stay until that is done. A save that fails, anywhere, leaves no trace but an error on
-every rank.
+Every rank writes its own files. Rank 0 commits the checkpoint once every rank has reported its
+files and rank 0 has read their headers. Only then do all ranks read their files back. Meanwhile the
+checkpoint already counts, since loading checks everything that it reads, and older checkpoints are
+kept until the reading back is done. A save that fails on any rank raises an error on every rank
+and leaves nothing behind, except if a rank does not answer while reading back: then the checkpoint
+stays, next to the older ones.
 """
 
 from __future__ import annotations
@@ -42,25 +43,26 @@ class _Job:
     data: Copy
     state: dict[str, JsonValue]
     files: dict[str, SavedFile] = field(default_factory=dict)
-    """Those that this rank has written."""
+    """The files that this rank has written."""
 
 
 _HEADERS_AT_ONCE = 16
-"""Files of all ranks whose headers rank 0 reads at a time."""
+"""Number of files whose headers rank 0 reads at the same time."""
 
 
 class Writer(Background):
     """Writes one rank's part of each checkpoint of a run into `home`, which all ranks share.
 
-    keep:       how many of the newest checkpoints stay (at least 1).
-    keep_every: those of steps that are multiples of it stay for good; 0: none.
-    read_back:  check what the disk gives, before checkpoints that are older go (in a store that
-                cannot take back what it has, before this one counts).
-    timeout:    seconds to wait for another rank before a save is given up.
-    saved:      is told by rank 0, in the background, of the step of each checkpoint that is there.
-    Whatever goes wrong in the background is raised by the next `save`, `wait` or `poll`: UserError
-    for what a user can mend. The writer can be used again after that.
-    Its thread ends with the process: call `wait` before leaving.
+    keep:       number of newest checkpoints to keep (at least 1).
+    keep_every: checkpoints of steps that are multiples of it are kept for good; 0: none.
+    read_back:  read each checkpoint back and check it before older ones are deleted (in a store
+                that cannot withdraw a checkpoint: before it is committed).
+    timeout:    seconds to wait for another rank before a save is abandoned.
+    saved:      called on rank 0, in the background, with the step of each completed checkpoint.
+
+    An error in the background is raised by the next `save`, `wait` or `poll`, as UserError if the
+    user can fix it. After that the writer can be used again. The background thread is a daemon and
+    ends with the process, so call `wait` before the process exits.
     """
 
     def __init__(
@@ -81,7 +83,8 @@ class Writer(Background):
         self._storage = store_of(home)
         self._rank = rank
         self._world = world
-        # A connection of its own, since others may wait in the given one (not in torch's stubs).
+        # A separate connection, since others may be waiting in the given one. (torch's stubs lack
+        # `clone`.)
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._keep, self._keep_every = keep, keep_every
         later = self._storage.keeps_replaced
@@ -93,12 +96,12 @@ class Writer(Background):
                 self._storage.prepare(home)
 
     def save(self, step: int, slices: Sequence[Slice], state: Mapping[str, JsonValue]) -> None:
-        """Take the state, and return; the rest happens in the background, a copy of the slices
-        first. Until `copied` has returned they must not change.
+        """Start saving `slices` and `state` in the background.
 
-        Every rank calls this with the same step. Together the ranks' slices cover each tensor
-        once; a rank may have none. Rank 0's `state` is the one that is saved; its floats come back
-        bit for bit. Waits for the save before.
+        The state is copied before this returns. The slices are copied in the background and must
+        not change until `copied` has returned. Every rank calls this with the same step. Together
+        the ranks' slices cover each tensor exactly once; a rank may have none. Only rank 0's
+        `state` is saved; its floats are restored bit for bit. Waits for the previous save.
         """
         kept = json.loads(json.dumps(dict(state)))
         self.start(slices, lambda planned, data: self._write(_Job(step, planned, data, kept)))
@@ -147,8 +150,9 @@ class Writer(Background):
     def _prove(
         self, meeting: Meeting, attempt: str, job: _Job, final: Place, before: str | None
     ) -> None:
-        """Have all files of a checkpoint read back; take back one that has another content. One of
-        which nobody knows stays, with those before it. before: what `latest` named."""
+        """Have all ranks read back their files of a checkpoint, and withdraw it if any of them
+        reports an error. If some rank does not answer, the checkpoint stays and so do older ones.
+        before: the name that `latest` held before the commit."""
         meeting.go(attempt, READ_BACK)
         self._contribute(meeting, attempt, job, READ_BACK)
         told = meeting.hear(attempt, READ_BACK)
@@ -162,7 +166,8 @@ class Writer(Background):
         taken, old_failure = None, None
         left = [*self._stages]
         patience = (1 + len(left)) * self._timeout
-        for _ in meeting.looks(patience):  # the leader, who can name ranks, ends first
+        # Longer than the leader waits, because the leader can name the ranks that are missing.
+        for _ in meeting.looks(patience):
             attempt = meeting.attempt()
             if attempt is not None and attempt != taken:
                 old_failure = meeting.ending(attempt)
@@ -185,8 +190,8 @@ class Writer(Background):
         )
 
     def _contribute(self, meeting: Meeting, attempt: str, job: _Job, stage: str) -> None:
-        """Write this rank's files, if it holds anything, or read them back; report them, or what
-        went wrong."""
+        """Write this rank's files (none if it has no data) or read them back. Tell the leader which
+        files they are, or what went wrong."""
         message: Message = {}
         try:
             if stage == WRITE:
@@ -228,8 +233,8 @@ def commit(
     files: Mapping[str, SavedFile],
     attempt: str,
 ) -> Place:
-    """Make the files of a draft the newest checkpoint of its home: manifest and final
-    name, and last the pointer. Returns where it is. Raises OSError."""
+    """Make the files of a draft the newest checkpoint of `home`: write the manifest, publish the
+    draft, and last move the pointer. Returns the checkpoint's place. Raises OSError."""
 
     def tensors(name: str) -> dict[str, SavedTensor]:
         with Reader(draft / name, files[name]) as reader:
@@ -244,7 +249,8 @@ def commit(
 
 
 def _reported(step: int, messages: Sequence[Message]) -> dict[str, SavedFile]:
-    """The files that the ranks wrote. UserError with the first errors, where there are any."""
+    """Return the files that the ranks reported. Raises UserError with the first errors if any rank
+    reported one."""
     errors = [
         f"rank {rank}: {message['error']}"
         for rank, message in enumerate(messages)
@@ -275,10 +281,8 @@ def _require_space(home: Place, step: int, needed: int) -> None:
 def _explained(
     what: str, path: Place, needed: int | None = None, discard: Place | None = None
 ) -> Iterator[None]:
-    """Turn an OSError into a UserError that names the path, and needed and free bytes.
-
-    `discard` is a file to delete first, so that the free bytes are those of another try.
-    """
+    """Turn an OSError into a UserError that names the path and, if `needed` is given, the needed
+    and free bytes. discard: a file to delete first, so that its bytes count as free."""
     try:
         yield
     except OSError as error:

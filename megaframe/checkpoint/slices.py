@@ -1,8 +1,9 @@
 """Boxes of logical tensors: the unit that checkpoints save and load, under any layout.
 
-That a set of boxes covers a tensor exactly once is decided from their corners alone: the sum of
-the boxes' indicator functions is the tensor's own if and only if their mixed differences agree,
-and those are one signed count per corner. So no pair of boxes is ever compared.
+Whether a set of boxes covers a tensor exactly once is decided from their corners alone. The sum of
+the boxes' indicator functions equals that of the whole tensor if and only if their mixed
+differences are equal, and a mixed difference is a signed count of corners. So boxes are never
+compared pairwise.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from torch import Tensor
 
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
-"""Offset and shape of a box inside a tensor."""
+"""Offset and shape of a box within a tensor."""
 
 MAX_CORNERS = 1 << 24
-"""Bound on the work of `tiles`; 2^24 corners are four million boxes that split two dims."""
+"""Most corners that `tiling_problem` counts: those of four million boxes that split two dims."""
 
 
 @dataclass(frozen=True, eq=False)
 class Slice:
     """One box of a logical tensor, and the memory that holds it on this rank.
 
-    name:   of the logical tensor, the same on every rank.
-    shape:  of the whole logical tensor; every size is at least 1.
-    offset: where the box starts in it.
-    tensor: the box itself, contiguous or not, on any device. It may be empty.
+    name:   name of the logical tensor, the same on every rank.
+    shape:  shape of the whole logical tensor; every size is at least 1.
+    offset: where the box starts in the logical tensor.
+    tensor: the contents of the box, contiguous or not, on any device. It may be empty.
     """
 
     name: str
@@ -57,7 +58,7 @@ def is_inside(shape: Shape, box: Box) -> bool:
 
 
 def intersection(first: Box, second: Box) -> Box | None:
-    """The box that two boxes of one tensor share, or None."""
+    """Return the box that two boxes of one tensor share, or None."""
     offset = tuple(map(max, first[0], second[0]))
     ends = [
         min(a + length_a, b + length_b)
@@ -68,7 +69,7 @@ def intersection(first: Box, second: Box) -> Box | None:
 
 
 def region(outer: Box, inner: Box) -> tuple[slice, ...]:
-    """The index that selects `inner` from a tensor that holds `outer`."""
+    """Return the index that selects box `inner` from a tensor that holds box `outer`."""
     return tuple(
         slice(start - base, start - base + length)
         for base, start, length in zip(outer[0], *inner, strict=True)
@@ -76,9 +77,9 @@ def region(outer: Box, inner: Box) -> tuple[slice, ...]:
 
 
 def pieces(box: Box, limit: int) -> Iterator[Box]:
-    """Cut a box into boxes of at most `limit` elements.
+    """Cut a box into boxes of at most `limit` elements, each a contiguous run in row-major order.
 
-    In order, they are consecutive runs of the box's elements in row-major order.
+    The runs are yielded in row-major order.
     """
     offset, shape = box
     inner, dim = 1, len(shape)
@@ -98,9 +99,12 @@ def pieces(box: Box, limit: int) -> Iterator[Box]:
 
 
 def tiles(box: Box, limit: int) -> Iterator[Box]:
-    """Cut a box into boxes of at most `limit` elements, such that whoever wants other boxes reads
-    little that he does not want: along the first dims (of one, along that) as far as needed, and
-    along the last two, of which the longer one is halved until a tile is small enough."""
+    """Cut a box into tiles of at most `limit` elements, so that a reader that needs other boxes
+    reads few unneeded elements.
+
+    All dims but the last two (or the only dim of a vector) are cut as far as needed. Then the
+    longer of the last two is halved until a tile is small enough.
+    """
     offset, shape = box
     tile = list(shape)
     for dim in range(len(shape) - 2 if len(shape) > 1 else len(shape)):
@@ -114,7 +118,10 @@ def tiles(box: Box, limit: int) -> Iterator[Box]:
 
 
 def tiling_problem(shape: Shape, boxes: Sequence[Box]) -> str | None:
-    """Why boxes (each inside `shape`) do not cover it entirely and once; None when they do."""
+    """Return why the boxes (each inside `shape`) do not cover it exactly once, or None if they do.
+
+    If there are too many boxes to check (see `MAX_CORNERS`), that is the reason returned.
+    """
     whole: Box = (tuple(0 for _ in shape), shape)
     split = [dim for dim in range(len(shape)) if any(size[dim] != shape[dim] for _, size in boxes)]
     if len(boxes) << len(split) > MAX_CORNERS:
@@ -130,7 +137,8 @@ def tiling_problem(shape: Shape, boxes: Sequence[Box]) -> str | None:
 
 
 def _corners(boxes: Sequence[Box], dims: Sequence[int]) -> dict[Shape, int]:
-    """Signed count of the boxes' corners: + or - by the parity of upper ends, zeros left out."""
+    """Count the boxes' corners, each with the sign given by the parity of its upper ends. Corners
+    whose counts cancel are left out. dims: the dims to look at."""
     counts: Counter[Shape] = Counter()
     signs = [-1 if sum(ends) % 2 else 1 for ends in product((0, 1), repeat=len(dims))]
     for offset, size in boxes:

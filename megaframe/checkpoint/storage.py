@@ -1,9 +1,10 @@
-"""Where checkpoints lie: in a folder of this machine, or under a URL of any fsspec store.
+"""Where checkpoints are stored: in a folder of this machine, or under a URL of any fsspec store.
 
-A place is a `Path` or a `Remote`, which has as much of a path's interface as checkpoints need;
-`store_of` says what can be done there. Stores differ in one thing that matters: a file system
-renames a folder that is whole, an object store has no names to change and puts one small object,
-the manifest, once all that it names is there. So what commits is a method of the store.
+A place is a `Path` or a `Remote`, which has the part of a path's interface that checkpoints need;
+`store_of` returns the store that does the work there. Stores differ in how they commit: a file
+system renames a complete folder; an object store cannot rename, so it writes one small object, the
+manifest, after all files that the manifest names. Therefore commit is a method of the store
+(`publish`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megaframe.errors import UserError
 
 @dataclass(frozen=True)
 class Remote:
-    """A folder or file under a URL. url: without a slash at its end, and without secrets."""
+    """A folder or file under a URL. url: has no trailing slash and contains no secrets."""
 
     url: str
 
@@ -45,8 +46,8 @@ P = TypeVar("P", Path, Remote)
 
 
 def place(text: str) -> Place:
-    """The place that a path or URL names. UserError for a URL that cannot be used; its message
-    repeats no secret."""
+    """Return the place that a path or URL names. Raises UserError for a URL that cannot be used;
+    the message repeats no secret."""
     if not is_url(text):
         return Path(text)
     mistake = url_mistake(text)
@@ -54,7 +55,7 @@ def place(text: str) -> Place:
         raise UserError(mistake)
     scheme, _, rest = text.partition("://")
     if scheme in ("file", "local"):
-        return Path(rest)  # a file system renames
+        return Path(rest)  # can rename, so it commits like a local folder
     found = Remote(f"{scheme}://{rest.rstrip('/')}")
     from megaframe.checkpoint.patience import require
 
@@ -67,12 +68,13 @@ class Source(Protocol):
 
     size: int
     chunk: int
-    """Bytes that are well read at a time."""
+    """Best number of bytes per read."""
     at_once: int
-    """Threads that best read at the same time."""
+    """Best number of threads to read with."""
 
     def read_into(self, start: int, into: memoryview) -> int:
-        """Fill `into` from byte `start` on. Returns how many bytes there were, fewer at the end."""
+        """Fill `into` from byte `start` on. Returns the number of bytes read: fewer than asked for
+        only if the file ends."""
 
     def close(self) -> None: ...
 
@@ -84,54 +86,56 @@ class Sink(Protocol):
         """Write the next bytes."""
 
     def finish(self, head: bytes) -> None:
-        """Write what was left out at the start, and return when all is stored for good."""
+        """Write the bytes left out at the start. Returns when the whole file is stored durably."""
 
 
 class Store(ABC, Generic[P]):
-    """What can be done at the places of one kind. Every method raises OSError, its `strerror` and
-    `filename` fit to be shown, and nothing else."""
+    """Operations on places of one kind. Methods raise OSError only, with a `strerror` and a
+    `filename` that can be shown to users."""
 
     file_bytes: int | None
-    """Most bytes of tensors in one file; None where a rank writes one file, whatever its size."""
+    """Most bytes of tensors in one file. None: a rank writes a single file of any size."""
     keeps_replaced: bool
-    """Whether a checkpoint that `publish` replaces stays until it is removed, so that the new one
-    can still be taken back."""
+    """Whether `publish` keeps a checkpoint that it replaces until that is removed, so that the new
+    one can still be withdrawn."""
 
     @abstractmethod
     def at_once(self, home: P) -> int:
-        """Files that one rank best writes at the same time."""
+        """Return the best number of files for one rank to write at the same time."""
 
     @abstractmethod
     def file_name(self, rank: int, part: int, attempt: str) -> str:
-        """What a rank's file is called; part: its number where a rank has several."""
+        """Return the name of a rank's file. part: its number, if a rank has several files."""
 
     @abstractmethod
     def is_folder(self, found: P) -> bool: ...
 
     @abstractmethod
     def entries(self, folder: P) -> Mapping[str, int | None]:
-        """What is in a folder: the bytes of each file, and None for all that is no regular file.
-        Empty where there is no folder."""
+        """Return the size in bytes of each file in a folder, and None for entries that are not
+        regular files. Empty if there is no such folder."""
 
     @abstractmethod
     def finished(self, home: P) -> list[str]:
-        """Names of the checkpoints in a folder of them that were committed, in any order."""
+        """Return the names of the committed checkpoints in `home`, in any order."""
 
     @abstractmethod
     def open(
         self, file: P, *, hold: bool = False, fresh: bool = False, alone: bool = False
     ) -> Source:
-        """Open a regular file. hold: the checkpoint that it is of is in use while it stays open.
-        fresh: read what is stored, not what memory has of it. alone: no other process of this
-        machine is going to read the same."""
+        """Open a regular file for reading.
+
+        hold: mark the file's checkpoint as in use while the file is open. fresh: read from storage,
+        not from the page cache. alone: no other process of this machine will read the same data.
+        """
 
     @abstractmethod
     def prepare(self, home: P) -> None:
-        """Make the home of checkpoints, and delete what killed saves have left in it."""
+        """Create the folder of checkpoints, and delete what killed saves have left in it."""
 
     @abstractmethod
     def draft(self, home: P, step: int, attempt: str) -> P:
-        """Where the files of a checkpoint are written before it is one."""
+        """Return the place where the files of a checkpoint are written before it is committed."""
 
     @abstractmethod
     def begin(self, draft: P) -> None: ...
@@ -140,45 +144,49 @@ class Store(ABC, Generic[P]):
     def create(
         self, file: P, size: int, start: int, held: memoryview | None
     ) -> AbstractContextManager[Sink]:
-        """A new file of `size` bytes, to be written. start: bytes left out at the start. held: all
-        that will be put, in memory that is aligned as `direct` says and stays as it is until the
-        file is closed; None where it does not stay."""
+        """Create a file of `size` bytes.
+
+        start: bytes left out at the start, to be written by `Sink.finish`. held: everything that
+        will be `put`, in aligned memory (see `room`) that does not change until the file is closed;
+        None if the memory may change, so that `put` has to copy.
+        """
 
     @abstractmethod
     def publish(
         self, draft: P, step: int, attempt: str, manifest: bytes, kept: Collection[str]
     ) -> P:
-        """Make a checkpoint of a draft by writing its manifest, at one instant and in place of one
-        that has its name. kept: the names of its files. Returns where it is."""
+        """Turn a draft into a checkpoint atomically, by writing its manifest. It replaces any
+        checkpoint of the same step. kept: names of the draft's files. Returns the checkpoint's
+        place."""
 
     @abstractmethod
     def replace(self, file: P, content: bytes, attempt: str) -> None:
-        """Write a small file in place of the one that is there, at one instant."""
+        """Write a small file, replacing an existing one atomically."""
 
     @abstractmethod
     def discard(self, draft: P, attempt: str) -> None:
-        """Delete what is left of a draft, unless it has become a checkpoint. Raises nothing."""
+        """Delete what is left of a draft, unless it has become a checkpoint. Never raises."""
 
     @abstractmethod
     def remove(self, checkpoint: P, attempt: str) -> None:
-        """Delete a checkpoint: first what makes it one. What cannot be deleted is left for next
-        time. Raises nothing."""
+        """Delete a checkpoint, beginning with what makes it one (its name or manifest). What cannot
+        be deleted is left for a later call. Never raises."""
 
     @abstractmethod
     def delete(self, file: P) -> None:
-        """Delete a file, if it is there and can be deleted. Raises nothing."""
+        """Delete a file, if it exists and can be deleted. Never raises."""
 
     @abstractmethod
     def is_in_use(self, checkpoint: P) -> bool:
-        """Whether any process is known to have it open (see `open`)."""
+        """Return whether a process is known to have the checkpoint open (see `hold` of `open`)."""
 
     @abstractmethod
     def free(self, home: P) -> int | None:
-        """Bytes that can still be written, where there is a limit that is known."""
+        """Return how many bytes can still be written, or None if no limit is known."""
 
 
 def store_of(found: Place) -> Store:
-    """What can be done at a place."""
+    """Return the store that a place belongs to."""
     if isinstance(found, Path):
         from megaframe.checkpoint.local import LOCAL
 

@@ -1,10 +1,10 @@
-"""Collectives, labelled by axis, counted in bytes and asynchronous.
+"""Collectives: asynchronous, labelled by axis, and counted in bytes.
 
-Every collective returns a `Pending`: its tensor can be reached through `wait()` only. A group of
-one rank communicates nothing, so no caller needs a special case for it. On a CPU, gathering and
-scattering are made of sends and receives between all pairs and a sum at home in the order of the
-ranks: gloo's own take up to three times as long and more of the processor (docs/log.md), and add in
-low precision.
+Every collective returns a `Pending`, whose tensor can be reached only through `wait()`. A group of
+one rank communicates nothing, so callers need no special case for it. On a CPU, all-gather and
+reduce-scatter consist of sends and receives between all pairs of ranks, and each rank sums what it
+gets in the order of ranks. Gloo's own collectives take up to three times as long, use more of the
+processor (docs/log.md), and add in low precision.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 
 def all_reduce(tensor: Tensor, group: Group, how: Reduction = "sum") -> Pending[Tensor]:
-    """Reduce `tensor` in place over the group; bytes moved are counted for a ring."""
+    """Reduce `tensor` in place over the group. The bytes counted are those of a ring."""
     if group.handle is None:
         return Pending(tensor)
     group.traffic.count(2 * tensor.nbytes * (group.size - 1) // group.size)
@@ -61,7 +61,7 @@ def all_reduce(tensor: Tensor, group: Group, how: Reduction = "sum") -> Pending[
 
 
 def all_gather(tensor: Tensor, group: Group) -> Pending[Tensor]:
-    """The tensors [R, ...] of all ranks of the group, one after the other: [size * R, ...]."""
+    """Gather the tensors [R, ...] of all ranks of the group, concatenated: [size * R, ...]."""
     if group.handle is None:
         return Pending(tensor)
     tensor = tensor.contiguous()
@@ -80,7 +80,7 @@ def all_gather(tensor: Tensor, group: Group) -> Pending[Tensor]:
 
 
 def reduce_scatter(tensor: Tensor, group: Group) -> Pending[Tensor]:
-    """This rank's part [R, ...] of the sum of the tensors [size * R, ...] of all ranks."""
+    """Sum the tensors [size * R, ...] of all ranks; the result is this rank's part [R, ...]."""
     if group.handle is None:
         return Pending(tensor)
     tensor = tensor.contiguous()
@@ -101,7 +101,8 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Pending[Tensor]:
 
 
 def all_to_all(tensor: Tensor, group: Group) -> Pending[Tensor]:
-    """[size, ...]: part i goes to rank i of the group, and part i of the result came from it."""
+    """Exchange parts of a tensor [size, ...]: part i goes to rank i of the group, and part i of the
+    result comes from rank i."""
     if group.handle is None:
         return Pending(tensor)
     tensor = tensor.contiguous()
@@ -116,7 +117,7 @@ def all_to_all(tensor: Tensor, group: Group) -> Pending[Tensor]:
 
 
 def sum_into(out: Tensor, parts: Sequence[Tensor]) -> None:
-    """The sum of all parts in their order, rounded once."""
+    """Write the sum of all parts, in order, into `out`. Adds in fp32 at least and rounds once."""
     total = parts[0].to(torch.promote_types(out.dtype, torch.float32), copy=True)
     for part in parts[1:]:
         total += part
@@ -133,9 +134,14 @@ def to_each(
     kind: str,
     like: Tensor | None = None,
 ) -> Pending[Tensor]:
-    """leaving[i] goes to rank i of the group, for all but this one, and coming[i] comes from it;
-    `out` is there after that and `last`. Every rank turns to the next ones first, so that not all
-    send to the same one. What is empty is not sent. kind, like: as of `collective`."""
+    """Send leaving[i] to rank i of the group and receive coming[i] from it, for all other ranks.
+    Each rank starts with the ranks after it, so that they do not all send to the same one. Empty
+    tensors are not sent.
+
+    out: the result, ready after all transfers and the call of `last`.
+    kind: name of the collective.
+    like: a tensor whose type and shape are the same on all ranks, for `Group.begin`.
+    """
     group.begin(kind, like)
     size = group.traffic.latest()
     pending: Pending[Tensor] | None = None
@@ -164,8 +170,12 @@ def collective(
     *,
     uneven: bool = False,
 ) -> Pending[Tensor]:
-    """What `start` starts over a group, of which `out` is the result. kind: its name. uneven:
-    whether ranks have results of other shapes."""
+    """Start a collective over a group by calling `start`.
+
+    out: its result.
+    kind: its name.
+    uneven: the shape of `out` differs between ranks.
+    """
     group.begin(kind, None if uneven else out)
     traffic = group.traffic
     pending = started(out, group, start, kind, waits=traffic.waits, size=traffic.latest())
@@ -176,7 +186,7 @@ def collective(
 
 def send(tensor: Tensor, link: Group, to: int | None = None) -> Pending[Tensor]:
     """Send to the other rank of a link, or to rank `to` of any group. The tensor must not change
-    before it has left."""
+    until the send is done."""
     link.traffic.count(tensor.nbytes)
     other = 1 - link.index if to is None else to
     if to is None:
@@ -189,7 +199,7 @@ def receive(
     into: Tensor, link: Group, too: Pending[Tensor] | None = None, source: int | None = None
 ) -> Pending[Tensor]:
     """Receive from the other rank of a link, or from rank `source` of any group, in the order in
-    which it sends; with `too`, what must be done as well before it is there."""
+    which it sends. too: a transfer that must also be done before the result is ready."""
     other = 1 - link.index if source is None else source
     if source is None:
         link.begin("transfer", into, alike=False)
@@ -199,8 +209,8 @@ def receive(
 
 
 def pass_on(tensor: Tensor, into: Tensor, ring: Ring, *, back: bool = False) -> Pending[Tensor]:
-    """Send to the next rank of a ring of at least two, and receive from the one before, or the
-    other way round. A serial ring has finished both before this returns."""
+    """Send to the next rank of a ring of at least two and receive from the one before, or with
+    `back` the other way round. In a serial ring both are done when this returns."""
     to, source = (ring.before, ring.next) if back else (ring.next, ring.before)
     coming = receive(into, source, send(tensor.contiguous(), to))
     if to.serial:
@@ -209,7 +219,7 @@ def pass_on(tensor: Tensor, into: Tensor, ring: Ring, *, back: bool = False) -> 
 
 
 def barrier(group: Group) -> None:
-    """Return once every rank of the group is here. Raises `LostRanks` when one does not come."""
+    """Wait until every rank of the group has called this. Raises `LostRanks` if one does not."""
     if group.handle is not None:
         group.begin("barrier", None)
         start = partial(dist.barrier, group.handle, async_op=True)

@@ -1,8 +1,8 @@
-"""Alike: a process group of one process that plays a rank alone, as if all others did the like.
+"""Alike: a process group for one rank that runs alone, as if all other ranks did the same.
 
-Nothing travels. A tensor without content (on the meta device) stays so; numbers that say how much
-comes from where are real, and are taken from what this rank gives itself, because each other one
-would give it as much.
+Nothing is transferred. Tensors without content (on the meta device) stay so. Real numbers, such as
+how many rows come from which rank, are filled with what this rank sends to itself, because every
+other rank would send it the same.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from torch import Tensor
 
 
 class Done(dist.Work):
-    """Work that is done."""
+    """Work that is already done."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """There is nothing to wait for."""
+        """Return at once: there is nothing to wait for."""
         return True
 
     def is_completed(self) -> bool:
-        """It is."""
+        """Return true."""
         return True
 
 
 class Alike(dist.ProcessGroup):
-    """Rank `index` of `size` that are alike."""
+    """Rank `index` of `size` ranks that all do the same."""
 
     def __init__(self, index: int, size: int) -> None:
         super().__init__(index, size)  # type: ignore[call-arg]  # the stubs know another one only
         self._arriving: dict[int, list[Tensor]] = {}
 
     def allreduce(self, *given: Any, **options: Any) -> Done:
-        """The sum or the largest of what all have: as it is here, up to a factor."""
+        """Leave the tensor as it is: a sum or maximum over equal tensors, up to a factor."""
         return Done()
 
     def _allgather_base(self, out: Tensor, given: Tensor, opts: object = None) -> Done:
@@ -43,7 +43,7 @@ class Alike(dist.ProcessGroup):
         return Done()
 
     def allgather(self, *given: Any, **options: Any) -> Done:
-        """Every rank has what this one has."""
+        """Fill every part with this rank's tensor."""
         (parts,), (own,) = given[:2]
         for part in parts:
             _fill(part, own)
@@ -53,7 +53,7 @@ class Alike(dist.ProcessGroup):
         return Done()
 
     def reduce_scatter(self, *given: object) -> Done:
-        """Sums are of numbers that nobody looks at."""
+        """Do nothing: no code reads these sums."""
         return Done()
 
     def alltoall_base(
@@ -64,7 +64,7 @@ class Alike(dist.ProcessGroup):
         leaving: list[int],
         opts: object = None,
     ) -> Done:
-        """From each rank comes what this one keeps."""
+        """Fill the part from each rank with what this rank sends to itself."""
         if not out.is_meta:
             even = [len(given) // self.size()] * self.size()
             own = given.split(leaving or even)[self.rank()]
@@ -73,24 +73,24 @@ class Alike(dist.ProcessGroup):
         return Done()
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Done:
-        """It arrives when this rank sends the like."""
+        """Remember the tensor; it is filled when this rank sends to the same rank."""
         if not tensors[0].is_meta:
             self._arriving.setdefault(source, []).append(tensors[0])
         return Done()
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> Done:
-        """The other one sends it back."""
+        """Fill all tensors that are to be received from `target` with the one sent."""
         for into in self._arriving.pop(target, []):
             _fill(into, tensors[0])
         return Done()
 
     def barrier(self, opts: object = None) -> Done:
-        """All are here."""
+        """Return at once."""
         return Done()
 
 
 def _fill(into: Tensor, given: Tensor) -> None:
-    """Copy as often as it goes; nothing is known where nothing is given."""
+    """Fill `into` by repeating `given` along the first dim; zero if `given` is empty."""
     if into.is_meta:
         return
     if not len(given):

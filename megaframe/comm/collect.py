@@ -1,5 +1,5 @@
-"""Bytes of any length from all ranks of a group to its first one, and what their clocks differ by;
-for what is looked at later, not for what a step waits for."""
+"""Collect bytes of any length on the first rank of a group, and compare the ranks' clocks. For data
+that is looked at later; not fast enough for a step to wait for."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _ROUNDS = 8
 
 
 def collect(data: bytes, group: Group, device: torch.device) -> list[bytes]:
-    """What each rank gives, in their order, on the first rank; nothing elsewhere. One after the
-    other, so that the first rank never has more than one in flight."""
+    """Return the data of each rank, in order, on the first rank, and an empty list elsewhere. The
+    first rank receives from one rank after the other, so it never has more than one in flight."""
     if group.handle is None:
         return [data]
     size = torch.tensor([len(data)], device=device)
@@ -33,8 +33,9 @@ def collect(data: bytes, group: Group, device: torch.device) -> list[bytes]:
 
 
 def clock_offset(group: Group, device: torch.device) -> int:
-    """Nanoseconds to add to this rank's `time.perf_counter_ns` to have that of the first rank: from
-    the fastest of several questions, as half of its way each way. All ranks call it."""
+    """Return the nanoseconds to add to this rank's `time.perf_counter_ns` to get that of the first
+    rank. Taken from the fastest of several round trips, of which each way is assumed to take half.
+    All ranks must call this."""
     if group.handle is None:
         return 0
     told = torch.zeros(1, dtype=torch.int64, device=device)
@@ -42,7 +43,7 @@ def clock_offset(group: Group, device: torch.device) -> int:
         for other in range(1, group.size):
             for _ in range(_ROUNDS):
                 receive(told, group, source=other).wait()
-                int(told)  # a GPU's wait is its stream's
+                int(told)  # on a GPU, `wait` only blocks the stream
                 told.fill_(time.perf_counter_ns())
                 send(told, group, to=other).wait()
         return 0
@@ -54,7 +55,7 @@ def clock_offset(group: Group, device: torch.device) -> int:
         theirs = int(told)
         answered = time.perf_counter_ns()
         found = answered - asked, theirs - (asked + answered) // 2
-        # The first answer comes when the first rank has come to this one.
+        # The first round trip also waits for the first rank to reach this rank.
         best = found if best is None or found < best else best
     assert best is not None
     return best[1]

@@ -1,10 +1,10 @@
-"""Connections: the sockets beneath this process's gloo groups, and how to end every wait on them.
+"""Connections: the sockets beneath this process's gloo groups, and a way to end all waits on them.
 
-Gloo waits for what does not come until its timeout, and cannot be told to give up: `abort` of its
-groups does nothing (torch 2.13). Sockets that are shut down beneath it end all waits at once, here
-and on the other side, as errors like those of a connection that broke. Which sockets are gloo's is
-not told either: they are those that are there after a group is made, and were not before, but for
-those of the store, whose server may be in this process and takes connections at any time.
+Gloo waits until its timeout and cannot be told to give up: `abort` does nothing for its groups
+(torch 2.13). If the sockets beneath it are shut down, all waits end at once, here and on the other
+side, with the error of a broken connection. Gloo does not say which sockets are its own. They are
+found as the sockets that appear while a group is made, except those of the store, whose server may
+run in this process and accepts connections at any time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OPEN = Path("/proc/self/fd")
 
 
 class Connections:
-    """Those of one mesh. store_port: that on which the store listens."""
+    """The gloo sockets of one mesh. store_port: the port on which the store listens."""
 
     def __init__(self, store_port: int) -> None:
         self._store_port = store_port
@@ -27,17 +27,17 @@ class Connections:
 
     @contextmanager
     def made(self) -> Iterator[None]:
-        """Within it a group is made."""
+        """Return a context in which a group is made, and whose new sockets become known."""
         before = _sockets()
         yield
         self._known |= _sockets() - before
 
     def cut(self) -> bool:
-        """Shut them all down, as often as it is called. Returns whether any is known."""
+        """Shut down all known sockets; may be called again. Returns whether any socket is known."""
         for number, name in self._known:
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
-                # A number that has been closed may be something else by now; and gloo ends the
-                # process when it can no longer listen.
+                # A number that was closed may belong to another file now. Listening sockets are
+                # left alone, because gloo ends the process if it can no longer listen.
                 same = os.readlink(_OPEN / str(one.fileno())) == name
                 listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 if same and not listens and self._is_between_ranks(one):
@@ -51,7 +51,7 @@ class Connections:
 
 
 def _sockets() -> set[tuple[int, str]]:
-    """Number and name of every open socket; empty where the system does not tell."""
+    """Return number and name of every open socket; empty if the system does not list them."""
     found = set()
     with suppress(OSError):
         for number in os.listdir(_OPEN):

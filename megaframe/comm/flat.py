@@ -1,5 +1,6 @@
-"""Collectives on a flat buffer that every rank of a group has whole, in place: of as many equal
-parts as there are ranks, part i belongs to rank i; and of messages about its parts.
+"""In-place collectives on a flat buffer that every rank of a group has whole, and an exchange of
+messages about its parts. The buffer has as many equal parts as the group has ranks; part i belongs
+to rank i.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ from megaframe.comm.group import gather_single, scatter_single
 
 
 def part(flat: Tensor, group: Group) -> Tensor:
-    """This rank's part of `flat`, a view."""
+    """Return this rank's part of `flat`, a view."""
     length = len(flat) // group.size
     return flat[group.index * length :][:length]
 
 
 def reduce_scatter_(flat: Tensor, group: Group, room: Tensor | None = None) -> Pending[Tensor]:
-    """This rank's part becomes its sum over the ranks, and is the result; what the other parts
-    become is undefined. room: for the parts that arrive on a CPU, as long as all but one; else it
-    is made."""
+    """Reduce-scatter in place: this rank's part becomes its sum over the ranks, and is the result.
+    The content of the other parts becomes undefined.
+
+    room: buffer for the parts that arrive on a CPU, with the length of all parts but one; None to
+    allocate it.
+    """
     own = part(flat, group)
     if group.handle is None:
         return Pending(own)
@@ -45,7 +49,7 @@ def reduce_scatter_(flat: Tensor, group: Group, room: Tensor | None = None) -> P
 
 
 def all_gather_(flat: Tensor, group: Group) -> Pending[Tensor]:
-    """The other parts become those of their ranks; the result is all of `flat`."""
+    """All-gather in place: fill each other part from its rank. The result is all of `flat`."""
     if group.handle is None:
         return Pending(flat)
     own = part(flat, group)
@@ -62,7 +66,8 @@ def all_gather_(flat: Tensor, group: Group) -> Pending[Tensor]:
 
 
 def exchange(messages: Tensor, group: Group) -> Pending[Tensor]:
-    """[size - 1, ...], one for each other rank, in their order: the like, one from each."""
+    """Send one message to each other rank and receive one from each. `messages` and the result are
+    [size - 1, ...], in the order of ranks without this one."""
     if group.handle is None:
         return Pending(messages)
     out = torch.empty_like(messages)

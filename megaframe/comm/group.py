@@ -1,4 +1,4 @@
-"""Group: some ranks that communicate, and what their collectives are told to and counted in."""
+"""Group: ranks that communicate with each other, and the objects that record what they start."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from megaframe.comm.traffic import Traffic
 
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Parts of one size in one tensor, by the name that torch has for it from 2.13 on, or before."""
+"""Collectives on parts of equal size in one tensor, by their name from torch 2.13 on or before."""
 
 
 @dataclass(frozen=True)
 class Group:
     """The ranks that share this rank's coordinate on every axis but `axes`.
 
-    `handle` is the process group of torch, None when the group is this rank alone.
-    `serial` finishes every collective before returning, in the order of the calls.
-    `place` is told of every wait. `order`, where there is one, compares what the ranks start.
-    `ferried`: the handle is a `Ferry`, with the collectives of GPUs for the host's tensors too.
+    index: this rank's position in `ranks`.
+    handle: torch's process group, None if the group is this rank alone.
+    serial: finish every collective before its call returns.
+    traffic: counts bytes, and says what waits are charged to.
+    place: records every wait.
+    order: compares what the ranks start; None to compare nothing.
+    ferried: the handle is a `Ferry`, which supports the collectives of GPUs for host tensors too.
     """
 
     axes: tuple[str, ...]
@@ -47,12 +50,18 @@ class Group:
         return self.ranks[: self.index] + self.ranks[self.index + 1 :]
 
     def in_pairs(self, tensor: Tensor) -> bool:
-        """Whether gathering and scattering such a tensor is made of messages between all pairs."""
+        """Return whether all-gather and reduce-scatter of this tensor are made of messages between
+        all pairs of ranks."""
         return tensor.device.type == "cpu" and not self.ferried
 
     def begin(self, kind: str, tensor: Tensor | None, *, alike: bool = True) -> None:
-        """Something is about to start; raises `OutOfStep` where ranks are compared and differ.
-        tensor: of one type and shape on all ranks. alike: whether they start it in one action."""
+        """Call before starting an operation, so that ranks can be compared.
+
+        kind: its name.
+        tensor: a tensor whose type and shape must be the same on all ranks; None for any shape.
+        alike: all ranks start the operation in the same action.
+        Raises `OutOfStep` if ranks are compared and differ.
+        """
         if self.order is not None and self.handle is not None:
             shape = (
                 ["", "any shape"] if tensor is None else [str(tensor.dtype), str([*tensor.shape])]
@@ -62,13 +71,13 @@ class Group:
 
 
 ALONE = Group((), (0,), 0, None)
-"""A group of one rank, for what runs without a mesh."""
+"""A group of one rank, for code that runs without a mesh."""
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Ranks in a circle: which of how many this is, and links to the next one and from the one
-    before."""
+    """A ring of ranks: this rank's index, their number, the link to the next rank, and the link
+    from the one before."""
 
     index: int = 0
     size: int = 1

@@ -1,4 +1,4 @@
-"""The way of device tensors to the host, without a wait of the host for the device."""
+"""Copies device tensors to the host without making the host wait for the device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from megaframe.comm import Pending
 
 
 def land(pending: Sequence[Pending[Tensor]], device: torch.device) -> Callable[[], list[Tensor]]:
-    """Bring tensors to the host as soon as they are there; calling the result waits for that.
+    """Start copying tensors to the host as soon as they are ready. Returns a function that waits
+    for the copies and returns them.
 
-    On a GPU the copies run on a stream of their own: waiting for one made on the compute stream
-    would also wait for the next step, which is queued behind it.
+    On a GPU the copies run on a separate stream. Waiting for a copy on the compute stream could
+    also mean waiting for the next step, which is queued there.
     """
     if device.type != "cuda":
         return lambda: [one.wait() for one in pending]
@@ -38,5 +39,6 @@ def land(pending: Sequence[Pending[Tensor]], device: torch.device) -> Callable[[
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all: torch has 32 in all, and those of NCCL's groups are among them."""
+    """Return the one stream for all copies. Torch has a pool of only 32 streams, which NCCL's
+    groups use too."""
     return torch.cuda.Stream(device)

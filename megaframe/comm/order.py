@@ -1,8 +1,8 @@
-"""Order: every rank's next collective compared with that of the others before it starts.
+"""Order: compares every operation that ranks start on a group with that of the other ranks.
 
-Of a group, the n-th thing that a rank starts has to be the n-th that every other member starts. The
-first to come writes down what it starts, and whoever comes later compares: so nobody waits for
-anybody, a hang becomes two lines that differ, and schedules that are right stay free to run ahead.
+The n-th operation that a rank starts on a group must be the n-th operation of every other member.
+The first rank to start it writes it to the store, and later ranks compare theirs with it. No rank
+waits for another, a hang becomes two lines that differ, and correct schedules may still run ahead.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megaframe.comm.place import Place
 from megaframe.errors import OutOfStep
 
 _KEPT = 512
-"""Entries of a group that stay in the store: members are never so far apart."""
+"""Entries of a group to keep in the store; members are never this many operations apart."""
 
 
 class Order:
-    """This rank's part in it. store: of all ranks."""
+    """This rank's side of the comparison. store: shared by all ranks."""
 
     def __init__(self, store: Store, rank: int, place: Place) -> None:
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
@@ -29,11 +29,14 @@ class Order:
         self._begun: Counter[str] = Counter()
 
     def begin(self, group: str, axes: str, first: bool, what: Sequence[str], alike: bool) -> None:
-        """This rank is about to start something on a group. group: its name, the same on all
-        members. first: whether this is its first member. what: kind, type and shape. alike: whether
-        all members are in the same action then.
+        """Compare an operation that this rank is about to start on a group.
 
-        Raises `OutOfStep` when a member has started something else.
+        group: the name of the group, the same on all members.
+        axes: the axes of the group, for messages.
+        first: this rank is the first member of the group.
+        what: kind, type and shape.
+        alike: all members are in the same action when they start it.
+        Raises `OutOfStep` if a member has started something else.
         """
         number = self._begun[group]
         self._begun[group] += 1
@@ -54,6 +57,6 @@ class Order:
 
 
 def _shown(what: Sequence[str], action: str) -> str:
-    """`all_reduce of torch.float32 [4, 8] in action 0B1`."""
+    """Return for example `all_reduce of torch.float32 [4, 8] in action 0B1`."""
     kind, *rest = what[:3]
     return f"{kind} of {' '.join(rest)}" + (f" in action {action}" if action else "")

@@ -1,8 +1,9 @@
-"""Pending: a result that is still in flight, and the one place where a rank waits for others.
+"""Pending: a result still in flight, and the only place where a rank waits for others.
 
-So whoever wants to know about waits is told there, and no layer has a timer: the place of the rank,
-on the host's clock, for a hang is explained by where ranks were; and the waits of the traffic, on
-the clock of the device that computes, which may go on while the host waits for nothing.
+Everything that records waits is called from here, so no layer needs a timer. Waits are recorded
+twice. The rank's place records them by the host's clock, because a hang is explained by where the
+ranks were. The `waits` of the traffic record them by the clock of the computing device, which may
+wait while the host does not.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from megaframe.errors import LostRanks
 T = TypeVar("T")
 
 _NOISE = re.compile(r"^\[\S+:\d+\] |\. This is typically caused by.*", re.DOTALL)
-"""What gloo puts around its reason: a place in its source, and advice."""
+"""What gloo adds to the reason of an error: a position in its source, and advice."""
 
 
 class Pending(Generic[T]):
     """A result still in flight. Forgetting to wait is a type error, not a race.
 
-    work: what torch started for it in `group`, None when there is nothing to wait for. too: what
-    `wait()` also waits for. last: what makes the result of all that has come. kind: what it is.
-    waits: what the wait is charged to. size: bytes that it is for.
+    work: torch's work for it on `group`, None if there is nothing to wait for.
+    too: another pending result that `wait()` also waits for.
+    last: called after all waits, to compute the result from what has arrived.
+    kind: name of the operation.
+    waits: what the wait is charged to.
+    size: bytes that the wait is for.
     """
 
     def __init__(
@@ -56,7 +60,7 @@ class Pending(Generic[T]):
         self._started = waits.start()
 
     def wait(self) -> T:
-        """The result, once it is there. Raises `LostRanks` when it does not come."""
+        """Wait for the result and return it. Raises `LostRanks` if the transfer fails."""
         if self._work is self._too is self._last is None:
             return self._value
         late = not (self._waits.asks and self.arrived())
@@ -85,25 +89,25 @@ class Pending(Generic[T]):
             self._last = None
 
     def waits_for(self) -> tuple[str, tuple[int, ...]]:
-        """What `wait()` waits for in words, and the ranks that have a part in it."""
+        """Return what `wait()` waits for in words, and the ranks that take part in it."""
         assert self._group is not None, "work belongs to a group"
         return _in_words(self._kind, self._group), self._group.ranks
 
     def arrived(self) -> bool:
-        """Whether `wait()` would return at once."""
+        """Return whether all transfers are done, so that `wait()` would not block."""
         here = self._work is None or self._work.is_completed()
         return here and (self._too is None or self._too.arrived())
 
 
 @dataclass(frozen=True)
 class _Waiting:
-    """What a device waits for, without holding what comes of it."""
+    """What a device waits for, without a reference to the result."""
 
     kind: str
     group: Group
 
     def waits_for(self) -> tuple[str, tuple[int, ...]]:
-        """As `Pending.waits_for`."""
+        """Return the same as `Pending.waits_for`."""
         return _in_words(self.kind, self.group), self.group.ranks
 
 
@@ -117,8 +121,9 @@ def started(
     waits: Waits = UNWATCHED,
     size: int = 0,
 ) -> Pending[T]:
-    """What `start` starts in a group. Raises `LostRanks` where that fails at once, as over a
-    connection that is known to be gone. For the rest see `Pending`."""
+    """Start an operation on a group by calling `start`, and return its pending result. Raises
+    `LostRanks` if it fails at once, for example over a connection that is known to be broken. For
+    the other arguments see `Pending`."""
     try:
         work = start()
     except RuntimeError as error:
@@ -127,7 +132,7 @@ def started(
 
 
 def _in_words(kind: str, group: Group) -> str:
-    """`all_reduce over data with rank 2`, `receive over pipeline from rank 1`."""
+    """Describe a wait: `all_reduce over data with rank 2`, `receive over pipeline from rank 1`."""
     preposition = {"send": "to", "receive": "from"}.get(kind, "with")
     return f"{kind} over {' x '.join(group.axes)} {preposition} {named(group.others)}"
 

@@ -1,8 +1,8 @@
-"""Place: where in its work a rank is, kept by the thread that works and read by the watch.
+"""Place: where a rank is in its work; recorded by the working thread and read by the watch.
 
-It is always kept, because a hang is found when it is too late to ask: an action costs one
-assignment, and a wait two readings of the clock. What is a wait and what is work is known only
-here, so the time that a rank is busy, whatever it waits for in between, is counted here too.
+It is always recorded, because once a hang is noticed it is too late to start. This is cheap: a few
+assignments for each action, and two clock readings for each wait. Only this module can tell work
+from waiting, so it also counts the time that a rank is busy, without the waits in between.
 """
 
 from __future__ import annotations
@@ -21,20 +21,24 @@ class Waiting(Protocol):
     """What a rank can wait for."""
 
     def waits_for(self) -> tuple[str, tuple[int, ...]]:
-        """In words, and the ranks that have a part in it, this one too."""
+        """Return it in words, and the ranks that take part in it, including this one."""
 
 
 class Mark(Protocol):
-    """A place in the work of a device."""
+    """A position in the queue of work of a device, such as a CUDA event."""
 
     def query(self) -> bool:
-        """Whether the device has passed it."""
+        """Return whether the device has passed it."""
 
 
 @dataclass(frozen=True)
 class _Given:
-    """What the host has given a device to do: an action or another part of a step, and the waits
-    for others in it. end: behind it."""
+    """Work that the host has queued on a device.
+
+    end: the mark after it.
+    doing: the action or other part of a step that it belongs to.
+    waits: its waits for other ranks.
+    """
 
     end: Mark
     doing: str
@@ -43,9 +47,14 @@ class _Given:
 
 @dataclass(frozen=True)
 class Sight:
-    """What one rank was seen doing. doing: `step 17, action 4B2`. waiting: what it waits for, empty
-    where it waits for no rank; then `others` have a part in it. beat: passes begun so far. steady:
-    as of `Place`, and not asked to leave."""
+    """What one rank was doing when its watch looked.
+
+    doing: for example `step 17, action 4B2`.
+    waiting: what it waits for, empty if it waits for no rank.
+    others: the ranks that take part in what it waits for.
+    beat: number of parts of steps that it has begun so far; the smallest one is furthest behind.
+    steady: as in `Place`, and no signal has asked the rank to leave.
+    """
 
     rank: int
     doing: str
@@ -55,12 +64,12 @@ class Sight:
     steady: bool = False
 
     def encode(self) -> str:
-        """As one line."""
+        """Return the sight as one line."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def decode(text: str) -> Sight:
-        """The sight that was encoded."""
+        """Return the sight that `encode` made this text from."""
         known = json.loads(text)
         return Sight(**{**known, "others": tuple(known["others"])})
 
@@ -69,10 +78,15 @@ class Sight:
 
 
 class Place:
-    """This rank's. told: a signal that asked the process to leave, 0 for none. steady: it is in
-    the loop over steps, and neither at its end nor leaving it for an error of its own. step: the
-    one under way. mark: leaves a mark in the work of a device that does later what the host gives
-    it, and then is what waits for others; may be set."""
+    """Where this rank is in its work.
+
+    told: the signal that asked the process to leave, 0 for none.
+    step: the current step.
+    steady: the rank is in the loop over steps, neither at its end nor leaving it because of an
+    error of its own.
+    mark: may be set if the device runs asynchronously, so that the device and not the host waits
+    for other ranks. Puts a mark into the device's queue of work.
+    """
 
     def __init__(self) -> None:
         self.mark: Callable[[], Mark] | None = None
@@ -93,15 +107,15 @@ class Place:
         self._beat = 0
 
     def begin(self, doing: str) -> None:
-        """Something that is to end in time begins, such as `step 17`; empty for what may take as
-        long as it likes."""
+        """Record the start of an activity with a time limit, such as `step 17`; empty for one
+        without a limit."""
         self.act("", None)
         self._doing, self._since = doing, time.monotonic()
         self._beat += 1
 
     def act(self, part: str, action: object, kind: str | None = None) -> None:
-        """The next part of it begins, such as `data`, or an action of the schedule. kind: under
-        which its time without waiting is counted, None where it is not."""
+        """Record the start of the next part of the activity, such as `data`, or of an action of the
+        schedule. kind: what its time without waits is counted under, None not to count it."""
         if self.mark is not None and self.action and self._recorded is None:
             self._given.append(_Given(self.mark(), self._doing_now(), self._waits))
             self._waits = []
@@ -114,21 +128,22 @@ class Place:
         self._beat += 1
 
     def wait(self, waiting: Waiting) -> int:
-        """A wait begins. Returns what `go_on` is told at its end."""
+        """Record the start of a wait. Returns the time to pass to `go_on` at its end."""
         self._waiting = waiting
         return time.perf_counter_ns()
 
     def left(self, waiting: Waiting, done: Callable[[], bool] = lambda: False) -> None:
-        """What the host has waited for, the device still does, unless it is `done`."""
+        """Record that the host's wait is over but the device still waits, unless `done`."""
         if self._recorded is not None:
-            self._recorded.append(waiting)  # and of what is recorded nobody may ask
+            self._recorded.append(waiting)  # `done` must not query work under recording
         elif self.mark is not None and not done():
             self._waits.append(waiting)
 
     @contextmanager
     def recording(self) -> Iterator[Sequence[Waiting]]:
-        """What is given to a device in it is recorded, and not done: it leaves no marks. Gives the
-        waits in it, for `left` whenever it is done."""
+        """Return a context whose device work is recorded and not run, so it leaves no marks. The
+        context's value lists the waits in it, which are passed to `left` each time the recorded
+        work runs."""
         waits: list[Waiting] = []
         self._recorded = waits
         try:
@@ -137,25 +152,26 @@ class Place:
             self._recorded = None
 
     def go_on(self, begun: int) -> None:
-        """The wait that began then is over."""
+        """Record the end of the wait that `wait` returned the time of."""
         self._waiting = None
         self._waited += time.perf_counter_ns() - begun
 
     def overrun(self, limit: float) -> bool:
-        """Whether what is to end in time has not ended within so many seconds; 0 is no limit."""
+        """Return whether the current activity takes more than `limit` seconds; 0 is no limit."""
         return bool(limit and self._doing) and time.monotonic() - self._since > limit
 
     def stalled(self, limit: float) -> bool:
-        """Whether the device has waited for others in one part of a step for more than so many
-        seconds, as far as is known from asking again and again."""
+        """Return whether the device has been at one part of a step that waits for other ranks for
+        more than `limit` seconds. Must be called repeatedly: time counts from the first call that
+        saw the device there."""
         first, now = self._under_way(), time.monotonic()
         if first is not self._first[0]:
             self._first = first, now
         return first is not None and bool(first.waits) and now - self._first[1] > limit
 
     def _under_way(self) -> _Given | None:
-        """What the device has not done yet and was given first."""
-        with self._looking:  # the watch asks as well
+        """Return the oldest work that the device has not finished, None if there is none."""
+        with self._looking:  # the watch's thread calls this too
             while self._given:
                 first = self._given[0]
                 if not first.end.query():
@@ -165,16 +181,16 @@ class Place:
 
     @property
     def action(self) -> str:
-        """The part or action under way, in words."""
+        """The current part or action, in words."""
         return str(self._action) if self._action is not None else self._part
 
     def take_busy(self) -> dict[str, float]:
-        """Seconds of work without waiting since the last call, by kind of action."""
+        """Return the seconds of work without waits since the last call, by kind of action."""
         busy, self._busy = self._busy, Counter()
         return {kind: nanoseconds / 1e9 for kind, nanoseconds in busy.items()}
 
     def seen(self, rank: int) -> Sight:
-        """What this rank does now."""
+        """Return what this rank is doing now."""
         doing, text, others = self._doing_now(), "", tuple[int, ...]()
         given = self._under_way()
         if given is not None:
@@ -195,14 +211,14 @@ class Place:
 
     @property
     def waits(self) -> bool:
-        """Whether this rank waits for others, or its device does."""
+        """Whether this rank or its device is waiting for other ranks."""
         given = self._under_way()
         return bool(given.waits) if given is not None else self._waiting is not None
 
 
 def held_up_by(seen: Mapping[int, Sight], world: int) -> tuple[int, ...]:
-    """The ranks to blame for a hang, ascending: those that nobody has seen; else those that wait
-    for no rank; else, where all wait for each other, those that have done least."""
+    """Return the ranks to blame for a hang, ascending: those that have not answered; else those
+    that wait for no rank; else, if all wait for each other, those that are furthest behind."""
     silent = [rank for rank in range(world) if rank not in seen]
     if silent:
         return tuple(silent)
@@ -214,7 +230,7 @@ def held_up_by(seen: Mapping[int, Sight], world: int) -> tuple[int, ...]:
 
 
 def gathered(sights: Sequence[Sight]) -> str:
-    """What ranks do, those that do the same together."""
+    """Return in words what the ranks do; ranks that do the same are named together."""
     alike: dict[str, list[int]] = {}
     for sight in sights:
         alike.setdefault(str(sight), []).append(sight.rank)
@@ -222,6 +238,6 @@ def gathered(sights: Sequence[Sight]) -> str:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0, 1, 2`; the first few of many."""
+    """Return for example `rank 3` or `ranks 0, 1, 2`. Of more than 8 ranks it names the first 8."""
     few = ", ".join(map(str, ranks[:8])) + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
     return f"rank{'s' * (len(ranks) > 1)} {few}"

@@ -1,7 +1,8 @@
-"""Recording: work that is recorded once and run again and again, as far as others are told of it.
+"""Recording: reports the transfers of work that is recorded once and run many times.
 
-The host tells of every transfer that it starts: who counts bytes, and the watch. Of recorded work
-it starts none again, so it tells all at once of what was started while it was recorded.
+Normally the host reports each transfer when it starts it, to the counters of bytes and to the
+watch. When recorded work runs, the host starts no transfers. It then reports all transfers that
+were started while the work was recorded.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ from megaframe.comm.traffic import Traffic
 
 @dataclass
 class Recording:
-    """name: of the work, for the watch. waits: for other ranks. moved: bytes and calls of each
-    traffic."""
+    """The transfers of recorded work.
+
+    name: name of the work, for the watch.
+    waits: its waits for other ranks.
+    moved: bytes and calls of each traffic.
+    """
 
     name: str
     place: Place
@@ -25,7 +30,7 @@ class Recording:
     moved: Sequence[tuple[Traffic, int, int]] = ()
 
     def run(self, launch: Callable[[], None]) -> None:
-        """Tell of the work that `launch` starts."""
+        """Run the work by calling `launch`, and report its transfers."""
         self.place.act(self.name, None, "F")
         launch()
         for waiting in self.waits:
@@ -36,7 +41,8 @@ class Recording:
 
 @contextmanager
 def recording(name: str, place: Place, traffics: Sequence[Traffic]) -> Iterator[Recording]:
-    """What is started in it over these is recorded, and told of by `Recording.run` alone."""
+    """Return a context in which transfers over these traffics are recorded and not counted; each
+    call of `Recording.run` reports them."""
     before = [(traffic.bytes, traffic.calls) for traffic in traffics]
     with place.recording() as waits:
         made = Recording(name, place, waits)

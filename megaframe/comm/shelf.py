@@ -1,10 +1,10 @@
-"""Shelf: the host's memory as the place of tensors that are not needed for a while.
+"""Shelf: host memory for tensors that are not needed for a while.
 
-On a GPU copies run on streams of their own, the `io` lane, ordered by events alone: away as soon as
-a tensor is made, back when the one before it is taken, so that neither is waited for if computing
-what lies between takes longer. Pinned buffers are used again. The device's memory comes from the
-stream that computes and goes back to it: what the host has started ahead of the device holds no
-more of it than two tensors.
+On a GPU the copies run on two separate streams and are ordered by events alone. The copy to the
+host starts as soon as a tensor is computed, and the copy back starts when the tensor needed before
+it is taken. Nothing waits for a copy if the computation in between takes longer. Pinned buffers are
+reused. Device memory is allocated on the computing stream and freed to it, so however far the host
+runs ahead of the device, at most two leaving tensors hold device memory.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 _LEAVING = 2
-"""Tensors that are on their way from a device at once."""
+"""Tensors that may be on their way from a device at the same time."""
 
 
 @dataclass
 class _Buffer:
-    """Pinned memory. free: when it may be written again."""
+    """A buffer on the host, pinned if the device is a GPU. free: when it may be written again."""
 
     memory: Tensor
     free: torch.cuda.Event | None = None
@@ -36,12 +36,12 @@ class Stored:
         self._kept, self._there = shelf._put(x)
 
     def fetch(self) -> None:
-        """Start bringing it."""
+        """Start copying it back to the device."""
         if self._coming is None:
             self._coming = self._shelf._get(self._kept, self._there)
 
     def take(self) -> Tensor:
-        """The same numbers, on the device; the shelf has them no longer."""
+        """Return the tensor on the device. The shelf no longer has it."""
         self.fetch()
         assert self._coming is not None
         x, arrived = self._coming
@@ -51,18 +51,18 @@ class Stored:
 
 
 class Shelf:
-    """Of one device."""
+    """The shelf of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._idle: dict[tuple[torch.Size, torch.dtype], list[_Buffer]] = {}
         self._leaving: deque[tuple[Tensor, torch.cuda.Event]] = deque()
-        """What is being copied away, with the end of that."""
+        """Tensors being copied away, with the event at the end of their copy."""
         if device.type == "cuda":
             self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def store(self, x: Tensor) -> Stored:
-        """Put a tensor away; nobody may change it."""
+        """Copy a tensor to the host. Nothing may change it afterwards."""
         return Stored(self, x)
 
     def _put(self, x: Tensor) -> tuple[_Buffer, torch.cuda.Event | None]:
@@ -83,8 +83,8 @@ class Shelf:
         return kept, there
 
     def _let_go(self, most: int) -> None:
-        """Let all but so many of those that leave be used again, by what computes behind their
-        copies."""
+        """Release the device memory of all but `most` leaving tensors. The computing stream waits
+        for their copies before it reuses that memory."""
         here = torch.cuda.current_stream(self._device)
         while len(self._leaving) > most:
             _, there = self._leaving.popleft()
@@ -98,7 +98,7 @@ class Shelf:
         else:
             self._let_go(0)
             x = torch.empty_like(kept.memory, device=self._device)
-            # Its memory may be in use by what was computed last.
+            # Work queued on the computing stream may still use the memory of x.
             self._in.wait_stream(torch.cuda.current_stream(self._device))
             self._in.wait_event(there)
             with torch.cuda.stream(self._in):

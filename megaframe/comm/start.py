@@ -1,8 +1,8 @@
-"""Start: a part of the launcher's store that no earlier start of the run has written into.
+"""Start: finds a part of the launcher's store that no earlier start of the run has written to.
 
-A launcher that starts ranks again keeps its store, with all that the dead have left there: verdicts
-of the watch, addresses of process groups. How often it has started them it counts on each node for
-itself, so no number of its own is known to all ranks; they agree on a name instead.
+A launcher that restarts ranks keeps its store, with everything that dead ranks have left in it:
+verdicts of the watch, addresses of process groups. It counts restarts on each node separately, so
+there is no restart number that all ranks know. They agree on a random name instead.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, rendezvous
 
 _PAUSES = 0.001, 0.05
-"""Seconds between two looks into the store: the first ones, and the longest."""
+"""Seconds between two looks into the store: at first, and at most."""
 
 _stores: dict[tuple[str | None, ...], tuple[Store, int, int]] = {}
-"""Of this process, by where they are and who asks."""
+"""The stores of this process, by address, port, rank and world."""
 
 
 def launcher_store(rank: int, world: int, timeout: float) -> tuple[Store, int, int]:
-    """The store of whoever launched this process, as the environment names it, with the rank and
-    world of this process in it. One for the life of the process: a later mesh need not find it, and
-    who finds it before it is there waits for up to a second before looking again.
+    """Return the store of the launcher, as given by the environment, with the rank and world of
+    this process in it.
 
-    Raises `RuntimeError` when it is not there in time.
+    The store is kept for the life of the process, so that a later mesh need not connect to it
+    again: connecting before the store exists means waits of up to a second between tries.
+    Raises `RuntimeError` if the store cannot be reached in time.
     """
     where = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), str(rank), str(world))
     limit = timedelta(seconds=timeout)
@@ -37,17 +38,18 @@ def launcher_store(rank: int, world: int, timeout: float) -> tuple[Store, int, i
 
 
 def fresh_store(store: Store, rank: int, world: int, timeout: float) -> Store:
-    """The store of this start. Rank 0 makes up a name, each other rank answers to it with a number
-    of its own, and believes the name when rank 0 repeats that number: a name that was left behind
-    by another start is answered, too, but nobody repeats the answer.
+    """Return the part of the store that belongs to this start.
 
-    Raises `RuntimeError` when not all ranks answer in time.
+    Rank 0 publishes a random name. Every other rank answers under that name with a random number of
+    its own, and accepts the name once rank 0 repeats the number. A name left by an earlier start
+    may be answered too, but nobody repeats that answer.
+    Raises `RuntimeError` if not all ranks answer in time.
     """
     mine = secrets.token_hex(8)
     if rank == 0:
         store.set("start", mine)
         for other in range(1, world):
-            answer = store.get(f"start/{mine}/{other}")  # waits for it
+            answer = store.get(f"start/{mine}/{other}")  # blocks until the rank has answered
             store.set(f"start/{mine}/{other}/heard", answer.decode())
         return PrefixStore(f"start-{mine}", store)
     deadline, pause = time.monotonic() + timeout, _PAUSES[0]

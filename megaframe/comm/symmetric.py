@@ -1,10 +1,9 @@
 """PyTorch's fused products and transfers over symmetric memory: each NVIDIA GPU reads what it needs
 from its neighbours' memory while it multiplies what it has.
 
-These paths have not been run on GPUs. What is tested is when they are chosen, that torch has the
-operators, and that this module hands them what they mean by their operands: torch's own reference
-of both operators must give what the plain way gives. Hence `parallel.symmetric_memory` is off
-unless it is asked for.
+These paths have not been run on GPUs, so `parallel.symmetric_memory` is off by default. The tests
+check when the paths are chosen, that torch has the operators, and that the operands are passed
+correctly: torch's own reference of both operators must give the result of the plain path.
 
 Shape legend: R rows of one rank, T = ranks * R rows of all ranks, I inputs, O outputs.
 """
@@ -18,13 +17,13 @@ from torch import Tensor
 from megaframe.comm import Group
 
 CAPABILITY = (9, 0)
-"""Least compute capability: that of the first GPUs whose NVLink reaches every neighbour."""
+"""Minimum compute capability: that of the first GPUs whose NVLink reaches every neighbour."""
 
 
 def available(group: Group, node_size: int) -> bool:
-    """Whether this group's products can be fused: GPUs of one node, with NCCL for what is not
-    fused, new enough, and with access to each other's memory. The same on all its ranks, if their
-    GPUs are alike."""
+    """Return whether this group's products can be fused: its ranks must be on one node, use NCCL
+    for other transfers, and have GPUs that are new enough and can access each other's memory. All
+    ranks of the group get the same answer if their GPUs are alike."""
     if group.handle is None or group.ferried or dist.get_backend(group.handle) != "nccl":
         return False
     import torch.distributed._symmetric_memory  # defines the operators
@@ -38,7 +37,7 @@ def available(group: Group, node_size: int) -> bool:
 
 
 def gather_product(x_RI: Tensor, right_IO: Tensor, group: Group) -> Tensor:
-    """The rows of all ranks times `right`, [T, O]."""
+    """Gather the rows of all ranks and multiply them by `right`, [T, O]."""
     group.traffic.count(x_RI.nbytes * (group.size - 1))
     _, (y_TO,) = torch.ops.symm_mem.fused_all_gather_matmul(
         x_RI, [right_IO], 0, _name(group), return_A=False
@@ -47,7 +46,7 @@ def gather_product(x_RI: Tensor, right_IO: Tensor, group: Group) -> Tensor:
 
 
 def product_scatter(x_TI: Tensor, right_IO: Tensor, group: Group) -> Tensor:
-    """This rank's rows [R, O] of the sum over the ranks of x times `right`."""
+    """Multiply x by `right` and sum over the ranks; the result is this rank's rows [R, O]."""
     y_RO = torch.ops.symm_mem.fused_matmul_reduce_scatter(x_TI, right_IO, "sum", 0, _name(group))
     group.traffic.count(y_RO.nbytes * (group.size - 1))
     return y_RO

@@ -1,5 +1,5 @@
-"""Traffic: what a rank hands to the collectives of a group, and what its waits for them
-are charged to. Who charges them is a protocol, for the clock of a step is kept floors above."""
+"""Traffic: counts what a rank hands to the collectives of a group, and names what its waits for
+them are charged to. That is a protocol here, because a step is timed on a higher floor."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 
 class Waits(Protocol):
-    """What the waits for transfers are charged to: a context that each of them runs in. asks:
-    whether a wait is to find out first if it has to wait at all."""
+    """What waits for transfers are charged to: a context that each wait runs in. asks: a wait must
+    first check whether it has to wait at all."""
 
     asks: bool
 
     def start(self) -> Any:
-        """The time at which a transfer starts, as `landed` takes it."""
+        """Return the time at which a transfer starts, to be passed to `landed`."""
 
     def __enter__(self) -> None: ...
 
@@ -27,8 +27,8 @@ class Waits(Protocol):
     ) -> None: ...
 
     def landed(self, started: Any, size: int, late: bool) -> None:
-        """The wait that just ended was for `size` bytes. late: as far as is known, they were not
-        there before it."""
+        """Record that the wait that just ended was for `size` bytes. late: as far as is known, they
+        had not arrived before the wait."""
 
 
 class Unwatched:
@@ -52,8 +52,8 @@ UNWATCHED = Unwatched()
 class Traffic:
     """What one rank has handed to the collectives of a group since the last `take()`.
 
-    waits: what waits for the collectives are charged to. messages: the like for what is sent and
-    received singly.
+    waits: what waits for collectives are charged to.
+    messages: what waits for single sends and receives are charged to.
     """
 
     bytes: int = 0
@@ -69,17 +69,17 @@ class Traffic:
         self._latest = size
 
     def add(self, size: int, calls: int) -> None:
-        """Add so many calls, which move `size` bytes together."""
+        """Add several calls, which move `size` bytes in total."""
         self.bytes += size
         self.calls += calls
 
     def latest(self) -> int:
-        """Bytes of the call that was counted last; zero when asked again."""
+        """Return the bytes of the last counted call, and zero until another call is counted."""
         size, self._latest = self._latest, 0
         return size
 
     def take(self) -> tuple[int, int]:
-        """(bytes, calls) so far; starts again from zero."""
+        """Return (bytes, calls) so far, and start again from zero."""
         taken = self.bytes, self.calls
         self.bytes = self.calls = 0
         return taken

@@ -1,4 +1,4 @@
-"""Collectives whose parts, along the first dim, are of any sizes, which all ranks know."""
+"""Collectives on parts of any sizes along the first dim."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megaframe.comm import Group, Pending, collective, sum_into, to_each
 def all_to_all_uneven(
     parts: Tensor, leaving: Sequence[int], coming: Sequence[int], group: Group
 ) -> Pending[Tensor]:
-    """Of `parts` the first leaving[0] go to rank 0 of the group, and so on. Of the result the first
-    coming[0] are from rank 0, and so on."""
+    """Exchange parts of any sizes: the first leaving[0] rows of `parts` go to rank 0 of the group,
+    and so on. The first coming[0] rows of the result come from rank 0, and so on."""
     if group.handle is None:
         return Pending(parts)
     parts = parts.contiguous()
@@ -35,7 +35,7 @@ def all_to_all_uneven(
 
 
 def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
-    """The tensors of all ranks one after the other; that of rank i is sizes[i] long."""
+    """Gather the tensors of all ranks, concatenated. That of rank i has sizes[i] rows."""
     if group.handle is None:
         return Pending(tensor)
     tensor = tensor.contiguous()
@@ -54,8 +54,8 @@ def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], group: Group) -> Pen
 
 
 def reduce_scatter_uneven(tensor: Tensor, sizes: Sequence[int], group: Group) -> Pending[Tensor]:
-    """This rank's part of the sum of the tensors of all ranks, of which the first sizes[0] are for
-    rank 0, and so on."""
+    """Sum the tensors of all ranks; the result is this rank's part. The first sizes[0] rows belong
+    to rank 0, and so on."""
     if group.handle is None:
         return Pending(tensor)
     tensor = tensor.contiguous()

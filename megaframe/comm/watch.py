@@ -1,15 +1,17 @@
-"""Watch: finds out which rank is at fault when ranks lose each other, and lets no rank stay behind.
+"""Watch: finds which rank is at fault when ranks lose contact, and makes sure that no rank keeps
+running.
 
-The first to notice a dead rank are its neighbours; then theirs notice that those have left. So no
-rank blames whom it lost: all write down whom they lost, and at fault is who was lost by somebody,
-lost nobody and does not answer. The answers come from a thread that each rank has beside its work,
-which also ends ranks that would notice nothing before their timeout, and one that is stuck itself.
-The same threads end what takes too long: each then tells where its rank is, and at fault is who
-does not, or waits for no other rank (`place.held_up_by`).
+A dead rank is first noticed by its neighbours. When they leave, their own neighbours notice that,
+and so on. Therefore a rank does not blame the ranks that it lost. All ranks write to the store whom
+they lost, and a rank is at fault if some rank lost it, it lost nobody, and it does not answer. Each
+rank answers from a thread that runs in parallel with its work. This thread also ends ranks that
+would notice nothing before their timeout, and a rank that is stuck itself. The same threads end a
+run in which something takes too long: each reports where its rank is, and at fault are the ranks
+that do not report, else those that wait for no other rank (`place.held_up_by`).
 
-Where all ranks are alive, and have given up or wait for others, nothing but a transfer has failed:
-then the verdict is that they begin again in their processes, if they may. What still waits is ended
-by cutting its connections.
+If all ranks are alive, and each has given up or waits for others, only a transfer has failed. Then
+the verdict is an in-process restart, if it is allowed, and remaining waits are ended by cutting
+their connections.
 """
 
 from __future__ import annotations
@@ -37,23 +39,27 @@ from megaframe.layout import Layout
 T = TypeVar("T")
 
 _LOOK, _PAUSE = 1.0, 0.1
-"""Seconds between two looks at the store: in peace, and once somebody is lost."""
+"""Seconds between two looks at the store: normally, and after a rank was lost."""
 _PATIENCE = 2.5
-"""Seconds for others to report and to answer, more than two looks; once more if all who are
-suspected answer, for they may report yet."""
+"""Seconds that others have to report and to answer; more than two looks take. They have the same
+time again if all suspects answer, because these may still report."""
 _FAREWELL = 5.0
 """Seconds that a rank waits at most for the others to be ready to leave."""
 _NAMED = 8
 """Ranks that a message names at most."""
 ENDED_FILE = "ended.jsonl"
-"""Where is written when a run was ended, and why."""
+"""File that says when a run was ended, and why."""
 _LATE = "late"
+"""Reported in the place of lost ranks by a rank whose activity takes too long."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who is at fault and what to say about it; the same on every rank that the store reaches.
-    late: whether it is that something took too long. again: whether all go on, and begin again."""
+    """Who is at fault and what to say about it; the same on every rank that can reach the store.
+
+    late: the fault is that something took too long.
+    again: all ranks restart in their processes.
+    """
 
     ranks: tuple[int, ...]
     text: str
@@ -62,23 +68,30 @@ class Verdict:
 
 
 def at_fault(lost: Mapping[int, Collection[int]], answered: Collection[int]) -> tuple[int, ...]:
-    """The ranks to blame, ascending: lost by somebody and lost nobody; those of them that do not
-    answer, if there are any. Empty when all who were lost lost others, as in a cut network.
+    """Return the ranks to blame, ascending: those that some rank lost and that reported no loss
+    themselves. If any of these do not answer, only those. Empty if all lost ranks reported losses
+    too, as in a network that is cut in two.
 
-    lost: whom each rank that reported lost. answered: ranks whose watch is alive.
+    lost: the ranks that each reporting rank lost.
+    answered: ranks whose watch is alive.
     """
     suspected = {rank for ranks in lost.values() for rank in ranks} - lost.keys()
     return tuple(sorted(suspected - set(answered) or suspected))
 
 
 class Watch:
-    """One rank's part in it.
+    """The watch of one rank.
 
-    timeout: seconds that a rank may go on when the store is gone. place: where the rank is.
-    rank_of: pipeline coordinate of each stage, by number; may be set, for what messages say.
-    limit, folder: seconds that what `place` says to be under way may take, 0 for any, and where
-    verdicts and stacks are written; may be set. may_begin_again: asked before a verdict that all
-    begin again; may be set. cut: ends every wait of this rank for others.
+    timeout: seconds that the rank may continue after the store is gone, and that its device may
+    wait for other ranks in one part of a step.
+    place: where the rank is in its work.
+    cut: ends every wait of this rank for others.
+
+    May be set:
+    rank_of: pipeline coordinate of each stage, by number, for messages.
+    limit: seconds that the activity recorded in `place` may take, 0 for no limit.
+    folder: where verdicts and stacks are written.
+    may_begin_again: asked before a verdict that all ranks restart in their processes.
     """
 
     def __init__(
@@ -90,7 +103,8 @@ class Watch:
         place: Place,
         cut: Callable[[], object],
     ) -> None:
-        # A connection of its own, since others may wait in the given one (not in torch's stubs).
+        # A separate connection, because other threads may block on the given one. (`clone` is not
+        # in torch's stubs.)
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._layout, self._rank, self._timeout = layout, rank, timeout
         self._place, self._cut = place, cut
@@ -105,13 +119,14 @@ class Watch:
         self._thread.start()
 
     def leave(self, lost: LostRanks) -> str:
-        """Say which rank is at fault and end this process with status `EXIT_LOST_RANKS`; or, where
-        all ranks begin again in their processes, return what happened."""
-        self._leaving.acquire()  # for good: the other thread may be ending the process already
+        """Report which rank is at fault and end this process with status `EXIT_LOST_RANKS`. If all
+        ranks restart in their processes, return what happened instead."""
+        self._leaving.acquire()  # never released: the watch's thread may be ending the process
         if threading.current_thread() is threading.main_thread():
-            # A launcher that has noticed too names the rank itself, and need not wait for this one.
+            # A launcher that has noticed the loss names the rank itself. It need not wait for this
+            # process, so SIGTERM ends it.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if self._place.told:  # by a launcher that has lost a rank, and names it itself
+        if self._place.told:  # by a launcher that has lost a rank and names it itself
             _within(_PATIENCE, lambda: self._report(lost))
             os._exit(EXIT_LOST_RANKS)
         verdict = self._judged(lost)
@@ -121,12 +136,14 @@ class Watch:
         return verdict.text
 
     def close(self) -> None:
-        """End the thread, in time: a store that does not answer may keep it for longer."""
+        """Stop the thread, and wait for it only briefly: a store that does not answer may block
+        it."""
         self._stop.set()
         self._thread.join(timeout=_PATIENCE)
 
     def _look(self) -> None:
-        """Answer when somebody is lost or late, and leave when it is known who is at fault."""
+        """Run the thread: answer when a rank is lost or late, and end the process, or cut its
+        waits for a restart, when there is a verdict."""
         answered = waits = False
         judged = 0.0
         try:
@@ -150,24 +167,25 @@ class Watch:
                 if verdict is not None and self._leaving.acquire(blocking=False):
                     self._end(verdict)
         except RuntimeError:
-            # The store is gone, and so is the run; mostly the work notices that soon by itself.
+            # The store is gone, so the run is over. Usually the work soon notices that by itself.
             if not self._stop.wait(self._timeout) and self._leaving.acquire(blocking=False):
                 self._end(self._alone())
 
     def _answer(self) -> bool:
-        """Tell where this rank is. Returns whether it waits for others."""
+        """Write to the store where this rank is. Returns whether it waits for others."""
         sight = self._place.seen(self._rank)
         self._append("answered", sight.encode() + "\n")
         return bool(sight.waiting)
 
     def _let_go(self, verdict: Verdict) -> None:
-        """End every wait, so that the work of this rank comes here by itself."""
+        """End every wait of this rank, so that its working thread raises and calls `leave`."""
         if verdict.late:
             self._dump_stacks(verdict)
         self._cut()
 
     def _all_here(self, seen: Mapping[int, Sight]) -> bool:
-        """Whether ranks may begin again, and each of them can: it has given up, or waits."""
+        """Return whether the ranks may restart in their processes and each of them can: it is in
+        the loop over steps, and has given up or waits for others."""
         given_up = self._reports().keys()
         return (
             len(seen) == self._layout.world > 1
@@ -179,7 +197,7 @@ class Watch:
         )
 
     def _lateness(self) -> Verdict:
-        """Who holds up what takes too long."""
+        """Return a verdict about which ranks hold up what takes too long."""
         seen = self._answers()
         ranks = held_up_by(seen, self._layout.world)
         limit = f"faults.step_timeout={self.limit:g} s"
@@ -198,7 +216,7 @@ class Watch:
         return Verdict(ranks, text, late=True, again=self._all_here(seen))
 
     def _judged(self, lost: LostRanks) -> Verdict:
-        """The verdict of all, or what can be said without a store that answers."""
+        """Return the common verdict, or `_alone` if the store does not answer."""
         if _within(_PATIENCE, lambda: self._report(lost)):
             verdict = _within(3 * _PATIENCE, lambda: self._judge(lost))
             if verdict is not None:
@@ -206,7 +224,8 @@ class Watch:
         return self._alone()
 
     def _alone(self) -> Verdict:
-        """What to say without a store that answers: it is rank 0's, if not the launcher's."""
+        """Return the verdict for a store that does not answer: the fault is with the process that
+        holds it, which is the launcher or else rank 0."""
         self._reachable = False
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return Verdict((), "the launcher that holds the store is gone or stuck")
@@ -217,7 +236,7 @@ class Watch:
         return self._store.check(["lost"])
 
     def _judge(self, lost: LostRanks) -> Verdict:
-        """Wait for others to report and to answer, and judge unless somebody has."""
+        """Wait for others to report and to answer, then judge unless another rank has done so."""
         if isinstance(lost, OutOfStep):
             return self._first(Verdict((), str(lost)))
         ranks: tuple[int, ...] = ()
@@ -239,7 +258,8 @@ class Watch:
         return self._first(Verdict(ranks, f"{text}; {lost}"))
 
     def _first(self, mine: Verdict) -> Verdict:
-        """The verdict of the first rank that has one."""
+        """Publish this rank's verdict unless there is one, and return the first one published. The
+        rank whose verdict it is also writes it to the folder."""
         text = json.dumps(asdict(mine))
         said = self._store.compare_set("verdict", "", text).decode()
         if said == text and self.folder is not None:
@@ -259,7 +279,8 @@ class Watch:
         return f"{names} {verb} gone or stuck"
 
     def _name(self, rank: int) -> str:
-        """A rank, where it is and what it ran: `rank 2 (pipeline 1, data 0: stages 1, 3)`."""
+        """Name a rank with its coordinate and its stages, as in
+        `rank 2 (pipeline 1, data 0: stages 1, 3)`."""
         where = self._layout.coordinate(rank)
         text = ", ".join(
             f"{axis} {where[axis]}"
@@ -272,10 +293,12 @@ class Watch:
         return f"rank {rank} ({text})"
 
     def _end(self, verdict: Verdict, lost: LostRanks | None = None) -> NoReturn:
-        """Print, and leave at once: to destroy process groups, or to end threads that wait in them
-        or in the store, can take as long as their timeout when the other end is gone."""
+        """Print the verdict and end the process at once. Destroying process groups, or ending
+        threads that wait in them or in the store, could take until their timeout when the other end
+        is gone."""
         text = verdict.text
-        # After a hang ranks lose those that have left for it, which says no more.
+        # After a hang, a rank also loses those that have already left because of it. That would
+        # add nothing to the message.
         if lost is not None and not verdict.late and str(lost) not in text:
             text += f"; {lost}"
         print(f"error: rank {self._rank}: {text}", file=sys.stderr, flush=True)
@@ -287,7 +310,7 @@ class Watch:
         os._exit(EXIT_LOST_RANKS)
 
     def _dump_stacks(self, verdict: Verdict) -> None:
-        """Write where all threads of this process are."""
+        """Write the stacks of all threads of this process, to standard error and to the folder."""
         faulthandler.dump_traceback()
         if self.folder is not None:
             with suppress(OSError):
@@ -301,9 +324,10 @@ class Watch:
                     faulthandler.dump_traceback(file)
 
     def _take_leave(self, verdict: Verdict) -> None:
-        """Rank 0, which may hold the store, leaves after all but the silent. So does every rank
-        when something took too long: what waits for a rank that is gone is no longer where it was
-        when its stacks are written."""
+        """Announce that this rank is ready to leave. Rank 0, which may hold the store, also waits
+        until all others are ready, except ranks at fault that do not answer. If something took too
+        long, every rank waits for this: a rank that leaves ends the waits of others, whose stacks
+        would then no longer show where they waited."""
         self._append("left", f"{self._rank} ")
         silent = set(verdict.ranks) - self._answers().keys()
         staying = set(range(self._layout.world)) - silent
@@ -315,11 +339,11 @@ class Watch:
         self._store.append(key, text)  # type: ignore[attr-defined]  # not in torch's stubs
 
     def _read(self, key: str) -> str:
-        # `get` alone would wait for a key that nobody has written yet.
+        # `get` alone would block on a key that no rank has written yet.
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _reports(self) -> dict[int, Collection[int]]:
-        """Whom each rank lost that has given up."""
+        """Return the ranks that each rank lost, by the rank that has given up."""
         lines = map(json.loads, self._read("lost").splitlines())
         return {rank: ranks for rank, ranks in lines if ranks != _LATE}
 
@@ -338,8 +362,8 @@ def _decoded(text: str) -> Verdict:
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """What the store answers to `ask`, None when it fails or takes longer; for the store of a
-    process that is stopped would keep the caller for ever."""
+    """Return the result of `ask`, which queries the store, or None if it fails or takes more than
+    `seconds`. Without this limit, a store in a stopped process would block the caller forever."""
     box: SimpleQueue[T | None] = SimpleQueue()
 
     def run() -> None:

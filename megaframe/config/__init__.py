@@ -1,4 +1,4 @@
-"""What a run is made of: typed sections, read from YAML and overrides, checked and documented."""
+"""The configuration of a run: typed sections, read from YAML and overrides, and checked."""
 
 from megaframe.config.describe import explain, listing
 from megaframe.config.load import dump, load

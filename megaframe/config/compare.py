@@ -1,4 +1,4 @@
-"""Two configs compared, key by key."""
+"""Comparison of two configs, key by key."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TRAINING_ONLY = frozenset(
         "model.moe.capacity",
     }
 )
-"""Keys of the model that say how it is trained: with others the same weights are as good."""
+"""Keys of the model that affect only its training; the same weights fit other values."""
 
 
 def differences(
     there: object, here: object, free: Collection[str], name: str = ""
 ) -> Iterator[str]:
-    """A line for each key that is not the same in two sections, or values, called `name`; nothing
-    of the keys in `free` and what is inside of them."""
+    """Yield a line for each key that differs between two sections, or two values, called `name`.
+    Keys in `free`, and everything inside them, are not compared."""
     if name in free:
         return
     if isinstance(there, BaseModel) and isinstance(here, BaseModel):

@@ -1,7 +1,7 @@
-"""The schema, told in words: every key with its type, range, default and text.
+"""Describes the schema in words: every key with its type, range, default and documentation.
 
-Error messages, `--explain` and `--help` all speak from this one walk over the pydantic models, so
-that what a key takes is written down once, in `schema.py`.
+Error messages, `--explain` and `--help` all use this one walk over the pydantic models, so that
+what a key takes is written down once, in the schema.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megaframe.errors import UserError
 
 WIDTH = 100
 MAX_NAME = 100
-"""Characters of an unknown key that are compared with the known ones."""
+"""Number of characters of an unknown key that are compared with the known ones."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Key:
 
     @property
     def several(self) -> bool:
-        """Whether its values are of more than one type, null aside."""
+        """Whether its values may be of more than one type, not counting null."""
         return len(_without_null(self.field.annotation)) > 1
 
     @property
@@ -61,7 +61,7 @@ class Key:
 
     @property
     def default(self) -> str:
-        """Its default as one would write it; `derived` where other keys decide it."""
+        """Its default as written in a config; `derived` if it follows from other keys."""
         if self.field.is_required():
             return "required"
         return "derived" if self.field.default_factory else shown(self.field.default)
@@ -69,7 +69,7 @@ class Key:
 
 @lru_cache
 def keys() -> Mapping[str, Key]:
-    """All keys by dotted name, sections before what they hold, in the order of the schema."""
+    """Return all keys by dotted name, in the order of the schema, each section before its keys."""
     return {key.name: key for key in _walk(RunConfig, "")}
 
 
@@ -84,7 +84,7 @@ def _walk(section: type[Section], prefix: str) -> list[Key]:
 
 
 def _section(annotation: Any) -> type[Section] | None:
-    """The section class that `annotation` is, or is when it is not null."""
+    """Return the section class in `annotation`, which may be nullable; None if there is none."""
     for kind in (annotation, *_alternatives(annotation)):
         if isinstance(kind, type) and issubclass(kind, Section):
             return kind
@@ -96,18 +96,18 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 def _without_null(annotation: Any) -> list[Any]:
-    """The types of a union but for that of null; none where it is no union."""
+    """Return the types of a union except null; none if it is not a union."""
     return [kind for kind in _alternatives(annotation) if kind is not type(None)]
 
 
 def allowed(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
-    """In words, the values of a type annotation, e.g. `a whole number >= 1`."""
+    """Describe the values of a type annotation in words, e.g. `a whole number >= 1`."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         inner = (item for field in args[1:] for item in getattr(field, "metadata", ()))
         return allowed(args[0], (*bounds, *inner))
     if _alternatives(annotation):
-        # A list last: what came after it would read as one of its items.
+        # Lists come last: what follows a list would read as one of its items.
         ordered = sorted(args, key=lambda kind: get_origin(kind) is tuple)
         return " or ".join("null" if a is type(None) else allowed(a, bounds) for a in ordered)
     if origin is Literal:
@@ -128,7 +128,7 @@ def allowed(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:
 
 
 def allowed_inside(key: Key, path: Sequence[int | str]) -> str:
-    """In words, the values at `path` inside the value of a key, e.g. `(0, "weight")` of a list."""
+    """Describe in words the values allowed at `path` inside a key's value, e.g. `(0, "weight")`."""
     annotation, bounds = key.field.annotation, tuple(key.field.metadata)
     for part in path:
         found = _without_null(annotation)
@@ -171,7 +171,7 @@ def _bound(limit: float) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as one would write it in a config."""
+    """Return a value as it is written in a config."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -184,8 +184,8 @@ def shown(value: Any) -> str:
 
 
 def nearest(name: str) -> str:
-    """The known key that looks most like `name`, as a whole or in its last part; all of them where
-    several do so equally."""
+    """Return the known key most similar to `name`, compared as a whole and by its last part;
+    several keys if they are equally similar."""
     name = name[:MAX_NAME]
 
     def likeness(known: str) -> float:
@@ -193,13 +193,13 @@ def nearest(name: str) -> str:
         last = SequenceMatcher(None, name.rpartition(".")[2], known.rpartition(".")[2]).ratio()
         return max(whole, 0.95 * last) + 0.01 * whole
 
-    # A section is no help to one who has already named it.
+    # A section that `name` already starts with is no help.
     likely = {known: likeness(known) for known in _all_names() if not name.startswith(f"{known}.")}
     return either(known for known, ratio in likely.items() if ratio == max(likely.values()))
 
 
 def _all_names() -> list[str]:
-    """All dotted names, those of the items of a list of sections too."""
+    """Return all dotted names, including those of items in a list of sections."""
     names = []
     for key in keys().values():
         names.append(key.name)
@@ -210,9 +210,9 @@ def _all_names() -> list[str]:
 
 
 def explain(name: str) -> str:
-    """What `--explain` prints for a key, or for each key of a section.
+    """Return what `--explain` prints for a key, or for each key of a section.
 
-    Raises `UserError` with the nearest key for a name that is none.
+    If there is no such key, raises `UserError` with the nearest one.
     """
     key = keys().get(name)
     if key is None:
@@ -232,7 +232,7 @@ def _explained(key: Key) -> str:
 
 
 def listing() -> str:
-    """What `--help` prints: all keys by section, with default and the first sentence of each."""
+    """Return what `--help` prints: all keys by section, with default and first sentence of each."""
     blocks: dict[str, list[Key]] = {}
     for key in keys().values():
         blocks.setdefault(key.name.partition(".")[0], []).append(key)
@@ -240,7 +240,7 @@ def listing() -> str:
 
 
 def _block(section: Key, *inner: Key) -> str:
-    """The part of the listing of one section, in three aligned columns."""
+    """Return one section's part of the listing, in three aligned columns."""
     leaves = [key for key in inner if not key.section]
     name_width = max(len(key.name) for key in leaves) + 2
     default_width = max(len(key.default) for key in leaves) + 2

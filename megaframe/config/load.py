@@ -1,6 +1,6 @@
-"""RunConfig from files and overrides, and back to YAML.
+"""Makes a `RunConfig` from files and overrides, and writes one back as YAML.
 
-All mistakes are gathered and raised as one `UserError`, so that a user mends a config in one go.
+All mistakes are collected and raised as one `UserError`, so that a user can fix a config in one go.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from megaframe.config.shipped import config_path
 from megaframe.errors import UserError
 
 MAX_SHOWN = 60
-"""Characters of a wrong value that a message repeats."""
+"""Maximum number of characters of a wrong value that a message repeats."""
 
 
 def load(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """The config of a YAML file (defaults without one) under `section.key=value` overrides.
+    """Return the config in a YAML file (all defaults without one), with `section.key=value`
+    overrides applied.
 
-    The name of one of ours, such as llama3-8b, is as good as a path. A file may name others with
-    `extends`, relative to itself: their keys come first. Raises `UserError` with every mistake,
-    each with its file and line.
+    `path` may also be the name of a shipped config, such as llama3-8b. A file may name others with
+    `extends`, relative to itself, and its keys replace theirs. Raises `UserError` with all
+    mistakes, each with its file and line.
     """
     reader = Reader()
     table = reader.file(config_path(path)) if path is not None else {}
@@ -41,8 +42,8 @@ def load(path: str | None, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def dump(config: RunConfig) -> str:
-    """All keys of a config as YAML that `load` reads back to an equal one."""
-    # Without allow_unicode: PyYAML writes a next line (U+0085) as a line break that it folds.
+    """Return all keys of a config as YAML; `load` reads it back to an equal config."""
+    # No allow_unicode: PyYAML would write U+0085 (next line) as a line break, and fold it.
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
@@ -57,13 +58,13 @@ def _validated(table: Table) -> tuple[RunConfig | None, list[Mistake]]:
     try:
         return RunConfig.model_validate(nested), []
     except ValidationError as errors:
-        # A default that follows from a key with a mistake cannot be derived; not one of its own.
+        # A default derived from an invalid key cannot be computed; that is no mistake of its own.
         own = [e for e in errors.errors() if e["type"] != "default_factory_not_called"]
         return None, [_mistake(e["type"], e["loc"], table) for e in own[:MAX_MISTAKES]]
 
 
 def _mistake(kind: str, location: tuple[int | str, ...], table: Table) -> Mistake:
-    """A pydantic error in our words, at the place where the value was given."""
+    """Convert a pydantic error to a `Mistake` in our words, located where the value was given."""
     name, path = _split(location)
     full = ".".join(map(str, (name, *path)))
     if name not in table:
@@ -78,7 +79,7 @@ def _mistake(kind: str, location: tuple[int | str, ...], table: Table) -> Mistak
     elif kind == "missing" and isinstance(path[-1], str):
         text = f"{full}: missing; it takes {allowed_inside(keys()[name], path)}"
     elif kind == "missing":
-        # Too few items: speak of the list.
+        # A list has too few items: report the whole list.
         text = f"{name}={_shown(table[name])}: takes {keys()[name].allowed}"
     else:
         text = f"{full}={_shown(place)}: takes {allowed_inside(keys()[name], path)}"
@@ -86,8 +87,9 @@ def _mistake(kind: str, location: tuple[int | str, ...], table: Table) -> Mistak
 
 
 def _split(location: tuple[int | str, ...]) -> tuple[str, tuple[int | str, ...]]:
-    """The longest known key that a location starts with, and the path inside its value; none where
-    values may be of several types, each of which finds another thing wrong."""
+    """Split a location into the longest known key that it starts with and the path inside its
+    value. The path is empty if values may be of several types, because pydantic then reports a
+    different error for each type."""
     end = max(
         end for end in range(1, len(location) + 1) if ".".join(map(str, location[:end])) in keys()
     )
@@ -100,7 +102,7 @@ def _without_numbers(name: str) -> str:
 
 
 def _whole_number(given: Given, text: str) -> str:
-    """How to write a whole number such as 1e6 where one is wanted."""
+    """Return how to write a whole number that was given as, e.g., 1e6; empty if not needed."""
     value = given.value()
     if not isinstance(value, str) or "takes a whole number" not in text:
         return ""

@@ -1,4 +1,4 @@
-"""What is trained: keys of `model`, but for those of its experts."""
+"""Architecture of the model: keys of `model`, except those of its experts (`moe.py`)."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Emulate(Section):
     forward: Annotated[float, Field(ge=0)] = 0.0
     """Seconds that the forward pass of one block waits per microbatch."""
     backward: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds that its input gradient waits."""
+    """Seconds that the input gradient of one block waits per microbatch."""
     weight: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds that its weight gradient waits."""
+    """Seconds that the weight gradient of one block waits per microbatch."""
 
 
 class Model(Section):
@@ -104,7 +104,7 @@ class Model(Section):
     window: Positive | tuple[Positive | None, ...] | None = None
     """Sliding-window attention: a token sees itself and the `window` - 1 tokens before it; with
     null, all tokens before it. A list, such as [1024, null], has one entry per layer and repeats;
-    blocks of `mtp_depth` count on behind the last layer."""
+    the blocks of `mtp_depth` continue the count after the last layer."""
     logit_softcap: Annotated[float, Field(gt=0)] | None = None
     """Replace logits x by cap * tanh(x / cap)."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0

@@ -1,4 +1,4 @@
-"""The mixture of experts: keys of `model.moe`."""
+"""Mixture of experts: keys of `model.moe`."""
 
 from __future__ import annotations
 

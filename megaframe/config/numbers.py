@@ -1,7 +1,7 @@
-"""Nearest valid values, and when a set of axis sizes is a layout: arithmetic behind error messages.
+"""Nearest valid values, and whether axis sizes form a layout: the arithmetic behind error messages.
 
-It lives beneath both `check` and `Layout`, so that a config is refused before anything is built and
-with the very words with which the layout itself would refuse.
+Both `plan/check.py` and `Layout` use it, so that a config is refused before anything is built, with
+the same message that `Layout` itself would raise.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ TIMES = " \N{MULTIPLICATION SIGN} "
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """Divisors of a positive number, ascending; all of them up to a number of 10^12."""
-    # The bound keeps a message about an absurd size from taking minutes to write.
+    """Return the divisors of a positive number, ascending; above 10^12 some may be missing."""
+    # Bounded, so that a message about an absurd size does not take minutes.
     small = [d for d in range(1, min(isqrt(number), 10**6) + 1) if number % d == 0]
     return tuple(sorted({*small, *(number // d for d in small)}))
 
 
 def nearest_divisors(number: int, wanted: int) -> str:
-    """The divisors of `number` around `wanted`, for a message: `4 or 8`."""
+    """Return the divisors of `number` closest to `wanted` on each side, for a message: `4 or 8`."""
     valid = divisors(number)
     below = [d for d in valid if d <= wanted][-1:]
     above = [d for d in valid if d > wanted][:1]
@@ -30,20 +30,20 @@ def nearest_divisors(number: int, wanted: int) -> str:
 
 
 def nearest_multiples(number: int, wanted: int) -> str:
-    """The positive multiples of `number` around `wanted`, for a message: `6 or 12`."""
+    """Return the positive multiples of `number` closest to `wanted`, for a message: `6 or 12`."""
     below = wanted // number * number
     valid = [below] if below == wanted else [below, below + number]
     return either(n for n in valid if n > 0)
 
 
 def either(values: Iterable[object]) -> str:
-    """`a, b or c`."""
+    """Join values as `a, b or c`."""
     *first, last = [str(value) for value in values]
     return f"{', '.join(first)} or {last}" if first else last
 
 
 def layout_mistakes(sizes: Mapping[str, int]) -> list[str]:
-    """Why `sizes`, one per axis and `data_replicate`, cannot be a layout; empty if they can."""
+    """Return why `sizes`, one per axis and `data_replicate`, cannot be a layout; empty if valid."""
     mistakes = [
         f"parallel.{axis}={size} must be a whole number >= 1"
         for axis, size in sizes.items()
@@ -82,9 +82,11 @@ def layout_mistakes(sizes: Mapping[str, int]) -> list[str]:
 
 
 def axis_sizes(parallel: Parallel, world: int) -> tuple[dict[str, int], list[str]]:
-    """The sizes that `parallel` gives to `world` ranks, and all that is wrong with them.
+    """Return the axis sizes of `parallel` for `world` ranks, and everything that is wrong with
+    them.
 
-    `parallel.data` left out becomes what remains of the world (1 where nothing whole remains).
+    If `parallel.data` is not given, it is the world divided by the other axes, rounded down, and at
+    least 1.
     """
     rest = parallel.tensor * parallel.context * parallel.pipeline
     data = parallel.data or max(1, world // rest)
@@ -104,7 +106,7 @@ def axis_sizes(parallel: Parallel, world: int) -> tuple[dict[str, int], list[str
 
 
 def _world_mistake(parallel: Parallel, data: int, rest: int, world: int) -> str:
-    """What to say when `data` × `rest`, the other axes, is not the number of ranks."""
+    """Return the message if `data` × `rest` (the product of the other axes) is not the world."""
     axes = TIMES.join(
         f"parallel.{axis}={getattr(parallel, axis)}" for axis in ("tensor", "context", "pipeline")
     )

@@ -1,9 +1,9 @@
-"""From YAML files and dotted overrides to one flat table: key -> what was given, and where.
+"""Reads YAML files and dotted overrides into one flat table: key -> value as given, and its origin.
 
-The table is flat because then `extends`, overrides, duplicate keys and line numbers are all dict
-operations on full dotted names. Nothing is constructed from YAML: only its node tree is walked and
-scalars stay text, so a tag can do no harm and `1e-4` means whatever the type of its field says.
-Files are bounded in size and depth, and aliases are refused.
+The table is flat so that `extends`, overrides, duplicate keys and line numbers are dict operations
+on full dotted names. No objects are constructed from YAML: only its node tree is walked, and
+scalars stay text. A tag can therefore do no harm, and the type of a field determines what `1e-4`
+means. Files are bounded in size and depth, and aliases are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_BYTES = 1_000_000
 MAX_DEPTH = 32
 MAX_FILES = 64
 MAX_MISTAKES = 100
-"""Mistakes after which a file is read no further; whoever made so many chose a wrong file."""
+"""Number of mistakes after which no more keys are read: the file is probably the wrong one."""
 _PREFIX = "tag:yaml.org,2002:"
 _TAGS = {
     _PREFIX + kind
@@ -33,9 +33,9 @@ _TAGS = {
 
 @dataclass(frozen=True)
 class Mistake:
-    """One thing that is wrong: in which file (or on the command line), on which line, and what.
+    """One mistake: its file (or the command line), its line, and what is wrong.
 
-    Line 0 is the file as a whole.
+    Line 0 means the file as a whole.
     """
 
     origin: str
@@ -49,25 +49,25 @@ class Mistake:
 
     @property
     def order(self) -> tuple[bool, str, int]:
-        """Sorts mistakes by file and line, the command line last."""
+        """Sort key: by file and line, with the command line last."""
         typed = self.origin == COMMAND_LINE
         return (typed, self.origin, 0 if typed else self.line)
 
 
 @dataclass(frozen=True)
 class Given:
-    """The value given for one key, as a YAML node, and the file that it stands in."""
+    """The value given for a key, as a YAML node, and its origin: a file or the command line."""
 
     node: yaml.Node
     origin: str
 
     @property
     def line(self) -> int:
-        """Line of the value, from 1."""
+        """Line of the value, counted from 1."""
         return self.node.start_mark.line + 1
 
     def at(self, path: Sequence[int | str]) -> Given:
-        """The item at `path` inside this value, or the innermost one around it that exists."""
+        """Return the item at `path` inside this value, or the innermost existing one around it."""
         node = self.node
         for part in path:
             inside = _children(node).get(part)
@@ -77,7 +77,7 @@ class Given:
         return Given(node, self.origin)
 
     def value(self) -> Any:
-        """Plain lists, dicts and text; None for null."""
+        """Return the value as plain lists, dicts and text; None for null."""
         return _plain(self.node)
 
 
@@ -86,15 +86,16 @@ Table = dict[str, Given]
 
 @dataclass
 class Reader:
-    """Reads the parts of one config; `mistakes` gathers what is wrong in any of them."""
+    """Reads the parts of one config, and collects their mistakes in `mistakes`."""
 
     mistakes: list[Mistake] = field(default_factory=list)
     files: int = 0
 
     def file(self, path: str, chain: tuple[str, ...] = ()) -> Table:
-        """The keys of a file over those of the files that it extends.
+        """Return the keys of a file, which replace those of the files that it extends.
 
-        A path that cannot be opened is a mistake of the last file in `chain`, which named it.
+        chain: the files that led here through `extends`. A file that cannot be used adds a mistake
+        and has no keys.
         """
         self.files += 1
         try:
@@ -122,7 +123,7 @@ class Reader:
         return merged(table, self._flat(root, "", path, skip="extends"))
 
     def overrides(self, texts: Iterable[str]) -> Table:
-        """The keys of `section.key=value` texts; a later one wins."""
+        """Return the keys of `section.key=value` texts; a later text wins."""
         table: Table = {}
         for text in texts:
             name, equals, value = text.partition("=")
@@ -139,9 +140,9 @@ class Reader:
         self.mistakes.append(Mistake(origin, line, text))
 
     def _compose(self, raw: bytes, origin: str, about: str = "") -> yaml.Node | None:
-        """The node tree of a YAML text; None, and a mistake, for what is not YAML.
+        """Return the node tree of a YAML text. If it is not YAML, record a mistake and return None.
 
-        A file without content gives None too, an override without a value null.
+        An empty file also gives None; an override without a value gives null.
         """
         try:
             loader = _Loader(raw.decode("utf-8-sig"))
@@ -183,7 +184,7 @@ class Reader:
     def _items(
         self, mapping: yaml.MappingNode, origin: str, prefix: str = ""
     ) -> list[tuple[str, yaml.Node]]:
-        """Keys and values of a mapping; keys that are no text or stand twice are mistakes."""
+        """Return keys and values of a mapping. Keys that are not text or repeated are mistakes."""
         items: dict[str, yaml.Node] = {}
         lines: dict[str, int] = {}
         for key, value in mapping.value:
@@ -200,7 +201,7 @@ class Reader:
     def _flat(
         self, mapping: yaml.MappingNode, prefix: str, origin: str, skip: str | None = None
     ) -> Table:
-        """The table of one mapping, which holds the keys that start with `prefix`."""
+        """Return the table of one mapping, whose keys all start with `prefix`."""
         nodes = {key.value: key for key, _ in mapping.value if isinstance(key, yaml.ScalarNode)}
         table: Table = {}
         for name, value in self._items(mapping, origin, prefix):
@@ -215,7 +216,7 @@ class Reader:
         return table
 
     def _entry(self, name: str, at: yaml.Node, value: yaml.Node, origin: str) -> Table:
-        """What one key and its value add to the table: itself, or all that is beneath it."""
+        """Return what a key and its value add to the table: the key, or the keys of a section."""
         key = keys().get(name)
         if len(self.mistakes) >= MAX_MISTAKES:
             return {}
@@ -232,7 +233,7 @@ class Reader:
         return {name: Given(value, origin)} if key.nullable else {}
 
     def _sound(self, name: str, node: yaml.Node, origin: str) -> bool:
-        """Whether a value is made of plain YAML only, inside too."""
+        """Return whether a value is, all the way down, plain YAML without duplicate keys."""
         if node.tag not in _TAGS:
             self._wrong(origin, node, f"{name}: YAML tag {node.tag.replace(_PREFIX, '!!')} refused")
             return False
@@ -247,9 +248,10 @@ class Reader:
 
 
 def merged(base: Table, over: Mapping[str, Given]) -> Table:
-    """`base` with the keys of `over` in their place.
+    """Return `base` with the keys of `over` added or replaced.
 
-    A section set to null ends the keys beneath it, and a key beneath ends the null.
+    A section set to null removes the keys beneath it; a key beneath a section set to null removes
+    the null.
     """
     table = dict(base)
     for name in over:
@@ -260,7 +262,7 @@ def merged(base: Table, over: Mapping[str, Given]) -> Table:
 
 
 class _Loader(yaml.SafeLoader):
-    """Makes node trees only; refuses aliases, which can grow without bound, and deep nesting."""
+    """Makes node trees only; refuses deep nesting, and aliases, which can grow without bound."""
 
     depth = 0
 
@@ -280,7 +282,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _unknown(name: str) -> str:
-    """What to say of a key that is none."""
+    """Return the message about an unknown key."""
     parent = name.rpartition(".")[0]
     while parent and parent not in keys():
         parent = parent.rpartition(".")[0]

@@ -1,7 +1,8 @@
-"""Every key of a run, typed, with its documentation: the contract between a user and megaframe.
+"""All keys of a run, typed and documented: the contract between a user and megaframe.
 
-Sections are frozen; the docstring under a field is what `--explain section.key` prints. Checks that
-concern one section live here; checks that need several (divisibility, layout) live in `check.py`.
+Sections are frozen; the docstring under a field is what `--explain section.key` prints. Checks of a
+single section are made here; checks that need several sections (divisibility, layout) are in
+`plan/check.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all sections of a config have in common."""
+"""The base class of all config sections, and the number types that they share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The configs that come with megaframe, by name: of a checkout, or of an installed wheel.
+"""The configs shipped with megaframe, by name: in a checkout or in an installed wheel.
 
-A wheel has the folder `configs` as `megaframe_configs` beside the package, because a folder of the
-first name would not be ours alone.
+In a wheel the folder `configs` is named `megaframe_configs` and is next to the package, because
+other packages could install a folder named `configs` too.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _BESIDE / "configs"
 
 
 def config_path(given: str) -> str:
-    """The file that `--config` means: a path as it stands; a mere name, such as llama3-8b, one of
-    ours. Raises `UserError` for a name that none of ours has."""
+    """Return the file that `--config` means: a path is returned unchanged, and a bare name, such as
+    llama3-8b, is a shipped config. Raises `UserError` if no shipped config has that name."""
     if "/" in given or given.endswith((".yaml", ".yml")) or Path(given).exists():
         return given
     path = CONFIGS / f"{given}.yaml"

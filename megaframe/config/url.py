@@ -1,7 +1,8 @@
-"""URLs in a config: what keeps one from being used.
+"""Checks of URLs in a config.
 
-A config is printed, and written into the run's folder and every checkpoint. So a URL with a secret
-in it is refused, by a message that does not repeat it; the secret belongs into the environment.
+A config is printed, and written into the run folder and every checkpoint. A URL that contains a
+secret is therefore refused, with a message that does not repeat it; secrets belong in the
+environment.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://", re.ASCII)
 
 
 def is_url(text: str) -> bool:
-    """Whether a text that names a file or folder is a URL; everything else is a path."""
+    """Return whether the name of a file or folder is a URL; anything else is a path."""
     return "://" in text
 
 
 def url_mistake(text: str) -> str | None:
-    """Why a URL cannot be used, without any secret that may be in it; None for a good one."""
+    """Return why a URL is refused, without repeating anything of it but its scheme; else None."""
     if not _REMOTE.match(text):
         return "it is a URL without a scheme, such as s3://"
     scheme = text.partition("://")[0]
@@ -35,5 +36,5 @@ def url_mistake(text: str) -> str | None:
     if "::" in text:
         return f"{scheme}://... is a chain of URLs; use one"
     if any(part in (".", "..") for part in text.partition("://")[2].split("/")):
-        return f"{text} has . or .. in it; write the full path"
+        return f"{scheme}://... has . or .. in it; write the full path"
     return None

@@ -1,1 +1,1 @@
-"""What runs left in their folders, for people: pages, live or kept, and reports. Needs no torch."""
+"""Shows what runs left in their folders: pages, live or saved, and reports. Needs no torch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 _LEAST = 0.02
-"""Share of the peak that is worth a sentence."""
+"""Smallest loss, as a share of the peak, for which advice is given."""
 _MOST = 5
 _ADVICE = {
     "kernels": "products run below the peak: a larger train.microbatch or model.hidden fills the "
@@ -36,7 +36,7 @@ _ADVICE = {
 
 
 def advice(losses: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Cause and sentence, the largest loss first. losses: shares of the peak by cause."""
+    """Yield causes and advice, the largest loss first. losses: shares of the peak by cause."""
     causes = sorted(losses, key=lambda cause: -losses[cause])
     told = 0
     for cause in causes:
@@ -50,7 +50,7 @@ def advice(losses: Mapping[str, float]) -> Iterator[tuple[str, str]]:
 
 
 def _first_axis(cause: str) -> str:
-    """Several axes are advised on as the first of them."""
+    """Map communication over several axes to the first axis that has advice, if any has."""
     names = cause.removeprefix("communication/").split("+")
     known = (f"communication/{name.partition('_')[0]}" for name in names)
     return next((name for name in known if name in _ADVICE), cause)

@@ -1,8 +1,8 @@
-"""The metrics file of a run as columns, however it came to us: still being written, cut off in the
-middle, or with lines of something else between.
+"""The metrics file of a run as columns. The file may still be being written, or be cut off, or
+contain lines that are not metrics.
 
-Nothing in it is trusted. What is no line of a step is left out and counted, and every oddity
-becomes a note that is shown beside what there is.
+Nothing in it is trusted. A line that is not the line of a step is left out and counted, and
+everything unusual becomes a note that is shown next to the data.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _ROWS = ("ranks", "stages", "experts", "sources")
 """Keys whose lists are kept whole, as rows of numbers."""
 
 Rows = dict[str, tuple[list[int], list["array[float]"]]]
-"""By name the steps that have the row, and the rows."""
+"""By name: the steps that have such a row, and their rows."""
 
 
 class Metrics:
-    """Columns of one metrics file; `read` takes what has been added to it."""
+    """Columns of one metrics file; `read` adds the lines written since the last call."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.version = 0
-        """Grows whenever something is read."""
+        """Increases whenever something is read."""
         self._identity: tuple[int, int] | None = None
         self._forget()
 
@@ -49,8 +49,8 @@ class Metrics:
         return len(self._columns["step"])
 
     def read(self) -> bool:
-        """Take whole lines that are new since the last call; whether there were any. A file that
-        was replaced, as when a run resumes, is read anew."""
+        """Read the complete lines added since the last call; return whether there were any. A file
+        that was replaced, for example by a resumed run, is read from its start."""
         try:
             found = self.path.stat()
             identity = found.st_dev, found.st_ino
@@ -77,7 +77,7 @@ class Metrics:
         return self._offset != before
 
     def notes(self) -> Iterator[str]:
-        """What a reader of the page should know of the file."""
+        """Yield what a reader of the page should know about the file."""
         if not self._lines and not self._torn:
             yield "no metrics yet" if self.path.exists() else f"there is no {self.path.name}"
         if self._bad:
@@ -90,7 +90,7 @@ class Metrics:
             yield f"only the first {_MOST_COLUMNS} names of metrics are read"
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """Values of a metric by line, NaN where there is none."""
+        """Return the values of a metric by line, NaN in lines without it."""
         found = np.full(len(self), np.nan)
         values = self._columns.get(name)
         if values is not None:
@@ -98,7 +98,7 @@ class Metrics:
         return found
 
     def names(self) -> list[str]:
-        """Of all columns, in the order in which they were first seen."""
+        """Return the names of all columns, in the order in which they were first seen."""
         return list(self._columns)
 
     def _add(self, line: bytes) -> None:
@@ -149,7 +149,7 @@ class Metrics:
 
 
 def _numbers(line: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[Any]:
-    """Names and numbers of a line, those of nested objects joined by slashes."""
+    """Yield names and numbers of a line except `ranks`; nested names are joined by slashes."""
     for name, value in line.items():
         if isinstance(value, bool) or value is None:
             continue

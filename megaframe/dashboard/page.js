@@ -1,6 +1,6 @@
 "use strict";
-// Draws what the page was given. Names of runs, keys and values are text wherever they go: into the
-// document by textContent, into plotly, which knows some tags, with their signs escaped.
+// Draws the data of the page. Names of runs, keys and values are always inserted as text: into the
+// document by textContent, and into plotly, which interprets some tags, escaped.
 const AXES = { step: "step", tokens: "tokens", hours: "hours of training" };
 const COLOURS = ["#2f81f7", "#e36209", "#2da44e", "#a475f9", "#d1242f", "#bf8700", "#1b7c83", "#bf3989"];
 const DASHES = ["solid", "dot", "dash", "dashdot", "longdash", "longdashdot"];
@@ -14,7 +14,7 @@ const make = (tag, text, attributes = {}) => {
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
   return node;
 };
-const theme = {}; // Read once a turn: each question makes the browser lay the page out.
+const theme = {}; // Read once per redraw, because each query makes the browser compute the layout.
 const css = (name) => theme[name];
 const readTheme = () => ["--line", "--ink"].forEach((name) => {
   theme[name] = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -41,7 +41,7 @@ function layout(panel, more = {}) {
 }
 
 function lines(panel) {
-  // Parts that sum to the whole are stacked, where there is one run of them.
+  // Parts that sum to the step are stacked if the page has only one run.
   const traces = [], events = [];
   for (const { run, number } of shown()) {
     const x = run.x[state.x], keys = keysOf(panel, run), single = keys.length === 1;
@@ -70,11 +70,11 @@ function lines(panel) {
   })];
 }
 
-// Of marks: from the bottom of a panel to its top, whatever else it shows.
+// The y axis of marks: from the bottom of a panel to its top, whatever else it shows.
 const MARKED = { overlaying: "y", range: [0, 1], visible: false, fixedrange: true };
 const along = () => ({ title: { text: AXES[state.x], standoff: 4 } });
 
-// One trace for all events of a kind: hundreds of shapes would take longer than the lines.
+// One trace for all events of a kind, because hundreds of shapes would take longer than the lines.
 const EVENTS = { restart: "#a475f9", skip: "#d1242f", checkpoint: "#8a94a3" };
 const marks = (events) => [...new Set(events.map((one) => one.kind))].map((kind) => {
   const at = events.filter((one) => one.kind === kind), top = kind === "checkpoint" ? 0.05 : 1;
@@ -88,7 +88,7 @@ const marks = (events) => [...new Set(events.map((one) => one.kind))].map((kind)
 function waterfall(panel) {
   const falls = having(panel).map(({ run, number }) => [run.name, run.waterfall, several() ? COLOURS[number % COLOURS.length] : null]);
   if (state.data.prediction.length) falls.push([...state.data.prediction, "#8a94a3"]);
-  // All fall in one order, that of the largest share that any of them has.
+  // All waterfalls have the same order of causes: by the largest share that any of them has.
   const most = new Map();
   for (const [, losses] of falls) for (const [cause, label, share] of losses)
     if (cause !== "mfu" && Math.abs(share) >= 5e-5) most.set(label, Math.max(share, most.get(label) ?? share));
@@ -113,7 +113,7 @@ function waterfall(panel) {
   })];
 }
 
-// Runs that have numbers for a panel.
+// The runs that have numbers for a panel.
 const having = (panel) => shown().filter(({ run }) => panel.kind === "lines" ? keysOf(panel, run).length
   : panel.kind === "waterfall" ? run.waterfall.length : run[panel.kind][panel.id]);
 
@@ -146,7 +146,7 @@ function bars(panel) {
 
 const KINDS = { lines, waterfall, heat, bars };
 
-// The numbers of a figure as a table: for who does not see it, or wants to copy them.
+// The numbers of a figure as a table, for those who cannot see it or want to copy them.
 function tableOf(traces) {
   const rows = traces.filter((t) => t.hoverinfo !== "skip").flatMap((t) => {
     if (t.type === "heatmap") return t.y.slice(0, 50).map((name, i) => [name, Math.max(...t.z[i]).toPrecision(3)]);
@@ -176,7 +176,7 @@ function draw(id) {
   entry.section.dataset.state = "drawn";
 }
 
-// What is known of a panel before it is drawn: whether there is anything, and of which runs.
+// Prepares a panel for drawing: hides it if no run has numbers, and lists the runs to choose from.
 function outline(entry) {
   const { panel, select } = entry, runs = having(panel), empty = !runs.length;
   entry.stale = true;
@@ -188,7 +188,7 @@ function outline(entry) {
   if (!empty) select.value = chosen(panel).number;
 }
 
-// Without a mouse: arrows move along x, plus and minus zoom, 0 shows all.
+// The keyboard: arrows move along x, plus and minus zoom, 0 shows all.
 function keys(event, plot) {
   const axis = plot._fullLayout && plot._fullLayout.xaxis;
   if (!axis || event.ctrlKey || event.metaKey || event.altKey) return;
@@ -242,14 +242,14 @@ function fillTable([id, , heads, rows]) {
   document.querySelector(`#${id} .scroll`).replaceChildren(grid);
 }
 
-// Rows of all runs by their first cell.
+// Joins the rows of all runs by their first cell.
 function joined(field) {
   const keys = [...new Set(state.data.runs.flatMap((run) => run[field].map((row) => row[0])))];
   const tables = state.data.runs.map((run) => new Map(run[field].map((row) => [row[0], row[1]])));
   return keys.map((key) => [key, ...tables.map((one) => one.get(key) ?? "")]);
 }
 
-// Id, title, heads and rows of each.
+// Id, title, column heads and rows of each table.
 function tables() {
   const { runs, differences } = state.data, names = runs.map((run) => run.name);
   const events = runs.flatMap((run) => run.events.map((one) => [run.name, String(one.step), one.kind, one.text]));
@@ -287,13 +287,13 @@ function notes() {
     run.notes.map((note) => make("li", several() ? run.name + ": " + note : note))));
 }
 
-// What is in view is drawn at once, what is a screen away soon, and the rest when it is come to.
+// Panels in view are drawn at once, those up to a screen away soon, the rest when scrolled to.
 const near = new IntersectionObserver((found) => found.forEach(({ target, isIntersecting }) => {
   if (isIntersecting) setTimeout(() => { if (drawn.get(target.id).stale) draw(target.id); });
 }), { rootMargin: "100%" });
 
 function drawAll() {
-  if (!window.Plotly) return; // What can be read without it is there before it is loaded.
+  if (!window.Plotly) return; // Tables and notes are shown before plotly is loaded.
   readTheme();
   near.disconnect();
   drawn.forEach(outline);
@@ -303,7 +303,7 @@ function drawAll() {
     const { top, bottom } = section.getBoundingClientRect();
     return bottom > 0 && top < innerHeight;
   });
-  seen.forEach(({ panel }) => draw(panel.id)); // Not between the questions: each would lay the page out.
+  seen.forEach(({ panel }) => draw(panel.id)); // Not in the loop above, where each query would compute the layout again.
   document.documentElement.dataset.first = "drawn";
   drawn.forEach(({ section }) => near.observe(section));
 }
@@ -317,7 +317,7 @@ function refresh(data) {
   drawAll();
 }
 
-// A page that is served asks for what is new; one that lies in a folder never does.
+// A served page polls for new data; a saved page never does.
 async function follow(token) {
   const status = document.querySelector("#live");
   let version = "";

@@ -1,7 +1,7 @@
-"""The page: one file that holds all that it needs, and asks nobody for anything.
+"""The page: one self-contained HTML file, which loads nothing from other servers.
 
-What comes from runs is in it once, as JSON in which `<` cannot occur, so nothing of it can end the
-element that it lies in; the script puts it into the document as text.
+It contains the data of runs once, as JSON in which `<` cannot occur, so no data can close the
+element that contains it. The script inserts data into the document as text only.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ _PAGE = """<!doctype html>
 
 
 def page(data: Mapping[str, Any], token: str = "") -> str:
-    """The text of the page. token: of the server that it asks for what is new, if there is one."""
+    """Return the HTML of the page. token: of the server that a live page polls for new data; empty
+    for a saved page."""
     return _PAGE.format(
         token=f' data-token="{escape(token)}"' if token else "",
         policy=POLICY,
@@ -73,13 +74,13 @@ def page(data: Mapping[str, Any], token: str = "") -> str:
 
 
 def embedded(data: Any) -> str:
-    """JSON that may stand inside of an HTML element."""
+    """Return data as JSON that is safe inside an HTML element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that nobody sees half. Raises `UserError` when it cannot be written."""
+    """Write a file so that nobody sees a part of it. Raises `UserError` if it cannot be written."""
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -102,6 +103,6 @@ def _plotly() -> str:
     text = get_plotlyjs().replace("</script", "<\\/script")
     head, begin, body = text.partition("this, () => {")
     body, end, tail = body.rpartition("}));")
-    # In parentheses a browser compiles the library's one function at once; else it first reads all
-    # of it only to find its end, a fifth of the time that it takes to load.
+    # In parentheses, a browser compiles the library's one function immediately. Otherwise it first
+    # scans the whole function just to find its end, which is a fifth of the loading time.
     return f"{head}this, (() => {{{body}}})));{tail}" if begin and end else text

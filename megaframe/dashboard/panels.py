@@ -1,4 +1,4 @@
-"""What the page shows: the panels, and the numbers of each run for them."""
+"""The content of the page: the panels, and the numbers of each run for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megaframe.dashboard.thin import Floats, buckets, extremes, means, short
 from megaframe.errors import UserError
 
 POINTS = 800
-"""Steps that a page shows of a run; more are thinned out."""
+"""Maximum number of steps of a run that a page shows; more are thinned out."""
 _EVENTS = 200
 _RATES = ("mfu", "mfu_full_attention", "hfu", "tflops_per_second", "tokens_per_second")
 COMMUNICATION = "communication/"
@@ -25,8 +25,8 @@ COMMUNICATION = "communication/"
 
 @dataclass(frozen=True)
 class Panel:
-    """kind: lines, bars, waterfall, heat or table. keys: metrics that are its lines; one that ends
-    with a slash stands for all that begin so. scale: factor on the values."""
+    """A panel of the page. kind: lines, bars, waterfall or heat. keys: metrics drawn as lines; a
+    key that ends with a slash stands for all metrics with this prefix. scale: factor on values."""
 
     id: str
     title: str
@@ -85,7 +85,7 @@ PANELS = (
 def page_data(
     runs: Sequence[Run], prediction: Mapping[str, Any] | None = None, points: int = POINTS
 ) -> dict[str, Any]:
-    """Everything that the page shows, as JSON holds it."""
+    """Return everything that the page shows, ready for JSON."""
     names = _distinct([run.name for run in runs])
     return {
         "runs": [run_data(run, name, points) for run, name in zip(runs, names, strict=True)],
@@ -96,7 +96,7 @@ def page_data(
 
 
 def run_data(run: Run, name: str, points: int) -> dict[str, Any]:
-    """One run's part of it."""
+    """Return one run's part of `page_data`."""
     metrics = run.metrics
     starts = buckets(len(metrics), points)
     seconds = metrics.column("seconds")
@@ -122,8 +122,8 @@ def run_data(run: Run, name: str, points: int) -> dict[str, Any]:
 
 
 def losses(run: Run) -> dict[str, float]:
-    """Share of the peak by cause, with `mfu` last where it is known: over all steps but the first,
-    which also warms up."""
+    """Return the share of the peak by cause, and `mfu` last if it is known, over all steps but the
+    first, which includes warm-up."""
     weights = run.metrics.column("seconds").copy()
     if len(weights) > 1:
         weights[0] = 0.0
@@ -131,7 +131,7 @@ def losses(run: Run) -> dict[str, float]:
     names = [name for name in run.metrics.names() if name.startswith("lost/")]
     found = {}
     for name in (*names, "mfu"):
-        # A cause that a line does not name cost nothing in its step.
+        # A cause that a line does not name cost nothing in that step.
         values = run.metrics.column(name)
         value = means(values if name == "mfu" else np.nan_to_num(values), whole, weights)
         if value.size and np.isfinite(value[0]):
@@ -140,7 +140,7 @@ def losses(run: Run) -> dict[str, float]:
 
 
 def summary(run: Run) -> list[list[str]]:
-    """Rows of a name and a value."""
+    """Return rows of a name and a value, for the summary of a run."""
     metrics = run.metrics
     if not len(metrics):
         return []
@@ -174,8 +174,8 @@ def summary(run: Run) -> list[list[str]]:
 
 
 def predicted(prediction: Mapping[str, Any]) -> dict[str, float]:
-    """A predicted step as shares of the peak: from `step_seconds`, `mfu` and `breakdown`, seconds
-    by part, in which the exposed communication of an axis has the axis's name."""
+    """Return the shares of the peak of a predicted step by cause. prediction: has `step_seconds`,
+    `mfu` and `breakdown`: seconds by part, with exposed communication under the names of axes."""
     seconds, mfu = float(prediction["step_seconds"]), prediction.get("mfu")
     found: dict[str, float] = {}
     for part, spent in prediction["breakdown"].items():
@@ -189,8 +189,8 @@ def predicted(prediction: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_prediction(path: Path | None) -> dict[str, Any] | None:
-    """A predicted step from a JSON file, as `predicted` takes it. Raises `UserError` when it is
-    none."""
+    """Read a predicted step from a JSON file, as `predicted` takes it. Raises `UserError` if the
+    file has none."""
     if path is None:
         return None
     try:
@@ -204,19 +204,19 @@ def read_prediction(path: Path | None) -> dict[str, Any] | None:
 
 
 def _predicted(prediction: Mapping[str, Any]) -> tuple[str, list[list[Any]]]:
-    """What to call it, and its waterfall."""
+    """Return the name of the prediction, and its waterfall."""
     of = f" for {prediction['cluster']}" if "cluster" in prediction else ""
     return f"predicted{of}", _waterfall(predicted(prediction))
 
 
 def label(cause: str) -> str:
-    """What people read for a cause of a loss."""
+    """Return the text that is shown for a cause of a loss."""
     named = {"kernels": "kernels below peak", "mfu": "MFU"}.get(cause, cause)
     return named.replace(COMMUNICATION, "waits: ").replace("+", " + ")
 
 
 def _waterfall(lost: Mapping[str, float]) -> list[list[Any]]:
-    """Rows of cause, label and share."""
+    """Return rows of cause, label and share."""
     return [[cause, label(cause), short([share], 6)[0]] for cause, share in lost.items()]
 
 
@@ -229,7 +229,7 @@ def _any(values: Floats) -> bool:
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Names of runs, numbered where two are the same."""
+    """Return the names of runs, numbered where names are repeated."""
     seen: dict[str, int] = {}
     found = []
     for name in names:
@@ -239,7 +239,7 @@ def _distinct(names: Sequence[str]) -> list[str]:
 
 
 def _series(run: Run, starts: Any, seconds: Floats) -> dict[str, dict[str, Any]]:
-    """By panel and metric: means of buckets; where they hide something also the extremes."""
+    """Return by metric the means of buckets and, if steps were thinned out, also the extremes."""
     found = {}
     for name in _wanted(run.metrics.names()):
         values = run.metrics.column(name)
@@ -261,7 +261,8 @@ def _wanted(names: Iterable[str]) -> list[str]:
 
 
 def _events(run: Run, axes: Mapping[str, Floats]) -> list[dict[str, Any]]:
-    """Restarts and skips before checkpoints, where there are too many of them."""
+    """Return events and their places on the axes. If there are too many, restarts and skips have
+    precedence over checkpoints."""
     events = list(run.events())
     if len(events) > _EVENTS:
         rare = [event for event in events if event.kind != "checkpoint"][:_EVENTS]

@@ -1,6 +1,7 @@
-"""The report of a run: what it was, how fast, what was lost where, what to try next.
+"""The report of a run: its config, its speed, where the peak was lost, and what to try next.
 
-Written once as Markdown; the HTML is that text in a page of its own, drawn by the same few rules.
+It is written once, as Markdown. The HTML report is that text, converted by the few rules of
+Markdown that it uses.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ td, li, h1 { overflow-wrap: anywhere }
 def report(
     run: Run, prediction: Mapping[str, Any] | None = None, planner: Sequence[str] = ()
 ) -> str:
-    """The report as Markdown. prediction: as `panels.predicted` takes it. planner: what it says."""
+    """Return the report as Markdown. prediction: as `panels.predicted` takes it. planner: the
+    planner's suggestions, or why it has none."""
     return "\n".join(_lines(run, prediction, planner)) + "\n"
 
 
@@ -79,7 +81,7 @@ def _lines(run: Run, prediction: Mapping[str, Any] | None, planner: Sequence[str
 
 
 def html(markdown: str) -> str:
-    """The report as a page that needs nothing else."""
+    """Return the report as a self-contained HTML page."""
     title = markdown.splitlines()[0].removeprefix("# ")
     body = "\n".join(_blocks(markdown.splitlines()))
     return (
@@ -92,7 +94,7 @@ def html(markdown: str) -> str:
 
 
 def _blocks(lines: Sequence[str]) -> Iterator[str]:
-    """Headings, lists, tables and paragraphs, as `report` writes them."""
+    """Convert headings, lists, tables and paragraphs, as `report` writes them, to HTML."""
     place = 0
     while place < len(lines):
         line = lines[place]
@@ -127,13 +129,13 @@ def _grid(lines: Sequence[str]) -> str:
 
 
 def _text(text: str) -> str:
-    """What stands between two signs of Markdown, as HTML: nothing of it is an element but bold."""
+    """Convert Markdown inside a line to HTML, in which the only element is bold."""
     bold = re.sub(r"(?<!\\)\*\*(.+?)(?<!\\)\*\*", r"<b>\1</b>", escape(text))
     return re.sub(r"\\(&lt;|[\\`*_\[\]|#])", r"\1", bold)
 
 
 def _plain(text: str) -> str:
-    """Text that Markdown takes for nothing else."""
+    """Escape text so that Markdown treats all of it as plain text."""
     return re.sub(r"([\\`*_\[\]<|#])", r"\\\1", " ".join(text.split()))
 
 

@@ -1,4 +1,4 @@
-"""Rows of ranks, stages, experts and sources, as the bars and heat maps of a page."""
+"""Turns the rows of ranks, stages, experts and sources into the bars and heat maps of a page."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megaframe.dashboard.run import Run, value_of
 from megaframe.dashboard.thin import Floats, block_maxima, buckets, short
 
 RANKS = 160
-"""Ranks that a page shows of a run; more are thinned out."""
+"""Maximum number of ranks of a run that a page shows; more are thinned out."""
 
 
 def bars(run: Run) -> dict[str, Any]:
-    """By panel: names of the places, and for each kind the heights."""
+    """Return by panel the names of the places and, for each kind, the heights of the bars."""
     rows, found = run.metrics.rows, {}
     stages = {
         name: np.mean(_table(rows[f"stages/{name}"])[1], axis=0) * 1000
@@ -44,7 +44,7 @@ def bars(run: Run) -> dict[str, Any]:
 
 
 def _trained_on(run: Run) -> list[str]:
-    """Paths of the sources with a share of training, as far as the config tells."""
+    """Return the paths of the sources with a share of training, as far as the config says."""
     sources, split = (value_of(run.config, f"data.{key}") for key in ("sources", "split"))
     found = []
     for source in sources if isinstance(sources, list) else []:
@@ -59,8 +59,8 @@ def _group(places: list[str], kinds: Mapping[str, Floats]) -> dict[str, Any]:
 
 
 def heat(run: Run, axes: Mapping[str, Floats], points: int) -> dict[str, Any]:
-    """By panel: rows of z with the numbers of rows and columns; where columns are steps, with what
-    they are on each of the axes, which have a value for each line of the metrics."""
+    """Return by panel the rows `z` of a heat map, with the numbers of its rows and columns. If the
+    columns are steps, `x` has their values on each of `axes`, which have a value for every line."""
     rows, found, most = run.metrics.rows, {}, min(points, 200)
 
     def along(table: Floats, what: str, steps: Sequence[int]) -> dict[str, Any]:
@@ -94,7 +94,8 @@ def _last_number(name: str) -> int:
 
 
 def _table(kept: tuple[list[int], Sequence[Sequence[float]]]) -> tuple[list[int], Floats]:
-    """Rows of equal length, the most frequent one: another layout has rows of another."""
+    """Return the rows that are as long as the last one, and their steps; rows of another layout
+    have another length."""
     steps, rows = kept
     width = len(rows[-1])
     good = [place for place, row in enumerate(rows) if len(row) == width]

@@ -1,4 +1,4 @@
-"""One run's folder: metrics, config, environment, and what happened on the way."""
+"""The folder of one run: its metrics, config, environment and events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LARGEST = 1 << 20
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened at the end of a step. kind: restart, skip, checkpoint."""
+    """Something that happened at the end of a step. kind: restart, skip or checkpoint."""
 
     step: int
     kind: str
@@ -28,7 +28,7 @@ class Event:
 
 
 class Run:
-    """A folder as it is now; `read` looks again. Raises `UserError` when there is none."""
+    """A run folder, as it was when last read. Raises `UserError` if it is not a run folder."""
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
@@ -45,7 +45,7 @@ class Run:
         self.read()
 
     def read(self) -> bool:
-        """Whether there is something new."""
+        """Read the folder again; return whether it has new metrics."""
         new = self.metrics.read()
         if new or not self.config:
             self._notes = []
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader should know."""
+        """What a reader should know about the run."""
         notes = [*self.metrics.notes(), *self._notes]
         if len(self.metrics) and not np.isfinite(self.metrics.column("mfu")).any():
             notes.append("MFU n/a: the peak of this device is not known; set meter.peak_tflops")
@@ -65,12 +65,12 @@ class Run:
 
     @property
     def world(self) -> int | None:
-        """Number of ranks, where it is known."""
+        """Number of ranks, if it is known."""
         found = self.environment.get("ranks")
         return found if isinstance(found, int) and 0 < found < 1 << 24 else None
 
     def events(self) -> Iterator[Event]:
-        """In the order of their steps."""
+        """Yield events in the order of their steps."""
         metrics, found = self.metrics, []
         steps = metrics.column("step")
         for step, after in zip(steps, metrics.column("resumed_after"), strict=True):
@@ -78,7 +78,7 @@ class Run:
                 found.append(Event(int(step), "restart", f"resumed after step {after:.0f}"))
         for step in steps[metrics.column("skipped") > 0]:
             found.append(Event(int(step), "skip", f"step {step:.0f}: update skipped"))
-        # It is saved when the line of its step is written: its time is in the next one.
+        # A checkpoint is saved after its step has ended, so its time is in the next step's line.
         for step in steps[metrics.column("time/checkpoint") > 0]:
             found.append(Event(int(step) - 1, "checkpoint", f"checkpoint of step {step - 1:.0f}"))
         yield from sorted(found, key=lambda event: event.step)
@@ -90,7 +90,7 @@ class Run:
         return f"rows have {len(rows[-1])} ranks and the run {self.world}: some are missing"
 
     def _described(self, name: str) -> dict[str, Any]:
-        """A YAML or JSON mapping, empty where there is none."""
+        """Return a YAML or JSON mapping; empty if the file is missing or cannot be read."""
         path = self.folder / name
         try:
             if not path.exists():
@@ -108,7 +108,7 @@ class Run:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Keys and values of a nested mapping as text."""
+    """Yield the keys and values of a nested mapping as text."""
     for key, value in config.items():
         if isinstance(value, Mapping) and value and depth < 6:
             yield from flat(value, f"{prefix}{key}.", depth + 1)
@@ -117,14 +117,14 @@ def flat(config: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterato
 
 
 def value_of(config: Mapping[str, Any], key: str) -> Any:
-    """What a key `section.name` has in a config that may be anything; None where there is none."""
+    """Return the value of key `section.name` in a config of unknown shape; None if it has none."""
     section, _, name = key.partition(".")
     inner = config.get(section)
     return inner.get(name) if isinstance(inner, Mapping) else None
 
 
 def differences(configs: list[dict[str, Any]]) -> list[list[str]]:
-    """Rows of a key and its value in each config, for the keys that differ."""
+    """Return rows of a key and its value in each config, for the keys that differ."""
     tables = [dict(flat(config)) for config in configs]
     keys = dict.fromkeys(key for table in tables for key in table)
     rows = [[key, *(table.get(key, "") for table in tables)] for key in keys]

@@ -1,7 +1,7 @@
-"""The page, live: a server that shows runs as they are written, to those who have its token.
+"""The live page: a server that shows runs while they are written, to those who have its token.
 
-It listens on this machine's loopback unless told otherwise, answers two addresses and nothing else,
-and reads no file but those of the runs that it was started for.
+By default it listens on this machine's loopback. It answers two paths only, and reads no files
+except those of the runs that it was started for.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LOOPBACK = "127.0.0.1"
 
 
 class Server:
-    """Serves runs from `start` or `run` until `close`. host, port: where it listens; port 0 is any
-    free one. Raises `UserError` when it cannot listen there."""
+    """Serves runs from `start` or `run` until `close`. host, port: where it listens; port 0 takes
+    any free port. Raises `UserError` if it cannot listen there."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Where a browser finds it, with the token."""
+        """The URL for a browser, with the token."""
         port = self._server.server_address[1]
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{port}/?token={self.token}"
@@ -69,7 +69,7 @@ class Server:
         self._server.server_close()
 
     def _answer(self, target: str) -> tuple[HTTPStatus, str, bytes]:
-        """Status, type and content for the path and query of a request."""
+        """Return status, content type and content for the path and query of a request."""
         path, _, asked = target.partition("?")
         query = parse_qs(asked)
         given = query.get("token", [""])[0]
@@ -99,7 +99,8 @@ class Server:
 def handler(
     answer: Callable[[str], tuple[HTTPStatus, str, bytes]],
 ) -> type[BaseHTTPRequestHandler]:
-    """What a server does with a request. answer: status, type and content for what is asked for."""
+    """Return the class that handles a server's requests. answer: returns status, content type and
+    content for the path and query of a request."""
 
     class Handler(BaseHTTPRequestHandler):
         timeout = 30
@@ -117,6 +118,6 @@ def handler(
             self.wfile.write(content)
 
         def log_message(self, format: str, *arguments: object) -> None:
-            """The token would be in it."""
+            """Log nothing, because the path contains the token."""
 
     return Handler

@@ -1,7 +1,7 @@
-"""Thin out: any number of steps and ranks as few enough numbers for a page.
+"""Thins out data: reduces any number of steps and ranks to few enough numbers for a page.
 
-Of steps a bucket keeps its mean, and for the band around the line its least and most; of a heat map
-the largest value, because one slow rank of a thousand is what it is looked at for.
+A bucket of steps keeps its mean, and its minimum and maximum for the band around the line. A block
+of a heat map keeps its maximum, because the map has to show one slow rank among a thousand.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ Floats = NDArray[np.float64]
 
 
 def buckets(length: int, most: int) -> NDArray[np.int64]:
-    """Where each of at most `most` buckets of equal lengths starts."""
+    """Return where each of at most `most` buckets of equal length starts."""
     count = min(length, most)
     return np.arange(count) * length // max(1, count)
 
 
 def means(values: Floats, starts: NDArray[np.int64], weights: Floats | None = None) -> Floats:
-    """Mean of each bucket over what is finite, NaN where nothing is; weighted where asked for."""
+    """Return the mean of the finite values of each bucket, NaN if it has none. weights: of the
+    values, if they are to be weighted."""
     if not len(starts):
         return np.empty(0)
     good = np.isfinite(values)
@@ -32,7 +33,7 @@ def means(values: Floats, starts: NDArray[np.int64], weights: Floats | None = No
 
 
 def extremes(values: Floats, starts: NDArray[np.int64]) -> tuple[Floats, Floats]:
-    """Least and most of each bucket."""
+    """Return the minimum and maximum of the finite values of each bucket, NaN if it has none."""
     if not len(starts):
         return np.empty(0), np.empty(0)
     good = np.isfinite(values)
@@ -42,7 +43,7 @@ def extremes(values: Floats, starts: NDArray[np.int64]) -> tuple[Floats, Floats]
 
 
 def block_maxima(table: Floats, rows: int, columns: int) -> Floats:
-    """[R, C] as at most [rows, columns], each the largest value of its block."""
+    """Reduce [R, C] to at most [rows, columns], each the maximum of its block."""
     for axis, most in ((0, rows), (1, columns)):
         if table.shape[axis] > most:
             table = np.maximum.reduceat(table, buckets(table.shape[axis], most), axis=axis)
@@ -50,5 +51,5 @@ def block_maxima(table: Floats, rows: int, columns: int) -> Floats:
 
 
 def short(values: Sequence[float] | Floats, digits: int = 5) -> list[float | None]:
-    """Numbers as JSON holds them, with so many digits; None for what is not finite."""
+    """Return numbers for JSON, with `digits` significant digits; None if not finite."""
     return [float(f"{one:.{digits}g}") if np.isfinite(one) else None for one in map(float, values)]

@@ -1,7 +1,7 @@
-"""The panels of the page as a workspace of Weights & Biases, where any runs of a project meet.
+"""The panels of the page as a Weights & Biases workspace, which can compare any runs of a project.
 
-Lines are its own plots of the same metrics. What has a number for each rank, and what it has no
-plot for, is in the page itself, which a run leaves there when it ends.
+Lines are its own plots of the same metrics. Rows with a number for each rank, and panels for which
+it has no plot, are in the page itself, which a run uploads when it ends.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _INSTEAD = {
     "expert_load": "experts/max_load/",
     "sources": "sources/",
 }
-"""Lines instead of what is drawn otherwise on the page: how names of their metrics begin."""
+"""For panels that are not lines on the page: prefixes of the metrics to plot as lines."""
 
 
 def workspace(entity: str, project: str) -> Any:
-    """The workspace, not saved yet. Raises `UserError` when the extra for it is missing."""
+    """Return the workspace, not yet saved. Raises `UserError` if the extra `wandb` is missing."""
     try:
         import wandb_workspaces.reports.v2 as blocks
         import wandb_workspaces.workspaces as workspaces
@@ -40,7 +40,7 @@ def workspace(entity: str, project: str) -> Any:
 
 
 def save(entity: str, project: str) -> str:
-    """Save it in the project; its address. Raises `UserError` when that cannot be done."""
+    """Save the workspace in the project, and return its URL. Raises `UserError` if that fails."""
     made = workspace(entity, project)
     import wandb
 
@@ -51,13 +51,13 @@ def save(entity: str, project: str) -> str:
 
 
 def _line(panel: Panel) -> dict[str, Any]:
-    """What a plot of lines is made of, empty where there is none for this panel."""
+    """Return the arguments of a line plot for this panel; empty if it has none."""
     prefix = _INSTEAD.get(panel.id) or next((k for k in panel.keys if k.endswith("/")), None)
     if prefix is None and not panel.keys:
         return {}
     metrics = {"metric_regex": prefix + ".*"} if prefix else {"y": list(panel.keys)}
     parts = panel.id in ("waterfall", "time")
-    # Its plots have no factor: what the page scales has the unit of the metric there.
+    # These plots cannot scale values, so the unit of a panel that the page scales would be wrong.
     unit = {"title_y": panel.unit} if panel.unit and panel.scale == 1 and prefix is None else {}
     shape = {"plot_type": "stacked-area"} if parts else {}
     return {"title": panel.title, "log_y": panel.log or None, **metrics, **unit, **shape}

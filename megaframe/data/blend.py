@@ -1,10 +1,11 @@
-"""Which source gives each sample of a blend: the earliest deadline first, in whole numbers.
+"""Chooses the source of each sample of a blend: earliest deadline first, in integer arithmetic.
 
-With share w of n samples, a source should have given w * n. Its sample j (from 0) may be given once
-w * n has grown past j and must be given before it grows past j + 1; of the samples that may be
-given, the one whose deadline is nearest is. Picking the largest deficit instead, the obvious rule,
-lets sources lag by more than one sample; this one never does (see `Blend.take`). Shares are ratios
-of integers, so nothing drifts however long a run is, and the counts alone are the whole state.
+After n samples, a source with share w should have given w * n of them. Its sample j (from 0) may be
+given once w * n has grown past j, and must be given before it grows past j + 1. Of the samples that
+may be given, the one with the earliest deadline is chosen. The obvious rule, to choose the source
+with the largest deficit, lets sources lag by more than one sample; this rule never does (see
+`Blend.take`). Shares are ratios of integers, so nothing drifts however long a run is, and the
+counts are the whole state.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ _RESOLUTION = 2**40
 
 @dataclass(frozen=True)
 class Blend:
-    """Where a weighted blend of sources stands: a few integers for each source.
+    """The state of a weighted blend of sources: a few integers per source.
 
-    weights:  relative shares, whole numbers above 0.
-    consumed: samples that each source has given in all; its next sample has this number.
-    base:     `consumed` at the moment when the present weights began to count.
+    weights:  relative shares, positive integers.
+    consumed: number of samples that each source has given; its next sample has this number.
+    base:     `consumed` at the moment from which the current weights count.
     """
 
     weights: tuple[int, ...]
@@ -34,19 +35,23 @@ class Blend:
 
     @staticmethod
     def start(weights: Sequence[float], consumed: Sequence[int] | None = None) -> Blend:
-        """A blend whose weights count from now on; `consumed` continues sources where they are."""
+        """Return a blend whose weights count from now on. consumed: samples that each source has
+        given before; None: none."""
         counts = tuple(consumed) if consumed is not None else (0,) * len(weights)
         return Blend(whole_weights(weights), counts, counts)
 
     def take(self, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64], Blend]:
-        """The next `size` samples.
+        """Take the next `size` samples.
 
         Returns sources int64[size] (index of the source), numbers int64[size] (number of the sample
-        within its source, over all epochs) and the blend after them. Whatever sizes it is taken
-        in, the sequence is the same. Of any n samples since the weights began, a source with share
-        w has given floor(w * n) or ceil(w * n): the windows (floor(j / w), ceil((j + 1) / w)) can
-        all be met because the fractional blend meets them, and then earliest deadline first meets
-        them too (Liu and Layland 1973; for windows of this form Baruah et al. 1996).
+        within its source, over all epochs) and the blend after them. The sequence does not depend
+        on the sizes in which it is taken.
+
+        Of the first n samples since the weights began to count, a source with share w has given
+        floor(w * n) or ceil(w * n). Proof: sample j must be given in the window (floor(j / w),
+        ceil((j + 1) / w)). The fractional blend meets all these windows, so a schedule that meets
+        them exists, and then earliest deadline first meets them too (Liu and Layland 1973; for
+        windows of this form Baruah et al. 1996).
         """
         if len(self.weights) == 1:
             first = self.consumed[0]
@@ -62,7 +67,8 @@ class Blend:
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Weights as whole numbers in the same ratio, to 2**-40 of the largest and at least 1."""
+    """Return integers in the ratio of the weights, rounded to 2**-40 of the largest and at least
+    1."""
     largest = max(weights)
     return tuple(max(1, round(weight / largest * _RESOLUTION)) for weight in weights)
 
@@ -70,10 +76,10 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 def earliest_deadlines(
     weights: Sequence[int], given: Sequence[int], size: int
 ) -> NDArray[np.int64]:
-    """Sources of the next `size` samples after each has `given` so many. int64[size].
+    """Return the sources of the next `size` samples, int64[size].
 
-    Ties go to the source that is listed first. Some source may always give: not all of them can be
-    ahead of their shares.
+    given: number of samples that each source has given so far. Ties go to the source listed first.
+    There is always a source that may give, because not all of them can be ahead of their shares.
     """
     total, now = sum(weights), sum(given)
     counts = list(given)
@@ -94,7 +100,10 @@ def earliest_deadlines(
 
 
 def _occurrences(sources: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How often each entry's value occurred before it. int64, as long as `sources`."""
+    """Return how often each entry's value occurs before it, int64 of the length of `sources`.
+
+    counts: how often each value occurs.
+    """
     order = np.argsort(sources, kind="stable")
     firsts = np.cumsum(counts) - counts
     occurrences = np.empty_like(sources)

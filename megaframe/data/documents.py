@@ -1,8 +1,8 @@
-"""Documents of a corpus: the texts inside the pieces that `pieces.py` cuts, in order.
+"""Documents of a corpus: the texts in the pieces that `pieces.py` cuts, in order.
 
-A text is handed on as it stands in the file, with two exceptions: a byte order mark at the head of
-a file is left out, and a lone surrogate (a JSON escape can make one) becomes U+FFFD, because UTF-8
-cannot hold it and one such document in a million should not end a run.
+Texts are passed on unchanged, with two exceptions: a byte order mark at the start of a file is
+dropped, and a lone surrogate (which a JSON escape can produce) becomes U+FFFD, because UTF-8 cannot
+encode it and one such document in a million should not end a run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _READ = 1 << 20
 
 
 def texts(piece: Piece, reading: Reading) -> Iterator[str]:
-    """The documents of a piece, in order. Raises `InputError` naming file and line."""
+    """Yield the documents of a piece, in order. Raises `InputError` that names file and line."""
     if piece.format == "parquet":
         documents = _rows(piece, reading.key)
     elif piece.format == "jsonl":
@@ -46,7 +46,7 @@ def texts(piece: Piece, reading: Reading) -> Iterator[str]:
 
 
 def _lines(piece: Piece) -> Iterator[bytes]:
-    """The lines that begin in the piece, with their ends."""
+    """Yield the lines that begin in the piece, with their line ends."""
     try:
         with _opened(piece) as file:
             left = (piece.stop if piece.data is None else len(piece.data)) - file.tell()
@@ -59,12 +59,13 @@ def _lines(piece: Piece) -> Iterator[bytes]:
 
 
 def _opened(piece: Piece) -> BinaryIO:
-    """The piece's bytes or its file, at the first line that begins in it."""
+    """Open the piece's bytes or its file, positioned at the first line that begins in the piece."""
     if piece.data is not None:
         return io.BytesIO(piece.data)
     file = open(piece.path, "rb", buffering=_READ)  # noqa: SIM115
     if piece.start:
-        # A line that begins exactly at `start` is ours: the one before it ends at start - 1.
+        # A line that begins exactly at `start` belongs to this piece. The line before it ends at
+        # `start - 1`, so a readline from there consumes only its line end.
         file.seek(piece.start - 1)
         file.readline(LONGEST_DOCUMENT)
     return file
@@ -93,7 +94,7 @@ def _objects(piece: Piece, key: str) -> Iterator[str]:
 
 
 def _parsed(line: bytes) -> object:
-    """A line of JSON. Byte order marks, lone surrogates and NaN are for the slower parser."""
+    """Parse a line of JSON. Byte order marks, lone surrogates and NaN need the slower parser."""
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -101,7 +102,8 @@ def _parsed(line: bytes) -> object:
 
 
 def _place(piece: Piece, number: int) -> str:
-    """FILE:LINE of a line of the piece, counted only now that someone has to be told."""
+    """Return FILE:LINE of a line of the piece. Lines before the piece are counted only here, for an
+    error message."""
     line = piece.line + number
     if piece.data is None and piece.start:
         with _opened(piece) as file:
@@ -122,7 +124,7 @@ def _no_text(record: object, key: str) -> str:
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    # Framed in line ends, so that blanks at either end are a line of their own.
+    # Enclosed in line ends, so that blanks at either end form a blank line.
     for paragraph in re.split(r"\n(?:[^\S\n]*\n)+", f"\n{text}\n"):
         stripped = paragraph.strip("\r\n")
         if stripped and not stripped.isspace():
@@ -143,7 +145,7 @@ def _decoded(piece: Piece) -> str:
 
 
 def _without_lone_surrogates(text: str) -> str:
-    """The text as it is, unless JSON escapes made halves of characters that UTF-8 cannot hold."""
+    """Return the text with lone surrogates, which UTF-8 cannot encode, replaced by U+FFFD."""
     if text.isascii():
         return text
     try:

@@ -1,8 +1,8 @@
-"""Megatron token files: `.bin` holds token ids back to back, `.idx` says where each document lies.
+"""Megatron token files: `.bin` has token ids back to back, `.idx` the position of each document.
 
-Reading maps both files. Writing goes to temporary names beside the final ones and is renamed last,
-`.idx` after `.bin`, so that a name that exists is a whole file; lengths are spilled to disk as they
-come, so that a writer needs no memory for the number of documents.
+Reading maps both files. Writing uses temporary names next to the final ones. The files are renamed
+last, `.idx` after `.bin`, so a file with a final name is complete. Document lengths are written to
+disk as they arrive, so the memory of a writer does not grow with the number of documents.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _LONGEST = 2**31 - 1
 class TokenFile:
     """A token file open for reading: `prefix`.bin and `prefix`.idx.
 
-    tokens is the whole `.bin` as one mapped array; the other arrays are those of `Index`.
-    `len(file)` is the number of sequences. Raises `UserError` when a file is missing, truncated,
-    foreign, empty or says something impossible.
+    tokens: the whole `.bin` as one mapped array. The other arrays are those of `Index`. `len(file)`
+    is the number of sequences. Raises `UserError` if a file is missing, truncated, empty, of
+    another format or inconsistent.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -56,7 +56,8 @@ class TokenFile:
         return self.lengths.size
 
     def sequence(self, number: int) -> NDArray:
-        """Tokens of one sequence, a view of the file. Raises `IndexError` outside 0 ... S - 1."""
+        """Return the tokens of a sequence as a view of the file. Raises `IndexError` if `number` is
+        not in 0 ... S - 1."""
         if not 0 <= number < len(self):
             raise IndexError(f"{self.prefix}: sequence {number} of {len(self)}")
         start = int(self.pointers[number])
@@ -64,20 +65,22 @@ class TokenFile:
         return np.asarray(self._bytes)[start:stop].view(self.dtype)
 
     def close(self) -> None:
-        """Let go of the files; views taken from them keep them mapped until they go too."""
+        """Release the files. They stay mapped as long as views of them exist."""
         self.lengths, self.pointers = np.empty(0, np.int32), np.empty(0, np.int64)
         self.documents = np.zeros(1, np.int64)
         self._bytes = self.tokens = np.empty(0, np.uint8)  # type: ignore[assignment]
 
 
 class TokenFileWriter:
-    """Writes documents one after the other, each as one sequence, to `prefix`.bin and `prefix`.idx.
+    """Writes documents, each as one sequence, to `prefix`.bin and `prefix`.idx.
 
-    Use it in a `with` block: leaving it finishes the file, an exception leaves nothing behind.
-    flush: wait until the disk has it all; without, it survives a kill but not a loss of power.
-    kept:  prefix that the files have until they are finished. They outlive an exception then, and
-           the writer goes on behind the first `documents` of them, which hold `tokens`.
-    Raises `UserError` when the disk is full or a token does not fit `dtype`.
+    Use it in a `with` block: leaving the block finishes the files, an exception removes them.
+
+    flush: wait until everything is on the disk. Otherwise the files survive a kill, but not a power
+           failure.
+    kept:  prefix of the unfinished files. With it they are kept after an exception, and the writer
+           continues after the first `documents` documents in them, which have `tokens` tokens.
+    Raises `UserError` if the disk is full or a token does not fit `dtype`.
     """
 
     def __init__(
@@ -103,7 +106,8 @@ class TokenFileWriter:
         self.append_batch(tokens, np.array([tokens.size]))
 
     def append_batch(self, tokens: NDArray, lengths: NDArray[np.integer]) -> None:
-        """Add several documents, back to back in `tokens`, of `lengths` tokens each."""
+        """Add several documents. tokens: their tokens, back to back. lengths: number of tokens of
+        each."""
         if lengths.size and int(lengths.max()) > _LONGEST:
             raise UserError(
                 f"{self._files.prefix}: a document has {int(lengths.max())} tokens; the format "
@@ -117,12 +121,12 @@ class TokenFileWriter:
         self._documents += lengths.size
 
     def hand_over(self) -> None:
-        """Give all that was appended to the system: it survives a kill from here on."""
+        """Pass everything appended so far to the operating system, so that it survives a kill."""
         with self._files.guarded():
             self._files.hand_over()
 
     def finish(self) -> None:
-        """Complete the index and give both files their final names."""
+        """Complete the index and rename both files to their final names."""
         with self._files.guarded():
             self._write_pointers()
             for start in range(0, self._documents + 1, _AT_ONCE):
@@ -132,7 +136,7 @@ class TokenFileWriter:
             self._files.commit(self._flush)
 
     def abandon(self) -> None:
-        """Remove what was written, unless it is kept for another writer."""
+        """Close the files, and remove them unless they are kept for a later writer."""
         self._files.discard()
 
     def __enter__(self) -> TokenFileWriter:
@@ -145,7 +149,7 @@ class TokenFileWriter:
             self.abandon()
 
     def _fitting(self, tokens: NDArray) -> NDArray:
-        """The tokens in the file's dtype; refuses those that would wrap around."""
+        """Convert tokens to the file's dtype. Raises `UserError` for those that do not fit."""
         if tokens.dtype != self._dtype and tokens.size and self._dtype.kind in "iu":
             limits = np.iinfo(self._dtype)
             low, high = int(tokens.min()), int(tokens.max())
@@ -157,7 +161,8 @@ class TokenFileWriter:
         return np.ascontiguousarray(tokens, self._dtype)
 
     def _write_pointers(self) -> None:
-        """Byte offsets of all documents, from the lengths that were spilled to the index."""
+        """Write the byte offsets of all documents, computed from the lengths already in the
+        index."""
         index, begin = self._files.index, 0
         for start in range(0, self._documents, _AT_ONCE):
             count = min(_AT_ONCE, self._documents - start)
@@ -171,10 +176,10 @@ class TokenFileWriter:
 
 
 class _Unfinished:
-    """The two files of `prefix` under other names, until `commit` or `discard`.
+    """The two files of `prefix` under temporary names, until `commit` or `discard`.
 
-    kept: prefix of those names; the files are opened as they are and not removed. Without, the
-    names are of this process and the files are new.
+    kept: prefix of the temporary names. Existing files are then opened as they are, and `discard`
+    does not remove them. If it is empty, the names contain the process id and the files are new.
     """
 
     def __init__(self, prefix: str, kept: str) -> None:
@@ -193,7 +198,7 @@ class _Unfinished:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Remove what was written when anything in the block fails; explain a failed write."""
+        """Discard the files if anything in the block fails. Turns an OSError into a UserError."""
         try:
             yield
         except OSError as error:
@@ -204,7 +209,7 @@ class _Unfinished:
             raise
 
     def cut(self, *sizes: int) -> None:
-        """Keep so many bytes of each file, and go on behind them."""
+        """Truncate each file to its size in `sizes`, and continue there."""
         with self.guarded():
             for file, size in zip(self._open, sizes, strict=True):
                 file.truncate(size)
@@ -219,7 +224,8 @@ class _Unfinished:
         self.index.write(HEADER.pack(MAGIC, VERSION, dtype_code(dtype), sequences, documents))
 
     def commit(self, flush: bool = True) -> None:
-        """Rename. An old `.idx` goes first: it must never stand beside a new `.bin`."""
+        """Rename the files. An old `.idx` is removed first, because it must never exist next to a
+        new `.bin`."""
         self.hand_over()
         for file in self._open:
             if flush:
@@ -242,19 +248,19 @@ class _Unfinished:
 
 
 def write_failure(path: str, error: OSError) -> str:
-    """What to tell the user about a failed write to `path`."""
+    """Return the message to the user about a failed write to `path`."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"cannot write {path}: the disk is full; make room and run the command again"
     return f"cannot write {path}: {error.strerror or error}"
 
 
 def unfinished_name(path: str) -> str:
-    """Temporary name of `path` while this process writes it."""
+    """Return the temporary name of `path` while this process writes it."""
     return f"{path}.{os.getpid()}.unfinished"
 
 
 def flush_folder(folder: str) -> None:
-    """Make renames in `folder` survive a loss of power."""
+    """Flush a folder to disk, so that renames in it survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""From a config to the microbatches of one data rank, one optimizer step at a time.
+"""The loader: makes the microbatches of one data rank from a config, one optimizer step at a time.
 
-Every rank decides for the whole global batch which samples it holds and reads only its own, so that
-ranks agree without talking. The state belongs to the step that was handed out, not to what a
-thread has read ahead: a run that resumes from it continues with exactly the next sample.
+Every rank computes which samples are in the whole global batch and reads only its own, so ranks
+agree without communicating. The saved state is that after the last step that was returned, not of
+steps that a thread has read ahead, so a resumed run continues with exactly the next sample.
 
 Shape suffixes: N samples of this rank; the rest as in `Microbatch`.
 """
@@ -28,11 +28,11 @@ _EVALUATION_SEED = 0
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank needs for one optimizer step.
+    """The data of one rank for one optimizer step.
 
-    microbatches: of this rank, each of `train.microbatch` samples.
-    samples:      global batch, over all ranks.
-    state:        of the loader after this step; JSON can hold it.
+    microbatches: this rank's microbatches, each of `train.microbatch` samples.
+    samples:      size of the global batch, over all ranks.
+    state:        state of the loader after this step, as JSON values.
     """
 
     microbatches: tuple[Microbatch, ...]
@@ -41,15 +41,15 @@ class Step:
 
     @property
     def first(self) -> int:
-        """Number of its first sample in the training order."""
+        """Number of the step's first sample in the training order."""
         return int(self.state["samples"]) - self.samples
 
 
 def global_batch(train: Train, samples_seen: int) -> int:
-    """Samples of the step that begins after `samples_seen`, by `train.batch_ramp`.
+    """Return the size of the step that begins after `samples_seen` samples, by `train.batch_ramp`.
 
-    Between start and train.global_batch lie k = (global_batch - start) / increment rises. The batch
-    is start + i * increment in the i-th of k equal parts of the ramp's samples.
+    The ramp has k = (global_batch - start) / increment increases. Its samples are divided into k
+    equal parts; in part i (from 0) the batch is start + i * increment.
     """
     ramp = train.batch_ramp
     if ramp is None or samples_seen >= ramp.samples:
@@ -61,12 +61,14 @@ def global_batch(train: Train, samples_seen: int) -> int:
 
 
 class Loader:
-    """Endless steps over one split; sources repeat in a new order when they are used up.
+    """Makes an endless sequence of steps over one split. A source that is used up starts again in a
+    new order.
 
     Position p of a global batch goes to microbatch p // (microbatch * data_ranks) of rank
-    (p // microbatch) % data_ranks: the batch is the same, in the same order, for any ranks.
-    The config has passed `plan.check` for so many ranks, so that batches and ramp divide.
-    Raises `UserError` for sources and splits that cannot work.
+    (p // microbatch) % data_ranks, so the batch has the same samples in the same order for any
+    number of ranks. The config must have passed `plan.check` for this number of ranks, which
+    ensures that batch sizes and ramp are divisible. Raises `UserError` for sources and splits that
+    cannot work.
     """
 
     def __init__(
@@ -84,16 +86,17 @@ class Loader:
 
     @property
     def state(self) -> dict[str, Any]:
-        """State after the last step that `next` returned."""
+        """The state after the last step that `next` returned."""
         return self._handed_out.state()
 
     @property
     def consumed(self) -> tuple[int, ...]:
-        """Samples that each source has given, in the order of `data.sources`."""
+        """The number of samples taken from each source that has a share of the split, in the order
+        of `data.sources`."""
         return self._handed_out.blend.consumed
 
     def load(self, state: Mapping[str, Any]) -> list[str]:
-        """Continue after the step that `state` belongs to, and return what is to be said of it; see
+        """Continue after the step that `state` belongs to. Returns lines for the run log; see
         `progress.restore`."""
         progress, notes = restore(state, self._roster)
         self.close()
@@ -101,11 +104,11 @@ class Loader:
         return notes
 
     def global_batch(self, samples_seen: int) -> int:
-        """See the function of this name."""
+        """Return the size of the step that begins after `samples_seen` samples."""
         return global_batch(self._config.train, samples_seen)
 
     def next(self) -> Step:
-        """The next step. Raises `UserError` for token ids beyond the vocabulary."""
+        """Return the next step. Raises `UserError` for token ids outside of the vocabulary."""
         depth = self._config.data.prefetch
         if depth and self._ahead is None:
             self._ahead = Prefetch(self._make, depth)
@@ -113,20 +116,21 @@ class Loader:
         return step
 
     def close(self) -> None:
-        """End the thread that reads ahead. A later `next` continues after the last step."""
+        """End the thread that reads ahead. A later `next` continues after the last returned
+        step."""
         if self._ahead is not None:
             self._ahead.close()
         self._ahead, self._made = None, self._handed_out
 
     def evaluation(self, samples: int) -> Iterator[tuple[str, Microbatch]]:
-        """This rank's share of the first `samples` samples of the validation split, once: the name
-        of a source and a microbatch of it, source by source.
+        """Yield this rank's share of the first `samples` samples of the validation split, each
+        once: name of a source and a microbatch of it, source by source.
 
-        They are the same ones each time, for any ranks and any `run.seed`; fewer where a source has
-        no more. All ranks get equally many microbatches of equal sizes: where the last ones of a
-        source do not divide, a rank's last place repeats a sample with labels `IGNORE` only.
-        samples_B counts from 0 in the order of the blend. Raises `UserError` when a source whose
-        share is not 0 has no validation split.
+        The samples are the same each time, for any number of ranks and any `run.seed`; fewer if a
+        source has no more. All ranks get the same number of microbatches with the same sizes. If
+        the last samples of a source cannot be divided evenly, the places left over repeat a sample
+        with all labels `IGNORE`. samples_B counts from 0 in the order of the blend. Raises
+        `UserError` if no source has a validation split, or one is too small.
         """
         if self._validation is None:
             self._validation = Reader(self._config, "validation", _EVALUATION_SEED)
@@ -147,7 +151,7 @@ class Loader:
                 yield name, batch
 
     def _make(self) -> tuple[Step, Progress]:
-        """The step after the last one made, and the progress with it."""
+        """Make the next step. Returns it and the progress after it."""
         before, microbatch = self._made, self._config.train.microbatch
         size = self.global_batch(before.samples)
         sources, numbers, after = before.take(size)

@@ -1,12 +1,13 @@
 """The order in which a source's samples are visited: a keyed permutation, one for each epoch.
 
-Nothing is shuffled and nothing is stored. Sample number k maps to an index by a Feistel network
-over Z_a x Z_b with a * b barely above the size, walked until the value falls inside. So the order
-costs no memory, any sample can be asked for alone, and the order of a source depends on its key
-and its size only: not on ranks, on the length of the training or on the other sources.
+Nothing is shuffled and nothing is stored. Sample number k is mapped to an index by a Feistel
+network over Z_a x Z_b, with a * b slightly larger than the size, which is applied again until the
+result is below the size (cycle walking). So the order needs no memory, any sample can be computed
+alone, and the order depends only on the source's key and size: not on ranks, the length of the
+training or other sources.
 
-All arithmetic is on 64-bit integers modulo 2**64, hence the same on every platform. (The one
-square root only picks a; IEEE 754 rounds it the same way everywhere.)
+All arithmetic is on 64-bit integers modulo 2**64, so it is the same on every platform. (The only
+square root chooses a; IEEE 754 rounds it the same way everywhere.)
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ _HALF = np.uint64(32)
 
 
 def source_key(seed: int, name: str) -> int:
-    """Key of a source's order, 64 bits: differs between seeds and between source names."""
+    """Return the 64-bit key of a source's order. It differs between seeds and between names."""
     digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def sample_indices(numbers: Numbers, sizes: Numbers | int, keys: Words | int) -> Numbers:
-    """Which of its `sizes` samples a source gives as its sample number `numbers`.
+    """Return the index of the sample that a source gives as its sample number `numbers`.
 
-    Every run of `sizes` numbers (an epoch) visits each index once, and each epoch in another order.
+    Each epoch, a run of `sizes` consecutive numbers, visits every index once, in a different order.
 
     numbers: int64[N], counted from 0 over all epochs of a source.
-    sizes:   samples of the source, at least 1 and at most 2**40; one for all or int64[N].
-    keys:    `source_key` of the source; one for all or uint64[N].
+    sizes:   samples of the source, 1 to 2**40; one value for all, or int64[N].
+    keys:    `source_key` of the source; one value for all, or uint64[N].
     Returns int64[N], indices in [0, size).
     """
     sizes = np.atleast_1d(np.asarray(sizes, np.int64))
@@ -52,11 +53,11 @@ def sample_indices(numbers: Numbers, sizes: Numbers | int, keys: Words | int) ->
 
 
 def permute(numbers: Numbers, sizes: Numbers, keys: Words) -> Numbers:
-    """Keyed bijection of [0, size) onto itself, element by element.
+    """Apply a keyed bijection of [0, size) onto itself to each element.
 
-    numbers int64[N] in [0, size); sizes int64[N] or [1]; keys uint64[N] or [1]. Returns int64[N].
-    Mod-additive Feistel network with cycle walking: Black and Rogaway, "Ciphers with arbitrary
-    finite domains" (2002). Less than one value in sqrt(size) has to walk.
+    numbers: int64[N] in [0, size). sizes: int64[N] or [1]. keys: uint64[N] or [1]. Returns
+    int64[N]. This is a modular Feistel network with cycle walking: Black and Rogaway, "Ciphers with
+    arbitrary finite domains" (2002). Fewer than one value in sqrt(size) needs to be walked.
     """
     bounds = sizes.astype(np.uint64)
     lefts = np.ceil(np.sqrt(bounds.astype(np.float64))).astype(np.uint64)
@@ -76,7 +77,7 @@ def permute(numbers: Numbers, sizes: Numbers, keys: Words) -> Numbers:
 
 
 def _feistel(values: Words, lefts: Words, rights: Words, round_keys: Words) -> Words:
-    """Permute [0, lefts * rights): add to each half in turn a keyed function of the other."""
+    """Permute [0, lefts * rights): in turn, add a keyed function of one half to the other half."""
     right, left = np.divmod(values, lefts)
     for number, key in enumerate(round_keys):
         if number % 2 == 0:
@@ -94,12 +95,13 @@ def _below(words: Words, bounds: Words) -> Words:
 
 
 def _mix(words: Words) -> Words:
-    """Finalizer of SplitMix64: a bijection of 64-bit words that changes half the bits."""
+    """Apply the finalizer of SplitMix64, a bijection of 64-bit words. A change of one input bit
+    changes half of the output bits on average."""
     words = (words ^ (words >> np.uint64(30))) * _MULTIPLY_1
     words = (words ^ (words >> np.uint64(27))) * _MULTIPLY_2
     return words ^ (words >> np.uint64(31))
 
 
 def _rows(values: Words, rows: NDArray[np.intp]) -> Words:
-    """The rows of an array that has one row for each number, or one row for all."""
+    """Select rows of an array that has a row for each number, or a single row for all."""
     return values if values.size == 1 else values[rows]

@@ -1,10 +1,10 @@
 """The folder of an unfinished preprocessing run: the token file so far, and a journal of its parts.
 
-Parts are appended in order, so that each token is written once. The first line of the journal says
-what the run makes of which files; each further one is the next part, with its counts and the
-checksum of what it added. Nothing here waits for the disk until the file is finished, which would
-cost more than all else beside a fast tokenizer: what a kill or a loss of power leaves half written
-is not in the journal or fails its checksum, and is cut off with all that follows.
+Parts are appended in order, so each token is written once. The first line of the journal describes
+the run and its input files; each further line is a part, with its counts and the checksums of what
+it added. Nothing is flushed to disk until the file is finished, because with a fast tokenizer
+flushing would take longer than everything else. What a kill or a power failure leaves half written
+is not in the journal or fails its checksum, and is cut off with everything after it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from megaframe.errors import UserError
 
 Manifest = dict[str, Any]
 _FINISHING: Manifest = {"finishing": True}
-"""The last line of the journal: what has the final names from here on is of this run."""
+"""The last line of the journal. Once it is written, files with the final names are of this run."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What a part, or all of them, came to.
+    """Counts of one part, or sums over several.
 
-    empty:      documents without a token, which are left out.
-    size:       bytes of input without compression.
-    disk_bytes: bytes of input as it lies on the disk.
+    empty:      number of documents without a token, which are left out.
+    size:       bytes of input after decompression.
+    disk_bytes: bytes of input as stored on disk.
     """
 
     documents: int = 0
@@ -52,11 +52,11 @@ class Counts:
 
 @dataclass(frozen=True)
 class Batch:
-    """Documents that follow one another, as the token file holds them.
+    """Consecutive documents in the form in which the token file stores them.
 
-    tokens:  of all of them, back to back.
-    lengths: tokens of each, i32[documents].
-    empty:   documents without a token, which are left out.
+    tokens:  tokens of all documents, back to back.
+    lengths: number of tokens of each document, i32[documents].
+    empty:   number of documents without a token, which are left out.
     """
 
     tokens: NDArray
@@ -65,7 +65,10 @@ class Batch:
 
 
 class PartsFolder:
-    """`OUTPUT.parts`, held by one run at a time. `total` counts its first `parts` parts."""
+    """The folder `OUTPUT.parts`, locked by one run at a time.
+
+    parts: number of finished parts. total: their counts.
+    """
 
     def __init__(self, output: str, dtype: np.dtype) -> None:
         self.path = f"{output}.parts"
@@ -75,7 +78,11 @@ class PartsFolder:
         self._kept = os.path.join(self.path, "tokens")
 
     def start(self, manifest: Manifest, overwrite: bool) -> None:
-        """Continue the interrupted run of this manifest, or begin one. Raises `UserError`."""
+        """Continue the interrupted run with this manifest, or begin a new one.
+
+        Raises `UserError` if the folder contains an unfinished run with another manifest, or the
+        output exists, unless `overwrite` is given.
+        """
         journal = self._read()
         found = journal[0][0] if journal else None
         if found == manifest:
@@ -102,7 +109,8 @@ class PartsFolder:
         )
 
     def append(self, counts: Counts, batches: Iterable[Batch]) -> None:
-        """Append the next part. counts: of its input; what the batches hold is added here."""
+        """Append the next part. counts: counts of its input; those of the batches are added
+        here."""
         tokens, lengths = xxhash.xxh3_128(), xxhash.xxh3_128()
         for batch in batches:
             self._writer.append_batch(batch.tokens, batch.lengths)
@@ -115,7 +123,7 @@ class PartsFolder:
         self.total += counts
 
     def finish(self) -> None:
-        """Complete the token file, give it its name and remove the folder."""
+        """Complete the token file, rename it to its final name and remove the folder."""
         self._record(_FINISHING)
         self._writer.finish()
         self.remove()
@@ -136,7 +144,7 @@ class PartsFolder:
             file.write(f"{json.dumps(entry)}\n")
 
     def _read(self) -> list[tuple[Manifest, int]]:
-        """The lines of the journal as far as it is whole, and the byte where each ends."""
+        """Return the valid lines at the start of the journal, and the byte where each ends."""
         try:
             with open(self._journal, "rb") as file:
                 lines = file.read().split(b"\n")[:-1]
@@ -152,7 +160,7 @@ class PartsFolder:
         return journal
 
     def _continue(self, journal: list[tuple[Manifest, int]]) -> None:
-        """Keep the first parts as far as the token file holds what the journal says."""
+        """Keep the parts up to the first whose checksums do not match, and cut off the rest."""
         if journal[-1][0] == _FINISHING:
             self._take_back()
             journal.pop()
@@ -174,7 +182,7 @@ class PartsFolder:
         return f"{self._kept}.bin", f"{self._kept}.idx"
 
     def _take_back(self) -> None:
-        """Undo the renames of a run that was killed between the first of them and its end."""
+        """Undo the renames of a run that was killed after the first of them, before it ended."""
         for path in self._files():
             if not os.path.exists(path):
                 with suppress(FileNotFoundError):
@@ -186,7 +194,10 @@ class PartsFolder:
 
 
 def _digests(path: str, offset: int, sizes: Iterable[int]) -> Iterator[str]:
-    """Checksums of successive stretches of a file; none when it is missing."""
+    """Yield the checksums of consecutive ranges of a file; none if the file is missing.
+
+    offset: start of the first range. sizes: bytes of each range.
+    """
     with suppress(FileNotFoundError), open(path, "rb") as file:
         file.seek(offset)
         for size in sizes:
@@ -201,9 +212,10 @@ def _digests(path: str, offset: int, sizes: Iterable[int]) -> Iterator[str]:
 def parts_folder(
     output: str, dtype: np.dtype, manifest: Manifest, overwrite: bool
 ) -> Iterator[PartsFolder]:
-    """Make or continue `OUTPUT.parts` and hold it. Raises `UserError`, also for failed writes.
+    """Create or continue `OUTPUT.parts` and lock it. Raises `UserError`, also for failed writes and
+    if another process has locked it.
 
-    dtype: of the tokens in `OUTPUT`.
+    dtype: dtype of the tokens in `OUTPUT`. manifest, overwrite: see `PartsFolder.start`.
     """
     folder = PartsFolder(output, dtype)
     try:

@@ -1,15 +1,15 @@
 """Pieces of a corpus: jsonl, Parquet and plain text, compressed or not, cut for parallel reading.
 
-A piece can be read on its own: a byte range where a file can be entered anywhere, a row group of
-Parquet, and a block of decompressed bytes (which travels inside the piece) where it cannot. The cut
-depends on the files and the piece size only, so that a corpus has the same pieces in every run.
-What is inside a piece is read by `documents.py`.
+A piece can be read on its own. It is a byte range if reading can start anywhere in the file, a row
+group of a Parquet file, and otherwise a block of decompressed bytes, which is part of the piece.
+The cuts depend only on the files and the piece size, so a corpus has the same pieces in every run.
+The documents of a piece are read by `documents.py`.
 
     jsonl    .jsonl .json .ndjson   an object per line; the text is one of its keys
     parquet  .parquet               a row per document; the text is a column of strings
-    text     .txt .text             the whole file is one document, or one per paragraph with
-                                    `split_blank_lines`: lines of nothing but blanks lie between
-Each but Parquet may also end in .gz or .zst.
+    text     .txt .text             the whole file is one document or, with `split_blank_lines`,
+                                    each paragraph is one; blank lines separate paragraphs
+All but Parquet files may also end in .gz or .zst.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megaframe.errors import UserError
 Format = Literal["auto", "jsonl", "parquet", "text"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 LONGEST_DOCUMENT = 1 << 28
-"""Bytes of a line, a paragraph or a text file: what one document may take of the memory."""
+"""Most bytes of a line, a paragraph or a text file. This limits the memory for one document."""
 
 _SUFFIXES: dict[str, Format] = {
     ".jsonl": "jsonl",
@@ -52,8 +52,8 @@ class InputError(UserError):
 class Reading:
     """How to read a corpus.
 
-    key:               of a jsonl object, or column of Parquet, that holds the text.
-    format:            of all files; `auto` goes by each one's suffix.
+    key:               key of a jsonl object, or column of a Parquet file, that has the text.
+    format:            format of all files; `auto` goes by each file's suffix.
     split_blank_lines: plain text has a document per paragraph, not per file.
     """
 
@@ -64,13 +64,13 @@ class Reading:
 
 @dataclass(frozen=True)
 class Piece:
-    """Documents that follow one another in one file.
+    """Consecutive documents of one file.
 
-    start, stop: bytes of the file that documents of the piece begin in; row groups of Parquet.
+    start, stop: byte range in which the documents of the piece begin; row groups of Parquet.
     line:        number of the first line of `data`, from 1.
-    data:        the piece itself, where the file cannot be entered at `start`.
-    size:        its bytes without compression (of a whole text file: with).
-    disk_bytes:  the part of the file that it stands for.
+    data:        contents of the piece, if the file cannot be read from `start` on.
+    size:        bytes of the piece after decompression (of a whole text file: before).
+    disk_bytes:  bytes on disk that the piece accounts for.
     """
 
     path: str
@@ -84,7 +84,8 @@ class Piece:
 
 
 def input_size(path: str) -> tuple[int, int]:
-    """Size in bytes and time of last change in nanoseconds. Raises `InputError`."""
+    """Return a file's size in bytes and modification time in nanoseconds. Raises `InputError` if it
+    cannot be read."""
     try:
         status = os.stat(path)
         with open(path, "rb"):
@@ -94,7 +95,8 @@ def input_size(path: str) -> tuple[int, int]:
 
 
 def format_of(path: str, reading: Reading) -> Format:
-    """The format of a file, by `reading` or its suffix. Raises `InputError` for an unknown one."""
+    """Return the format of a file, from `reading` or its suffix. Raises `InputError` for an unknown
+    suffix."""
     if reading.format != "auto":
         return reading.format
     stem, suffix = os.path.splitext(path)
@@ -109,7 +111,8 @@ def format_of(path: str, reading: Reading) -> Format:
 
 
 def pieces(path: str, reading: Reading, size: int) -> Iterator[Piece]:
-    """The pieces of a file in order, of about `size` bytes each. Raises `InputError`."""
+    """Yield the pieces of a file in order, of about `size` bytes each. A row group of Parquet, or a
+    text file that is one document, is always one piece. Raises `InputError`."""
     format = format_of(path, reading)
     disk_bytes, _ = input_size(path)
     if not disk_bytes:
@@ -127,10 +130,10 @@ def pieces(path: str, reading: Reading, size: int) -> Iterator[Piece]:
 
 
 def _blocks(path: str, format: Format, size: int) -> Iterator[Piece]:
-    """Blocks of whole lines or paragraphs, at least `size` bytes long but for the last one."""
+    """Yield blocks of whole lines or paragraphs, of at least `size` bytes except the last one."""
     held, line, start, taken = bytearray(), 1, 0, 0
     for chunk, position in decompressed(path):
-        # A cut can only appear with the new bytes: at the earliest in the two before them.
+        # A new cut must involve new bytes. At the earliest it begins two bytes before them.
         searched = max(0, len(held) - 2)
         held += chunk
         if len(held) >= size and (cut := _last_cut(held, format, searched)):
@@ -138,7 +141,7 @@ def _blocks(path: str, format: Format, size: int) -> Iterator[Piece]:
             yield Piece(path, format, start, start + cut, cut, position - taken, line, data)
             del held[:cut]
             line, start, taken = line + data.count(b"\n"), start + cut, position
-        # What does not end within a block is one document, begun after the block's last line.
+        # If there was no cut, the bytes beyond `size` all belong to one document.
         if len(held) - size > LONGEST_DOCUMENT:
             check_length(f"{path}:{line + held.count(10)}", len(held) - size)
     if held:
@@ -148,7 +151,8 @@ def _blocks(path: str, format: Format, size: int) -> Iterator[Piece]:
 
 
 def _last_cut(held: bytearray, format: Format, searched: int) -> int:
-    """Where the last line or paragraph in `held` that is surely whole ends; 0 if there is none."""
+    """Return the end of the last line or paragraph in `held` that is certainly complete, or 0.
+    searched: where to begin looking."""
     if format == "jsonl":
         return held.rfind(b"\n", searched) + 1
     plain = held.rfind(b"\n\n", searched)
@@ -157,7 +161,8 @@ def _last_cut(held: bytearray, format: Format, searched: int) -> int:
 
 
 def decompressed(path: str) -> Iterator[tuple[bytes, int]]:
-    """Bytes of a file without its compression, and how far it has been read on disk."""
+    """Yield the decompressed bytes of a file, and the position reached on disk. Raises
+    `InputError`."""
     streams = {".gz": _gzip_stream, ".zst": _zstandard_stream}
     stream = streams.get(os.path.splitext(path)[1], _plain_stream)
     try:
@@ -182,9 +187,10 @@ def _gzip_stream(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _zstandard_stream(file: BinaryIO) -> Iterator[bytes]:
-    """Frame after frame. Not the library's reader, which takes a truncated frame for a whole one.
+    """Decompress frame by frame. The library's own reader accepts a truncated frame as complete.
 
-    Reading little at a time bounds what a block can grow to: one of zeros, 32,000-fold.
+    Little is read at a time, which limits the size of what is decompressed at once: a block of
+    zeros grows 32,000-fold.
     """
     library = import_library("zstandard", "data")
     frame = None
@@ -231,7 +237,7 @@ def _row_groups(path: str, key: str) -> Iterator[Piece]:
 
 @contextmanager
 def open_parquet(path: str) -> Iterator[Any]:
-    """An open Parquet file that is read a page at a time, not a row group."""
+    """Open a Parquet file so that it is read by pages instead of whole row groups."""
     parquet = import_library("pyarrow.parquet", "data")
     arrow = import_library("pyarrow", "data")
     try:

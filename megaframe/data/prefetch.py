@@ -1,7 +1,8 @@
-"""Results made ahead of their use by one background thread.
+"""Prefetches results with one background thread.
 
-Permits, not a bounded queue, keep the thread from running ahead: it waits only for a permit, so
-that `close` can always wake it, and exactly `depth` results are made beyond the last one taken.
+Permits limit how far the thread runs ahead, not a bounded queue. The thread only ever waits for a
+permit, so `close` can always wake it, and exactly `depth` results are made beyond the last one
+taken.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ T = TypeVar("T")
 
 
 class Prefetch(Generic[T]):
-    """Calls `make` over and over in a thread, at most `depth` results ahead of `next`."""
+    """Calls `make` repeatedly in a thread, at most `depth` results ahead of `next`."""
 
     def __init__(self, make: Callable[[], T], depth: int) -> None:
         self._make = make
@@ -27,7 +28,8 @@ class Prefetch(Generic[T]):
         self._thread.start()
 
     def next(self) -> T:
-        """The next result, in order. What `make` raised is raised here, and at each later call."""
+        """Return the next result, in order. An exception of `make` is raised here and by each later
+        call."""
         if self._failure is None:
             result = self._ready.get()
             self._permits.release()
@@ -37,7 +39,7 @@ class Prefetch(Generic[T]):
         raise self._failure
 
     def close(self) -> None:
-        """End the thread; results that were made ahead are dropped."""
+        """End the thread and drop the results that were made ahead."""
         self._closed = True
         self._permits.release()
         self._thread.join()
@@ -49,6 +51,6 @@ class Prefetch(Generic[T]):
                 return
             try:
                 self._ready.put((self._make(),))
-            except BaseException as error:  # whatever it is, it belongs to the caller of `next`
+            except BaseException as error:  # whatever it is, `next` raises it
                 self._ready.put(error)
                 return

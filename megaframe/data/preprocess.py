@@ -1,9 +1,9 @@
-"""Corpus to token file: parts encoded by one or several processes, and appended in order.
+"""Encodes a corpus into a token file, in parts, with one or several processes.
 
-The corpus is cut into parts without regard to the number of workers. The token file grows in
-`OUTPUT.parts` part by part, beside a journal, and is renamed when it is whole. So the result is the
-same for any number of workers, a run that was killed continues where it was, and memory and the
-disk space beside the result are bounded by the parts in flight.
+How the corpus is cut into parts does not depend on the number of workers, and parts are appended in
+order, so the result does not either. The token file grows in `OUTPUT.parts`, next to a journal, and
+is renamed when it is complete, so a run that was killed can continue. Memory and additional disk
+space are bounded by the parts in progress.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ Report = Callable[[Counts, int], None]
 
 @dataclass(frozen=True)
 class Job:
-    """What to make of which files.
+    """What to encode, and how.
 
-    inputs:     files, in the order of their documents in the result.
+    inputs:     input files, in the order of their documents in the result.
     tokenizer:  KIND:PATH.
-    output:     token file without suffix.
-    append_eod: end each document with the tokenizer's `eod`.
+    output:     path of the token file without suffix.
+    reading:    how to read the inputs.
+    append_eod: whether to end each document with the tokenizer's `eod`.
     """
 
     inputs: tuple[str, ...]
@@ -51,7 +52,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """Counts of the whole corpus, and of what an earlier, interrupted run had finished of it."""
+    """total: counts of the whole corpus. resumed: counts of what an interrupted run had
+    finished."""
 
     total: Counts
     resumed: Counts
@@ -63,7 +65,7 @@ class _Part:
     pieces: tuple[Piece, ...]
 
     def counts(self) -> Counts:
-        """Of its input."""
+        """Return the counts of the part's input."""
         return Counts(
             size=sum(piece.size for piece in self.pieces),
             disk_bytes=sum(piece.disk_bytes for piece in self.pieces),
@@ -76,11 +78,12 @@ def preprocess(
     overwrite: bool = False,
     report: Report = lambda done, disk_bytes: None,
 ) -> Result:
-    """Encode a corpus into `job.output`.bin and .idx; continue if such a run was interrupted.
+    """Encode a corpus into `job.output`.bin and .idx, or continue an interrupted run of the same
+    job.
 
-    report is called after each part with the counts so far and the bytes on disk of all inputs.
-    Raises `UserError`. After a mistake in the input nothing is left; after a failed write or a
-    killed worker the finished parts are, and the same call goes on from them.
+    report: called at the start and after each part with the counts so far and the bytes on disk of
+    all inputs. Raises `UserError`. After an error in the input nothing is left. After a failed
+    write or a killed worker the finished parts remain, and the same call continues from them.
     """
     tokenizer = load_tokenizer(job.tokenizer)
     manifest = _manifest(job, tokenizer.fingerprint)
@@ -107,7 +110,8 @@ def preprocess(
 
 
 def _manifest(job: Job, fingerprint: str) -> Manifest:
-    """All that the result depends on, as plain JSON. Raises `UserError` for what cannot be read."""
+    """Return everything that the result depends on, as plain JSON. Raises `UserError` for inputs
+    that cannot be read."""
     states = [input_size(path) for path in job.inputs]
     for path in job.inputs:
         format_of(path, job.reading)
@@ -125,7 +129,7 @@ def _manifest(job: Job, fingerprint: str) -> Manifest:
 
 
 def _parts(job: Job, part_size: int) -> Iterator[_Part]:
-    """Pieces of all inputs, gathered until a part is worth a process's turn."""
+    """Group the pieces of all inputs into parts of at least `part_size` bytes, except the last."""
     number, size = 0, 0
     gathered: list[Piece] = []
     for path in job.inputs:
@@ -142,10 +146,10 @@ def _parts(job: Job, part_size: int) -> Iterator[_Part]:
 def _encoded(
     job: Job, tokenizer: Tokenizer, parts: Iterable[_Part], workers: int, folder: str
 ) -> Iterator[tuple[Counts, Iterator[Batch]]]:
-    """The input's counts and the batches of each part, in order.
+    """Yield the counts of the input and the batches of each part, in order.
 
-    A single worker is this very process, which encodes a batch when it is asked for. Several ones
-    hand their parts over as token files in `folder`, so that memory does not grow with a part.
+    With one worker this process encodes each batch when it is requested. Several workers return
+    their parts as token files in `folder`, so that memory does not grow with the size of a part.
     """
     if workers == 1:
         for part in parts:
@@ -159,7 +163,7 @@ def _encoded(
 def _encode_to_file(job: Job, part: _Part, prefix: str) -> tuple[Counts, int, str]:
     """Write one part's token file. Runs in a worker.
 
-    Returns the counts of its input, its documents without a token, and `prefix`.
+    Returns the counts of its input, the number of documents without a token, and `prefix`.
     """
     tokenizer = _tokenizer(job.tokenizer)
     empty = 0
@@ -171,7 +175,7 @@ def _encode_to_file(job: Job, part: _Part, prefix: str) -> tuple[Counts, int, st
 
 
 def _taken(prefix: str, empty: int) -> Iterator[Batch]:
-    """A part's token file as one mapped batch; the file is removed behind it."""
+    """Yield a part's token file as one memory-mapped batch, and remove the file afterwards."""
     index = read_index(prefix)
     tokens: NDArray = np.empty(0, index.dtype)
     if index.bin_bytes:
@@ -187,7 +191,8 @@ def _batches(job: Job, tokenizer: Tokenizer, part: _Part) -> Iterator[Batch]:
 
 
 def _gathered(part: _Part, reading: Reading) -> Iterator[list[str]]:
-    """Documents by a few megabytes: enough for the libraries' batch calls, little to hold."""
+    """Yield documents in groups of a few megabytes: enough for the libraries' batch calls, and
+    little to keep in memory."""
     batch: list[str] = []
     size = 0
     for piece in part.pieces:
@@ -202,9 +207,9 @@ def _gathered(part: _Part, reading: Reading) -> Iterator[list[str]]:
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str], append_eod: bool) -> Batch:
-    """What a token file holds of these documents.
+    """Encode documents into the form in which a token file stores them.
 
-    Raises `UserError` for an id that is not below the tokenizer's vocabulary size.
+    Raises `UserError` for an id that is negative or not below the tokenizer's vocabulary size.
     """
     documents = [ids for ids in tokenizer.encode_batch(texts) if ids.size]
     end = np.array([tokenizer.eod] * append_eod, np.int32)
@@ -225,5 +230,5 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str], append_eod: boo
 
 @lru_cache(maxsize=1)
 def _tokenizer(name: str) -> Tokenizer:
-    """A worker's own."""
+    """Load the tokenizer once per worker."""
     return load_tokenizer(name)

@@ -1,9 +1,9 @@
-"""How far a run is in its data: a few integers, and their form in a checkpoint.
+"""How far a run has come in its data: a few integers, and their form in a checkpoint.
 
-Counts are kept by the source's path, also for sources that a later blend leaves out, so that a
-source never repeats a sample within an epoch however the blend changes from one resume to the next.
-A source whose files have moved is known by their name, of which its order is a function too, and by
-its number of samples.
+Counts are kept by the source's path, also for sources that a later blend drops, so that a source
+never repeats a sample within an epoch however the blend changes between resumes. A source whose
+files have moved is recognised by its file name, which also determines its order, and its number of
+samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megaframe.errors import UserError
 
 @dataclass(frozen=True)
 class Roster:
-    """The sources of a run: path, weight and number of samples in an epoch, one entry each."""
+    """The sources of a run: paths, weights, and samples per epoch (sizes), one entry per source."""
 
     paths: tuple[str, ...]
     weights: tuple[float, ...]
@@ -35,7 +35,11 @@ class Roster:
 
 @dataclass(frozen=True)
 class Progress:
-    """Samples seen in all, where the blend stands, and counts of sources that it has left."""
+    """A position in the data.
+
+    blend: how many samples each source has given. samples: samples seen in total. left: by path,
+    samples given by sources that are no longer in the blend.
+    """
 
     roster: Roster
     blend: Blend
@@ -47,12 +51,13 @@ class Progress:
         return Progress(roster, Blend.start(roster.weights), 0, {})
 
     def take(self, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64], Progress]:
-        """Source and number of each of the next `size` samples, and the progress after them."""
+        """Return the source and the number of each of the next `size` samples, and the progress
+        after them."""
         sources, numbers, blend = self.blend.take(size)
         return sources, numbers, replace(self, blend=blend, samples=self.samples + size)
 
     def state(self) -> dict[str, Any]:
-        """This progress as JSON holds it: `samples`, and by path what `restore` needs."""
+        """Return the progress as JSON values: `samples`, and by path what `restore` needs."""
         by_path = self.roster.by_path
         return {
             "samples": self.samples,
@@ -64,11 +69,13 @@ class Progress:
 
 
 def restore(state: Mapping[str, Any], roster: Roster) -> tuple[Progress, list[str]]:
-    """The progress that `state` holds, for the sources of `roster`, and what is to be said of it.
+    """Restore the progress in `state` for the sources of `roster`. Returns it with lines for the
+    run log.
 
-    With the same sources and weights the sequence continues as if never stopped. Otherwise the
-    weights begin to count now, each known source continues after the samples that it has given, a
-    new one starts at its first, and a line says so. Raises `UserError` for a malformed state.
+    With the same sources and weights the sequence continues as if it had not been interrupted.
+    Otherwise the weights count from now on, each known source continues after the samples that it
+    has given, a new one starts at its first, and a line says so. Raises `UserError` for a malformed
+    state.
     """
     _check(state)
     moved = _moved(state["sizes"], roster)
@@ -92,8 +99,11 @@ def restore(state: Mapping[str, Any], roster: Roster) -> tuple[Progress, list[st
 
 
 def _moved(before: Mapping[str, int], roster: Roster) -> dict[str, str]:
-    """The paths now of sources of before that are at another one: the files have the same name, and
-    as many samples; of several such, those whose paths end most alike."""
+    """Find sources that have moved. Returns the new path by the old one.
+
+    A source has moved if a new path has the same file name and number of samples. If several old
+    sources match, the one whose path shares the longest end is chosen.
+    """
     gone = [path for path in before if path not in set(roster.paths)]
     found: dict[str, str] = {}
     for path, size in zip(roster.paths, roster.sizes, strict=True):
@@ -106,13 +116,13 @@ def _moved(before: Mapping[str, int], roster: Roster) -> dict[str, str]:
 
 
 def _alike(one: str, other: str) -> int:
-    """How many parts at their ends two paths share."""
+    """Return the number of trailing components that two paths share."""
     pairs = zip(reversed(Path(one).parts), reversed(Path(other).parts), strict=False)
     return sum(takewhile(bool, (here == there for here, there in pairs)))
 
 
 def _check(state: Mapping[str, Any]) -> None:
-    """Refuse what `Progress.state` cannot have written."""
+    """Raise `UserError` for a state that `Progress.state` cannot have written."""
     wanted = ("samples", "consumed", "base", "weights", "sizes")
     missing = [key for key in wanted if key not in state]
     if missing:

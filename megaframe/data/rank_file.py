@@ -1,7 +1,7 @@
-"""Rank files of tiktoken: the vocabulary of a byte-pair encoding, one token a line.
+"""Rank files of tiktoken: the vocabulary of a byte-pair encoding, one token per line.
 
-The file holds neither the pattern that splits text before merging nor the control tokens; both are
-taken from the published vocabulary that has as many ranks.
+The file contains neither the pattern that splits text before merging nor the control tokens. Both
+are taken from the published vocabulary with the same number of ranks.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ PUBLISHED_RANKS: dict[int, tuple[str, int]] = {
     128000: (_LLAMA3_PATTERN, 128001),
     199998: (_O200K_PATTERN, 199999),
 }
-"""Ranks in a published .tiktoken file -> its split pattern and its end of document. The file holds
-neither. Source: tiktoken_ext/openai_public.py and llama3's tokenizer.py. All others, among them
-GPT-2 (r50k) and p50k, use `GPT2_PATTERN` and the first free id, which is theirs."""
+"""By number of ranks in a published .tiktoken file: its split pattern and end-of-document id, which
+the file does not contain. Source: tiktoken_ext/openai_public.py and llama3's tokenizer.py. All
+other files, among them GPT-2 (r50k) and p50k, use `GPT2_PATTERN` and the first free id, which is
+the right one for these two."""
 
 
 def parse_ranks(path: str, content: bytes) -> dict[bytes, int]:
-    """Token -> rank. Every byte must have one: otherwise some text could not be encoded."""
+    """Parse a rank file into ranks by token. Raises `UserError` for invalid lines, ranks that are
+    used twice, and bytes without a rank, because some text could then not be encoded."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
         if not line:

@@ -1,8 +1,8 @@
-"""All sources of one split, read as microbatches.
+"""Reads microbatches from all sources of one split.
 
-A sample is named by its source and its number within that source; where it lies in the file follows
-from the source's keyed order. A batch over many sources is looked up in one vectorised pass and
-then gathered source by source.
+A sample is identified by its source and its number within that source; its window in the file
+follows from the source's keyed order. The windows of a batch over many sources are computed in one
+vectorised pass, and then gathered source by source.
 
 Shape suffixes: N samples, S tokens of a sample, T = S + 1 tokens of a window.
 """
@@ -29,12 +29,12 @@ _LOOKED_UP_AHEAD = 1024
 
 
 class Reader:
-    """The sources of `config.data` that have a share of one split, each in the order that `seed`
-    and its name give.
+    """The sources of `config.data` that have a share of one split. The order of each source is
+    determined by `seed` and the source's file name.
 
-    sources, paths, names (of the files, or their paths where several have the same), weights, sizes
-    (samples of an epoch): one entry a source, in the order of the config. Raises `UserError` for
-    what is wrong with a source.
+    sources, paths, weights, sizes (samples per epoch) and names have one entry per source, in the
+    order of the config. A name is the file name, or the path if several sources have that file
+    name. Raises `UserError` for sources that cannot be used, and if none has a share of the split.
     """
 
     def __init__(self, config: RunConfig, split: Split, seed: int) -> None:
@@ -63,13 +63,12 @@ class Reader:
         self._known: Numbers = np.empty(0, np.int64)
 
     def read(self, sources_N: Numbers, numbers_N: Numbers, samples_N: Numbers) -> Microbatch:
-        """One microbatch of these samples, in this order.
+        """Read these samples, in this order, as one microbatch.
 
-        sources_N: index of each sample's source.
-        numbers_N: its number within the source, over all epochs.
-        samples_N: its number in the training order, handed on as `samples_B`.
+        sources_N: index of each sample's source. numbers_N: its number within the source, over all
+        epochs. samples_N: its number in the training order, passed on as `samples_B`.
 
-        The numbers of each source ascend; N is at least 1.
+        The numbers of each source must be ascending, and N at least 1.
         """
         data, shape = self._data, (sources_N.size, self._seq)
         tokens_NS, labels_NS = np.empty(shape, np.int64), np.empty(shape, np.int64)
@@ -99,10 +98,10 @@ class Reader:
         )
 
     def _windows(self, sources_N: Numbers, numbers_N: Numbers) -> Numbers:
-        """The window of its source at which each sample lies.
+        """Return the window of each sample within its source.
 
-        A permutation of a few numbers costs as much as one of a thousand, so with one source, whose
-        numbers ascend, the next thousand are looked up together.
+        Permuting a few numbers takes as long as permuting a thousand. So with a single source,
+        whose numbers ascend, the next thousand are computed together.
         """
         if len(self.sources) > 1:
             return sample_indices(numbers_N, self.sizes[sources_N], self._keys[sources_N])
@@ -114,7 +113,7 @@ class Reader:
         return self._known[numbers_N - self._known_from]
 
     def _groups(self, sources_N: Numbers) -> Iterator[tuple[Source, Numbers | slice]]:
-        """Each source of the batch and the rows that come from it."""
+        """Yield each source of the batch and the rows that come from it."""
         if len(self.sources) == 1:
             yield self.sources[0], slice(None)
             return
@@ -126,7 +125,7 @@ class Reader:
 
 
 def cut(batch: Microbatch, size: int) -> tuple[Microbatch, ...]:
-    """The batch in microbatches of `size` samples, as views."""
+    """Cut a batch into microbatches of `size` samples, as views."""
     if batch.tokens_BS.shape[0] == size:
         return (batch,)
     tokens = batch.tokens_BS.split(size)
@@ -145,8 +144,8 @@ def cut(batch: Microbatch, size: int) -> tuple[Microbatch, ...]:
 
 
 def _numbered(files: Sequence[str]) -> Iterator[str]:
-    """What each source is known by to its order: the name of its files without the folder, so that
-    they can move; where several have the same, with a number."""
+    """Return the name of each source that determines its order: the file name without the folder,
+    so that files can move, and a number that distinguishes sources with the same file name."""
     seen: Counter[str] = Counter()
     for name in files:
         yield f"{name}\0{seen[name]}"
@@ -154,7 +153,8 @@ def _numbered(files: Sequence[str]) -> Iterator[str]:
 
 
 def _check_paths(paths: Sequence[str]) -> None:
-    """Counts of what was consumed are kept by path, so a path may stand for one source only."""
+    """Raise `UserError` if two sources have the same path. Counts of consumed samples are kept by
+    path."""
     twice = [path for path, count in Counter(paths).items() if count > 1]
     if twice:
         raise UserError(

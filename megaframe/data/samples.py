@@ -1,9 +1,9 @@
 """Samples of a token file: one split of its documents, cut into windows of equal length.
 
-Documents are laid end to end and cut wherever a window is full, so that no token is padding. Each
-window reads one token more than it trains on, and the next one starts with that token: every token
-but the first is predicted exactly once. Windows are rows of one overlapping view of the mapped
-file, so that a batch of them is a single gather of whole rows.
+Documents are concatenated and cut wherever a window is full, so there is no padding. Each window
+has one token more than it trains on, and the next one starts with that token, so every token but
+the first is predicted exactly once. Windows are rows of one overlapping view of the mapped file, so
+a batch of windows is a single gather of rows.
 
 Shape suffixes: W windows, S inputs of a sample, T = S + 1 tokens of a window.
 """
@@ -26,14 +26,14 @@ _CHECKED_AT_ONCE = 1 << 20
 class Source:
     """The windows of one split of a token file.
 
-    path:    token files without suffix.
+    path:    path of the token file without suffix.
     split:   which of the three ranges of documents.
-    shares:  of documents for training, validation and test.
-    seq:     inputs of a window, S.
-    vocab:   token ids from here up, and negative ones, are refused when they are read.
-    Raises `UserError` when the split is empty, shorter than a window, or not in one piece.
+    shares:  shares of the documents for training, validation and test.
+    seq:     inputs per window, S.
+    vocab:   token ids that are not below this, and negative ones, are refused when they are read.
+    Raises `UserError` if the split is empty, shorter than a window, or not contiguous in the file.
 
-    `tokens` are those of the split, in the file's own dtype; `starts()` says where among them its
+    `tokens` has the tokens of the split, in the file's dtype; `starts()` returns where in it the
     documents begin.
     """
 
@@ -68,16 +68,16 @@ class Source:
         )
 
     def read(self, windows_W: NDArray[np.int64]) -> NDArray[np.integer]:
-        """Tokens of these windows, [W, T], in the file's own dtype.
+        """Return the tokens of these windows, [W, T], in the file's dtype.
 
-        Raises `UserError` for a token id that is negative or not below the vocabulary.
+        Raises `UserError` for a token id that is negative or not below the vocabulary size.
         """
         tokens_WT = self._rows_WT[windows_W]
         self._check(tokens_WT, windows_W)
         return tokens_WT
 
     def beginnings(self, windows_W: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Where in these windows a document begins: bool[W, T]."""
+        """Return where in these windows a document begins, bool[W, T]."""
         starts = self._document_starts()
         firsts_W = self._first + windows_W * self._seq
         low_W = np.searchsorted(starts, firsts_W, "left")
@@ -90,7 +90,10 @@ class Source:
         return beginnings_WT
 
     def _span(self) -> tuple[int, int]:
-        """First token of the split in the file, and how many tokens it has."""
+        """Return the split's first token in the file and its number of tokens.
+
+        Raises `UserError` if its sequences are not contiguous or not aligned to tokens.
+        """
         low, high = (int(self._file.documents[number]) for number in self._documents)
         lengths, pointers = self._file.lengths[low:high], self._file.pointers[low:high]
         item = self._file.dtype.itemsize
@@ -112,11 +115,13 @@ class Source:
         return begin // item, (end - begin) // item
 
     def starts(self) -> NDArray[np.int64]:
-        """First token of each document of the split that has one; 0 is the first of the split."""
+        """Return the first token of each non-empty document of the split, counted from the split's
+        first token."""
         return self._document_starts() - self._first
 
     def _document_starts(self) -> NDArray[np.int64]:
-        """First token in the file of each document of the split that has one; made when needed."""
+        """Return the first token of each non-empty document of the split, counted from the start of
+        the file. Computed on first use."""
         if self._starts is None:
             first, last = self._documents
             sequences = np.asarray(self._file.documents[first : last + 1], np.int64)
@@ -126,12 +131,12 @@ class Source:
         return self._starts
 
     def _check(self, tokens_WT: NDArray[np.integer], windows_W: NDArray[np.int64]) -> None:
-        """Refuse token ids that the model has no row for."""
+        """Raise `UserError` for a token id that is not in the model's vocabulary."""
         if not tokens_WT.size:
             return
         largest = int(np.iinfo(tokens_WT.dtype).max)
         limit = min(self._vocab, largest + 1)
-        # Read as unsigned, a negative id is above every limit: one pass finds both.
+        # As an unsigned integer, a negative id exceeds every limit, so one pass finds both.
         unsigned_WT = tokens_WT.view(f"u{tokens_WT.itemsize}")
         if int(unsigned_WT.max()) < limit:
             return
@@ -152,9 +157,9 @@ class Source:
 def document_range(
     documents: int, shares: tuple[float, float, float], split: Split, path: str
 ) -> tuple[int, int]:
-    """Documents [first, last) of a split; bounds are the cumulative shares, rounded.
+    """Return the documents [first, last) of a split. Its bounds are the rounded cumulative shares.
 
-    Raises `UserError` when the split gets no document.
+    Raises `UserError` if the split gets no document.
     """
     place = SPLITS.index(split)
     first, last = (round(min(1.0, sum(shares[:n])) * documents) for n in (place, place + 1))
@@ -168,11 +173,13 @@ def document_range(
 
 
 def positions(beginnings_WS: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Position of each token, counted from the start of the window or of its document. [W, S]."""
+    """Return the position of each token, [W, S], counted from the start of its document or, if that
+    is in an earlier window, of the window."""
     places_WS = np.broadcast_to(np.arange(beginnings_WS.shape[1]), beginnings_WS.shape)
     return places_WS - np.maximum.accumulate(np.where(beginnings_WS, places_WS, 0), axis=1)
 
 
 def documents(beginnings_WS: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Number of each token's document within its window, from 0 (1 if it starts there). [W, S]."""
+    """Return the number of each token's document within its window, [W, S]. The first is 1 if the
+    document starts with the window, else 0."""
     return np.cumsum(beginnings_WS, axis=1, dtype=np.int64)

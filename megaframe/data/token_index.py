@@ -1,8 +1,8 @@
-"""The `.idx` half of a Megatron token file: its byte layout, and the checks that make it safe.
+"""The `.idx` file of a Megatron token file: its byte layout, and the checks that make it safe.
 
-Everything that is later indexed with is checked when a file is opened, in one vectorised pass over
-the mapped index (tens of milliseconds for five million documents), so that no later read can leave
-`.bin` or silently return another document.
+Everything that is used as an index is checked when a file is opened, in one vectorised pass over
+the mapped file (tens of milliseconds for five million documents). So no later read can leave the
+`.bin` file or silently return another document.
 """
 
 from __future__ import annotations
@@ -37,27 +37,28 @@ _CHECKED_AT_ONCE = 1 << 18
 
 
 def token_dtype(vocab: int) -> np.dtype:
-    """The dtype that Megatron's writer takes for this vocabulary size.
+    """Return the dtype that Megatron's writer uses for this vocabulary size.
 
-    65,500 and not 65,536: a reader that assumed the latter would misread the sizes in between.
+    The limit is 65,500, not 65,536; a reader that assumes the latter would misread files for
+    vocabulary sizes in between.
     """
     return np.dtype("<u2") if vocab < _FIRST_WIDE_VOCAB else np.dtype("<i4")
 
 
 def dtype_code(dtype: np.dtype) -> int:
-    """Code of a dtype in the header."""
+    """Return the code of a dtype in the header."""
     return {known: code for code, known in DTYPES.items()}[dtype]
 
 
 @dataclass(frozen=True)
 class Index:
-    """A checked `.idx`: what it says about `.bin`, mapped and not read.
+    """The contents of a checked `.idx`, mapped into memory.
 
-    dtype:     of the tokens.
+    dtype:     dtype of the tokens.
     lengths:   tokens of each sequence, i32[S].
     pointers:  byte offset of each sequence in `.bin`, i64[S].
     documents: first sequence of each document, then S; i64[D].
-    bin_bytes: size of `.bin`.
+    bin_bytes: size of `.bin` in bytes.
     """
 
     dtype: np.dtype
@@ -98,7 +99,10 @@ def _size(path: str) -> int:
 
 
 def read_header(path: str) -> tuple[np.dtype, int, int]:
-    """Dtype, sequences and document indices of an `.idx`, once they agree with its size."""
+    """Read the header of an `.idx`: dtype, number of sequences, number of document indices.
+
+    Raises `UserError` if it is not a header that can be read, or does not match the file's size.
+    """
     size = _size(path)
     try:
         with open(path, "rb") as file:
@@ -130,7 +134,7 @@ def read_header(path: str) -> tuple[np.dtype, int, int]:
 
 
 def _check_documents(index: Index, path: str) -> None:
-    """Document indices begin with 0, end with S and never decrease."""
+    """Check that document indices begin with 0, end with S and never decrease."""
     documents, sequences = index.documents, index.lengths.size
     ends = (int(documents[0]), int(documents[-1])) if documents.size else None
     if ends != (0, sequences):
@@ -151,9 +155,9 @@ def _check_documents(index: Index, path: str) -> None:
 
 
 def _check_sequences(index: Index, prefix: str) -> None:
-    """Every sequence lies inside `.bin`; one that follows on from another leaves no gap at the end.
+    """Check that every sequence lies within `.bin`, and that one ends where `.bin` ends.
 
-    A `.bin` longer than its sequences cover is the mark of files that do not belong together.
+    If `.bin` is longer than its sequences cover, the two files do not belong together.
     """
     item, covered = index.dtype.itemsize, 0
     if index.bin_bytes % item:
@@ -162,7 +166,7 @@ def _check_sequences(index: Index, prefix: str) -> None:
             f"{index.dtype} tokens of {item} bytes, the type that {prefix}.idx names"
         )
     for start, sizes, pointers in _sequence_chunks(index):
-        # Subtracting the size from the file's, not adding it to the pointer: no overflow.
+        # Subtract from the size of the file; adding to the pointer might overflow.
         bad = np.flatnonzero((sizes < 0) | (pointers < 0) | (pointers > index.bin_bytes - sizes))
         if bad.size:
             at = int(bad[0])
@@ -180,7 +184,7 @@ def _check_sequences(index: Index, prefix: str) -> None:
 
 
 def _sequence_chunks(index: Index) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
-    """First sequence, sizes in bytes and pointers, a bounded number of sequences at a time."""
+    """Yield sequences in chunks of bounded size: number of the first, sizes in bytes, pointers."""
     for start in range(0, index.lengths.size, _CHECKED_AT_ONCE):
         chunk = slice(start, start + _CHECKED_AT_ONCE)
         sizes = index.lengths[chunk].astype(np.int64) * index.dtype.itemsize

@@ -1,8 +1,8 @@
 """Tokenizers: text to token ids and back, one small interface over four kinds of vocabulary.
 
-Text never becomes a control token: what looks like `<|endoftext|>` inside a document is encoded as
-ordinary text where the library can, so that only the writer of a token file ends a document. Each
-tokenizer encodes on one thread; parallelism belongs to the processes that use it.
+Text never becomes a control token. If the library allows it, `<|endoftext|>` within a document is
+encoded as ordinary text, so only the writer of a token file ends documents. Each tokenizer encodes
+on one thread; parallelism comes from the processes that use it.
 
     kind           path                         end of document (`eod`)
     sentencepiece  a .model file                its eos id, usually `</s>`
@@ -43,9 +43,9 @@ _LARGEST_FILE = 1 << 30
 class Tokenizer(ABC):
     """Text to token ids and back.
 
-    vocab_size:  ids are below it.
+    vocab_size:  all ids are smaller.
     eod:         the id that ends a document.
-    fingerprint: equal for tokenizers made of the same file.
+    fingerprint: equal for tokenizers of the same kind and file.
     """
 
     vocab_size: int
@@ -54,26 +54,27 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Token ids of each text, without `eod`."""
+        """Return the token ids of each text, without `eod`."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids; control tokens have none."""
+        """Return the text of these ids. Control tokens are skipped."""
 
     @abstractmethod
     def token_bytes(self) -> NDArray[np.int32]:
-        """UTF-8 bytes of text that each id stands for, [vocab_size]; 0 for control tokens.
+        """Return the number of UTF-8 bytes of text that each id represents, i32[vocab_size]; 0 for
+        control tokens.
 
-        Bits per byte = loss in bits, summed, / this, summed over the same tokens.
+        Bits per byte is the loss in bits divided by this, both summed over the same tokens.
         """
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of one text, without `eod`."""
+        """Return the token ids of one text, without `eod`."""
         return self.encode_batch([text])[0].tolist()
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8 and an end of document."""
+    """The bytes of UTF-8 as ids 0 to 255, and 256 for the end of a document."""
 
     def __init__(self) -> None:
         self.vocab_size, self.eod, self.fingerprint = 257, 256, "bytes"
@@ -89,7 +90,8 @@ class ByteTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model. A piece's `▁` is one byte, the space that it stands for."""
+    """A SentencePiece model. The `▁` of a piece counts as one byte, the space that it
+    represents."""
 
     def __init__(self, path: str) -> None:
         sentencepiece = import_library("sentencepiece", "")
@@ -98,7 +100,7 @@ class SentencePieceTokenizer(Tokenizer):
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except (RuntimeError, OSError, ValueError, TypeError):
             raise UserError(f"{path} is not a SentencePiece model") from None
-        # A batch call without a pool starts a thread of its own, with cold memory each time.
+        # Without a pool, every batch call would start a new thread, with cold caches each time.
         self._pool = sentencepiece.ThreadPool(1)
         self.vocab_size = self._model.get_piece_size()
         self.eod = self._model.eos_id()
@@ -128,10 +130,10 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json` of Hugging Face's tokenizers; its special tokens count no bytes."""
+    """A `tokenizer.json` of Hugging Face's tokenizers. Its special tokens represent no bytes."""
 
     def __init__(self, path: str) -> None:
-        # Its own threads would fight with the worker processes for the same cores.
+        # The library's own threads would compete with the worker processes for cores.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         library = import_library("tokenizers", "hf")
         content = _read(path)
@@ -168,7 +170,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return counts
 
     def _length_of_piece(self) -> Callable[[str], int]:
-        """How this vocabulary writes bytes: one letter each, or as text with `▁` and `<0xAB>`."""
+        """Return a function that gives the number of bytes of a piece. Vocabularies write bytes
+        either as one character each (ByteLevel), or as text with `▁` and `<0xAB>`."""
         text = json.dumps([self._description.get(k) for k in ("pre_tokenizer", "decoder")])
         if '"ByteLevel"' in text:
             return len
@@ -194,7 +197,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """A rank file of tiktoken: a token in base64 and its rank on each line."""
+    """A rank file of tiktoken, with a token in base64 and its rank on each line."""
 
     def __init__(self, path: str) -> None:
         tiktoken = import_library("tiktoken", "data")
@@ -237,10 +240,10 @@ _SUFFIXES = {".model": "sentencepiece", ".json": "hf", ".tiktoken": "tiktoken"}
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer called `KIND:PATH`, or `bytes`.
+    """Load the tokenizer `KIND:PATH`, or `bytes`.
 
-    Raises `UserError` for an unknown kind, a file that is missing or foreign, a vocabulary without
-    an end of document, and a library that is not installed.
+    Raises `UserError` for an unknown kind, a file that is missing or of another format, a
+    vocabulary without an end of document, or a library that is not installed.
     """
     kind, colon, path = name.partition(":")
     if name == "bytes":
@@ -263,7 +266,8 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def import_library(name: str, extra: str) -> ModuleType:
-    """Import an optional library, or say which extra of megaframe installs it."""
+    """Import an optional library. Raises UserError that names the extra of megaframe that installs
+    it."""
     try:
         return importlib.import_module(name)
     except ImportError:

@@ -1,8 +1,8 @@
-"""SentencePiece training on a corpus: lossless, byte fallback, the same model every time.
+"""Trains a SentencePiece model on a corpus: lossless, with byte fallback, and reproducible.
 
-Text is not normalised and blanks are kept, so that decoding gives back every document, code too.
-Where a corpus is larger than what training takes, its files take turns document by document: a
-fixed sample without reading the rest, and not just the first file.
+Text is not normalised and whitespace is kept, so that decoding restores every document, including
+code. If a corpus is larger than the training sample, documents are taken from its files in turn.
+This gives a fixed sample from all files without reading all of them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _LONGEST_SENTENCE = 16384
 def train_sentencepiece(
     inputs: Sequence[str], reading: Reading, output: str, vocab: int, kind: Kind, megabytes: float
 ) -> int:
-    """Train on about the first `megabytes` of the inputs, in turns, and write `output`.model.
+    """Train on about `megabytes` of text from the inputs, taken in turn, and write `output`.model.
 
-    Returns the characters of text that were used. Raises `UserError`, also for a vocabulary that
-    the text is too small for.
+    Returns the number of characters used. Raises `UserError`, also if there is too little text for
+    the vocabulary size.
     """
     sample = _Sample(inputs, reading, int(megabytes * 1e6))
     model = io.BytesIO()
@@ -65,7 +65,8 @@ def train_sentencepiece(
 
 
 class _Sample:
-    """Lines of the documents, file by file in turn, until there are `limit` characters."""
+    """Yields lines of documents, taken from the files in turn, until there are `limit`
+    characters."""
 
     def __init__(self, inputs: Sequence[str], reading: Reading, limit: int) -> None:
         for path in inputs:
@@ -78,7 +79,7 @@ class _Sample:
         try:
             yield from self._lines()
         except UserError as error:
-            # The trainer would wrap it into an error of its own.
+            # Kept, because the trainer would replace it with its own error.
             self.error = error
             raise
 
@@ -98,7 +99,7 @@ class _Sample:
 
 
 def in_turn(sources: Iterable[Iterator[str]]) -> Iterator[str]:
-    """One item of each source after the other, until all have ended."""
+    """Yield one item of each source in turn, until all are exhausted."""
     waiting = list(sources)
     while waiting:
         remaining = []

@@ -1,8 +1,9 @@
 """A bounded map over processes: results in order, few tasks in flight, no orphans.
 
-Workers are spawned, not forked: the parent may run threads (a progress bar, a library's own), and a
-fork copies their locks without the threads that would release them. They end with their parent
-however it ends; the pool of the standard library alone would leave them waiting after kill -9.
+Workers are spawned, not forked, because the parent may have threads (of a progress bar or a
+library), and a fork would copy their locks without the threads that release them. Workers end with
+their parent however it ends; the standard library's pool alone would leave them waiting after kill
+-9.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ _IN_FLIGHT = 2
 def map_ordered(
     function: Callable[..., T], tasks: Iterable[tuple[Any, ...]], workers: int
 ) -> Iterator[T]:
-    """`function(*task)` of every task, in their order.
+    """Yield `function(*task)` for every task, in order.
 
-    At most two tasks per worker are taken from `tasks` before their results are. An exception of a
-    task is raised in its turn, and tasks that have not begun are dropped. Raises `UserError` when a
-    worker dies.
+    At most two tasks per worker are taken from `tasks` ahead of their results. An exception of a
+    task is raised in place of its result, and tasks that have not begun are dropped. Raises
+    `UserError` if a worker dies.
     """
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, _start_worker)

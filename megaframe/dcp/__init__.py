@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint, from checkpoints and to them."""
+"""Converts between checkpoints and folders of torch.distributed.checkpoint."""
 
 from megaframe.dcp.folder import export, load
 

@@ -1,8 +1,9 @@
-"""Checkpoints to folders of torch.distributed.checkpoint (DCP) and back, streaming, on any machine.
+"""Exports checkpoints to folders of torch.distributed.checkpoint (DCP) and imports such folders.
 
-Tensors keep their names: weights those of their parameters, optimizer state
-`optimizer.KIND/PARAMETER`. What else a checkpoint holds is one text in the folder, so that what is
-exported and imported is the same checkpoint. One piece of a tensor is in memory at a time.
+Tensors keep their names: weights have those of their parameters, optimizer state is
+`optimizer.KIND/PARAMETER`. The rest of a checkpoint, step and run state, is stored in the folder as
+one text, so exporting and importing gives the same checkpoint. Tensors are streamed, a few pieces
+in memory at a time, so any machine can do it.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ from megaframe.run_state import initial_state
 from megaframe.stage import model_specs
 
 STATE = "megaframe.state"
-"""Name of the text with the step and the state of a run."""
+"""Name of the entry whose text contains the step and the state of a run."""
 FILE_BYTES = 2 << 30
-"""Size at which the next file is begun."""
+"""Bytes of tensors after which a new file is begun."""
 _MAX_STATE = 64 << 20
 _VERSION = "1.0.0"
 
 
 def export(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write a checkpoint as a folder that `torch.distributed.checkpoint.load` reads.
+    """Write a checkpoint as a folder that `torch.distributed.checkpoint.load` can read.
 
-    Raises `UserError` where the folder is there, or cannot be written.
+    Raises `UserError` if the folder exists or cannot be written.
     """
     if folder.exists():
         raise UserError(f"{folder} already exists; remove it or give another folder")
@@ -80,7 +81,7 @@ _Stored = dict[MetadataIndex, _StorageInfo]
 
 
 def _write_files(checkpoint: Checkpoint, folder: Path) -> _Stored:
-    """Each saved slice as a chunk of its tensor."""
+    """Write each saved slice as one DCP chunk of its tensor. Returns where each was stored."""
     slices = [
         (name, tensor.bytes_of(piece.shape), piece)
         for name, tensor in checkpoint.tensors.items()
@@ -93,7 +94,7 @@ def _write_files(checkpoint: Checkpoint, folder: Path) -> _Stored:
             wanted.setdefault(name, []).append(piece)
         with open(folder / f"__{number}_0.distcp", "wb") as file:
             for name, piece, saved in checkpoint.read(wanted):
-                # Of its own memory: torch.save writes all of the memory that a tensor is in.
+                # Cloned, because torch.save writes the whole storage that a tensor is a view of.
                 stored[MetadataIndex(name, piece.offset)] = _append(file, file.name, saved.clone())
             file.flush()
             os.fsync(file.fileno())
@@ -127,8 +128,12 @@ def _metadata(tensors: Mapping[str, SavedTensor], stored: _Stored) -> Metadata:
 
 @dataclass(frozen=True)
 class Imported:
-    """path: of the checkpoint. left_out: names of what it has no room for: whole numbers, values
-    that are no tensors, tensors without elements. has_state: whether a run can start from it."""
+    """The result of an import.
+
+    path: the new checkpoint. left_out: names of what a checkpoint cannot contain: tensors of other
+    than floating-point dtypes, tensors without elements, values that are not tensors. has_state:
+    whether it has a run state, so that a run can start from it.
+    """
 
     path: Place
     left_out: list[str]
@@ -136,11 +141,11 @@ class Imported:
 
 
 def load(folder: Path, to: Place, config: RunConfig | None = None) -> Imported:
-    """Write a folder of torch.distributed.checkpoint as a checkpoint in the folder `to`.
+    """Import a folder of torch.distributed.checkpoint as a checkpoint in the folder `to`.
 
-    config: of a run whose weights they are, for a folder that `export` did not write; the
-    checkpoint is then one of its step 0. Raises `UserError` for what is damaged, hostile, or does
-    not fit the config.
+    config: config of a run that has these weights, for a folder that `export` did not write. The
+    result is then a checkpoint of that run at step 0. Raises `UserError` if the folder is damaged
+    or malicious, or does not fit the config.
     """
     contents = read_metadata(folder)
     step, state = _state_of(folder, contents, config)
@@ -172,7 +177,10 @@ def load(folder: Path, to: Place, config: RunConfig | None = None) -> Imported:
 
 
 class _Reader:
-    """The bytes of boxes; one file is open at a time."""
+    """Reads the bytes of pieces. One file is open at a time.
+
+    origin: the DCP chunk that contains each piece, by tensor name and offset of the piece.
+    """
 
     def __init__(self, folder: Path, origin: Mapping[tuple[str, Shape], Chunk]) -> None:
         self._folder, self._origin = folder, origin
@@ -195,7 +203,9 @@ class _Reader:
 def _state_of(
     folder: Path, contents: Contents, config: RunConfig | None
 ) -> tuple[int, dict[str, JsonValue]]:
-    """Step and state: of the run that was exported, of a run to begin, or none."""
+    """Return step and run state: those of a new run with this config if one is given, else those
+    that `export` stored, else 0 and an empty state. Raises UserError if the tensors do not fit the
+    config, or the stored state is damaged."""
     if config is not None:
         problems = list(_misfits(contents, config))
         if problems:

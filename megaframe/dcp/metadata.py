@@ -1,6 +1,7 @@
-"""The `.metadata` of a torch.distributed.checkpoint folder: which box of which tensor lies where.
+"""Reads the `.metadata` of a torch.distributed.checkpoint folder: where each box of a tensor is.
 
-It is a pickle, and not unpickled (see `pickled`); what it says is checked before it is believed.
+The file is a pickle, but it is parsed without executing it (see `pickled`), and everything in it is
+validated before use.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from megaframe.errors import UserError
 
 METADATA = ".metadata"
 MAX_METADATA = 128 << 20
-"""Largest file of metadata that is read."""
+"""Largest metadata file that is read."""
 _MAX_CHUNKS = 1 << 20
-"""Chunks of all tensors; a list may stand for many tensors, so its size bounds nothing."""
+"""Most chunks of all tensors together. The size of the file does not limit their number, because
+many tensors can refer to one list of chunks."""
 _MAX_SIZE = 1 << 48
 _MAX_DIMS = 8
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}", re.ASCII)
@@ -57,7 +59,7 @@ _EXPECTED = {
 
 @dataclass(frozen=True)
 class Extent:
-    """Bytes of a file in the folder."""
+    """A byte range of a file in the folder."""
 
     file: str
     start: int
@@ -75,7 +77,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor. dtype: None where it is of none that checkpoints here hold."""
+    """A stored tensor. dtype: None if checkpoints of this project cannot contain the dtype."""
 
     shape: Shape
     dtype: DTypeName | None
@@ -84,14 +86,14 @@ class Stored:
 
 @dataclass(frozen=True)
 class Contents:
-    """All of a folder, by name: tensors, and what is stored of other things."""
+    """Everything in a folder, by name. others: where values that are not tensors are stored."""
 
     tensors: Mapping[str, Stored]
     others: Mapping[str, Extent]
 
 
 def read_metadata(folder: Path) -> Contents:
-    """What a folder holds. Raises UserError where its metadata are damaged or hostile."""
+    """Read what a folder contains. Raises UserError if its metadata is damaged or malicious."""
     path = folder / METADATA
     try:
         if path.stat().st_size > MAX_METADATA:
@@ -110,7 +112,7 @@ def read_metadata(folder: Path) -> Contents:
 
 
 def _check_sizes(folder: Path, contents: Contents) -> None:
-    """Raises ValueError where tensors would be larger than what is stored of them."""
+    """Check that the files are large enough for the tensors. Raises ValueError if one is not."""
     sizes: dict[str, int] = {}
     needed: Counter[str] = Counter()
     for name, stored in contents.tensors.items():
@@ -183,7 +185,7 @@ def _stored(
 
 
 def _places(given: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], Extent]:
-    """Where each item is, by its name and the offset of its box."""
+    """Return where each item is stored, by name and offset of its box (None: not a tensor)."""
     places: dict[tuple[str, Shape | None], Extent] = {}
     for key, value in given.items():
         index, info = _state(key, _INDEX), _state(value, _INFO)
@@ -202,7 +204,7 @@ def _places(given: Mapping[Any, Any]) -> dict[tuple[str, Shape | None], Extent]:
 
 
 def _state(given: Any, what: Name) -> dict[str, Any]:
-    """The fields of a record that is to be of a class."""
+    """Return the fields of a record. Raises ValueError if it is not of the class `what`."""
     if not isinstance(given, Record) or given.what != what:
         raise ValueError(f"it has something else in place of a {what.name}")
     return _typed({} if given.state is None else given.state, dict, what.name)
@@ -215,7 +217,7 @@ def _typed(given: Any, kind: type, what: str) -> Any:
 
 
 def _size(given: Any) -> Shape:
-    """A torch.Size."""
+    """Return the sizes of a described torch.Size."""
     if isinstance(given, Record) and given.what == _SIZE and len(given.arguments) == 1:
         sizes = given.arguments[0]
         few = type(sizes) in (tuple, list) and len(sizes) <= _MAX_DIMS

@@ -1,7 +1,8 @@
-"""One tensor as torch.save wrote it into a part of a file, read piece by piece.
+"""Reads tensors that torch.save wrote into parts of a file, piece by piece.
 
-It is a zip archive: a pickle that says how the tensor lies in its memory (described, not unpickled;
-see `pickled`) and that memory, uncompressed, of which only what is asked for is read.
+Each part is a zip archive with the tensor's storage, uncompressed, and a pickle that describes how
+the tensor is laid out in the storage. The pickle is parsed, not executed (see `pickled`), and only
+the requested bytes of the storage are read.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megaframe.dcp.pickled import PERSISTENT, Name, Record, describe
 from megaframe.errors import UserError
 
 _MAX_PART = 1 << 20
-"""Bytes of an archive's directory, and of the description of a tensor."""
+"""Largest size of an archive's directory, and of the pickle that describes a tensor, in bytes."""
 _LOCAL_HEADER = 30
 _STORAGES: dict[DTypeName, str] = {
     "F64": "DoubleStorage",
@@ -36,7 +37,8 @@ _ORDERED = Name("collections", "OrderedDict")
 
 
 class DataFile:
-    """A file with tensors. Raises UserError that names it, and the tensor."""
+    """A file with tensors, mapped into memory. Errors are UserErrors that name the file and, if one
+    is concerned, the tensor."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -53,7 +55,7 @@ class DataFile:
         self._memory.close()
 
     def read(self, name: str, dtype: DTypeName, chunk: Chunk, box: Box) -> memoryview:
-        """The bytes of a box inside a chunk, in row-major order."""
+        """Return the bytes of a box within a chunk, in row-major order."""
         try:
             if self._last is None or self._last[0] != chunk.extent:
                 self._last = chunk.extent, self._array(dtype, chunk)
@@ -66,7 +68,7 @@ class DataFile:
         return found.reshape(-1).view(np.uint8).data
 
     def text(self, name: str, extent: Extent, limit: int) -> str:
-        """A text that was stored."""
+        """Return a stored text of at most `limit` bytes."""
         try:
             archive = _Archive(self._part(extent), limit)
             found = describe(archive.read("data.pkl"), ())
@@ -85,7 +87,8 @@ class DataFile:
         return _Part(self._memory, extent)
 
     def _array(self, dtype: DTypeName, chunk: Chunk) -> NDArray[Any]:
-        """All elements of a chunk where they are in the file, as whole numbers of their size."""
+        """Return a view of a chunk's elements in the file, as unsigned integers of the dtype's
+        size. Raises ValueError for a chunk that is damaged or not as described."""
         archive = _Archive(self._part(chunk.extent), _MAX_PART)
         if archive.read("byteorder") != b"little":
             raise ValueError("its byte order is not that of this machine")
@@ -107,7 +110,8 @@ class DataFile:
 
 
 def _described(data: bytes, dtype: DTypeName) -> tuple[str, int, Shape, Shape]:
-    """Key of the memory, first element, shape and strides of the tensor that a pickle describes."""
+    """Return what a pickle says about its tensor: key of the storage, index of the first element,
+    shape and strides. Raises ValueError if it is not a plain tensor of this dtype."""
     torch_name = Name("torch", str(DTYPES[dtype]).removeprefix("torch."))
     storage = Name("torch", _STORAGES[dtype]) if dtype in _STORAGES else None
     untyped = {Name("torch", "UntypedStorage"), Name("torch.storage", "UntypedStorage")}
@@ -140,7 +144,8 @@ def _are_counts(given: Any) -> bool:
 
 
 class _Part(io.RawIOBase):
-    """A part of a file, of which no more than `limit` bytes are read at a time."""
+    """A part of a file as a file object. Reading more than `limit` bytes at once raises
+    ValueError."""
 
     def __init__(self, memory: mmap.mmap, extent: Extent) -> None:
         self._memory, self._extent, self._at = memory, extent, 0
@@ -173,7 +178,8 @@ class _Part(io.RawIOBase):
 
 
 class _Archive:
-    """The zip archive in a part of a file; names are given without that of its folder."""
+    """The zip archive in a part of a file. Entry names do not include the top folder. limit: most
+    bytes to read of one entry."""
 
     def __init__(self, part: _Part, limit: int) -> None:
         part.limit = self._limit = limit
@@ -184,7 +190,8 @@ class _Archive:
             self._entries.setdefault(entry.filename.partition("/")[2], entry)
 
     def position(self, name: str) -> tuple[int, int]:
-        """Where the bytes of an entry begin, and how many they are."""
+        """Return the start of an entry's bytes within the part, and their number. Raises ValueError
+        if the entry is missing, compressed, encrypted or outside of the part."""
         entry = self._entries.get(name)
         if entry is None:
             raise ValueError(f"it has no {name}")
@@ -202,7 +209,7 @@ class _Archive:
         return start, entry.file_size
 
     def read(self, name: str) -> bytes:
-        """All of a small entry."""
+        """Read a whole entry. Raises ValueError if it is larger than `limit`."""
         start, size = self.position(name)
         if size > self._limit:
             raise ValueError(f"its {name} has {size} bytes where there are {self._limit} at most")

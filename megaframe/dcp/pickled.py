@@ -1,8 +1,8 @@
-"""Reads what others pickled, without doing what it says.
+"""Parses foreign pickles as data, without executing them.
 
-A pickle is a program, whose instructions import and call whatever they name. The few of them that
-metadata and tensors need are followed here as data: a class or function is but its name, a call is
-but a record of the name and the arguments, and a name that is not among the expected ones ends it.
+A pickle is a program whose instructions import and call whatever they name. Only the few
+instructions that metadata and tensors need are interpreted here. A class or function stays a name,
+a call becomes a record of name and arguments, and a name that is not expected is an error.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_INSTRUCTIONS = 8_000_000
-"""Bounds the memory of what a pickle describes, as its size alone does not."""
+"""Most instructions of a pickle. This limits the memory that its contents need; the size of the
+pickle alone would not."""
 
 
 @dataclass(frozen=True)
 class Name:
-    """What a pickle would import."""
+    """The name of a class or function that a pickle would import."""
 
     module: str
     name: str
@@ -29,7 +30,8 @@ class Name:
 
 @dataclass(eq=False)
 class Record:
-    """What a pickle would call, or make of a class, and the state that it would give to that."""
+    """A call that a pickle would make, of a function or class, and the state that it would set on
+    the result."""
 
     what: Name
     arguments: tuple[Any, ...]
@@ -37,12 +39,16 @@ class Record:
 
 
 PERSISTENT = Name("", "persistent")
-"""What stands for a thing outside of the pickle; its one argument says which."""
+"""The name in the record of a persistent id, which refers to an object outside of the pickle. The
+id is the record's only argument."""
 
 
 def describe(data: bytes, expected: Collection[Name]) -> Any:
-    """What a pickle stands for: plain values, `Name`s and `Record`s. Nothing of it is imported,
-    called or compared. Raises ValueError for what is no pickle or has names not in `expected`."""
+    """Return the contents of a pickle as plain values, `Name`s and `Record`s.
+
+    Nothing that the pickle names is imported, called or compared. Raises ValueError if `data` is
+    not a pickle, has instructions that are not supported, or has a name that is not in `expected`.
+    """
     machine = _Machine(expected)
     try:
         for count, (code, argument, _) in enumerate(pickletools.genops(data)):
@@ -57,7 +63,7 @@ def describe(data: bytes, expected: Collection[Name]) -> Any:
 
 
 class _Mark:
-    """Where the items of a tuple, list or dict begin on the stack."""
+    """Marks where the items of a tuple, list or dict begin on the stack."""
 
 
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
@@ -121,7 +127,7 @@ class _Machine:
         if type(target) is not dict or len(items) % 2:
             raise ValueError("it is not a pickle: something is put into what is not a dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            # Hashes of other things are made of what is in them, however deep.
+            # Other keys, such as tuples, are hashed by their contents, which may be nested deeply.
             if not isinstance(key, str | int | Record):
                 raise ValueError("it has keys that are neither text nor records")
             target[key] = value

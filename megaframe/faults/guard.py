@@ -1,8 +1,8 @@
-"""Guard: what a run does about faults, at the points of a step where the trainer asks.
+"""Handles faults of a run at the points of a step where the trainer calls it.
 
-A step is judged when its line has come back from all ranks, while the next one runs: so all ranks
-judge by the same numbers at the same place of their work, no step waits for it, and no transfer is
-made that is not made anyway. Only a replay waits for its step, for it must come before the next.
+A step is judged when its metrics line has been reduced over all ranks, while the next step runs. So
+all ranks judge by the same numbers at the same point, no step waits for the judgement, and no extra
+communication is needed. Only a replay waits for its step, because it must come before the next one.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ from megaframe.pipeline import Pipeline
 from megaframe.run_state import RunState
 
 GoBack = Callable[[Callable[[Place], Place | None]], tuple[int, RunState] | None]
-"""Continues from a checkpoint that it lets choose in the home of all of them; gives its step and
-state, None where none was chosen."""
+"""A function that continues the run from an earlier checkpoint. It gets a function that chooses the
+checkpoint in a folder of them. It returns the checkpoint's step and state, or None if none was
+chosen."""
 
 
 @dataclass(frozen=True)
 class _Done:
-    """A step that is not judged yet. first: number of its first sample. samples: numbers of those
-    of each microbatch of this rank."""
+    """A step that has not been judged yet. first: number of its first sample. samples: sample
+    numbers of each microbatch of this rank."""
 
     step: int
     first: int
@@ -55,8 +56,11 @@ class _Done:
 
 
 class Guard:
-    """One rank's part in it; all ranks call it at the same points. As a context it ends the watch
-    over steps. told: the signal that asked to leave, as far as all ranks know."""
+    """One rank's handling of faults. All ranks call it at the same points.
+
+    As a context manager it ends the watch over steps. told: the signal that asked the run to exit,
+    once all ranks know of it; 0 for none.
+    """
 
     def __init__(
         self,
@@ -92,7 +96,7 @@ class Guard:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Whoever ends for an error of its own does not begin again, and nobody waits for it.
+        # A rank that ends with its own error does not restart, so others must not wait for it.
         lost = isinstance(error, LostRanks) and not isinstance(error, OutOfStep)
         self._mesh.place.steady = lost
         self.begin("")
@@ -100,24 +104,25 @@ class Guard:
             self._meter.note(self._ledger.summary())
 
     def starts_after(self, step: int, state: RunState | None) -> None:
-        """The first step that is trained is the one after `step`. state: of the checkpoint that the
-        run continues from."""
+        """Announce that training continues after `step`. state: the state of the checkpoint that
+        was loaded, if any."""
         self._compared = step
         self._ledger.starts_at(step)
         if state is not None:
             self.history.load(state.history)
 
     def begin(self, doing: str) -> None:
-        """Something begins that is to end within `faults.step_timeout`."""
+        """Announce that something begins that must end within `faults.step_timeout`. doing: what it
+        is; empty for something without a time limit."""
         self._mesh.place.begin(doing)
 
     def leaves_out(self, batch: Step) -> bool:
-        """Whether this data is not trained on."""
+        """Return whether this data is to be skipped."""
         return self.history.leaves_out(batch.first)
 
     def train(self, microbatches: Sequence[Microbatch], step: int, scale: float) -> Outcome:
-        """`Pipeline.train`; with `faults.non_finite=replay` a step that updated nothing is run
-        again, looking at every block."""
+        """Run `Pipeline.train`. With `faults.non_finite=replay`, a step whose update was skipped
+        because it was not finite is run again with checks of every block."""
         first = self._pipeline.train(microbatches, step, scale)
         if self._faults.non_finite != "replay" or first.update.finite():
             return first
@@ -131,20 +136,21 @@ class Guard:
         return again
 
     def trained(self, step: int, batch: Step, outcome: Outcome) -> None:
-        """This came of a step; it will be judged."""
+        """Keep the outcome of a step until it can be judged (see `heed`)."""
         samples = [microbatch.samples_B for microbatch in batch.microbatches]
         self._unjudged.append(_Done(step, batch.first, samples, outcome))
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Within it a step waits for a save."""
+        """Count the time within this context as waiting for a save."""
         began = time.perf_counter()
         with self._meter.time("checkpoint"):
             yield
         self._saving += time.perf_counter() - began
 
     def record(self, step: int) -> None:
-        """Tell the other ranks what was heard here, and put into the line what was lost."""
+        """Add to the step's metrics the signal that this rank has received, so that all ranks get
+        to know it, and the time lost."""
         told = self._mesh.place.told or (signal.SIGTERM if self._launcher.gone else 0)
         self._meter.record("agreed/told", float(told), "max")
         lost = self._ledger.step(step, self._saving)
@@ -155,10 +161,12 @@ class Guard:
             self._meter.note(f"step {step}: {line}")
 
     def heed(self, known: Sequence[Known]) -> bool:
-        """Do what follows from what all ranks know of the first steps that are not judged yet.
-        Returns whether the run has gone back to a checkpoint.
+        """Judge the next steps and act on the result. Returns whether the run has gone back to a
+        checkpoint.
 
-        Raises `NotFinite` when the run is to end."""
+        known: the reduced metrics of the steps not judged yet, oldest first. Raises `NotFinite` if
+        the run must end.
+        """
         return any(self._heed(one) for one in known)
 
     def _heed(self, known: Known) -> bool:
@@ -180,8 +188,12 @@ class Guard:
         return False
 
     def replicas_differ(self, step: int) -> bool:
-        """Compare weights after `step` with their replicas; whether the run has gone back because
-        of it. Raises `BadDevice` when that was done before, or cannot be done."""
+        """Compare the weights after `step` with their replicas. Returns whether the run has gone
+        back to a checkpoint because they differ.
+
+        Raises `BadDevice` if they differ at this step for the second time, or there is no earlier
+        checkpoint.
+        """
         finding, before = self._replicas.compare(), self._differed.pop(step, None)
         if finding is None:
             self._compared = step
@@ -200,10 +212,11 @@ class Guard:
         return True
 
     def _sickness(self, outcome: Outcome, data: Sequence[Microbatch] | Sequence[Tensor]) -> str:
-        """Whose gradients were not finite in a step, and where that began. All ranks call it."""
+        """Describe which gradients of a step were not finite, and where that began. Collective."""
         names = self._pipeline.optimizer.sick(outcome.update)
         what = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
-        return f"gradients of {what} are not finite ({self._place(outcome.signs, data)})"
+        what = f"gradients of {what} are" if names else "the norm of all gradients together is"
+        return f"{what} not finite ({self._place(outcome.signs, data)})"
 
     def _place(self, signs: Sequence[Sign], data: Sequence[Microbatch] | Sequence[Tensor]) -> str:
         samples = [one.samples_B if isinstance(one, Microbatch) else one for one in data]
@@ -211,13 +224,15 @@ class Guard:
         return first_sick(signs, stages, world, self._mesh.device, samples)
 
     def _go_back(self, before: int, why: str) -> bool:
-        """Continue from the newest checkpoint of a step before `before`, where there is one."""
+        """Continue from the newest checkpoint of a step before `before`. Returns False if there is
+        none. Raises `NotFinite` if the run has gone back there too often."""
         self.begin(f"the way back before step {before}")
         self._ways_back += 1
         key, mesh = f"back/{self._ways_back}", self._mesh
 
         def choose(home: Place) -> Place | None:
-            # The first rank looks for all: another may not see yet what was just published.
+            # Only the first rank looks, because others may not yet see a checkpoint that was just
+            # published.
             if mesh.rank == 0:
                 names = [path.name for path in _found(home) if step_of(path) < before]
                 mesh.store.set(key, names[0] if names else "")

@@ -1,8 +1,8 @@
-"""History: what to do after a step, from what all ranks know of it.
+"""Decides what to do after a step, from what all ranks know about it.
 
-Decisions depend on losses and sample numbers and on nothing else, so every rank makes the same one
-without asking, and so does a run under another layout. Data that is left out is named by its first
-sample: that names it after any way back.
+Decisions depend on losses and sample numbers only. So all ranks decide alike without communicating,
+and so does a run under another layout. Skipped data is identified by its first sample, which stays
+valid after the run goes back to a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from megaframe.config import Faults
 from megaframe.run_state import HistoryState
 
 _WINDOW, _LEAST = 64, 8
-"""Losses of which the median is taken, and how many there have to be."""
+"""Number of losses whose median is taken, and the fewest for which it is."""
 _MAX_SKIPPED = 20
-"""Steps in a row whose gradients are not finite, after which a run gives up."""
+"""Consecutive steps with gradients that are not finite, after which a run gives up."""
 _MAX_RETURNS = 8
-"""Times that a run goes back to the same checkpoint before it gives up."""
+"""Times in a row that a run goes back to the same checkpoint before it gives up."""
 
 Choice = Literal["go_on", "go_back", "stop"]
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """choice: what to do. why: in words, empty where there is nothing to say."""
+    """choice: what to do after a step. why: the reason in words, empty if there is nothing to
+    say."""
 
     choice: Choice = "go_on"
     why: str = ""
 
 
 class History:
-    """The steps of a run so far, as far as judging the next one needs them."""
+    """What has to be remembered of a run's steps to judge the next one."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
@@ -46,12 +47,12 @@ class History:
         self._returned_to = -1
 
     def leaves_out(self, first: int) -> bool:
-        """Whether the step whose first sample has this number is to be left out."""
+        """Return whether the step that begins with sample number `first` is to be skipped."""
         return first in self._left_out
 
     def judge(self, first: int, loss: float, finite: bool) -> Judgement:
-        """What to do after the step that began with sample `first`. finite: whether it updated
-        anything."""
+        """Decide what to do after the step that began with sample number `first`. finite: whether
+        its update was finite and therefore made."""
         return self._spiked(first, loss) if finite else self._not_finite(first)
 
     def _not_finite(self, first: int) -> Judgement:
@@ -84,18 +85,19 @@ class History:
         return Judgement()
 
     def may_return(self, step: int) -> bool:
-        """Whether the run may go back to the checkpoint of `step`, as it now does."""
+        """Count that the run goes back to the checkpoint of `step`. Returns whether it still
+        may."""
         self._returns = self._returns + 1 if step == self._returned_to else 1
         self._returned_to = step
         return self._returns <= _MAX_RETURNS
 
     def state(self) -> HistoryState:
-        """What a checkpoint holds."""
+        """Return the history for a checkpoint."""
         return HistoryState(list(self._losses), sorted(self._left_out), sorted(self._failed))
 
     def load(self, state: HistoryState) -> None:
-        """Continue after the step that `state` belongs to. What has been left out since is not
-        forgotten."""
+        """Continue after the step that `state` belongs to. Data that has been skipped or has failed
+        since then is not forgotten."""
         self._losses = deque(state.losses, _WINDOW)
         self._left_out.update(state.left_out)
         self._failed.update(state.failed)

@@ -1,8 +1,8 @@
-"""Leaving when asked: SIGTERM and SIGUSR1 end a run after the step, with a checkpoint. So does the
-end of the launcher.
+"""Exiting on request: SIGTERM, SIGUSR1 or the end of the launcher end a run after a step, with a
+checkpoint.
 
-The handler only writes down that it was called. What is done about it the ranks decide together,
-for a launcher does not reach all of them at the same step, nor always all of them.
+The signal handler only records that it was called. The ranks decide together when to exit, because
+a launcher may reach them at different steps, or not reach all of them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from megaframe.faults.ledger import FAULTS
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ECHO = 2.0
-"""Seconds in which a signal again is the same request, by another way: Slurm tells all processes of
-a job that it cancels, and a launcher among them passes on what it was told."""
+"""Seconds within which the same signal again counts as the same request. Slurm signals all
+processes of a job that it cancels, and a launcher among them forwards the signal to its ranks."""
 _BASE = 128
-"""What shells and launchers add to the number of a signal that ended a process."""
+"""Shells and launchers report a process that was ended by a signal as this plus its number."""
 
 
 @contextmanager
 def heeding_signals(place: Place) -> Iterator[None]:
-    """Within it a signal is written down in `place`; the same one again, later than `ECHO`, does
-    what it would without. Only the main thread can hear signals; elsewhere nothing is changed."""
+    """Record signals in `place` while this context is active. If the same signal arrives again
+    after more than `ECHO` seconds, its previous handler runs. Does nothing in a thread other than
+    the main one, which alone can handle signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -54,30 +55,36 @@ def heeding_signals(place: Place) -> Iterator[None]:
 
 
 class Launcher:
-    """The torchrun that started this process, where one did. One that is killed cannot ask its
-    ranks to leave, which would then keep their devices from those that are started next. To be
-    made once, as early as can be: only who knew it notices that it is gone."""
+    """The torchrun that started this process, if there is one.
+
+    A torchrun that is killed cannot ask its ranks to exit, and they would keep their devices
+    occupied for the ranks started next. Create this once and as early as possible: a torchrun that
+    ended before is not noticed.
+    """
 
     def __init__(self) -> None:
         self._number = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     @property
     def gone(self) -> bool:
-        """Whether it has ended before this process."""
+        """Whether the torchrun has ended."""
         return self._number is not None and self._number != os.getppid()
 
 
 def exit_status(told: int) -> int:
-    """Of a process that was asked to leave and has saved: 143 for SIGTERM, 138 for SIGUSR1. Not 0,
-    which would say that the run is finished; and over 127, which launchers that look at the number
-    take for a cause outside of the program, so that they start it again."""
+    """Return the exit status of a process that has saved and exits because of signal `told`: 143
+    for SIGTERM, 138 for SIGUSR1.
+
+    It is not 0, which would mean that the run is finished. It is above 127, which launchers that
+    look at the status take for a cause outside of the program, so that they restart it.
+    """
     return _BASE + told
 
 
 def record_flights(config: RunConfig) -> None:
-    """Have NCCL's flight recorder keep the last collectives of every rank, and write them beside
-    the stacks when one times out, unless the environment says otherwise. To be called before any
-    process group is made."""
+    """Make NCCL's flight recorder keep the last collectives of every rank and, if one times out,
+    dump them next to the stacks. Variables that are already set in the environment take precedence.
+    Must be called before any process group is created."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     folder = Path(config.run.dir).absolute() / FAULTS

@@ -1,7 +1,8 @@
-"""Ledger: the time that a run has lost, by cause, over all its starts.
+"""Accounts for the time that a run has lost, by cause, over all its starts.
 
-What a process loses after its last line only the next one can count, so what is known is kept in a
-file of the run folder beside the metrics, which forget the steps that are run again.
+The time that a process loses after its last metrics line can only be counted by the next process.
+Therefore the ledger is a file in the run folder. It is separate from the metrics, because they drop
+the lines of steps that are run again.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ from megaframe.comm.watch import ENDED_FILE
 from megaframe.meter.sinks import METRICS_FILE, cannot_write
 
 FAULTS = "faults"
-"""Folder of the run folder for what faults leave behind."""
+"""Subfolder of the run folder for the ledger, stacks and other records of faults."""
 LEDGER_FILE = "ledger.jsonl"
 CAUSES = ("detection", "restart", "load", "repeat", "save")
-"""detection: from the last line to the end of a run that hung. restart: from there, or from the
-last line, to the next start of this program. load: from there to the first step, and on a way back.
-repeat: steps that had been done before. save: what steps waited for saves."""
+"""detection: from the last line of a run that hung to its end. restart: from that end, or else from
+the last line, to the next start of this program. load: from the start to the first step, and when
+going back to a checkpoint. repeat: steps that had been done before. save: waiting for saves."""
 _TAIL = 1 << 18
-"""Bytes at the end of the metrics in which the last line lies."""
+"""Bytes read from the end of the metrics; they contain the last line."""
 
 
 class Ledger:
-    """Of the run in a folder. Made before anything of an earlier start is changed there. Only the
-    first rank keeps one; that of others counts and writes nothing. clock: seconds since the epoch.
+    """The ledger of the run in a folder. Create it before any file of an earlier start is changed.
+
+    keep: True on the first rank only; on others the ledger counts and writes nothing. clock:
+    returns seconds since the epoch.
     """
 
     def __init__(self, run: Path, *, keep: bool, clock: Callable[[], float] = time.time) -> None:
@@ -45,37 +48,38 @@ class Ledger:
             self._read()
             self._since_last_sign()
         elif keep:
-            with suppress(OSError):  # what cannot be written is told when it is written
-                (self._folder / LEDGER_FILE).unlink()  # of a run that is not here any more
+            with suppress(OSError):  # a folder that is not writable is reported on the first write
+                (self._folder / LEDGER_FILE).unlink()  # of a run that has been removed
 
     def starts_at(self, step: int) -> None:
-        """The run continues after this step; what came before was loading."""
+        """Record that the run continues after `step`. The time until now was spent on loading."""
         self.lose("load", self._clock() - self._mark)
         since = {"since": self._started, "reached": self._reached}
         self._write({"event": "start", "step": step, **since})
         self._mark = self._clock()
 
     def lose(self, cause: str, seconds: float) -> None:
-        """So much time is lost."""
+        """Add lost time to a cause (one of `CAUSES`)."""
         if self._keep and seconds > 0:
             self._totals[cause] += seconds
             self._unwritten[cause] += seconds
             self._write({"event": "lost", "cause": cause, "seconds": seconds})
 
     def goes_back(self, to: int, why: str) -> None:
-        """The run has gone back to a checkpoint; what it did beyond has to be done again."""
+        """Record that the run has gone back to the checkpoint of step `to`. Later steps that it had
+        done will count as repeated."""
         now = self._clock()
         self.lose("load", now - self._mark)
         self._mark = now
         self._write({"event": "back", "step": to, "reached": self._reached, "why": why})
 
     def saved(self, step: int) -> None:
-        """A checkpoint is there, so that a start that finds none is no first one."""
+        """Record that a checkpoint was saved. A start that then finds none is not a first start."""
         self._write({"event": "saved", "step": step})
 
     def step(self, number: int, saving: float) -> dict[str, float]:
-        """A step is done, of which `saving` seconds were waits for saves. Returns the time lost by
-        cause since the step before, for its line."""
+        """Record that step `number` is done. saving: seconds of it that were spent waiting for
+        saves. Returns the seconds lost since the previous step, by cause, for the metrics line."""
         now = self._clock()
         if number <= self._reached:
             self.lose("repeat", now - self._mark - saving)
@@ -85,7 +89,8 @@ class Ledger:
         return {cause: lost[cause] for cause in CAUSES}
 
     def summary(self) -> str:
-        """One line on where the time of all starts went."""
+        """Return a line that says how much of the time since the first start was effective, and
+        what the rest was lost to."""
         whole = max(self._clock() - self._first, 1e-9)
         lost = sum(self._totals.values())
         parts = ", ".join(f"{cause} {self._totals[cause] / whole:.1%}" for cause in CAUSES)
@@ -95,7 +100,7 @@ class Ledger:
         )
 
     def _read(self) -> None:
-        """What earlier starts have lost and how far they came."""
+        """Read how much time earlier starts have lost and which step they reached."""
         for entry in _entries(self._folder / LEDGER_FILE):
             if isinstance(entry.get("seconds"), float):
                 self._totals[str(entry.get("cause"))] += entry["seconds"]
@@ -107,7 +112,7 @@ class Ledger:
         self._reached = max((self._reached, *lines))
 
     def _since_last_sign(self) -> None:
-        """Lose the time since the last line of the process before."""
+        """Count the time since the last line of the previous process as lost."""
         sign = (self._run / METRICS_FILE).stat().st_mtime
         ends = [entry.get("at") for entry in _entries(self._folder / ENDED_FILE)]
         ended = [at for at in ends if isinstance(at, float) and sign < at < self._started]
@@ -127,8 +132,8 @@ class Ledger:
 
 
 def last_saved(run: Path) -> tuple[int, int] | None:
-    """The last steps of which the run in a folder has a line, and a checkpoint has been saved; None
-    where it has saved none, or has no metrics any more."""
+    """Return the last step in the metrics of the run in a folder, and the last step of which it has
+    saved a checkpoint. None if it has saved none, or its metrics are gone."""
     lines = _steps(_entries(run / METRICS_FILE, last=True))
     entries = _entries(run / FAULTS / LEDGER_FILE)
     saved = _steps(entry for entry in entries if entry.get("event") == "saved")
@@ -140,7 +145,8 @@ def _steps(entries: Iterable[dict[str, Any]]) -> list[int]:
 
 
 def _entries(path: Path, *, last: bool = False) -> list[dict[str, Any]]:
-    """The objects in a file of lines, or the `last` few of many; a torn line is none."""
+    """Read the JSON objects of a file of lines, skipping invalid lines. last: only those in the
+    last `_TAIL` bytes."""
     if not path.exists():
         return []
     with open(path, "rb") as file:

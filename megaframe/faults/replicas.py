@@ -1,9 +1,9 @@
-"""Replicas: do the ranks that should hold the same weights hold the same bytes?
+"""Checks that ranks that should have the same weights have the same bytes.
 
-Updates are computed by every replica on its own from the same sums, so replicas that differ in one
-bit are a fault of a device or of its memory, which no loss would show for long. Most replicas are
-taken to be right. Which of two is wrong cannot be told: what is wrong on one has been in the sums
-of both since.
+Every replica computes its update on its own from the same reduced gradients. So if two replicas
+differ in a single bit, a device or its memory is faulty, which the loss would not show for a long
+time. The majority is assumed to be right. Of only two replicas it is unknown which one is wrong,
+because the wrong one has since contributed to the gradients of both.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from megaframe.mesh import Mesh
 from megaframe.optim.bucket import Bucket
 
 _WORDS = 1 << 16
-"""64-bit words that are hashed at a time; they and their factors stay in cache."""
+"""64-bit words hashed at a time; few enough that they and their factors stay in the cache."""
 
 
 def hashed(flat: Tensor) -> int:
-    """A 64-bit hash of the bytes of a flat tensor whose size is a multiple of 8 bytes: any one word
-    that changes changes it, for it is a sum of words times odd numbers (multilinear hashing,
-    modulo 2^64). Computed where the tensor is."""
+    """Return a 64-bit hash of the bytes of a flat tensor, whose size must be a multiple of 8 bytes.
+
+    The hash is the sum modulo 2^64 of the 64-bit words times odd numbers (multilinear hashing), so
+    a change of any single word changes it. It is computed on the tensor's device.
+    """
     words = flat.detach().view(torch.int64)
     factors = _factors(words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for number, part in enumerate(words.split(_WORDS)):
-        # The place of a part counts as well: its sum is turned by an odd number of its own.
+        # Multiply each part's sum by a different odd number, so that the order of parts counts.
         total += (part * factors[: len(part)]).sum() * (2 * number + 1)
     return int(total)
 
@@ -44,21 +46,24 @@ def _factors(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Finding:
-    """Of one comparison. ranks: those that differ from most of their replicas, or all that might
-    be wrong. sure: whether it is known to be them."""
+    """The result of a comparison that found a difference.
+
+    ranks: those that differ from the majority of their replicas or, without a majority, all that
+    may be wrong. sure: whether there was a majority in every case.
+    """
 
     ranks: tuple[int, ...]
     sure: bool
 
 
 class Replicas:
-    """Compares what this rank holds with its replicas. All ranks call it together."""
+    """Compares this rank's weights with their replicas."""
 
     def __init__(self, mesh: Mesh, buckets: Sequence[Bucket]) -> None:
         self._mesh, self._buckets = mesh, buckets
 
     def compare(self) -> Finding | None:
-        """Which ranks hold something else than their replicas; None where none does."""
+        """Return which ranks differ from their replicas, or None if none does. Collective."""
         odd, sure = False, True
         for flat, group in self._held():
             mine = hashed(flat)
@@ -72,7 +77,8 @@ class Replicas:
         return Finding(found, not unsure) if found else None
 
     def _held(self) -> Iterator[tuple[Tensor, Group]]:
-        """What this rank holds that others hold too, wherever it lies, and who does."""
+        """Yield the weights that this rank shares with others, and the group that has the same
+        ones."""
         for bucket in self._buckets:
             sharing = bucket.sharing
             groups = [sharing.replicas, *([sharing.shard] if sharing.stage == 0 else [])]
@@ -82,7 +88,7 @@ class Replicas:
                     yield bucket.weights, group
 
     def _ranks(self, here: bool) -> tuple[int, ...]:
-        """The ranks for which it is so."""
+        """Return the ranks that pass True."""
         flags = all_gather(self._number(int(here)), self._mesh.world).wait().tolist()
         return tuple(rank for rank, flag in zip(self._mesh.world.ranks, flags, strict=True) if flag)
 

@@ -1,7 +1,7 @@
-"""Stragglers: ranks whose own work takes longer than that of ranks that do the same.
+"""Finds stragglers: ranks whose own work takes longer than that of ranks that do the same work.
 
-Times are those of `Place`: without what a rank waits for others. A slow rank makes all others wait,
-so the length of a step says that there is one and never which.
+Times come from `Place` and exclude waiting for other ranks. A slow rank makes all others wait, so
+the length of a step can only show that there is a slow rank, not which one.
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ from megaframe.comm import all_gather
 from megaframe.mesh import Mesh
 
 EVERY = 20
-"""Steps whose times are summed before they are compared."""
+"""Number of steps over which times are summed before they are compared."""
 KINDS = ("F", "B", "W", "UPDATE", "data")
 _LEAST = 1e-3
-"""Seconds of a kind of work in a step under which it is too little to be compared."""
+"""A rank is only slow at a kind of work if it exceeds the median by this many seconds per step."""
 
 
 def outliers(
     times: Mapping[int, Sequence[float]], factor: float, steps: int
 ) -> Iterator[tuple[int, str, float, float]]:
-    """Ranks that are slow at something: rank, kind of work, its seconds in a step and the median of
-    the other ranks, for ranks that do the same. times: by rank, of each of KINDS over `steps`."""
+    """Find the slow ones among ranks that do the same work.
+
+    times: by rank, the seconds of each of `KINDS`, summed over `steps` steps. factor: multiple of
+    the other ranks' median above which a rank is slow. Yields rank, kind of work, its seconds per
+    step, and the median of the other ranks.
+    """
     for place, kind in enumerate(KINDS):
         for rank, mine in times.items():
             others = [theirs[place] for other, theirs in times.items() if other != rank]
@@ -38,8 +42,8 @@ def outliers(
 
 
 class Stragglers:
-    """Sums this rank's times and compares them with the others'. All ranks call it at the same
-    steps."""
+    """Sums this rank's times and compares them with those of the others. All ranks call it at the
+    same steps."""
 
     def __init__(self, mesh: Mesh, factor: float) -> None:
         self._mesh, self._factor = mesh, factor
@@ -47,7 +51,8 @@ class Stragglers:
         self._steps = 0
 
     def add_step(self) -> list[str]:
-        """A step is done. Returns a line for each rank and kind of work that stands out."""
+        """Add the times of a finished step. Every `EVERY` steps, compare them with the other ranks'
+        and return a line for each rank and kind of work that is slow; otherwise return no lines."""
         self._times.update(self._mesh.place.take_busy())
         self._steps += 1
         if self._steps < EVERY:

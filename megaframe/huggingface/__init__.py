@@ -1,1 +1,0 @@
-"""Models in the format of Hugging Face transformers: their configs, tensors and folders."""

@@ -1,8 +1,7 @@
-"""Folders of Hugging Face models, from checkpoints and to them, streaming.
+"""Exports checkpoints to folders of Hugging Face models, and imports such folders.
 
-Export holds one of its files in memory at a time, import one of their tensors. Their files are
-safetensors: nothing is unpickled, and whatever a folder says of itself is checked before it is
-believed.
+Export keeps one output file in memory at a time, import one tensor of the folder. Only safetensors
+files are read, so nothing is unpickled, and the contents of a folder are validated before use.
 """
 
 from __future__ import annotations
@@ -33,11 +32,12 @@ from megaframe.spec import Constant, ParamSpec
 from megaframe.stage import model_specs
 
 _Origin = tuple[Theirs | ParamSpec, int]
-"""One of their tensors and the part of it, or a spec whose initial value it is."""
+"""Where a box comes from: a tensor of the Hugging Face model and the index of the part in it, or a
+spec with a constant initial value."""
 _Origins = dict[tuple[str, tuple[int, ...]], _Origin]
-"""By name and offset of a box."""
+"""The origin of each box, by the name of its tensor and its offset."""
 FILE_BYTES = 2 << 30
-"""Size at which the next file is begun."""
+"""Bytes of tensors after which a new file is begun."""
 _MAX_JSON = 64 << 20
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _INDEX, _SINGLE, _CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
@@ -45,9 +45,12 @@ _TOKENIZERS = {"hf": "tokenizer.json", "sentencepiece": "tokenizer.model"}
 
 
 def export(checkpoint: Checkpoint, folder: Path, dtype: str = "bf16") -> None:
-    """Write the weights of a checkpoint, and its tokenizer where it has a file, as a folder that
-    `from_pretrained` loads. dtype: fp32, bf16 or fp16. Raises `UserError` where no Hugging Face
-    model is the same, or the folder is there."""
+    """Write a checkpoint's weights as a folder that `from_pretrained` can load, with its tokenizer
+    if that has a file.
+
+    dtype: fp32, bf16 or fp16. Raises `UserError` if no Hugging Face model computes the same, or the
+    folder exists or cannot be written.
+    """
     if folder.exists():
         raise UserError(f"{folder} already exists; remove it or give another folder")
     run = read_state(checkpoint).config
@@ -111,9 +114,12 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def load(folder: Path, to: Place) -> Place:
-    """Write the model in a Hugging Face folder as a checkpoint of step 0 in the folder `to`, in
-    fp32. Raises `UserError` for a model that is not here, tensors that are missing, unknown or of
-    another shape, and damaged files."""
+    """Import the model in a Hugging Face folder as a checkpoint of step 0 in the folder `to`, in
+    fp32.
+
+    Raises `UserError` for a model that is not supported, for tensors that are missing, unknown or
+    of another shape, and for damaged files.
+    """
     config = _read_json(folder / _CONFIG)
     model = model_of(config)
     names = (f"{kind}:{folder / name}" for kind, name in _TOKENIZERS.items())
@@ -135,14 +141,14 @@ def load(folder: Path, to: Place) -> Place:
 
 
 def _precision(config: Mapping[str, Any]) -> Train:
-    """What their weights are made for."""
+    """Return a `train` section: in fp32 if the weights are stored in fp32, else in bf16."""
     dtype = config.get("dtype", config.get("torch_dtype"))
     return Train(precision="fp32" if dtype == "float32" else "bf16")
 
 
 def _boxes(specs: list[ParamSpec], theirs: list[Theirs]) -> tuple[list[Unplaced], _Origins]:
-    """What to save, in the order of their tensors; and of each box, by name and offset, what it
-    comes from: one of their tensors and the part of it, or a spec whose initial value it has."""
+    """Return the boxes to save, ordered by the tensors of the Hugging Face model, and the origin of
+    each. Parameters without a counterpart there get their initial value."""
     boxes: list[Unplaced] = []
     source: _Origins = {}
     known = {part.spec.name for one in theirs for part in one.parts}
@@ -164,7 +170,7 @@ def _boxes(specs: list[ParamSpec], theirs: list[Theirs]) -> tuple[list[Unplaced]
 
 
 class _Boxes:
-    """The bytes of our boxes; one of their tensors is held until another one is asked for."""
+    """Provides the bytes of boxes. Keeps the tensor of the folder that was read last in memory."""
 
     def __init__(
         self,
@@ -191,7 +197,7 @@ class _Boxes:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """The file of each tensor."""
+    """Return the file name of each tensor, by its name."""
     if (folder / _INDEX).exists():
         files = _read_json(folder / _INDEX).get("weight_map")
         if not isinstance(files, dict) or not all(
@@ -227,13 +233,14 @@ def _check_names(folder: Path, theirs: list[Theirs], files: Mapping[str, str], t
 
 
 def _left_out(name: str, tied: bool) -> bool:
-    """What some folders hold beside the weights, or twice."""
+    """Return whether a tensor can be ignored: a buffer that some folders contain, or the output
+    weights that equal tied embeddings."""
     buffers = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
     return name.endswith(buffers) or (tied and name == "lm_head.weight")
 
 
 def _names(path: Path) -> list[tuple[str, list[int]]]:
-    """Names and shapes in a file."""
+    """Return names and shapes of the tensors in a file."""
     try:
         with safe_open(path, framework="pt") as file:
             return [(name, file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118

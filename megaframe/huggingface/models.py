@@ -1,7 +1,7 @@
-"""Configs of Hugging Face models as `model` sections, and back.
+"""Converts configs of Hugging Face models to `model` sections of a run config, and back.
 
-A family is a `model_type` and what it can say. Whatever of a config has no counterpart on the other
-side is refused by name: a model that is nearly the same gives other numbers.
+A family is a `model_type` with its keys. A setting that has no counterpart on the other side is
+refused by name, because a model that is only nearly the same computes different numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COMMON = {
     "norm_eps": "rms_norm_eps",
     "init_std": "initializer_range",
 }
-"""Of all families but GPT-2."""
+"""Keys of `model` and of the config, for all families except GPT-2."""
 _GPT2 = {
     "layers": "n_layer",
     "hidden": "n_embd",
@@ -73,9 +73,9 @@ _FIXED: dict[str, Keys] = {
     "deepseek_v3": {"hidden_act": "silu", "rope_interleave": True},
     "deepseek_v2": {"hidden_act": "silu"},
 }
-"""Keys that these families have and that must say this, where they say anything."""
+"""Keys of each family that must have this value if they are present."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-"""What `layer_types` says of a layer."""
+"""The values of `layer_types`."""
 ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
@@ -91,8 +91,8 @@ ARCHITECTURES = {
 
 
 def model_of(config: Mapping[str, Any]) -> Model:
-    """The `model` section that a Hugging Face config describes. Raises `UserError` for what is
-    not here."""
+    """Return the `model` section for a Hugging Face config. Raises `UserError` for anything that is
+    not supported."""
     family = config.get("model_type")
     if family not in ARCHITECTURES:
         raise UserError(f"model_type {family!r} is not one of {', '.join(ARCHITECTURES)}")
@@ -105,8 +105,8 @@ def model_of(config: Mapping[str, Any]) -> Model:
 
 
 def config_of(model: Model) -> Keys:
-    """The config of the Hugging Face model that computes the same. Raises `UserError`, with what is
-    in the way, where none does."""
+    """Return the config of the Hugging Face model that computes the same. Raises `UserError` with
+    the differing keys if there is none."""
     family = family_of(model)
     config: Keys = {
         "architectures": [ARCHITECTURES[family]],
@@ -121,7 +121,7 @@ def config_of(model: Model) -> Keys:
     ours["window"], theirs["window"] = _pattern(_layer_windows(model)), again.window
     if ours.get("moe") and theirs.get("moe"):
         for key in ("balance", "balance_rate", "balance_loss", "z_loss", "jitter"):
-            ours["moe"][key] = theirs["moe"][key] = None  # of training alone
+            ours["moe"][key] = theirs["moe"][key] = None  # concern training only
     wrong = [
         f"model.{key}={ours[key]!r} would become {theirs[key]!r}"
         for key in ours
@@ -135,7 +135,7 @@ def config_of(model: Model) -> Keys:
 
 
 def family_of(model: Model) -> str:
-    """The family that is nearest to a model."""
+    """Return the family that comes closest to a model."""
     if model.norm == "layernorm":
         return "gpt2"
     moe = model.moe
@@ -195,7 +195,7 @@ def _read_attention(config: Mapping[str, Any]) -> Keys:
 
 
 def _read_sliding(config: Mapping[str, Any]) -> Keys:
-    """Of a family whose code gives all layers the one window."""
+    """Read the config of a family whose code uses the same window in all layers."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     if kinds and window is not None and set(kinds) != {_SLIDING}:
         family = config["model_type"]
@@ -207,8 +207,11 @@ def _read_sliding(config: Mapping[str, Any]) -> Keys:
 
 
 def _read_layer_types(config: Mapping[str, Any], window: int | None, full: int) -> Keys:
-    """Of a family whose layers differ. window: of those that have one. full: number of the first
-    layers that have none, where `layer_types` does not say which."""
+    """Read the config of a family whose layers can differ.
+
+    window: the window of layers that have one. full: number of first layers without a window, used
+    if the config has no `layer_types`.
+    """
     layers, kinds = config["num_hidden_layers"], config.get("layer_types")
     if kinds is None:
         kinds = [_FULL if window is None or n < full else _SLIDING for n in range(layers)]
@@ -278,7 +281,7 @@ def _layer_windows(model: Model) -> list[int | None]:
 
 
 def _pattern(windows: Sequence[int | None]) -> int | tuple[int | None, ...] | None:
-    """The shortest `model.window` that gives these layers theirs."""
+    """Return the shortest `model.window` that gives the layers these windows."""
     size = next(
         size
         for size in range(1, len(windows) + 1)
@@ -288,7 +291,8 @@ def _pattern(windows: Sequence[int | None]) -> int | tuple[int | None, ...] | No
 
 
 def _the_window(model: Model) -> int | None:
-    """Of the first layer that has one; `config_of` refuses a model where others have another."""
+    """Return the window of the first layer that has one. `config_of` refuses models whose layers
+    have several different windows."""
     return next((window for window in _layer_windows(model) if window is not None), None)
 
 

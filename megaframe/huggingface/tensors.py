@@ -1,8 +1,9 @@
-"""Which parts of which logical tensors each tensor of a Hugging Face model is made of.
+"""Maps each tensor of a Hugging Face model ("theirs") to boxes of megaframe's tensors ("ours").
 
-Every one of theirs is a matrix of some of our boxes, one below the other, each flattened to its
-outputs by its inputs; GPT-2's are transposed, and DeepSeek's have the rotated rows of pairs in
-turns (i, i + D/2) where ours have halves. That is all, in both directions.
+A tensor of theirs is a matrix that stacks some of our boxes, each flattened to outputs x inputs.
+There are two exceptions: GPT-2's matrices are transposed, and DeepSeek interleaves the rows of
+rotary pairs, i next to i + D/2, while ours keep the two halves apart. Export and import both use
+this mapping.
 
 Shape legend: O rows, I columns of a matrix.
 """
@@ -23,7 +24,8 @@ from megaframe.spec import Box, ParamSpec
 
 @dataclass(frozen=True)
 class Part:
-    """A box of one of our tensors, as a matrix of `rows`. pairs: its rows are pairs in theirs."""
+    """A box of one of our tensors, as a matrix of `rows` rows. pairs: whether theirs interleaves
+    its rows in rotary pairs."""
 
     spec: ParamSpec
     box: Box
@@ -31,7 +33,7 @@ class Part:
 
     @property
     def rows(self) -> int:
-        """Of the matrix; a vector is one of single elements."""
+        """Number of rows of the matrix. A vector has one element per row."""
         outputs = self.box.shape[: len(self.box.shape) - self._inputs]
         return torch.Size(outputs).numel()
 
@@ -40,14 +42,14 @@ class Part:
         return self.spec.inputs if self.spec.role in ("matrix", "embedding", "head") else 0
 
     def theirs(self, ours: Tensor) -> Tensor:
-        """[O, I] of this box, or [O]."""
+        """Convert the contents of the box to their layout: [O, I], or [O] for a vector."""
         flat = ours.reshape(self.rows, -1) if self._inputs else ours.reshape(-1)
         if self.pairs:
             flat = flat.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
         return flat
 
     def ours(self, theirs: Tensor) -> Tensor:
-        """The box, from its rows of theirs."""
+        """Convert rows in their layout to the contents of the box."""
         if self.pairs:
             theirs = theirs.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
         return theirs.reshape(self.box.shape)
@@ -55,20 +57,21 @@ class Part:
 
 @dataclass(frozen=True)
 class Theirs:
-    """A tensor of a Hugging Face model."""
+    """A tensor of a Hugging Face model: the parts that are stacked in it."""
 
     name: str
     parts: tuple[Part, ...]
     transposed: bool = False
 
     def join(self, boxes: Sequence[Tensor]) -> Tensor:
-        """Theirs, from our boxes in the order of the parts."""
+        """Build their tensor from the contents of our boxes, in the order of the parts."""
         rows = [part.theirs(box) for part, box in zip(self.parts, boxes, strict=True)]
         whole = torch.cat(rows) if len(rows) > 1 else rows[0]
         return (whole.t() if self.transposed else whole).contiguous()
 
     def split(self, whole: Tensor) -> Iterator[tuple[Part, Tensor]]:
-        """Our boxes, from theirs. Raises ValueError where it has another number of rows."""
+        """Split their tensor into the contents of our boxes. Its number of rows must match the
+        parts; otherwise torch raises RuntimeError."""
         rows = whole.t() if self.transposed else whole
         pieces = rows.split([part.rows for part in self.parts])
         for part, piece in zip(self.parts, pieces, strict=True):
@@ -76,8 +79,11 @@ class Theirs:
 
 
 def tensors_of(model: Model, specs: Iterable[ParamSpec]) -> list[Theirs]:
-    """All tensors of the Hugging Face model. specs: of ours; predictors are left out, which their
-    code does not run."""
+    """Return all tensors of the Hugging Face model that corresponds to `model`.
+
+    specs: specs of our parameters. Predictors of further tokens are left out, because Hugging
+    Face's code does not run them.
+    """
     names = _Names({spec.name: spec for spec in specs})
     gpt2 = family_of(model) == "gpt2"
     found = list(_gpt2_ends(names) if gpt2 else _ends(names))
@@ -87,7 +93,7 @@ def tensors_of(model: Model, specs: Iterable[ParamSpec]) -> list[Theirs]:
 
 
 class _Names:
-    """Our specs by name, and parts of them."""
+    """Our specs by name. Builds parts of them."""
 
     def __init__(self, specs: Mapping[str, ParamSpec]) -> None:
         self._specs = specs
@@ -96,7 +102,8 @@ class _Names:
         return name in self._specs
 
     def part(self, name: str, *index: int | slice, pairs: bool = False) -> Part:
-        """The elements at an index of whole dims, ints and plain slices."""
+        """Return the part of a tensor that an index of ints and plain slices selects, dim by
+        dim."""
         spec = self._specs[name]
         offset, shape = [0] * len(spec.shape), list(spec.shape)
         for dim, where in enumerate(index):
@@ -106,7 +113,7 @@ class _Names:
         return Part(spec, Box(tuple(offset), tuple(shape)), pairs)
 
     def whole(self, theirs: str, ours: str, *, transposed: bool = False) -> Theirs:
-        """One that is one of ours."""
+        """Return a tensor of theirs that equals one of ours, except for transposition."""
         return Theirs(theirs, (self.part(ours),), transposed)
 
 
@@ -174,7 +181,8 @@ def _attention(names: _Names, model: Model, ours: str, theirs: str) -> Iterator[
 
 
 def _latent_attention(names: _Names, model: Model, ours: str, theirs: str) -> Iterator[Theirs]:
-    """Theirs have the rotated part of a head behind the other, in pairs."""
+    """Map latent attention. In their layout, the rotated part of a head follows the rest of the
+    head, with its pairs interleaved."""
     latent = model.latent
     assert latent is not None
     rank, down = latent.query_rank or 0, f"{ours}.down.weight"

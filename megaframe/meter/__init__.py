@@ -1,4 +1,4 @@
-"""What a run tells about itself: metrics of every step, where its time went, and its MFU."""
+"""Metrics of every step of a run, with where its time went and its MFU."""
 
 from megaframe.meter.flops import Flops, count_flops
 from megaframe.meter.meter import Meter

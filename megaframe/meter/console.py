@@ -1,7 +1,7 @@
-"""The progress of a run as a person reads it: aligned lines, notes, and a summary at the end.
+"""The progress of a run for people: aligned lines, notes, and a summary at the end.
 
-Plain ASCII lines without control codes, so that a terminal, a pipe and a job's log file show the
-same; all of it is also appended to the run log in the run folder, whatever of it is printed.
+All output is plain ASCII lines without control codes, so that a terminal, a pipe and a job's log
+file show the same. All of it is also appended to the run log in the run folder, printed or not.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _RECENT_STEPS = 50
 
 
 class ConsoleSink:
-    """Prints every `meter.every` steps and at the first and last step; figures of speed are means
-    since the line before. With meter.console=quiet steps are only in the run log; with json each
-    is printed as an object on a line of its own, and so are notes and the summary."""
+    """Prints a line every `meter.every` steps and at the first and last step; its speeds are means
+    since the previous line. With meter.console=quiet, steps are only in the run log. With json,
+    each step is printed as an object on its own line, and so are notes and the summary."""
 
     def __init__(self, config: RunConfig, start_step: int) -> None:
         self._config = config
@@ -44,7 +44,7 @@ class ConsoleSink:
             raise cannot_write(self._folder / LOG_FILE, error) from None
 
     def note(self, text: str) -> None:
-        """Say something that is not a step's line."""
+        """Print a text that is not the line of a step."""
         self._print(text, {"note": text})
 
     def write(self, line: Line) -> None:
@@ -65,10 +65,10 @@ class ConsoleSink:
             self._print(evaluation(line), None)
 
     def flush(self) -> None:
-        """Every line is handed on at once."""
+        """Do nothing: every line is flushed when it is printed."""
 
     def rewind(self, step: int) -> None:
-        """What was printed stays; the summary is of what comes now."""
+        """Begin the summary anew after `step`; what was printed stays."""
         self._run, self._since = Totals(), Totals()
         self._start_step = step
 
@@ -84,7 +84,7 @@ class ConsoleSink:
         self._log.close()
 
     def _cells(self, line: Line) -> list[str]:
-        # The oldest is left out: the first step of a run also warms up.
+        # The oldest is left out, because the first step of a run includes warm-up.
         recent = list(self._recent)[1:] or list(self._recent)
         left = self._config.train.steps - line["step"]
         return [
@@ -100,7 +100,8 @@ class ConsoleSink:
         ]
 
     def _print(self, text: str, said: Mapping[str, Any] | None) -> None:
-        """Log `text`, and print it. said: what JSON has of it; None for what is about a step."""
+        """Log `text` and, depending on `meter.console`, print it. said: its JSON form; None for the
+        text of a step."""
         how = self._config.meter.console
         if how == "lines" or (how == "quiet" and said is not None):
             print(text, flush=True)
@@ -113,23 +114,23 @@ class ConsoleSink:
 
 
 def columns(steps: int) -> dict[str, int]:
-    """Names and widths of the columns of a line."""
+    """Return names and widths of the columns of a line."""
     widths = {"loss": 9, "grad norm": 10, "lr": 10, "tokens/s": 11, "TFLOP/s": 9, "MFU": 7}
     return {"step": max(9, 2 * len(str(steps)) + 1), **widths, "seconds": 9, "ETA": 9}
 
 
 def aligned(columns: dict[str, int], cells: list[str]) -> str:
-    """Cells as one line, right-aligned to the columns' widths, always with a space between."""
+    """Return cells as one line, right-aligned to the columns' widths and separated by spaces."""
     return " ".join(f"{cell:>{width}}" for cell, width in zip(cells, columns.values(), strict=True))
 
 
 def number(value: Any, form: str) -> str:
-    """A number in the given form, and what is unknown as n/a."""
+    """Format a number; what is unknown is n/a."""
     return "n/a" if value is None else format(value, form)
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them: 45s, 3m 05s, 2h 08m, 3d 04h."""
+    """Format seconds for people: 45s, 3m 05s, 2h 08m, 3d 04h."""
     if not math.isfinite(seconds):
         return "n/a"
     whole = round(seconds)
@@ -140,7 +141,7 @@ def duration(seconds: float) -> str:
 
 
 def evaluation(line: Line) -> str:
-    """The sentence about an evaluation; perplexity and bits per byte where they are known."""
+    """Return the sentence about an evaluation, with perplexity and bits per byte if known."""
     text = f"step {line['step']}: validation loss {line['eval_loss']:.4f}"
     if line.get("eval_perplexity") is not None:
         text += f", perplexity {line['eval_perplexity']:.4g}"
@@ -150,13 +151,13 @@ def evaluation(line: Line) -> str:
 
 
 def table(title: str, rows: list[tuple[str, str]]) -> str:
-    """Rows of a name and a value as text."""
+    """Format rows of a name and a value as text."""
     grid = Table(title=title, show_header=False, box=None, title_justify="left")
     grid.add_column(no_wrap=True)
     grid.add_column(no_wrap=True)
     for row in rows:
         grid.add_row(*row)
     text = io.StringIO()
-    # Markup off and wide: a path may hold brackets, and is copied whole.
+    # No markup, because a path may contain brackets; wide, so that it can be copied whole.
     Console(file=text, width=1000, color_system=None, markup=False, emoji=False).print(grid)
     return "\n".join(one.rstrip() for one in text.getvalue().splitlines())

@@ -1,4 +1,4 @@
-"""What a run ran on, written beside its config: numbers of two runs are compared by it."""
+"""The environment of a run, written next to its config so that two runs can be compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megaframe.meter.sinks import cannot_write
 
 
 def write_environment(config: RunConfig, mesh: Mesh) -> None:
-    """Write it into the run's folder, over that of the process before."""
+    """Write the environment into the run folder, over that of an earlier process."""
     path = Path(config.run.dir) / ENVIRONMENT_FILE
     try:
         path.write_text(json.dumps(environment(mesh), indent=1) + "\n", encoding="utf-8")
@@ -29,7 +29,7 @@ def write_environment(config: RunConfig, mesh: Mesh) -> None:
 
 
 def environment(mesh: Mesh) -> dict[str, Any]:
-    """Names and values. The command is there as it was typed, and so is what its overrides say."""
+    """Return names and values. They include the command as it was typed, with its overrides."""
     device = mesh.device
     found: dict[str, Any] = {
         "ranks": mesh.layout.world,
@@ -53,7 +53,7 @@ def environment(mesh: Mesh) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Of the sources, with a sign if they were changed since; None where there is no git."""
+    """Return the commit of the sources, marked if they were changed since; None without git."""
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():
         return None

@@ -1,7 +1,7 @@
-"""What is worth knowing of experts: how busy they are, how sure their routers, what is dropped.
+"""Metrics of experts: their load, the entropy of their routers, and the choices that were dropped.
 
-All of it is made of numbers that a step has anyway: the load is the gradient of what a router knows
-of it, already summed over the ranks. Layers that another rank has are zeros here, so that all ranks
+They are made of numbers that a step has anyway; the load is the gradient of a router's balance
+parameter, already summed over the ranks. Layers on other ranks are zeros here, so that all ranks
 record the same names.
 """
 
@@ -22,7 +22,8 @@ Record = tuple[str, Tensor, How]
 
 
 class ExpertMeter:
-    """specs: of the whole model, which tell the layers. ranks: those that divide experts."""
+    """Makes the records of a step. specs: of the whole model, whose layers with experts they name.
+    ranks: number of ranks that divide the experts."""
 
     def __init__(self, config: RunConfig, specs: Iterable[ParamSpec], ranks: int) -> None:
         moe = config.model.moe
@@ -42,9 +43,10 @@ class ExpertMeter:
         tokens: int,
         step: int,
     ) -> Iterator[Record]:
-        """Of step `step`, in which `tokens` tokens had a loss. loads: for each router here the name
-        of what it knows of the load, the load [E] of the whole step, and what it knows. Rows are in
-        the order of the layers that have experts."""
+        """Yield the records of step `step`, in which `tokens` tokens had a loss. loads: for each
+        router on this rank the name of its balance parameter, its load [E] in the whole step, and
+        the parameter's value [E]. tallies: of this rank's stages. Rows are in the order of the
+        layers that have experts."""
         found = {name: (load_E.double(), kept_E) for name, load_E, kept_E in loads}
         device = next((load.device for load, _ in found.values()), torch.device("cpu"))
         rows = {
@@ -80,6 +82,6 @@ class ExpertMeter:
 
 
 def _worst(load: Tensor) -> Tensor:
-    """Maximum over mean; 1 where there is no load at all."""
+    """Return maximum over mean; 1 if there is no load at all."""
     mean = load.mean()
     return torch.where(mean > 0, load.max() / mean, 1.0)

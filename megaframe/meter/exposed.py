@@ -1,4 +1,4 @@
-"""What of a GPU's transfers nothing hides, read from a trace that torch's profiler wrote."""
+"""Finds the transfers of a GPU that nothing hides, in a trace written by torch's profiler."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from megaframe.errors import UserError
 
 MOST_BYTES = 4 << 30
-"""Of a trace, unpacked; that of a step of a large model is a hundredth of it."""
+"""Largest unpacked trace that is read; a step of a large model takes a hundredth of it."""
 _COPIES = ("gpu_memcpy", "gpu_memset")
 
 
 class Span(NamedTuple):
-    """From when to when something ran on a device, in microseconds, and what it was."""
+    """When something ran on a device (start and end in microseconds), and its name."""
 
     start: float
     end: float
@@ -26,10 +26,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Exposed:
-    """Seconds of one device. span: from the first to the last thing that it did, which is compute,
-    exposed communication, exposed copies and idle time together. communication, copies: all of
-    them, whatever runs beside. exposed_communication: beside no compute; exposed_copies: beside
-    neither. gaps: the longest times without anything."""
+    """Seconds of one device. span: from the start of the first operation to the end of the last; it
+    is the sum of compute, exposed communication, exposed copies and idle time. communication,
+    copies: all of them, whatever runs meanwhile. exposed_communication: while no compute runs.
+    exposed_copies: while neither compute nor communication runs. gaps: the longest idle times."""
 
     device: int
     span: float
@@ -44,7 +44,7 @@ class Exposed:
 
 @dataclass(frozen=True)
 class Gap:
-    """A time in which a device does nothing, between two things that it does."""
+    """A time in which a device is idle, between the operations `before` and `after`."""
 
     seconds: float
     before: str
@@ -52,8 +52,9 @@ class Gap:
 
 
 def exposed(path: Path, gaps: int = 0) -> list[Exposed]:
-    """By device, in their order, with so many of the longest gaps. path: a trace (Chrome's JSON,
-    packed by gzip or not). Raises `UserError` for what is none, or has nothing of a GPU."""
+    """Return one `Exposed` for each device, in order, with up to `gaps` of its longest gaps. path:
+    a trace (Chrome's JSON, with or without gzip). Raises `UserError` if it is no trace, or has no
+    events of a GPU."""
     spans: dict[int, dict[str, list[Span]]] = {}
     events = _events(path)
     for device, kind, span in _spans(path, events):
@@ -87,7 +88,7 @@ def _of_device(device: int, by_kind: dict[str, list[Span]], gaps: int) -> Expose
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The times in which at least one of them runs, in their order."""
+    """Return the times in which at least one of the spans runs, in order."""
     found: list[Span] = []
     for span in sorted(spans):
         if found and span.start <= found[-1].end:
@@ -102,7 +103,7 @@ def _length(spans: Sequence[Span]) -> float:
 
 
 def _gaps(spans: Sequence[Span], most: int) -> Iterator[Gap]:
-    """The longest gaps between spans that are in the order of their starts, longest first."""
+    """Yield the longest gaps between spans, longest first. spans: sorted by their starts."""
     found, last = [], spans[0]
     for span in spans[1:]:
         if span.start > last.end:
@@ -112,7 +113,7 @@ def _gaps(spans: Sequence[Span], most: int) -> Iterator[Gap]:
 
 
 def _spans(path: Path, events: Iterable[dict[str, Any]]) -> Iterator[tuple[int, str, Span]]:
-    """What devices did: which one, what kind, and when."""
+    """Yield the device, the kind and the time of everything that devices did."""
     for event in events:
         category = event.get("cat")
         if event.get("ph") != "X" or category not in ("kernel", *_COPIES):

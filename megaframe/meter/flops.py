@@ -1,8 +1,9 @@
 """Floating-point operations per token of a training step, counted from specs and shapes.
 
-A multiply and an add are two operations; the backward costs twice the forward. The headline counts
-causal attention as half of the full square, because the other half needs not be computed; what is
-computed a second time on purpose (recompute) counts for the hardware and never for the model.
+A multiply and an add are two operations; the backward pass costs twice the forward pass. The
+headline counts causal attention as half of the full square, because the other half need not be
+computed. What is computed a second time on purpose (recompute) counts for the hardware, never for
+the model.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from megaframe.spec import ParamSpec
 class Flops:
     """Operations per token, forward and backward.
 
-    model: with causal, windowed attention: the headline. full_attention: with every query
-    attending to all `train.seq` keys, as many published tables count. hardware: `model` and what
-    recompute adds to it.
+    model: with causal, windowed attention; the headline. full_attention: with every query attending
+    to all `train.seq` keys, as many published tables count. hardware: `model` plus recompute.
     """
 
     model: float
@@ -34,11 +34,11 @@ class Flops:
 
     @property
     def recompute(self) -> float:
-        """Share of the hardware's operations that are done again."""
+        """Share of the hardware's operations that are recompute."""
         return 1.0 - self.model / self.hardware if self.hardware else 0.0
 
     def described(self) -> str:
-        """One sentence for the log of the run."""
+        """Return one sentence for the run log."""
         return (
             f"model FLOPs per token: {self.model / 1e6:,.1f} M with causal attention (headline), "
             f"{self.full_attention / 1e6:,.1f} M with full attention, "
@@ -47,15 +47,15 @@ class Flops:
 
 
 def count_flops(specs: Iterable[ParamSpec], config: RunConfig) -> Flops:
-    """Operations per token of the model that `specs` declare, each matrix used once per
-    token, those of experts by the tokens that go to them."""
+    """Return the operations per token of the model that `specs` declare. Each matrix is used once
+    per token; matrices of experts count by the share of tokens routed to them."""
     model, seq = config.model, config.train.seq
     elements = {"matrix": Fraction(0), "head": Fraction(0)}
     for spec in specs:
         if spec.role in elements:
             elements[spec.role] += spec.size * spec.used
     if model.tie_embeddings:
-        # The table is declared as an embedding, and multiplied as a head all the same.
+        # A tied table is declared as an embedding, but it is also multiplied as the head.
         elements["head"] = Fraction(vocabulary(model) * model.hidden)
     depth = model.mtp_depth
     every = range(model.layers + depth)

@@ -1,7 +1,7 @@
-"""What a message takes on a free link between pipeline stages, measured before the first step.
+"""Measures how long a message between pipeline stages takes on a free link, before the first step.
 
-It tells waits apart that look alike: who waits longer than the message takes waits for the work of
-a neighbour, and that is the bubble.
+This separates waits that look alike: waiting longer than the message takes is waiting for the work
+of a neighbour, which is the bubble.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _TIMES = 5
 
 
 def message_elements(config: RunConfig, mesh: Mesh) -> int:
-    """Of what one stage sends to the next for one microbatch, on one rank."""
+    """Return the number of elements that a rank sends to the next stage for one microbatch."""
     rows = config.train.microbatch * config.train.seq // mesh.layout.context
     return -(-rows // mesh.layout.tensor) * config.model.hidden
 
 
 def free_seconds(config: RunConfig, mesh: Mesh) -> dict[tuple[int, int], float]:
-    """Seconds of a message in one direction, by link of this rank: half of the fastest way there
-    and back. All ranks call it; the links take their turns in one order on all of them."""
+    """Return the seconds of a message in one direction, by link of this rank: half of the fastest
+    round trip. All ranks call it, and measure their links in the same order."""
     found: dict[tuple[int, int], float] = {}
     message = torch.zeros(
         message_elements(config, mesh),
@@ -41,7 +41,7 @@ def free_seconds(config: RunConfig, mesh: Mesh) -> dict[tuple[int, int], float]:
         there = mesh.links[source, target]
         out, home = (there, back) if here == source else (back, there)
         rounds = [_round(message, out, home, first=here == source) for _ in range(_TIMES)]
-        seconds = min(rounds[1:])  # in the first one the other rank may have come long before
+        seconds = min(rounds[1:])  # in the first one the other rank may be far ahead
         for link in (there, back):
             link.traffic.take()
         found[source, target] = found[target, source] = seconds / 2
@@ -49,7 +49,7 @@ def free_seconds(config: RunConfig, mesh: Mesh) -> dict[tuple[int, int], float]:
 
 
 def _round(message: torch.Tensor, out: Group, home: Group, *, first: bool) -> float:
-    """Seconds from the start of this rank's part to its end."""
+    """Run this rank's part of a round trip, and return its seconds."""
     into = torch.empty_like(message)
     start = time.perf_counter()
     leaving = send(message, out) if first else None

@@ -1,4 +1,4 @@
-"""Memory: the most that a rank held, and what to say when it was not enough."""
+"""Memory: the peak of a rank, and the message if its memory was not enough."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ADVICE = {
 
 
 def peak_memory(device: torch.device) -> float:
-    """Most bytes held so far: of tensors on a GPU, of the whole process on a CPU."""
+    """Return the most bytes held so far: by tensors on a GPU, by the whole process on a CPU."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -33,8 +33,8 @@ def peak_memory(device: torch.device) -> float:
 
 
 def allocator(device: torch.device) -> dict[str, float]:
-    """Bytes that torch's allocator took from a GPU, and those of them that lay unused in pieces of
-    what it cannot give back (fragmentation), each the most so far; nothing on a CPU."""
+    """Return the bytes that torch's allocator took from a GPU, and how many of them were unused
+    pieces of blocks that it cannot return (fragmentation), both peak values; empty on a CPU."""
     if device.type != "cuda":
         return {}
     found = torch.cuda.memory_stats(device)
@@ -43,15 +43,16 @@ def allocator(device: torch.device) -> dict[str, float]:
 
 
 def memory_rows(held: Mapping[str, int], device: torch.device) -> dict[str, float]:
-    """What a rank tells of its memory: its peak, and what it holds by kind."""
+    """Return what a rank reports about its memory: its peak, and what it holds by kind."""
     return {"memory_bytes": peak_memory(device), **{f"held/{k}": v for k, v in held.items()}}
 
 
 def out_of_memory(
     rank: int, held: Mapping[str, int], device: torch.device, folder: Path
 ) -> UserError:
-    """What to say when a GPU had no more: what held it, and what to change about the largest. On a
-    GPU the run's folder gets its allocator's figures as text, and all blocks as a snapshot."""
+    """Return the error for a device without enough memory: what held it, and how to reduce the two
+    largest kinds. On a GPU, also write the allocator's figures and all blocks to files in
+    `folder`."""
     rest = max(0, int(peak_memory(device)) - sum(held.values()))
     kinds = {**held, "activations": rest}
     order = sorted(kinds, key=lambda kind: -kinds[kind])
@@ -60,7 +61,7 @@ def out_of_memory(
     text = f"rank {rank} ran out of memory. At its peak it held {sizes}: {advice}"
     if device.type == "cuda":
         path = folder / f"memory-rank-{rank}.txt"
-        with suppress(OSError):  # a full disk must not hide what is said here
+        with suppress(OSError):  # a full disk must not hide this message
             path.write_text(torch.cuda.memory_summary(device), encoding="utf-8")
             torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
             text += f"; details in {path}; all blocks for pytorch.org/memory_viz are next to it"

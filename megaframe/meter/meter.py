@@ -1,7 +1,7 @@
-"""Meter: collects what a step is worth knowing, and writes one line for it, a step later.
+"""Meter: collects the metrics of a step, and writes them as one line a step later.
 
-The line of a step is written when the next one is flushed: by then its values have travelled over
-the ranks and to the host while training went on, so that metering never makes a step wait.
+The line of a step is written when the next step is flushed. By then its values have been reduced
+over the ranks and copied to the host while training went on, so metering never makes a step wait.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from megaframe.spec import ParamSpec
 
 _BYTES = "bytes/"
 _AGREED = "agreed/"
-"""How the names of values begin that ranks tell each other and that are not written."""
+"""Prefix of values that ranks tell each other and that are not written."""
 Held = Callable[[], Mapping[str, int]]
 Known = Mapping[str, Any]
-"""The values of a step, the same on all ranks but for those recorded as `last`."""
+"""The values of a step, the same on all ranks except for those recorded as `last`."""
 
 
 class Meter:
     """The metrics of a run, from all ranks to the sinks of the first one.
 
     specs: of the whole model. timer: that of the step, which others may charge too. start_step:
-    steps that the run has already done; sinks forget what they hold of later ones. held: bytes on
-    this rank by kind. All ranks make a meter and call it at the same points of a step.
-    Raises `UserError` when a sink cannot be opened.
+    number of steps that the run has already done; sinks drop what they have of later ones. held:
+    returns the bytes on this rank by kind. All ranks make a meter and call it at the same points of
+    a step. Raises `UserError` if a sink cannot be opened.
     """
 
     def __init__(
@@ -85,24 +85,24 @@ class Meter:
                 self.note(f"the latest line is at {sink.address}")
 
     def start_step(self) -> None:
-        """Start the clock of the first step; a later step starts where the one before it ended,
-        so that no time goes missing between them."""
+        """Start the clock of the first step. Every later step starts where the one before it ended,
+        so that no time is lost between them."""
         self._timer.start()
 
     def time(self, part: Part) -> Span:
-        """A context whose time is charged to `part` of the step, and not to the part around it."""
+        """Return a context whose time is charged to `part` of the step, not to the outer part."""
         return self._timer.time(part)
 
     def record(self, name: str, value: Value, how: How = "last") -> None:
-        """Put a value into the step's line; see `Records.add`. A name `a/b` is written as b in the
-        object a."""
+        """Put a value into the step's line; see `Records.add`. A name `a/b` is written as key b of
+        an object a."""
         self._records.add(name, value, how)
 
     def flush(self, step: int) -> list[Known]:
-        """End step `step`: send its values on their way, and write the line of the step before.
-        Returns what is known of the steps whose lines it wrote, in their order: of one, or none.
+        """End step `step`: start reducing its values, and write the line of the step before.
+        Returns the values of the steps whose lines were written, in order: one or none.
 
-        Rates need `tokens` to have been recorded: those of the step, of all ranks together.
+        Rates need `tokens` to have been recorded: the tokens of the step over all ranks.
         """
         split = self._timer.take()
         self._trace.end(step, split)
@@ -116,11 +116,11 @@ class Meter:
         self._due.append((step, self._records, split))
         self._records = Records()
         if self._device.type == "cuda" and len(self._due) == 1:
-            return []  # what it took is known when the GPU has passed its end
+            return []  # its times are known only when the GPU has passed its end
         return self._send()
 
     def _send(self) -> list[Known]:
-        """Send the values of the first step that is due on their way, and write the one before."""
+        """Start reducing the values of the first due step; write the line of the one before."""
         step, records, split = self._due.popleft()
         for name, value, how in self._splits.records(split, step):
             records.add(name, value, how)
@@ -129,10 +129,11 @@ class Meter:
         return self._write(previous)
 
     def settle(self) -> list[Known]:
-        """Write the lines of all flushed steps now, wherever they go, and return as `flush` does.
+        """Write the lines of all flushed steps now, flush all sinks, and return what `flush`
+        returns.
 
-        Called before a checkpoint of that step is published: a run that is killed and resumed from
-        it would otherwise miss the line.
+        Called before a checkpoint of the last of these steps is published. Otherwise a run that is
+        killed and resumed from it would miss the line.
         """
         known: list[Known] = []
         while self._due:
@@ -144,7 +145,7 @@ class Meter:
         return known
 
     def rewind(self, step: int) -> None:
-        """The run continues after `step`: forget all of later ones."""
+        """Forget everything about steps after `step`, from which the run continues."""
         self._start = step
         self._due.clear()
         self._flight = None
@@ -154,13 +155,13 @@ class Meter:
             sink.rewind(step)
 
     def note(self, text: str) -> None:
-        """Say something on the console and in the run log, once for all ranks."""
+        """Print a text on the console and in the run log, once for all ranks."""
         if self._console is not None:
             self._console.note(text)
 
     def close(self) -> None:
-        """Write the last line and the summary; for the end of a run. A run that fails needs none:
-        what it has written is already on its way to the disk."""
+        """Write the last line and the summary, at the end of a run. A run that fails does not need
+        this: what it has written is already on its way to the disk."""
         self._profiler.close()
         self._trace.close()
         self.settle()
@@ -171,7 +172,7 @@ class Meter:
         """Close what is open here, without the other ranks; another meter continues the run."""
         self._profiler.close()
         for sink in self._sinks:
-            if sink is not self._console:  # which would tell of the end of the run
+            if sink is not self._console:  # closing the console would print the summary
                 sink.close()
 
     def _write(self, flight: tuple[int, Reduction] | None) -> list[Known]:
@@ -187,7 +188,8 @@ class Meter:
         return [values]
 
     def _line(self, step: int, values: dict[str, Any]) -> dict[str, Any]:
-        """The line of a step; what is recorded beyond the named keys follows them."""
+        """Return the line of a step. What else was recorded follows the named keys. Raises
+        `ValueError` if a recorded name is the same as one of these."""
         found = self._splits.line(values)
         seconds = found["seconds"]
         tokens = int(values.pop("tokens", 0))
@@ -228,7 +230,7 @@ class Meter:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values with names `a/b` put into an object a under b."""
+    """Put values with names `a/b` into an object a, under b."""
     result: dict[str, Any] = {}
     for name, value in values.items():
         *outer, last = name.split("/")

@@ -1,8 +1,8 @@
 """The peak that MFU is measured against: dense TFLOP/s of one device in the type of the run.
 
-Names are matched whole: an unlisted variant of a chip (another board, a slice of one, a laptop
-part) has another peak, and no MFU is better than a wrong one. A CPU is measured instead of looked
-up, because its peak hangs on instructions, clocks and cores that its name does not tell.
+Names of chips are matched in full, because an unlisted variant (another board, a slice of a chip, a
+laptop part) has another peak, and no MFU is better than a wrong one. A CPU is measured instead,
+because its peak depends on instructions, clocks and cores that its name does not tell.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from megaframe.product import product
 
 _TYPES = ("fp16", "bf16", "tf32", "fp32", "fp64")
 _CHIPS: tuple[tuple[str, tuple[float | None, ...]], ...] = (
-    # Name as torch reports it: fp16, bf16, tf32, fp32, fp64, without sparsity, with fp32
-    # accumulation, on tensor cores where the type has them. None: not supported or not stated.
+    # Name as torch reports it; TFLOP/s in fp16, bf16, tf32, fp32 and fp64, without sparsity, with
+    # fp32 accumulation, on tensor cores if the type has them. None: not supported or not stated.
     (r"(NVIDIA )?A100-(SXM4|PCIE)-(40|80)GB|NVIDIA A100 80GB PCIe", (312, 312, 156, 19.5, 19.5)),
     (r"NVIDIA H100 80GB HBM3|NVIDIA H200", (989.4, 989.4, 494.7, 67, 67)),
     (r"NVIDIA H100 PCIe", (756, 756, 378, 51, 51)),
@@ -53,24 +53,24 @@ _SECONDS_PER_SIZE = 0.1
 
 @dataclass(frozen=True)
 class Peak:
-    """tflops: of one device, None where unknown. note: what it is, for the log of the run.
-    measured: on this machine, at the start of the run."""
+    """The peak of a device. tflops: None if unknown. note: describes it in the run log. measured:
+    on this machine, at the start of the run."""
 
     tflops: float | None
     note: str
     measured: bool = False
 
     def share(self, tflops: float) -> float | None:
-        """`tflops` as a share of the peak, None where that is unknown. A share above 1 proves that
-        the machine was busy while its peak was measured: no number is better than that one."""
+        """Return `tflops` as a share of the peak; None if the peak is unknown. A share above 1 of a
+        measured peak also gives None: the machine was busy during the measurement."""
         if self.tflops is None or (self.measured and tflops > self.tflops):
             return None
         return tflops / self.tflops
 
 
 def device_peak(config: RunConfig, mesh: Mesh) -> Peak:
-    """The peak of this run's devices. On a CPU all ranks must call it, because all ranks measure
-    at the same time: they share its cores."""
+    """Return the peak of this run's devices. On a CPU all ranks must call it, because they share
+    its cores and therefore measure at the same time."""
     given, precision = config.meter.peak_tflops, config.train.precision
     if given is not None:
         return Peak(given, f"mfu against meter.peak_tflops={given:g} TFLOP/s")
@@ -90,8 +90,8 @@ def device_peak(config: RunConfig, mesh: Mesh) -> Peak:
 
 
 def chip_peak(name: str, kind: str) -> float | None:
-    """Dense peak in TFLOP/s of the chip that torch calls `name`; None when it is not listed or
-    does not have the type. kind: fp16, bf16, tf32, fp32 or fp64."""
+    """Return the dense peak in TFLOP/s of the chip that torch calls `name`; None if it is not
+    listed or does not have the type. kind: fp16, bf16, tf32, fp32 or fp64."""
     for pattern, peaks in _CHIPS:
         if re.fullmatch(pattern, name):
             return peaks[_TYPES.index(kind)]
@@ -99,8 +99,9 @@ def chip_peak(name: str, kind: str) -> float | None:
 
 
 def matmul_peak(dtype: torch.dtype) -> float:
-    """TFLOP/s of the best of several square products on this process's threads; about 0.3 s."""
-    # A generator of its own: the run's random numbers must not depend on whether this ran.
+    """Return the TFLOP/s of the best of several square products on this process's threads; takes
+    about 0.3 s."""
+    # Has its own generator: the run's random numbers must not depend on whether this ran.
     generator = torch.Generator().manual_seed(0)
     best = 0.0
     for size in _SIZES:

@@ -1,4 +1,4 @@
-"""Profile: every operator and kernel of some steps, by torch's own profiler, one file a rank."""
+"""Profiles every operator and kernel of some steps with torch's profiler, one file per rank."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from megaframe.meter.sinks import cannot_write
 
 
 class Profiler:
-    """Profiles the steps that the config names, each into a file of its own. A step that is
-    profiled takes longer than others."""
+    """Profiles the steps in `meter.profile`, each into its own file; these steps take longer."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, start_step: int) -> None:
         self._folder, self._rank = Path(config.run.dir) / "profile", mesh.rank
@@ -25,7 +24,7 @@ class Profiler:
         self._begin(start_step + 1)
 
     def end(self, step: int) -> None:
-        """Step `step` is over."""
+        """End step `step`: write its profile and begin that of the next step, if wanted."""
         if self._running is not None:
             running, self._running = self._running, None
             running.stop()
@@ -38,7 +37,7 @@ class Profiler:
         self._begin(step + 1)
 
     def close(self) -> None:
-        """Forget a step that has only begun."""
+        """Discard the profile of a step that has not ended."""
         if self._running is not None:
             self._running.stop()
             self._running = None

@@ -1,7 +1,7 @@
-"""The latest line of a run, for Prometheus and whatever else reads its text form.
+"""Serves the latest line of a run to Prometheus, and to anything else that reads its text format.
 
-It listens on the loopback of the first rank's machine: an agent there collects it, and nothing
-outside of the machine can ask.
+It listens on the loopback of the first rank's machine only: an agent there collects the metrics,
+and nothing outside the machine can connect.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megaframe.meter.sinks import Line, flat
 
 
 class PrometheusSink:
-    """Serves /metrics until it is closed. port: 0 takes a free one. run: its name, a label of every
-    value. Raises `UserError` when the port is taken."""
+    """Serves /metrics until it is closed. port: 0 takes a free one. run: name of the run, a label
+    of every value. Raises `UserError` if the port is taken."""
 
     def __init__(self, port: int, run: str) -> None:
         self._text, self._run = b"", run
@@ -40,14 +40,14 @@ class PrometheusSink:
         return HTTPStatus.NOT_FOUND, "text/plain", b"/metrics is what there is\n"
 
     def write(self, line: Line) -> None:
-        """Show this line from now on."""
+        """Serve this line from now on."""
         self._text = exposition(line, self._run).encode()
 
     def flush(self) -> None:
-        """Nothing is buffered."""
+        """Do nothing: nothing is buffered."""
 
     def rewind(self, step: int) -> None:
-        """The line of a later step is shown until the next one."""
+        """Do nothing: the line of a later step is served until the next one is written."""
 
     def close(self) -> None:
         """Stop listening."""
@@ -56,7 +56,8 @@ class PrometheusSink:
 
 
 def exposition(line: Line, run: str) -> str:
-    """A line in Prometheus's text form: what is nested is one metric with its names as a label."""
+    """Return a line in Prometheus's text format. A nested value is one metric, whose inner names
+    are the label `of`."""
     metrics: dict[str, list[str]] = {}
     label = run.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     for name, value in flat(line):

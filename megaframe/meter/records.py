@@ -1,7 +1,7 @@
 """Values recorded during a step, and their reduction over ranks.
 
-A step's values travel in two vectors of fp64, one summed and one maximised, however many metrics
-there are. Nothing waits for them: a `Reduction` is asked for its result a step later.
+A step's values travel in two fp64 vectors, one summed and one maximised, however many metrics there
+are. Nothing waits for them: the result of a `Reduction` is read a step later.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megaframe.comm.landing import land
 How = Literal["last", "sum", "mean", "max", "min"]
 Value = float | Tensor
 _PADDING = 64
-"""Vectors are filled up to a multiple of this many elements, so that ranks that recorded a
-different number of metrics still exchange vectors of one length and can find it out."""
+"""Vectors are padded to a multiple of this many elements, so that ranks that recorded a different
+number of metrics still exchange vectors of one length and can detect the mismatch."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """What a name has come to in this step: the sum for `sum` and `mean`, else one value."""
+    """What was recorded under a name in this step: the sum for `sum` and `mean`, else one value."""
 
     how: How
     value: Value
@@ -36,18 +36,19 @@ class Entry:
 
 
 class Records:
-    """The values of one step on this rank."""
+    """The values that this rank recorded in one step."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
 
     def add(self, name: str, value: Value, how: How) -> None:
-        """Record `value`, a number, a tensor without dims, or one with a dim: a row of as many
-        values on all ranks. It is copied and not waited for.
+        """Record `value`: a number, a scalar tensor, or a tensor with one dim (a row), which is
+        equally long on all ranks. Tensors are copied without waiting for the device.
 
-        Within the step and over ranks `sum` adds, `mean` averages over all values recorded, `max`
-        and `min` compare. `last` keeps the latest value of the first rank and is not communicated.
-        Names of the other kinds must be the same on all ranks.
+        Within the step and over ranks, `sum` adds, `mean` averages all recorded values, and `max`
+        and `min` take the extreme. `last` keeps this rank's latest value and is not communicated;
+        the first rank's is the one that is written. All other names must be the same on all ranks.
+        Raises `ValueError` if a name is recorded in two ways.
         """
         if isinstance(value, Tensor):
             value = value.detach().to(torch.float64, copy=True)
@@ -61,13 +62,13 @@ class Records:
         entry.count += 1
 
     def reduce(self, group: Group, device: torch.device) -> Reduction:
-        """Start to reduce the step's values over the group, and start a new step."""
+        """Start reducing the step's values over the group, and begin a new step."""
         entries, self._entries = self._entries, {}
         return Reduction(entries, group, device)
 
 
 class Reduction:
-    """The values of one step on their way over the ranks of a group."""
+    """The values of one step while they are being reduced over the ranks of a group."""
 
     def __init__(self, entries: Mapping[str, Entry], group: Group, device: torch.device) -> None:
         self._names: dict[How, list[str]] = {
@@ -84,7 +85,7 @@ class Reduction:
         }
         token = float(zlib.crc32(repr(self._shared()).encode()))
         largest = [token, -token, *values["max"], *(-value for value in values["min"])]
-        # A maximum may lose a NaN on the way; infinity is as good a sign and survives.
+        # A max reduction may lose a NaN; infinity signals the same and survives it.
         infinite = torch.nan_to_num(
             _vector(largest, device), nan=math.inf, posinf=math.inf, neginf=-math.inf
         )
@@ -98,7 +99,7 @@ class Reduction:
         )
 
     def wait(self) -> dict[str, float | list[float]]:
-        """The reduced values by name, rows as lists. Raises `RuntimeError` when ranks recorded
+        """Return the reduced values by name, rows as lists. Raises `RuntimeError` if ranks recorded
         different names."""
         last, sums, largest = (iter(vector.tolist()) for vector in self._landed())
         if next(largest) != -next(largest):
@@ -114,7 +115,7 @@ class Reduction:
         return result | {name: _divided(value, -1.0) for name, value in smallest.items()}
 
     def _take(self, how: How, numbers: Iterator[float]) -> dict[str, float | list[float]]:
-        """The next numbers, as the values of one kind."""
+        """Take the next numbers as the values of one kind."""
         return {
             name: list(islice(numbers, self._lengths[name]))
             if name in self._lengths
@@ -123,7 +124,7 @@ class Reduction:
         }
 
     def _shared(self) -> list[str]:
-        """The names that all ranks must have in common, with their kinds and lengths."""
+        """The names that must be the same on all ranks, with their kinds and lengths."""
         return [
             f"{name}:{how}" + (f":{self._lengths[name]}" if name in self._lengths else "")
             for how, names in self._names.items()
@@ -133,7 +134,7 @@ class Reduction:
 
 
 def _divided(value: float | list[float], by: float) -> float | list[float]:
-    """A number, or each of a row."""
+    """Divide a number, or each number of a row."""
     return [one / by for one in value] if isinstance(value, list) else value / by
 
 
@@ -151,7 +152,7 @@ def _combined(old: Value, new: Value, how: How) -> Value:
 
 
 def _vector(values: Sequence[Value], device: torch.device) -> Tensor:
-    """Values as one padded fp64 vector on the device; the host waits for none of them."""
+    """Return values as one padded fp64 vector on the device, without a wait of the host."""
     numbers: list[float] = []
     places: list[tuple[slice, Tensor]] = []
     for value in values:

@@ -1,8 +1,9 @@
-"""Where the lines of a run go: metrics.jsonl always, TensorBoard and Weights & Biases on request.
+"""Where the lines of a run go: always metrics.jsonl, and TensorBoard, Weights & Biases and
+Prometheus on request.
 
-Every sink gets the same line, `flat()` gives its values the same names everywhere, and every sink
-continues a resumed run on one curve: what it holds of later steps, written by the process that was
-killed, is cut off or hidden.
+Every sink gets the same line, and `flat()` gives its values the same names everywhere. Every sink
+continues a resumed run on one curve: what a killed process wrote about later steps is cut off or
+hidden.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from megaframe.errors import UserError
 from megaframe.plan.beside import beside_or_why
 
 Line = Mapping[str, Any]
-"""The metrics of one step: numbers, None for what is not known, rows and dicts of these."""
+"""The metrics of one step: numbers, None for unknown values, rows, and dicts of these."""
 
 _ROWS = ("ranks", "experts/tokens")
 _LONGEST_LINE = 1 << 24
-"""A line with the rows of ten thousand ranks is a tenth of it."""
+"""Bytes of the longest line that is read; one with rows of ten thousand ranks is a tenth of it."""
 
 
 class Sink(Protocol):
@@ -44,19 +45,19 @@ class Sink(Protocol):
         """Take one step's line."""
 
     def flush(self) -> None:
-        """Return when all that was written would survive the end of this process."""
+        """Return when everything that was written would survive the end of this process."""
 
     def rewind(self, step: int) -> None:
-        """The run goes back: what is written next is of the step after this one."""
+        """Go back: the next line is that of the step after `step`."""
 
     def close(self) -> None:
         """Finish; nothing is written afterwards."""
 
 
 def open_sinks(config: RunConfig, start_step: int) -> list[Sink]:
-    """The sinks that the config asks for, set to continue after `start_step`.
+    """Return the sinks that the config asks for, set to continue after `start_step`.
 
-    Raises `UserError` when an extra is missing or the run folder cannot be used.
+    Raises `UserError` if an extra is missing or the run folder cannot be used.
     """
     folder = Path(config.run.dir)
     try:
@@ -76,8 +77,9 @@ def open_sinks(config: RunConfig, start_step: int) -> list[Sink]:
 
 
 def flat(line: Line, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a line, with the names of nested ones joined by slashes; without the rows that
-    have a number for each rank or expert, thousands of curves, which are for the dashboard."""
+    """Yield the numbers of a line; names of nested ones are joined by slashes. Rows with a number
+    for each rank or expert are left out: they would be thousands of curves, and are for the
+    dashboard."""
     for name, value in line.items():
         if prefix + name in _ROWS:
             continue
@@ -90,7 +92,7 @@ def flat(line: Line, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 
 def cannot_write(path: Path, error: OSError) -> UserError:
-    """What a user is told when the disk is full or a folder is not writable."""
+    """Return the error for a full disk or a folder that is not writable."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     advice = (
         "make room, or set run.dir to another folder" if full else "set run.dir to another folder"
@@ -99,9 +101,9 @@ def cannot_write(path: Path, error: OSError) -> UserError:
 
 
 class JsonlSink:
-    """One JSON object a step, appended and handed to the operating system line by line.
+    """Appends one JSON object per step, and hands each line to the operating system at once.
 
-    JSON has no NaN and no infinity: they are written as null, as is what is unknown.
+    JSON has no NaN and no infinity: these are written as null, like unknown values.
     """
 
     def __init__(self, path: Path, start_step: int) -> None:
@@ -118,14 +120,14 @@ class JsonlSink:
     def write(self, line: Line) -> None:
         text = (json.dumps(finite(line), allow_nan=False) + "\n").encode()
         try:
-            # Unbuffered, so that a line is one system call; a short write is a disk just filled.
+            # Unbuffered, so a line is one system call; a short write means that the disk is full.
             if self._file.write(text) != len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise cannot_write(self._path, error) from None
 
     def flush(self) -> None:
-        """Nothing is buffered."""
+        """Do nothing: nothing is buffered."""
 
     def rewind(self, step: int) -> None:
         self._file.close()
@@ -136,9 +138,9 @@ class JsonlSink:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Drop the lines of later steps than `step`, and a torn last line, in one atomic exchange.
+    """Drop the lines of steps after `step`, and an incomplete last line, by one atomic replacement.
 
-    Raises `UserError` when another line is not one of a metrics file; nothing is changed then.
+    Raises `UserError` if any other line is not one of a metrics file; the file is then unchanged.
     """
     if not path.exists():
         return
@@ -161,8 +163,9 @@ def truncate_after(path: Path, step: int) -> None:
 
 
 def set_aside(path: Path) -> tuple[Path, int] | None:
-    """Keep the lines of a run that begins anew under the next free name, `metrics.1.jsonl`. Returns
-    it with their number; None where there are none. Raises what `truncate_after` raises."""
+    """Keep the lines of a run that begins anew, by renaming their file to the next free name such
+    as `metrics.1.jsonl`. Returns the new path and the number of lines, or None if there are no
+    lines. Raises what `truncate_after` raises."""
     try:
         truncate_after(path, sys.maxsize)
         lines = path.read_bytes().count(b"\n") if path.exists() else 0
@@ -177,7 +180,7 @@ def set_aside(path: Path) -> tuple[Path, int] | None:
 
 
 class TensorBoardSink:
-    """Event files in a folder of the run; a viewer hides what a killed run wrote too much."""
+    """Event files in a folder of the run; a viewer hides a killed run's superfluous steps."""
 
     def __init__(self, folder: Path, start_step: int) -> None:
         try:
@@ -207,8 +210,9 @@ class WandbSink:
     """A Weights & Biases run, offline without an API key; its id is kept in the run folder.
 
     A resumed run continues under the same id. The service ignores steps that it already has, so
-    that those repeated after a kill do no harm. Names with a slash make a section of the workspace
-    each; where the extra for it is there, the whole page of `tools/dashboard.py` is a panel too.
+    repeating steps after a kill does no harm. Each prefix before a slash becomes a section of the
+    workspace. If the extra `dashboard` is installed, the whole page of `tools/dashboard.py` is
+    added at the end.
     """
 
     def __init__(self, folder: Path, project: str, config: RunConfig, start_step: int) -> None:
@@ -238,14 +242,14 @@ class WandbSink:
         self._run.log(dict(flat(line)), step=line["step"])
 
     def flush(self) -> None:
-        """A separate process of wandb's writes what it was given; it outlives this one."""
+        """Do nothing: wandb's own process writes what it was given, and outlives this one."""
 
     def rewind(self, step: int) -> None:
-        """The service keeps what it has of later steps."""
+        """Do nothing: the service keeps what it has of later steps."""
 
     def close(self) -> None:
         with suppress(UserError):
-            # Without its extra there is no page, and the metrics are there all the same.
+            # Without the extra `dashboard` there is no page; the metrics are written anyway.
             run = Run(self._folder)
             found, _ = beside_or_why(run.folder, run.environment)
             text = page(page_data([run], found.record() if found else None))
@@ -254,7 +258,7 @@ class WandbSink:
 
 
 def has_wandb_key() -> bool:
-    """Whether wandb will find an API key, in the environment or in the user's netrc file."""
+    """Return whether wandb will find an API key, in the environment or in the user's netrc file."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = re.sub(r"^https?://|/.*$", "", os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
@@ -265,7 +269,8 @@ def has_wandb_key() -> bool:
 
 
 def wandb_id(path: Path, *, fresh: bool) -> str:
-    """The id kept in `path`; a new one when there is none, or for a run that starts anew."""
+    """Return the id kept in `path`, or make one if there is none or the run begins anew. Raises
+    `UserError` if the file has no valid id."""
     if not fresh and path.exists():
         kept = path.read_text(encoding="utf-8")[:128].strip()
         if not re.fullmatch(r"[A-Za-z0-9_-]+", kept):
@@ -281,7 +286,7 @@ def _missing(key: str, extra: str) -> UserError:
 
 
 def finite(value: Any) -> Any:
-    """A line, or a part of it, as strict JSON has it: None for what is not a finite number."""
+    """Return a line, or a part of it, for strict JSON: None for numbers that are not finite."""
     if isinstance(value, Mapping):
         return {name: finite(inner) for name, inner in value.items()}
     if isinstance(value, list):

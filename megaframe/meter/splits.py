@@ -1,7 +1,8 @@
-"""The split of a step on every rank, on its way into the step's line.
+"""The time split of a step on every rank, and how it becomes a part of the step's line.
 
-Every line has the mean, the least and the most of the ranks, and for each pipeline stage how long
-its ranks worked and waited; every so many steps it also has a row with a number for each rank.
+Every line has the mean, minimum and maximum over ranks and, for each pipeline stage, how long its
+ranks worked and waited. Every `meter.ranks_every` steps it also has rows with a number for each
+rank.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from megaframe.meter.timers import COMMUNICATION, PARTS, Split
 Record = tuple[str, Value, How]
 _EXTREMES: tuple[How, ...] = ("max", "min")
 _WORK = ("compute", "optimizer", "data", "other")
-"""Parts in which a rank keeps others waiting, if it takes longer than they do."""
+"""Parts in which a rank keeps others waiting if it takes longer than they do."""
 
 
 class SplitMeter:
-    """All ranks of a mesh record the same names, whatever a step of theirs had. more: what each
-    rank tells beside its split, by name, of the same names on all of them."""
+    """Records the same names on all ranks of a mesh, whatever their steps contained. more: returns
+    further values of a rank by name; the names are the same on all ranks."""
 
     def __init__(
         self, config: RunConfig, mesh: Mesh, more: Callable[[], Mapping[str, float]] = dict
@@ -37,7 +38,7 @@ class SplitMeter:
         self._every = config.meter.ranks_every
 
     def records(self, split: Split, step: int) -> Iterator[Record]:
-        """What this rank tells the others of a step."""
+        """Yield what this rank reports about a step."""
         parts = {name: spent / 1e9 for name, spent in split.parts().items()}
         for name in self._parts:
             yield f"time/{name}", parts.get(name, 0.0), "mean"
@@ -59,10 +60,11 @@ class SplitMeter:
             yield f"bandwidth/{axes}", rates.get(axes, 0.0), "max"
 
     def line(self, values: dict[str, Any]) -> dict[str, Any]:
-        """What of that stands in the step's line, taken out of `values`. bandwidth: bytes a second
-        of the rank that came last to what others waited for, None where nobody waited. stages: by
-        pipeline rank, seconds of the mean rank, `work_max` of the slowest. stragglers: what the
-        mean rank waits for slower ranks of its own stage. ranks: a row for each part."""
+        """Take the recorded values out of `values`, and return their part of the step's line.
+        bandwidth: bytes per second, measured by the rank that was last to start what others waited
+        for; None if nobody waited. stages: by pipeline rank, seconds of the mean rank, and
+        `work_max` of the slowest. stragglers: seconds that the mean rank waits for slower ranks of
+        its own stage. ranks: a row for each part."""
 
         def taken(prefix: str) -> dict[str, Any]:
             return {name: values.pop(prefix + name) for name in self._parts}

@@ -1,9 +1,9 @@
 """Where the time of a step goes.
 
-Time is switched, not measured: at every moment exactly one part is being charged, so that nested
-timers take their time from the outer one and the parts sum to the step to the nanosecond. The host
-only notes when it switched; what that comes to is added up when somebody asks, so that the same
-notes can be events of a GPU's stream, whose times are known when the stream has passed them.
+Exactly one part is charged at any moment: a nested timer takes its time from the outer one, so the
+parts sum to the step to the nanosecond. The host only notes the moments at which the part changes;
+durations are added up when somebody asks for them. The same notes can therefore be events of a
+GPU's stream, whose times are known only when the stream has passed them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import torch
 
 Part = Literal["compute", "bubble", "optimizer", "data", "checkpoint", "evaluation", "other"]
 PARTS: tuple[Part, ...] = get_args(Part)
-"""`bubble` is what a stage waits for work of its neighbours; `other` is what no timer claims. To
-these comes `communication/AXES` for every set of axes: what waits for transfers over them took."""
+"""`bubble` is the time that a stage waits for the work of its neighbours; `other` is time that no
+timer claims. In addition there is `communication/AXES` for every set of axes: the waits for
+transfers over them."""
 COMMUNICATION = "communication/"
 _WHOLE = ("checkpoint", "evaluation")
-"""Parts that keep what is waited for in them."""
+"""Parts that are also charged with the waits within them."""
 _PIPELINE = f"{COMMUNICATION}pipeline"
 
 Clock = Callable[[], Any]
@@ -30,31 +31,32 @@ Between = Callable[[Any, Any], int]
 
 
 class DeviceClock:
-    """A clock that is an event of a GPU's stream: what lies between two of them is what the stream
-    took, waits for other streams included, and not what the host took."""
+    """A clock whose moments are events of a GPU's stream. The time between two of them is what the
+    stream took, including its waits for other streams, and not what the host took."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)
         self._latest: torch.cuda.Event | None = None
 
     def __call__(self) -> torch.cuda.Event:
-        """Now, in the order of the stream, wherever the caller's own work goes. No time passes
-        while work is captured into a graph: it does not run yet."""
+        """Return the current moment in the order of this stream, whichever stream the caller works
+        on. No time passes while work is captured into a graph, because that work does not run
+        yet."""
         if self._latest is None or not torch.cuda.is_current_stream_capturing():
             self._latest = torch.cuda.Event(enable_timing=True)
             self._latest.record(self._stream)
         return self._latest
 
     def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> int:
-        """Nanoseconds; waits until both have passed."""
+        """Return the nanoseconds between two events; waits until both have passed."""
         end.synchronize()
         return round(start.elapsed_time(end) * 1e6)
 
 
 @dataclass(frozen=True)
 class Flight:
-    """One transfer over `axes`: when it was started, when the wait for it began and ended. part:
-    what the wait was charged to. late: it was not there when the wait began."""
+    """One transfer over `axes`: when it was started, and when the wait for it began and ended.
+    part: what the wait was charged to. late: it had not arrived when the wait began."""
 
     axes: str
     part: str
@@ -67,9 +69,10 @@ class Flight:
 
 @dataclass
 class Split:
-    """What a timer noted between two `take()`: after `begin` the part that each moment of `marks`
-    ends. transit: nanoseconds that a message takes on a free link, by the part that is charged with
-    the waits for it. actions: name, kind, start and end of each, where they are followed."""
+    """What a timer noted between two calls of `take()`. marks: parts and the moments at which they
+    end; the first part starts at `begin`. transit: nanoseconds that a message takes on a free link,
+    by the part that waits for it are charged to. actions: name, kind, start and end of each action,
+    if they are followed."""
 
     begin: Any
     between: Between
@@ -79,8 +82,8 @@ class Split:
     actions: list[tuple[str, str, Any, Any]] = field(default_factory=list)
 
     def intervals(self) -> Iterator[tuple[str, int]]:
-        """Parts and nanoseconds in their order. Of a wait for a message the transfer is what the
-        message takes on a free link, and the rest the bubble: its maker was not done."""
+        """Yield parts and nanoseconds in order. A wait for a message is communication for as long
+        as the message takes on a free link; the rest is bubble, because the sender was not done."""
         before = self.begin
         for part, mark in self.marks:
             passed = self.between(before, mark)
@@ -93,16 +96,17 @@ class Split:
                 yield _PIPELINE, min(passed, free)
 
     def parts(self) -> dict[str, int]:
-        """Nanoseconds of each part."""
+        """Return the nanoseconds of each part."""
         found: dict[str, int] = dict.fromkeys(PARTS, 0)
         for part, passed in self.intervals():
             found[part] = found.get(part, 0) + passed
         return found
 
     def rates(self) -> dict[str, float]:
-        """Bytes a second over each set of axes: of messages on a free link, of other transfers
-        where most of their time was waited for, because of those alone is known when they ended.
-        One at a time, in their order."""
+        """Return bytes per second over each set of axes. Messages count with their time on a free
+        link. Other transfers count only if most of their time was waited for, because only then is
+        it known when they ended. Transfers over the same axes are assumed to run one after the
+        other."""
         sizes: dict[str, int] = {}
         times: dict[str, int] = {}
         last: dict[str, Any] = {}
@@ -121,11 +125,11 @@ class Split:
 
 
 class StepTimer:
-    """Splits the time between two `take()` into parts; for the one thread at a time that runs the
-    step.
+    """Splits the time between two calls of `take()` into parts. Only one thread at a time, the one
+    that runs the step, may use it.
 
-    clock: a monotonic clock, by default the host's in nanoseconds. between: nanoseconds from one of
-    its moments to another.
+    clock: a monotonic clock, by default the host's in nanoseconds. between: returns the nanoseconds
+    between two of its moments.
     """
 
     def __init__(self, clock: Clock = time.perf_counter_ns, between: Between | None = None) -> None:
@@ -144,42 +148,42 @@ class StepTimer:
 
     @staticmethod
     def on(device: torch.device) -> StepTimer:
-        """The timer of steps that run on a device."""
+        """Return the timer for steps that run on `device`."""
         if device.type != "cuda":
             return StepTimer()
         clock = DeviceClock(device)
         return StepTimer(clock, clock.between)
 
     def start(self) -> None:
-        """Forget the time so far and start the first step; later calls do nothing, because a step
-        starts where the one before it ended."""
+        """Start the first step, and forget the time before it. Later calls do nothing, because a
+        step starts where the one before it ended."""
         if not self._running:
             self._running = True
             self._split = self._new(self.clock())
 
     def time(self, part: Part) -> Span:
-        """A context whose time is charged to `part`."""
+        """Return a context whose time is charged to `part`."""
         return self._span(part)
 
     def waits(self, axes: str) -> Wait:
-        """What waits for collectives over `axes` are charged to."""
+        """Return the context of waits for collectives over `axes`."""
         return Wait(self, COMMUNICATION + axes, axes)
 
     def messages(self, ends: tuple[int, int], free: float) -> Wait:
-        """What waits for messages over a link of the pipeline are charged to. free: seconds that a
-        message takes when nothing else is on its way."""
+        """Return the context of waits for messages over a link of the pipeline. free: seconds that
+        a message takes if nothing else is on the link."""
         part = f"message/{ends[0]}>{ends[1]}"
         self._transit[part] = round(free * 1e9)
         return Wait(self, part, "pipeline")
 
     def follow(self, action: object, kind: str) -> AbstractContextManager[object]:
-        """A context that notes when an action ran, while actions are followed."""
+        """Return a context that notes when an action ran, if actions are followed."""
         return _Following(self, str(action), kind) if self.following else _NOTHING
 
     def take(self) -> Split:
-        """What was noted since `start()` or the last `take()`.
+        """Return what was noted since `start()` or the last `take()`.
 
-        A part that is still being timed is charged up to now and goes on.
+        The part that is being timed is charged up to now and continues in the next split.
         """
         self._switch(self._charged)
         taken = self._split
@@ -214,7 +218,8 @@ def _passed(start: int, end: int) -> int:
 
 
 class Span:
-    """One part's timer; made once, because a generator-based context costs more than it times."""
+    """The timer of one part. It is made only once, because a generator-based context costs more
+    than what it times."""
 
     __slots__ = ("_part", "_timer")
 
@@ -230,19 +235,19 @@ class Span:
 
 
 class Wait(Span):
-    """The timer of waits over some axes. What an evaluation or a checkpoint waits for stays
-    theirs."""
+    """The timer of waits over some axes. Waits within an evaluation or a checkpoint are charged to
+    that part instead of these axes."""
 
     __slots__ = ("_axes", "asks")
 
     def __init__(self, timer: StepTimer, part: str, axes: str) -> None:
         super().__init__(timer, part)
         self._axes = axes
-        # The host cannot tell whether a GPU will have to wait, and must not ask while it captures.
+        # The host cannot tell whether a GPU will have to wait, and must not ask during capture.
         self.asks = timer.asks
 
     def start(self) -> Any:
-        """Now."""
+        """Return the time at which a transfer starts, as `landed` takes it."""
         return self._timer.clock()
 
     def __enter__(self) -> None:
@@ -250,7 +255,7 @@ class Wait(Span):
         self._timer._enter(charged if charged in _WHOLE else self._part)
 
     def landed(self, started: Any, size: int, late: bool) -> None:
-        """See `comm.Waits`."""
+        """Note a transfer that was waited for; see `comm.traffic.Waits`."""
         timer = self._timer
         if size and (late or timer.following) and timer._charged not in _WHOLE:
             marks = timer._split.marks

@@ -1,4 +1,4 @@
-"""What the lines of many steps come to: rates over the whole time, never means of rates."""
+"""Totals over the lines of many steps: rates over the whole time, never means of rates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _RATES = ("tflops_per_second", "mfu", "mfu_full_attention", "hfu")
 
 
 class Totals:
-    """Sums over the lines given to `add`. seconds, tokens: of all their steps."""
+    """Sums over the lines given to `add`. seconds, tokens: of all these steps."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -25,7 +25,7 @@ class Totals:
         self._best = math.inf
 
     def add(self, line: Line) -> None:
-        """Take one more step's line."""
+        """Add one more step's line."""
         self.steps += 1
         self.tokens += line["tokens"]
         self.seconds += line["seconds"]
@@ -43,16 +43,16 @@ class Totals:
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all ranks."""
+        """Tokens per second of all ranks together."""
         return self.tokens / self.seconds
 
     def mean(self, rate: str) -> float | None:
-        """Mean over time of one of the rates of a line; None when it was unknown in any."""
+        """Return the mean over time of a line's rate; None if any line did not know it."""
         work = self._work[rate]
         return None if work is None else work / self.seconds
 
     def summary(self, start_step: int) -> list[tuple[str, str]]:
-        """Rows of a name and a value for the table at the end of a run."""
+        """Return rows of a name and a value, for the table at the end of a run."""
         shares = [
             f"{part} {seconds / self.seconds:.1%}"
             for part, seconds in self._parts.most_common()

@@ -1,7 +1,7 @@
 """Trace: every action and transfer of every rank in some steps, as a file for ui.perfetto.dev.
 
-Ranks note times on their own clocks, and only when the last of these steps is over tell them to the
-first rank, with what its clock differs from theirs: a traced step is as long as another.
+Ranks note times on their own clocks. Only when the last traced step is over do they send them to
+the first rank, converted to its clock, so a traced step takes no longer than another.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Slice = tuple[str, str, str, float, float]
 
 
 class Tracer:
-    """Follows the steps that the config names. All ranks call it alike."""
+    """Traces the steps in `meter.trace`. All ranks make the same calls."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, timer: StepTimer, start_step: int) -> None:
         self._path = Path(config.run.dir) / TRACE_FILE
@@ -39,7 +39,7 @@ class Tracer:
         timer.following = start_step + 1 in self._steps
 
     def end(self, step: int, split: Split) -> None:
-        """Step `step` is over."""
+        """End step `step`; after the last traced step, write the trace."""
         if step in self._steps:
             self._splits.append((step, split))
             self._steps.discard(step)
@@ -48,7 +48,7 @@ class Tracer:
         self._timer.following = step + 1 in self._steps
 
     def close(self) -> None:
-        """Write what there is of them."""
+        """Write the steps traced so far."""
         splits, self._splits = self._splits, []
         self._steps = set()
         if not splits:
@@ -56,7 +56,7 @@ class Tracer:
         world, device = self._mesh.world, self._mesh.device
         offset = clock_offset(world, device)
         base = self._timer.clock()
-        splits[0][1].between(base, base)  # until a GPU has come here
+        splits[0][1].between(base, base)  # waits until a GPU has come here
         host = time.perf_counter_ns() + offset
         mine = [one for step, kept in splits for one in _slices(kept, step, base, host)]
         found = collect(json.dumps(mine).encode(), world, device)
@@ -77,7 +77,7 @@ class Tracer:
 
 
 def _slices(split: Split, step: int, base: Any, host: int) -> Iterator[Slice]:
-    """What a rank has to tell of one step, on the clock of the first rank."""
+    """Yield what a rank traced in one step, in seconds on the first rank's clock."""
 
     def at(mark: Any) -> float:
         return (host - split.between(mark, base)) / 1e9
@@ -96,7 +96,8 @@ def _slices(split: Split, step: int, base: Any, host: int) -> Iterator[Slice]:
 
 
 def _events(rank: int, slices: list[Slice]) -> Iterator[dict[str, Any]]:
-    """Of one rank; slices of a thread do not overlap, so what is in flight together has several."""
+    """Yield the events of one rank. Slices of one thread must not overlap, so transfers that are in
+    flight at the same time are on several threads."""
     yield metadata_event(rank, 0, "process_name", name=f"rank {rank}")
     yield metadata_event(rank, 0, "process_sort_index", sort_index=rank)
     busy: dict[str, list[float]] = {lane: [] for lane in _LANES}

@@ -1,8 +1,8 @@
-"""From the whole of the peak down to the measured MFU: what each loss costs, in shares of the peak.
+"""The waterfall: what each loss costs in shares of the peak, from the whole peak down to the MFU.
 
-A second in which nothing is multiplied costs a second's share of the peak whoever caused it, so the
-losses and the MFU sum to one exactly. A wait for ranks that came late is charged to them: it would
-be the same on a network of any speed.
+A second without matrix products costs a second's share of the peak, whatever caused it, so the
+losses and the MFU sum to exactly one. A wait for ranks that came late is charged to these ranks,
+because it would be the same on a network of any speed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ def waterfall(
     recompute: float = 0.0,
     stragglers: float = 0.0,
 ) -> dict[str, float]:
-    """Share of the peak that each cause loses, in the order in which they are drawn.
+    """Return the share of the peak that each cause loses, in the order in which they are drawn.
 
-    parts: seconds of a step, as a timer splits them. mfu: as a share; None where the peak is not
-    known, and then `compute` stands for what is left. recompute: share of the operations of the
-    hardware that are done again. stragglers: seconds of the mean rank's waits for transfers that
-    are waits for late ranks.
+    parts: seconds of a step, as a timer splits them. mfu: as a share; if it is None, because the
+    peak is unknown, `compute` stands for what is left. recompute: share of the hardware's
+    operations that are recompute. stragglers: seconds that the mean rank waits for late ranks, part
+    of its waits for transfers.
     """
     seconds = sum(parts.values())
     if seconds <= 0:

@@ -1,9 +1,12 @@
-"""Attention by a kernel: of tokens that are all here, or a tile of a ring.
+"""Attention by a kernel of the library, for tokens that are all on this rank or for one tile of a
+ring.
 
-A kernel is told what queries see as runs of keys, two numbers a token, where plain code has a mask
-that is quadratic in the length; either is made once for a microbatch, when it is first asked for.
+A kernel is told what queries see as spans of keys, which take two numbers per token. Plain code
+uses a mask, which is quadratic in the length. Both are made on first use and then kept for all
+layers, except the masks of single tiles.
+
 Shape legend: B samples, S tokens, Q queries, K keys, N query heads, G key/value heads, D width of a
-query or key head, V of a value head.
+query or key head, V width of a value head.
 """
 
 from __future__ import annotations
@@ -24,12 +27,13 @@ if TYPE_CHECKING:
     from megaframe_kernels.spans import Spans
 
 _QUERIES = 128
-"""Of a tile on a CPU: with fewer there is less to compute that nobody sees, more are faster."""
+"""Queries per masked tile on a CPU. Fewer queries waste less work on hidden keys; more queries make
+faster products."""
 
 
 @dataclass(frozen=True)
 class Among:
-    """What `batch` samples of `length` tokens see of each other."""
+    """Which tokens of `batch` whole samples of `length` tokens each other token attends to."""
 
     sight: Sight
     batch: int
@@ -38,7 +42,8 @@ class Among:
 
     @cached_property
     def mask(self) -> Tensor | None:
-        """Bool [S, S] or [B, 1, S, S], true where a query (row) may see a key; None for causal."""
+        """Bool mask [S, S] or [B, 1, S, S], true where a query (row) may see a key; None if plainly
+        causal."""
         if not self.sight.narrow:
             return None
         everything = torch.arange(self.length, device=self.device)
@@ -46,8 +51,9 @@ class Among:
 
     @cached_property
     def tiles(self) -> list[Tile]:
-        """All that is seen: at once where queries see everything before them, else some queries
-        after the other, each time against the keys that any of them may see."""
+        """Tiles that cover all visible query-key pairs. If queries see everything before them,
+        there is one causal tile; otherwise there is one masked tile per `_QUERIES` queries, limited
+        to the keys that any of them may see."""
         if not self.sight.narrow:
             return [Tile(slice(0, self.length), slice(0, self.length), "causal")]
         reach = self.sight.window or self.length
@@ -59,7 +65,8 @@ class Among:
         ]
 
     def mask_of(self, tile: Tile) -> Tensor | None:
-        """The mask of a tile, made anew each time: a kept one is quadratic in the length."""
+        """Return the mask of a tile, or None if the tile is not masked. It is made anew on each
+        call, because keeping the masks would take memory quadratic in the length."""
         if tile.kind != "masked":
             return None
         places = (
@@ -69,7 +76,7 @@ class Among:
 
     @cached_property
     def spans(self) -> Spans:
-        """The same as runs of keys."""
+        """What every query sees, as spans of keys for the kernels."""
         places = torch.arange(self.length, device=self.device)
         if self.sight.documents_BS is None:
             return spans_of(self.sight, self.batch, places, None)
@@ -79,8 +86,11 @@ class Among:
 def spans_of(
     sight: Sight, batch: int, queries: Tensor, keys: Tensor | None, *, causal: bool = True
 ) -> Spans:
-    """What queries at these places of their samples, ascending, see of keys at theirs; None where
-    both are whole samples of one document."""
+    """Return the keys that queries see, as spans.
+
+    queries, keys: ascending places of the tokens in their samples. With keys=None, queries and keys
+    are both whole samples, and documents are ignored.
+    """
     from megaframe_kernels.spans import find_spans
 
     documents, device = sight.documents_BS, queries.device
@@ -105,7 +115,8 @@ def attend_by_kernel(
     kernels: Kernels, query_BQND: Tensor, key_BKGD: Tensor, value_BKGV: Tensor, among: Among,
     scale: float,
 ) -> Tensor | None:  # fmt: skip
-    """[B, S, N, V], or None where there is no kernel for it."""
+    """Compute attention [B, S, N, V] by a kernel. Return None if no kernel takes these
+    arguments."""
     if not kernels.has("attention"):
         return None
     value = _widened(value_BKGV, query_BQND)
@@ -118,15 +129,15 @@ def attend_by_kernel(
 
 
 Part = tuple[Tensor, Tensor]
-"""Output [B, Q, N, V], and log-sum-exp [B, N, Q]."""
+"""Output [B, Q, N, V] and log-sum-exp [B, N, Q] of a tile."""
 
 
 def tile_by_kernel(
     kernels: Kernels, query_BQND: Tensor, key_BKGD: Tensor, value_BKGV: Tensor,
     spans: Callable[[], Spans], scale: float,
 ) -> Part | None:  # fmt: skip
-    """A tile as `tiles.attend` makes it, or None where there is no kernel for it. Its backward is
-    then `tile_backward_by_kernel`."""
+    """Compute a tile like `tiles.attend`. Return None if no kernel takes these arguments. The
+    gradient of a tile computed here comes from `tile_backward_by_kernel`."""
     if not (kernels.has("attention") and kernels.has("attention_backward")):
         return None
     given = (query_BQND, key_BKGD, _widened(value_BKGV, query_BQND), spans())
@@ -141,7 +152,8 @@ def tile_backward_by_kernel(
     kernels: Kernels, d_out: Tensor, query_BQND: Tensor, key_BKGD: Tensor, value_BKGV: Tensor,
     out_BQNV: Tensor, lse_BNQ: Tensor, spans: Callable[[], Spans], scale: float,
 ) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
-    """As `tiles.attend_backward`, or None where there is no kernel for it."""
+    """Compute the gradients of a tile like `tiles.attend_backward`. Return None if no kernel takes
+    these arguments."""
     if not (kernels.has("attention") and kernels.has("attention_backward")):
         return None
     ends = (_widened(end, query_BQND) for end in (d_out, out_BQNV))
@@ -156,6 +168,7 @@ def tile_backward_by_kernel(
 
 
 def _widened(x: Tensor, like: Tensor) -> Tensor:
-    """Heads as wide as those of another tensor: zeros add nothing, and what they give is cut."""
+    """Pad the heads of x with zeros to the width of `like`. Zeros contribute nothing, and callers
+    cut off the extra outputs."""
     missing = like.shape[-1] - x.shape[-1]
     return F.pad(x, (0, missing)) if missing > 0 else x

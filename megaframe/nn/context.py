@@ -1,12 +1,13 @@
-"""Context: the ranks that divide each sample, and the two ways in which attention brings its parts
-together.
+"""Context parallelism: the ranks that divide each sample, and the two ways in which attention
+combines their parts.
 
-Of the ranks, groups of neighbours exchange heads for tokens (all-to-all, Jacobs et al. 2023): then
-each has some heads of the tokens of its group. The groups form a ring that passes keys and values
-round. A group of one rank exchanges nothing and a ring of one passes nothing, so that ring
-attention, all-to-all and both nested are one path. Shape legend: B samples, S tokens of this rank,
-U ranks that exchange, N query heads, G key/value heads, D width of a query or key
-head, V of a value head.
+Groups of neighbouring ranks exchange heads for tokens (all-to-all, Jacobs et al. 2023), after which
+each rank has some of the heads and all tokens of its group. The groups form a ring that passes keys
+and values around. A group of one rank exchanges nothing and a ring of one passes nothing, so ring
+attention, all-to-all and the nesting of both are one code path.
+
+Shape legend: B samples, S tokens of this rank, U ranks that exchange heads, N query heads, G
+key/value heads, D width of a query or key head, V width of a value head.
 """
 
 from __future__ import annotations
@@ -23,31 +24,32 @@ from megaframe.microbatch import zigzag
 
 @dataclass(frozen=True)
 class Context:
-    """heads: neighbours that exchange heads for tokens. ring: those with the same place among their
-    neighbours."""
+    """The ranks that divide samples. heads: the neighbours that exchange heads for tokens. ring:
+    the ranks at the same index within their groups of neighbours."""
 
     heads: Group = ALONE
     ring: Ring = field(default_factory=Ring)
 
     @property
     def size(self) -> int:
-        """Ranks that divide a sample."""
+        """Number of ranks that divide a sample."""
         return self.heads.size * self.ring.size
 
     @property
     def index(self) -> int:
-        """Which of them this is."""
+        """Index of this rank among them."""
         return self.ring.index * self.heads.size + self.heads.index
 
     def places(self, length: int, device: torch.device) -> Tensor:
-        """Where in its sample each of this rank's `length` tokens is, int64 [length]."""
+        """Return where in its sample each of this rank's `length` tokens is, int64 [length]."""
         return zigzag(torch.arange(length * self.size, device=device), self.index, self.size, 0)
 
     def share_heads(
         self, query_BSND: Tensor, key_BSGD: Tensor, value_BSGV: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The tokens of all neighbours in their order in the sample, of N / U query heads and of
-        the G / U, or the one, key/value heads that belong to them."""
+        """Exchange heads for tokens. Return the tokens of all neighbours, in sample order, for N /
+        U query heads and for the key/value heads that these use: G / U of them, or one if there are
+        fewer heads than ranks."""
         ranks = self.heads.size
         if ranks == 1:
             return query_BSND, key_BSGD, value_BSGV
@@ -60,7 +62,7 @@ class Context:
         parts = [head.unflatten(2, (ranks, -1)).flatten(3) for head in heads]
         sizes = [part.shape[3] for part in parts]
         exchanged = _AllToAll.apply(torch.cat(parts, 3).movedim(2, 0), self.heads)
-        # Of each rank's two pieces the first ones ascend in the sample and the second ones descend.
+        # By rank, first pieces ascend in the sample and second pieces descend.
         first, second = exchanged.chunk(2, 2)
         ordered = torch.cat((first, second.flip(0))).movedim(0, 1).flatten(1, 2)
         query, key, value = (
@@ -70,7 +72,8 @@ class Context:
         return query, key, value
 
     def return_heads(self, out_BSND: Tensor) -> Tensor:
-        """All heads of this rank's tokens, from some heads of the tokens of all neighbours."""
+        """Undo the exchange: turn some heads of all neighbours' tokens into all heads of this
+        rank's tokens."""
         ranks = self.heads.size
         if ranks == 1:
             return out_BSND
@@ -80,7 +83,8 @@ class Context:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Part i of [U, ...] goes to rank i; backward brings the gradients back the same way."""
+    """Send part i of x [U, ...] to rank i. The backward pass returns the gradients in the same
+    way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:

@@ -1,9 +1,9 @@
-"""Dropout whose masks are a function of (seed, step, place, token, channel) and nothing else.
+"""Dropout with masks that are a function of (seed, step, place, token, channel) and nothing else.
 
-No random state is drawn from, so no layout, microbatch size, order of execution or recompute can
-change a mask. The random bits are a hash of a counter, as in counter-based generators (Salmon et
-al. 2011); the hash is the 64-bit finalizer of MurmurHash3. Backward makes its mask anew: a step
-keeps none.
+There is no random state, so no layout, microbatch size, order of execution or recompute can change
+a mask. The random bits are a hash of a counter, as in counter-based generators (Salmon et al.
+2011); the hash is the 64-bit finalizer of MurmurHash3. The backward pass computes its mask again,
+so none is kept.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _BITS = 31
 
 
 class Keys:
-    """What the masks of the step under way are keyed by, a number for each place in the model. Each
-    lies on the device and stays where it is: work that was recorded in one step draws the masks of
-    whatever step has begun."""
+    """The keys of the masks of the current step: one number for each place in the model. Each key
+    is a tensor on the device that is overwritten in place, so a recorded CUDA graph draws the masks
+    of whichever step has begun."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -30,7 +30,7 @@ class Keys:
         self.begin(0)
 
     def begin(self, step: int) -> None:
-        """From here on those of this optimizer step."""
+        """Set all keys to those of optimizer step `step`."""
         self._key = _hash(f"{self._seed}/{step}")
         if self._numbers:
             here = [*self._numbers.values()]
@@ -38,7 +38,7 @@ class Keys:
             torch._foreach_copy_(here, [*brought(made, here[0].device).unbind()])
 
     def of(self, place: str, device: torch.device) -> Tensor:
-        """That of a place in the model, an int64 scalar."""
+        """Return the key of a place in the model, an int64 scalar."""
         if place not in self._numbers:
             number = self._made(place)
             self._numbers[place] = torch.full((), number, dtype=torch.int64, device=device)
@@ -49,24 +49,26 @@ class Keys:
 
 
 class Dropout:
-    """The masks of one microbatch. token_T: the number of each row's token in the whole run."""
+    """The dropout masks of one microbatch. token_T: the global number of each row's token in the
+    run."""
 
     def __init__(self, rate: float, keys: Keys, token_T: Tensor) -> None:
         self.rate, self._keys = rate, keys
         self._token_T1 = token_T[:, None]
 
     def __call__(self, x_TC: Tensor, place: str) -> Tensor:
-        """x with elements set to 0 with probability `rate`, the others scaled up. `place` names
-        where in the model this is."""
+        """Return x with elements set to 0 with probability `rate` and the rest scaled up. place:
+        names the position in the model."""
         return _Drop.apply(x_TC, self, place) if self.rate else x_TC
 
     def spread(self, like_TC: Tensor, place: str, width: float) -> Tensor:
-        """Factors from 1 - width to 1 + width for the elements of a tensor such as `like`."""
+        """Return random factors between 1 - width and 1 + width for a tensor of the shape of
+        `like`."""
         uniform = self._bits(like_TC, place).to(like_TC.dtype) / (1 << _BITS)
         return 1.0 + width * (2.0 * uniform - 1.0)
 
     def factors(self, like_TC: Tensor, place: str) -> Tensor:
-        """What the elements of a tensor such as `like` are multiplied by."""
+        """Return the dropout factors, 0 or 1 / (1 - rate), for a tensor of the shape of `like`."""
         keep = self._bits(like_TC, place) >= int(self.rate * (1 << _BITS))
         return keep.to(like_TC.dtype) / (1.0 - self.rate)
 
@@ -99,5 +101,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor) -> Tensor:
-    """Logical right shift by 33 of a signed integer."""
+    """Shift a signed integer right by 33 bits, filling with zeros."""
     return (x >> 33) & ((1 << 31) - 1)

@@ -15,7 +15,8 @@ from megaframe.spec import Normal, ParamSpec
 
 
 class Table(Module):
-    """Rows looked up by number. The backward adds rows straight into the gradient bucket."""
+    """A table whose rows are looked up by number. The backward pass adds rows directly to the
+    gradient bucket."""
 
     def __init__(self, name: str, rows: int, width: int, *, std: float, split: bool) -> None:
         axes = {0: "tensor"} if split else {}
@@ -26,10 +27,11 @@ class Table(Module):
         self.split = split
 
     def __call__(self, index_T: Tensor, frame: Frame) -> Tensor:
-        """Row numbers of all tokens, int64 [tokens], to this rank's rows [rows, width].
+        """Look up the row numbers of all tokens, int64 [tokens], and return this rank's rows [rows,
+        width].
 
-        Where the table is split, each rank looks up what it has for all tokens, and the sum is
-        scattered; a table that every rank has is asked for this rank's rows only.
+        If the table is split, each rank looks up all tokens in its own part, and the sum is
+        reduce-scattered. If every rank has the whole table, each looks up its own rows only.
         """
         anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
         if self.split and frame.tensor.size > 1:
@@ -40,8 +42,8 @@ class Table(Module):
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, index: Tensor, weight: Parameter) -> Tensor:
-        # `anchor` is an empty tensor that requires a gradient: without one autograd would not call
-        # backward, because neither the index nor the weight is tracked.
+        # `anchor` is an empty tensor that requires a gradient. Without it autograd would not call
+        # backward, because it tracks neither the index nor the weight.
         ctx.save_for_backward(index)
         ctx.weight = weight
         return F.embedding(index, weight.value)
@@ -70,6 +72,6 @@ class _SplitLookup(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None, None]:
         here, outside = ctx.saved_tensors
         rows = all_gather(gradients[0], ctx.tensor).wait()
-        # Rows of others add zeros; to leave them out the host would have to wait for their number.
+        # Other ranks' rows add zeros. Leaving them out would make the host wait for their number.
         ctx.weight.add_rows(here, rows.masked_fill(outside[:, None], 0))
         return None, None, None, None

@@ -1,7 +1,7 @@
 """Frame: what all blocks of a stage share for one microbatch.
 
-Rotary tables, the attention mask and the key of the dropout masks depend on the microbatch, not on
-the block, so they are made once and handed to every block.
+Rotary tables, attention masks and the keys of dropout masks depend on the microbatch and not on the
+block, so they are made once and passed to every block.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from megaframe.plan.windows import windows
 from megaframe.product import product
 
 _FILLING = 2**31 - 1
-"""The number of the document that filling is."""
+"""Document number of padding tokens."""
 
 
 class Left(NamedTuple):
-    """Work that is left for later. fetch: starts bringing what it needs of other ranks, which it is
-    given then."""
+    """Deferred work. fetch: starts the transfer of what the work needs from other ranks; its result
+    is passed to `work`."""
 
     work: Callable[..., None]
     fetch: Callable[[], Pending[Tensor]] | None
 
 
 class Later:
-    """Work of a backward pass that nothing waits for: the gradients of weights. It is done at once,
-    or with `hold` kept until somebody takes it."""
+    """Weight gradients of a backward pass, which nothing else in it waits for. They are computed at
+    once, or with `hold` kept until `take`."""
 
     def __init__(self) -> None:
         self.hold = False
@@ -57,20 +57,21 @@ class Later:
     def do(
         self, work: Callable[..., None], fetch: Callable[[], Pending[Tensor]] | None = None
     ) -> None:
-        """Do `work` now, or keep it. fetch: as in `Left`."""
+        """Do `work` now, or keep it if `hold` is set. fetch: as in `Left`."""
         self._held.append(Left(work, fetch))
         if not self.hold:
             for _ in do_all(self.take()):
                 pass
 
     def take(self) -> list[Left]:
-        """What is kept, in order; the next work starts a new list."""
+        """Return the kept work, in order, and start a new list."""
         held, self._held = self._held, []
         return held
 
 
 def do_all(left: Iterable[Left]) -> Iterator[None]:
-    """Do work that was left, one after the other; what the next one needs is on its way by then."""
+    """Do deferred work, one item per step of the iterator. The transfer for the next item starts
+    before the current item runs."""
     ahead = ((one.work, None if one.fetch is None else one.fetch()) for one in left)
     here = next(ahead, None)
     while here is not None:
@@ -84,21 +85,33 @@ def do_all(left: Iterable[Left]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Frame:
-    """The residual stream is [rows, hidden]: the tokens of all samples one after the other, dealt
-    to the tensor ranks in equal parts, the last ones filled up with rows that nothing reads.
+    """What the blocks of a stage share for one microbatch.
 
-    batch, length: samples and tokens of a sample that this context rank has, B and S. tensor: the
-    ranks that split matrices and rows. context: those that divide samples. rotary: turns queries
-    and keys, None without rotary positions. seen: by the window of a layer what tokens see of each
-    other, among whole samples or where keys go round a ring. dropout: the masks of this step's
-    rows, None when nothing is dropped. selective: norms and activations are not kept but computed
-    again in backward. chunks: parts in which rows travel between tensor ranks; symmetric: they do
-    so within the products of forward (`comm/symmetric.py`). labels_T: of all tokens. experts: where
-    they lie. scale: that of the gradients of losses, an fp64 scalar; None in evaluation. tally:
-    what is counted on the way. later: where the backward of this microbatch puts its weight
-    gradients. turn: what layers call before they wait for a transfer. seam: what blocks tell
-    between their parts. scratch: for what ends with a layer. kernels: what computes what has a fast
-    form. eight: how the blocks' linears multiply in 8 bits, None where they do not."""
+    The residual stream is [rows, hidden]: the tokens of all samples, one sample after the other,
+    divided over the tensor ranks in equal parts. The last rows are padding that nothing reads.
+
+    batch:     samples of the microbatch, B.
+    length:    tokens of a sample on this context rank, S.
+    tensor:    the ranks that divide matrices and rows.
+    context:   the ranks that divide samples.
+    rotary:    rotates queries and keys; None without rotary positions.
+    seen:      for each window of the model, what tokens see: among whole samples, or around a ring.
+    dropout:   dropout masks of this rank's rows; None if nothing is random in this pass.
+    selective: whether norms and activations are recomputed in the backward pass instead of kept.
+    chunks:    number of parts in which rows travel between tensor ranks.
+    symmetric: whether the forward pass uses torch's fused products and transfers
+               (`comm/symmetric.py`).
+    labels_T:  labels of all tokens.
+    experts:   the ranks that hold experts.
+    scale:     factor of the gradients of losses, an fp64 scalar; None in evaluation.
+    tally:     collects counts and losses of the layers.
+    later:     computes or keeps the weight gradients of this microbatch's backward pass.
+    turn:      layers call it before they wait for a transfer.
+    seam:      is crossed between the two parts of a block.
+    scratch:   memory for tensors that end with a layer.
+    kernels:   fast kernels that replace plain code.
+    eight:     multiplies in 8 bits in the linears and experts of blocks; None if nothing does.
+    """
 
     batch: int
     length: int
@@ -123,12 +136,12 @@ class Frame:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the microbatch."""
+        """Tokens of the microbatch on this context rank."""
         return self.batch * self.length
 
     @property
     def filled(self) -> int:
-        """Rows of all tensor ranks together."""
+        """Rows of all tensor ranks together, including padding."""
         return rows_of(self.tokens, self.tensor.size) * self.tensor.size
 
     @property
@@ -138,20 +151,20 @@ class Frame:
 
     @property
     def samples(self) -> Tensor:
-        """Which sample of the microbatch each of this rank's rows is of, int64 [rows]; `batch` for
-        filling."""
+        """Index in the microbatch of the sample of each of this rank's rows, int64 [rows]; `batch`
+        for padding."""
         rows = torch.arange(self.tokens, device=self.labels_T.device)
         return self.mine(rows // self.length, self.batch)
 
     def forward_product(self, x_TI: Tensor, matrix_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """x W^T plus a bias, [T, O]."""
+        """Return x W^T plus the bias, [T, O]."""
         if self.eight is None or not self.eight.takes(*matrix_OI.shape):
             return product(x_TI, matrix_OI.t(), bias_O)
         y_TO = self.eight.product(x_TI, matrix_OI, gradient=False, matrix=True)
         return y_TO if bias_O is None else y_TO.add_(bias_O)
 
     def input_gradient(self, dy_TO: Tensor, matrix_OI: Tensor) -> Tensor:
-        """dy W, [T, I]."""
+        """Return dy W, [T, I]."""
         if self.eight is None or not self.eight.takes(*matrix_OI.shape):
             return product(dy_TO, matrix_OI)
         return self.eight.product(dy_TO, matrix_OI.t(), gradient=True, matrix=True)
@@ -159,7 +172,7 @@ class Frame:
     def add_weight_gradient(
         self, weight: Parameter, dy_TO: Tensor, x_TI: Tensor, of: int | None = None
     ) -> None:
-        """Add dy^T x to the gradient of a weight, or of matrix `of` of it."""
+        """Add dy^T x to the gradient of a weight, or of its matrix `of` along dim 0."""
         if self.eight is None or not self.eight.takes(dy_TO.shape[1], x_TI.shape[1]):
             weight.add_product(dy_TO, x_TI, of=of)
         elif not weight.frozen:
@@ -167,19 +180,19 @@ class Frame:
             weight.add(self.eight.weight_gradient(dy_TO, x_TI).view(shape), of)
 
     def fill(self, x_T: Tensor, value: float = 0) -> Tensor:
-        """[tokens, ...] to [filled, ...]."""
+        """Pad [tokens, ...] with `value` to [filled, ...]."""
         missing = self.filled - self.tokens
         if not missing:
             return x_T
         return F.pad(x_T, (0, 0) * (x_T.dim() - 1) + (0, missing), value=value)
 
     def mine(self, x_T: Tensor, value: float = 0) -> Tensor:
-        """This rank's rows of something that each token has, [tokens, ...] to [rows, ...]."""
+        """Return this rank's rows [rows, ...] of a tensor [tokens, ...] over all tokens."""
         return self.fill(x_T, value).chunk(self.tensor.size)[self.tensor.index]
 
 
 def rows_of(tokens: int, ranks: int) -> int:
-    """Rows that each of `ranks` tensor ranks holds of so many tokens."""
+    """Return how many rows each of `ranks` tensor ranks has of `tokens` tokens."""
     return -(-tokens // ranks)
 
 
@@ -202,7 +215,8 @@ def make_frame(
     kernels: Kernels = NO_KERNELS,
     eight: EightBits | None = None,
 ) -> Frame:
-    """The frame of `microbatch`. keys: of masks; None in evaluation and when nothing is random."""
+    """Make the frame of `microbatch`. keys: of the dropout masks; None in evaluation and if nothing
+    is random."""
     batch, length = microbatch.tokens_BS.shape
     rotary = None
     if model.position == "rotary":
@@ -235,7 +249,8 @@ def make_frame(
 
 
 def positions_of(microbatch: Microbatch) -> Tensor:
-    """Position of each token, int64 [B, S], or [S] when all samples count alike."""
+    """Return the position of each token, int64 [B, S] or a shape that broadcasts to it: [S] when
+    the microbatch has no positions of its own."""
     if microbatch.positions_BS is not None:
         return microbatch.positions_BS
     tokens = microbatch.tokens_BS
@@ -245,8 +260,8 @@ def positions_of(microbatch: Microbatch) -> Tensor:
 def _seen(
     model: Model, microbatch: Microbatch, context: Context, kernels: Kernels
 ) -> Mapping[int | None, Among | Circle]:
-    """What is seen through each window of the model, the filling behind samples a document of its
-    own, numbered after all others."""
+    """Return what is visible through each window of the model. Padding after the end of samples is
+    a document of its own, with a number above all others."""
     batch, length = microbatch.tokens_BS.shape
     whole, documents = length * context.size, microbatch.documents_BS
     if documents is not None:

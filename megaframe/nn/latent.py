@@ -1,12 +1,13 @@
 """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): queries, keys and values of many
-heads, made of narrow latents.
+heads are computed from narrow latents.
 
-The matrices that make the latents are whole on every tensor rank, which multiplies its own rows
-with them, so that what is gathered for the heads of a rank is the latents, many times narrower than
-the stream. The rotated part of a head is its leading one, as in any other attention of this model;
-released weights have it behind the rest, with the two dims of each pair beside each other. Shape
-legend: B samples, S positions, N heads, R width of the rotated part of a head, D of a whole query
-or key head, V of a value head.
+Every tensor rank has the whole matrices that make the latents and multiplies its own rows by them.
+What is gathered for a rank's heads is therefore the latents, which are many times narrower than the
+stream. The rotated part of a head comes first, as in the other attention here; released weights
+have it last, with the two dims of each pair adjacent.
+
+Shape legend: B samples, S positions, N heads, R width of the rotated part of a head, D width of a
+whole query or key head, V width of a value head.
 """
 
 from __future__ import annotations
@@ -28,11 +29,10 @@ from megaframe.parameter import Module
 
 
 class LatentAttention(Module):
-    """The stream becomes a latent of the queries (where there is a `query_rank`), one of the keys
-    and values, and the rotated part of the keys, the same for all heads: one weight `down`. Both
-    latents are RMS-normalised and become heads: `query` [N, D, rank] and `kv` [N, D - R + V, rank].
-    window: of the layer, one of the model's.
-    """
+    """Latent attention. One weight `down` maps the stream to a latent of the queries (if there is a
+    `query_rank`), a latent of the keys and values, and the rotated part of the keys, which all
+    heads share. Both latents are RMS-normalised and become heads by `query` [N, D, rank] and `kv`
+    [N, D - R + V, rank]. window: attention window of this layer."""
 
     def __init__(
         self, name: str, model: Model, latent: Latent, output_std: float, window: int | None
@@ -76,10 +76,10 @@ class LatentAttention(Module):
         )
 
     def __call__(self, x: Tensor, norm: Elementwise, frame: Frame) -> Tensor:
-        """[rows, hidden], normalised by `norm`, to the same shape. On a tensor axis each rank has
-        some of the heads, and all tokens."""
+        """Normalise x [rows, hidden] by `norm` and attend; the result has the same shape. On a
+        tensor axis each rank has some of the heads and all tokens."""
         if not frame.selective:
-            x, norm = norm(x, frame.kernels), as_it_is  # once for two products
+            x, norm = norm(x, frame.kernels), as_it_is  # one norm for two products
         query, kv, key_rotated = self._heads(x, norm, frame)
         assert frame.rotary is not None, "the config is refused without rotary positions"
         query_BSND = frame.rotary(query)
@@ -92,8 +92,9 @@ class LatentAttention(Module):
         return self.output.plain(out, frame)
 
     def _heads(self, x: Tensor, norm: Elementwise, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, S, N, D], keys without their rotated part beside values [B, S, N, D - R + V],
-        and that part [B, S, 1, R]; none is rotated yet."""
+        """Return queries [B, S, N, D], the unrotated part of keys together with values [B, S, N, D
+        - R + V], and the part of keys that will be rotated [B, S, 1, R]. Nothing has been rotated
+        yet."""
         *of_query, of_kv, key_rotated = self.down(x, norm, frame).split(self.parts, 1)
         if self.query_norm is None:
             query = self.query(x, norm, frame)
@@ -110,7 +111,7 @@ class LatentAttention(Module):
 
 
 class _GatherRows(torch.autograd.Function):
-    """The rows of all tensor ranks, which each uses for some of the heads."""
+    """Gather the rows of all tensor ranks, each of which uses them for some of the heads."""
 
     @staticmethod
     def forward(ctx: Any, x_RX: Tensor, tensor: Group) -> Tensor:

@@ -1,5 +1,5 @@
-"""Linear layers whose backward adds the weight gradient straight into the gradient bucket, or
-leaves it for later.
+"""Linear layers whose backward pass adds the weight gradient directly to the gradient bucket, or
+defers it.
 
 Shape legend: T rows, I inputs, O outputs.
 """
@@ -22,17 +22,18 @@ from megaframe.parameter import Module, Parameter
 from megaframe.spec import Constant, Normal, ParamSpec
 
 Elementwise = Callable[[Tensor, Kernels], Tensor]
-"""Something cheap between two matrix products, a norm or an activation, by these kernels."""
+"""A cheap operation before a matrix product: a norm or an activation, computed with these
+kernels."""
 
 
 class Linear(Module):
     """y = x W^T + b.
 
-    The weight has shape (*outputs, *inputs): fused parts and heads stay dims of their own, so that
-    a shard is a plain slice. `split` is the dim of the weight that lies on the tensor axis: one of
-    the outputs (a column linear) or of the inputs (a row linear). Without one every rank has all of
-    it and multiplies its own rows, which go nowhere. fused: {dim along which the weight is several
-    matrices: their sizes}.
+    The weight has shape (*outputs, *inputs): fused parts and heads stay separate dims, so that a
+    shard is a plain slice. split: the dim of the weight that is divided over the tensor axis, one
+    of the outputs (a column linear) or of the inputs (a row linear). With None every rank has the
+    whole weight and multiplies its own rows, without communication. fused: {dim along which the
+    weight is several matrices: their sizes}.
     """
 
     def __init__(
@@ -68,25 +69,25 @@ class Linear(Module):
         self.column = split is not None and split < len(outputs)
 
     def __call__(self, x: Tensor, before: Elementwise, frame: Frame) -> Tensor:
-        """before(x) [rows, I] to [rows, O], inputs and outputs flattened.
+        """Return before(x) W^T + b, [rows, O], for x [rows, I] with inputs and outputs flattened.
 
-        `before` is a norm or an activation, cheap to compute beside the product. With a selective
-        frame only its input is kept, and backward computes it a second time.
+        before: a norm or an activation, cheap compared to the product. With a selective frame only
+        x is kept, and the backward pass computes before(x) again.
         """
         if frame.selective:
             return _Linear.apply(x, self, frame, before)
         return self.plain(before(x, frame.kernels), frame)
 
     def plain(self, x: Tensor, frame: Frame) -> Tensor:
-        """x [rows, I] to [rows, O], inputs and outputs flattened."""
+        """Return x W^T + b, [rows, O], for x [rows, I] with inputs and outputs flattened."""
         return _Linear.apply(x, self, frame, None)
 
     def matrix(self) -> Tensor:
-        """This rank's part of the weight as a matrix [O, I]."""
+        """Return this rank's part of the weight as a matrix [O, I]."""
         return self.weight.value.view(math.prod(self.weight.value.shape[: self._outputs]), -1)
 
     def flat_bias(self) -> Tensor | None:
-        """This rank's part of the bias, [O]."""
+        """Return this rank's part of the bias, [O], or None."""
         return None if self.bias is None else self.bias.value.view(-1)
 
     def add_bias_gradient(self, dy_TO: Tensor) -> None:
@@ -96,15 +97,17 @@ class Linear(Module):
 
 
 def as_it_is(x: Tensor, _: Kernels) -> Tensor:
-    """x, in the place of something cheap that was done before."""
+    """Return x. Used as `before` if the norm or activation was already applied."""
     return x
 
 
 class _Linear(torch.autograd.Function):
-    """With a tensor axis, a column linear holds some outputs: it gathers the rows of all ranks
-    first. A row linear holds some inputs, so that its product is a part of a sum: it is summed and
-    scattered, rows to their ranks, and the bias added once, after that. In parts, the product of
-    one is made while another travels.
+    """The product, with its communication over the tensor axis.
+
+    A column linear holds some of the outputs and first gathers the rows of all ranks. A row linear
+    holds some of the inputs, so its product is a partial sum: it is reduce-scattered over the rows,
+    and the bias is added once, after that. If rows travel in parts, the product of one part is
+    computed while another part travels.
     """
 
     @staticmethod
@@ -158,12 +161,13 @@ class _Linear(torch.autograd.Function):
 
 
 def _made(x: Tensor, before: Elementwise | None, frame: Frame) -> Tensor:
-    """What the product takes."""
+    """Return the operand of the product: before(x), or x."""
     return x if before is None else before(x, frame.kernels)
 
 
 def _whole_backward(linear: Linear, frame: Frame, dy: Tensor, x: Tensor) -> Tensor:
-    """Nothing travels: the weight's gradient is summed over the ranks, as its spec says."""
+    """Compute the gradients without communication. The weight gradient is later summed over the
+    tensor ranks, as its spec says."""
 
     def weight() -> None:
         frame.add_weight_gradient(linear.weight, dy, x)
@@ -174,8 +178,9 @@ def _whole_backward(linear: Linear, frame: Frame, dy: Tensor, x: Tensor) -> Tens
 
 
 def _column_backward(linear: Linear, frame: Frame, dy: Tensor, x: Tensor) -> Tensor:
-    """Both transfers run beside a product: the input is gathered while the gradient of it is made,
-    and that is scattered while the weight's gradient is made."""
+    """Compute the gradients of a column linear. Each transfer overlaps with a product: the input is
+    gathered while its gradient is computed, and that gradient is reduce-scattered while the weight
+    gradient is computed."""
     group, later = frame.tensor, frame.later
     gathered = None if later.hold else all_gather(x, group)
     scattered = _scatter(dy, lambda part: frame.input_gradient(part, linear.matrix()), frame)
@@ -191,8 +196,9 @@ def _column_backward(linear: Linear, frame: Frame, dy: Tensor, x: Tensor) -> Ten
 def _row_backward(
     linear: Linear, frame: Frame, dy: Tensor, coming: Iterator[Tensor], x: Tensor
 ) -> Tensor:
-    """`coming` is `dy` of all ranks, whose first part was on its way while `x` was made. What waits
-    for a weight pass keeps the rows of this rank only, and gathers them again."""
+    """Compute the gradients of a row linear. coming: `dy` of all ranks in parts; the first part has
+    been in transit while `x` was computed. If weight gradients are deferred, only this rank's rows
+    are kept and they are gathered again later."""
     dy_TO, dx = Whole(frame), Whole(frame)
     hold = frame.later.hold
     for part in coming:
@@ -210,6 +216,6 @@ def _row_backward(
 
 
 def _scatter(x: Tensor, of: Callable[[Tensor], Tensor], frame: Frame) -> list[Pending[Tensor]]:
-    """What comes of each part of x, summed over the ranks and scattered as soon as it is made: the
-    parts of this rank's rows."""
+    """Apply `of` to each part of x, and start to reduce-scatter each result as soon as it is
+    computed. The results are the parts of this rank's rows."""
     return [reduce_scatter(of(part), frame.tensor) for part in split(x, frame)]

@@ -7,7 +7,8 @@ gradient is therefore ready when the forward pass is, and nothing is computed tw
 The gradient of the loss with respect to the logits of one token is probability minus target, times
 a scale (1 / valid tokens, times the loss scale). The scale is a tensor: only a number that the
 device reads can change from one run of a CUDA graph to the next. The logits' gradient is multiplied
-by it before it is rounded, so scaling costs no precision, and tokens without a label get zeros.
+by it before it is rounded, so scaling costs no precision as long as the type has the range (in fp16
+that is what the loss scale is for), and tokens without a label get zeros.
 Shape legend: T tokens of a chunk, V vocabulary, H hidden.
 """
 

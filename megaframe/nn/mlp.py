@@ -23,7 +23,7 @@ class MLP(Module):
     def __init__(
         self, name: str, model: Model, output_std: float, width: int | None = None
     ) -> None:
-        """width: instead of `model.ffn`."""
+        """width: inner width; None for `model.ffn`."""
         width = width or model.ffn
         self.activation = model.activation
         outputs = (2, width) if model.activation == "swiglu" else (width,)
@@ -41,21 +41,22 @@ class MLP(Module):
         )
 
     def __call__(self, x: Tensor, norm: Elementwise, frame: Frame) -> Tensor:
-        """x [..., hidden], normalised by `norm`, to the same shape."""
+        """Normalise x [..., hidden] by `norm` and apply the MLP; the result has the same shape."""
         up = self.up(x, norm, frame)
         return self.down(up, partial(activate, self.activation), frame)
 
 
 def activate(kind: str, x: Tensor, kernels: Kernels = NO_KERNELS) -> Tensor:
-    """x [..., F] to [..., F]; for swiglu x [..., 2F] = (gate, up) to silu(gate) * up [..., F]."""
+    """Apply the activation `kind` to x [..., F]. For swiglu, x [..., 2F] is (gate, up) and the
+    result is silu(gate) * up [..., F]."""
     return _chosen(kind, x, kernels)(kind, x)
 
 
 def activate_again(
     kind: str, x: Tensor, kernels: Kernels = NO_KERNELS
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """In a backward pass: what `activate` makes of x, and what makes the gradient of x of that of
-    it, once."""
+    """Compute `activate(kind, x)` again in a backward pass. Return it with a function that turns
+    its gradient into the gradient of x, and that may be called only once."""
     run = _chosen(kind, x, kernels)
     if kind == "swiglu" and run is _activated:
         gate, up = x.chunk(2, -1)
@@ -68,7 +69,8 @@ def activate_again(
 
 
 def _chosen(kind: str, x: Tensor, kernels: Kernels) -> Callable[[str, Tensor], Tensor]:
-    """What computes it of a kind and of tensors like x."""
+    """Return the function that computes this activation for tensors like x: a kernel, or compiled
+    or plain code."""
     if run := kernels.find("activation", x, kind):
         return lambda kind, x: run(x, kind)
     return kernels.piece(_activated, _activated_simply)
@@ -90,7 +92,8 @@ def _activated_simply(kind: str, x: Tensor) -> Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up (Shazeer 2020). Keeps its input only; backward computes silu(gate) again."""
+    """silu(gate) * up (Shazeer 2020). Keeps only its input; the backward pass computes silu(gate)
+    again."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -105,7 +108,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _swiglu_back(gate_up: Tensor, silu: Tensor, dy: Tensor) -> Tensor:
-    """The gradient of (gate, up), whose silu(gate) is given and overwritten."""
+    """Return the gradient of (gate, up). silu: silu(gate), which is overwritten."""
     gate, up = gate_up.chunk(2, -1)
     d_gate_up = torch.empty_like(gate_up)
     d_gate, d_up = d_gate_up.chunk(2, -1)

@@ -16,8 +16,8 @@ from megaframe.spec import Constant, ParamSpec
 class Norm(Module):
     """y = normalised x times a gain (plus a bias), over the last dim.
 
-    `kind` is layernorm (mean and variance; Ba et al. 2016) or rmsnorm (root mean square; Zhang and
-    Sennrich 2019). A bias exists for layernorm only.
+    kind: layernorm (mean and variance; Ba et al. 2016) or rmsnorm (root mean square; Zhang and
+    Sennrich 2019). Only layernorm has a bias.
     """
 
     def __init__(self, name: str, width: int, *, kind: str, eps: float, bias: bool) -> None:
@@ -28,7 +28,7 @@ class Norm(Module):
             self.bias = Parameter(ParamSpec(f"{name}.bias", (width,), Constant(0.0), role="bias"))
 
     def __call__(self, x: Tensor, kernels: Kernels = NO_KERNELS) -> Tensor:
-        """x [..., width] to the same shape."""
+        """Return the norm of x, of the same shape [..., width]."""
         gain = self.gain.use()
         bias = None if self.bias is None else self.bias.use()
         how = {"kind": self.kind, "eps": self.eps}
@@ -37,7 +37,7 @@ class Norm(Module):
         return kernels.piece(normalised)(x, gain, bias, self.kind, self.eps)
 
     def of_sum(self, x: Tensor, branch: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
-        """The normalised sum, and the sum, both [..., width]."""
+        """Return the norm of x + branch and the sum itself, both [..., width]."""
         gain = self.gain.use()
         bias = None if self.bias is None else self.bias.use()
         how = {"kind": self.kind, "eps": self.eps}
@@ -47,7 +47,7 @@ class Norm(Module):
 
 
 def normalised(x: Tensor, gain: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:
-    """As `Norm`, in plain code."""
+    """Compute `Norm` in plain code."""
     if kind == "rmsnorm":
         return _RMSNorm.apply(x, gain, eps)
     return F.layer_norm(x, gain.shape, gain, bias, eps)
@@ -63,7 +63,7 @@ def _normalised_sum(
 class _RMSNorm(torch.autograd.Function):
     """y = x r gain with r = (mean(x^2) + eps)^(-1/2).
 
-    Keeps x and r only. With g = dy gain: dx = r g - x r^3 mean(g x), dgain = sum of dy x r.
+    Keeps only x, gain and r. With g = dy gain: dx = r g - x r^3 mean(g x), dgain = sum of dy x r.
     """
 
     @staticmethod

@@ -1,12 +1,12 @@
 """Rows that travel between the tensor ranks in parts, so that one part travels while the product of
-another is made.
+another part is computed.
 
-A part holds some rows of every rank, because that is what one gather brings or one reduce-scatter
-takes: gathered parts are put where their rows belong, and parts that will be scattered are picked
-from there. Where all rows travel at once nothing is copied.
+A part contains some rows of every rank, because that is what one all-gather returns and one
+reduce-scatter takes. Gathered parts are copied to where their rows belong, and parts to be
+scattered are picked from there. If all rows travel at once, nothing is copied.
 
 Shape legend: R rows of one rank, T = ranks * R rows of all ranks, C = ranks * c rows of one part, X
-the width.
+width.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from megaframe.nn.frame import Frame
 
 
 def gather(x_RX: Tensor, frame: Frame) -> Iterator[Tensor]:
-    """The rows of all ranks in parts [C, X]. The first is on its way when this returns, and each
-    other one while the one before it is used; so no more than two are here at a time."""
+    """Gather the rows of all ranks in parts [C, X]. The first part is in transit when this returns,
+    and each later one while the part before it is used, so at most two gathered parts exist at a
+    time."""
     pending = (all_gather(part[0], frame.tensor) for part in _split(x_RX, 1, frame.chunks))
     return _one_ahead(next(pending), pending)
 
@@ -35,7 +36,7 @@ def _one_ahead(here: Pending[Tensor], others: Iterator[Pending[Tensor]]) -> Iter
 
 
 def split(x_TX: Tensor, frame: Frame) -> Iterator[Tensor]:
-    """Rows [T, X] in parts [C, X]."""
+    """Split rows [T, X] into parts [C, X]."""
     for part in _split(x_TX, frame.tensor.size, frame.chunks):
         yield part.flatten(0, 1)
 
@@ -46,7 +47,8 @@ def _split(x: Tensor, ranks: int, chunks: int) -> tuple[Tensor, ...]:
 
 
 class Whole:
-    """Parts [C, X] put together, one after the other: `rows` [T, X] once all were added."""
+    """Puts parts [C, X] together, one after the other. `rows` [T, X] is complete once all were
+    added."""
 
     rows: Tensor
 
@@ -68,7 +70,7 @@ class Whole:
 
 
 def arrived(scattered: list[Pending[Tensor]]) -> Tensor:
-    """This rank's rows [R, X], of which each part brought some."""
+    """Wait for all parts and return this rank's rows [R, X]."""
     if len(scattered) == 1:
         return scattered[0].wait()
     return torch.cat([part.wait() for part in scattered])

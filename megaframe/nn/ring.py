@@ -1,14 +1,16 @@
-"""Ring attention: ranks that divide a sequence pass keys and values round (Liu et al. 2023).
+"""Ring attention: ranks that divide a sequence pass keys and values around (Liu et al. 2023).
 
 Each rank keeps its queries. While it works on the keys and values of one rank, those of the next
-are already on their way to it. Backward sends them round once more, and with them their gradients,
-to which each rank adds before they come home; nothing is kept but what a rank had to begin with,
-the output, and one log-sum-exp a query. Which tiles there are follows from the division in zigzag
-(`microbatch.zigzag`): rank r of R has pieces r and 2R - 1 - r of 2R, so under a causal mask all
-ranks compute equally much, and all but a rank's own tile are rectangles that need no mask.
+one are already in transit. The backward pass sends them around again together with their gradients,
+to which each rank adds its part before they return to their owner. A rank keeps only its own
+queries, keys and values, the output, and one log-sum-exp per query. The tiles follow from the
+zigzag division (`microbatch.zigzag`): rank r of R has pieces r and 2R - 1 - r of 2R. Under a causal
+mask all ranks therefore compute the same amount, and all tiles except those of a rank's own keys
+are rectangles that need no mask.
 
-Ranks behind r see nothing of its second piece. So keys go backwards, to the ranks before r first,
-and then only half of them go on; gradients of keys go forwards, and begin with half.
+Ranks after r see nothing of r's second piece. Keys therefore travel backwards, first to the ranks
+before r, and after these only their first half travels on. Gradients of keys travel forwards, and
+begin with the first half.
 """
 
 from __future__ import annotations
@@ -29,16 +31,17 @@ if TYPE_CHECKING:
     from megaframe_kernels.spans import Spans
 
 _HALVES = {(0,): (0, 1), (1,): (1, 2), (0, 1): (0, 2)}
-"""First and last end of the pieces of a rank that follow one another, in pieces."""
+"""{adjacent pieces of a rank: where they start and end, in pieces}."""
 
 
 DocumentEnds = list[list[list[int]]]
-"""Least and greatest document number of each piece of each sample."""
+"""Least and greatest document number, by sample and piece."""
 
 
 def document_ends(documents_BS: Tensor | None, length: int) -> DocumentEnds | None:
-    """Of samples whose pieces are half of `length` tokens; None where there are no documents. Waits
-    for the device, so it is asked once for circles of all windows."""
+    """Return the document numbers at which the pieces of samples begin and end, or None without
+    documents. length: tokens of two pieces. This waits for the device, so it is called once for the
+    circles of all windows."""
     if documents_BS is None:
         return None
     pieces = documents_BS.unflatten(1, (-1, length // 2))
@@ -46,8 +49,11 @@ def document_ends(documents_BS: Tensor | None, length: int) -> DocumentEnds | No
 
 
 class Circle:
-    """What this rank computes of samples that a ring divides. length: tokens of a sample that each
-    rank has, two pieces. ends: those of the sight's documents."""
+    """What this rank computes of samples that are divided over a ring.
+
+    length: tokens of a sample on each rank, two pieces. ends: `document_ends` of the sight's
+    documents.
+    """
 
     def __init__(
         self,
@@ -65,23 +71,27 @@ class Circle:
         self._tiles = [self._find_tiles(there) for there in range(ring.size)]
 
     def tiles(self, there: int) -> Sequence[Tile]:
-        """What there is to compute with the keys of ring rank `there`, of whose tokens those are;
-        nothing that nobody sees."""
+        """Return the tiles of this rank's queries against the keys of ring rank `there`. A tile's
+        keys are indices into that rank's tokens. Pairs of pieces that are hidden completely are
+        left out."""
         return self._tiles[there]
 
     def seen_by(self, there: int, ranks: Iterable[int]) -> int:
-        """How many of the tokens of ring rank `there`, from the first on, these ranks may see."""
+        """Return how many tokens of ring rank `there`, counted from its first, any of these ranks
+        may see."""
         return self.length if any(rank < there for rank in ranks) else self.piece
 
     def mask(self, tile: Tile, there: int, device: torch.device) -> Tensor | None:
-        """The mask of a tile, made anew each time: kept ones would be quadratic in the length."""
+        """Return the mask of a tile, or None if the tile is not masked. It is made anew on each
+        call, because keeping the masks would take memory quadratic in the length."""
         if tile.kind != "masked":
             return None
         queries = self._places(self.ring.index, device)[tile.queries]
         return self.sight.mask(queries, self._places(there, device)[tile.keys])
 
     def spans(self, tile: Tile, there: int, batch: int, device: torch.device) -> Spans:
-        """The mask of a tile as runs of keys, linear in the length; kept for all blocks."""
+        """Return what the queries of a tile see, as spans. They are linear in the length, and kept
+        for all blocks."""
         if (tile, there) not in self._found:
             queries = self._places(self.ring.index, device)[tile.queries]
             keys = self._places(there, device)[tile.keys]
@@ -93,7 +103,7 @@ class Circle:
     def attend(
         self, tile: Tile, there: int, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """A tile, as `tiles.attend` has it."""
+        """Compute a tile like `tiles.attend`, by a kernel if one takes it."""
 
         def spans() -> Spans:
             return self.spans(tile, there, query.shape[0], query.device)
@@ -107,7 +117,8 @@ class Circle:
     def attend_backward(
         self, tile: Tile, there: int, d_out: Tensor, *rest: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What it adds to gradients, as `tiles.attend_backward` has it."""
+        """Compute the gradients of a tile like `tiles.attend_backward`, by a kernel if one takes
+        it. rest: query, key, value, out and log-sum-exp."""
         device = d_out.device
 
         def spans() -> Spans:
@@ -122,7 +133,7 @@ class Circle:
         return attend_backward(*given, mask, causal=causal, scale=scale)
 
     def _places(self, rank: int, device: torch.device) -> Tensor:
-        """Where in the sample the tokens of a ring rank are."""
+        """Return where in the sample the tokens of a ring rank are."""
         within = torch.arange(self.piece, device=device)
         return torch.cat([number * self.piece + within for number in self._pieces(rank)])
 
@@ -153,7 +164,8 @@ class Circle:
         return slice(start * self.piece, stop * self.piece)
 
     def _seen(self, query: int, key: int) -> Literal["all", "some", "nothing"]:
-        """How much of a piece of keys a piece of queries sees, by their numbers in the sample."""
+        """Return how much of piece `key` piece `query` sees. Both are numbers of pieces in the
+        sample."""
         apart, most = (query - key) * self.piece, self.piece - 1
         if apart < 0 or apart - most >= self._window:
             return "nothing"
@@ -173,8 +185,8 @@ def ring_attention(
     circle: Circle,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks of the ring, [B, S, N, V]. scale:
-    of the scores, by default 1 / sqrt(D)."""
+    """Attend from this rank's queries to the keys of all ranks of the ring; returns [B, S, N, V].
+    scale: of the scores, by default 1 / sqrt(D)."""
     if scale is None:
         scale = 1.0 / math.sqrt(query_BSND.shape[3])
     kv = torch.cat((key_BSGD, value_BSGV), -1)
@@ -182,7 +194,7 @@ def ring_attention(
 
 
 class _RingAttention(torch.autograd.Function):
-    """Keys and values go round side by side, [B, S, G, D + V]."""
+    """Ring attention. Keys and values travel as one tensor [B, S, G, D + V]."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, kv: Tensor, circle: Circle, scale: float) -> Tensor:
@@ -240,15 +252,18 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _halves(kv: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Views of the keys, of so many dims, and of the values behind them."""
+    """Return views of the keys (the first `width` dims) and of the values (the rest)."""
     return kv[..., :width], kv[..., width:]
 
 
 def _around(kv: Tensor, circle: Circle, *, back: bool) -> Iterator[tuple[int, int, Tensor]]:
-    """Each rank of the ring with the step and its keys and values, as far as this rank or any that
-    they still go to may see them: this one, then those before it one by one, or with `back` those
-    behind it. Its own come first, with which every query sees itself, so that no sum of
-    exponentials is 0."""
+    """Yield (ring rank, step, its keys and values) for every rank of the ring, starting with this
+    one.
+
+    The ranks before this one follow, nearest first, or with `back` the ranks after it. Only as many
+    tokens arrive as this rank, or a rank that they still travel to, may see. A rank's own keys come
+    first because every query sees itself, so no sum of exponentials is 0.
+    """
     ring, way = circle.ring, -1 if back else 1
     size = ring.size
 
@@ -268,17 +283,16 @@ def _around(kv: Tensor, circle: Circle, *, back: bool) -> Iterator[tuple[int, in
 
 
 def _added(circle: Circle, there: int, step: int) -> int:
-    """Of how many tokens of ring rank `there` the ranks behind it, as far as `step` of them, have
-    gradients."""
+    """Return how many tokens of ring rank `there` have gradients from the `step` ranks after it."""
     size = circle.ring.size
     return circle.seen_by(there, ((there + i) % size for i in range(1, step + 1)))
 
 
 def _room(kv: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """For the keys and values of so many tokens, or their gradients."""
+    """Allocate the keys and values, or their gradients, of this many tokens."""
     return kv.new_empty((kv.shape[0], tokens, *kv.shape[2:]), dtype=dtype)
 
 
 def _add(part: Tensor, whole: Tensor) -> None:
-    """To the first tokens."""
+    """Add `part` to the first tokens of `whole`."""
     whole[:, : part.shape[1]] += part

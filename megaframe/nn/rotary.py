@@ -1,7 +1,7 @@
-"""Rotary positions (Su et al. 2021), with the Llama-3 and YaRN ways of reaching longer contexts.
+"""Rotary positions (Su et al. 2021), with the Llama-3 and YaRN methods for longer contexts.
 
-Halves are rotated against each other (dim i with dim i + D/2), the convention of the Hugging Face
-Llama weights. Shape legend: B samples, S positions, N heads, D rotated width of a head.
+The two halves of a head are rotated against each other (dim i with dim i + D/2), as in the Hugging
+Face Llama weights. Shape legend: B samples, S positions, N heads, D rotated width of a head.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from megaframe.kernels import NO_KERNELS, Kernels
 
 
 def frequencies(model: Model) -> tuple[Tensor, float]:
-    """Angle per position of each rotated pair, fp64 [D/2], and the factor on queries and keys."""
+    """Return the angle per position of each rotated pair, fp64 [D/2], and the factor on queries and
+    keys."""
     width = rotated_width(model)
     exponent = torch.arange(0, width, 2, dtype=torch.float64) / width
     plain = model.rotary_base**-exponent
@@ -33,14 +34,16 @@ def frequencies(model: Model) -> tuple[Tensor, float]:
 
 @lru_cache(maxsize=8)
 def _frequencies_on(model: Model, device: torch.device) -> tuple[Tensor, float]:
-    """The same on a device, brought there once: a GPU's host would wait for it."""
+    """Return `frequencies` on a device. They are cached because the host waits for each copy to a
+    GPU."""
     rate, factor = frequencies(model)
     return rate.to(device), factor
 
 
 def scores_factor(model: Model) -> float:
-    """What scores are multiplied by beside 1 / sqrt(D): with YaRN in latent attention the square of
-    the factor on all dims of queries and keys (DeepSeek-V2, section 3.1.4, and its code)."""
+    """Return the factor of attention scores beside 1 / sqrt(D). With YaRN in latent attention it is
+    the square of the factor on all dims of queries and keys (DeepSeek-V2, section 3.1.4, and its
+    code)."""
     scaling = model.rotary_scaling
     return _strength(scaling, scaling.mscale_all_dim) ** 2 if scaling.kind == "yarn" else 1.0
 
@@ -50,7 +53,7 @@ def _strength(scaling: RotaryScaling, mscale: float) -> float:
 
 
 def rotated_width(model: Model) -> int:
-    """Number of leading dims of a head that are rotated."""
+    """Return how many leading dims of a head are rotated."""
     if model.latent is not None:
         return model.latent.rotary_dim
     return round(model.head_dim * model.rotary_fraction)
@@ -65,8 +68,9 @@ def _llama3(plain: Tensor, scaling: RotaryScaling) -> Tensor:
 
 
 def _yarn(plain: Tensor, scaling: RotaryScaling, base: float) -> Tensor:
-    """Keep fast pairs, divide slow ones by the factor, ramp between (Peng et al. 2023, eq. 23-25,
-    with the ramp over the pair's index between the two rotation counts, rounded outwards)."""
+    """Keep fast pairs, divide slow ones by the factor, and blend in between (Peng et al. 2023, eq.
+    23-25). The blend is linear in the pair's index, between the indices at the two rotation counts,
+    which are rounded outwards."""
     pairs = len(plain)
 
     def pair_with(rotations: float) -> float:
@@ -98,7 +102,7 @@ class Rotary:
         self.sin = (angle.sin() * factor).to(dtype).unsqueeze(-2)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [B, S, N, head_dim], its leading dims rotated."""
+        """Return x [B, S, N, head_dim] with its leading dims rotated."""
         tables = self.cos.squeeze(-2), self.sin.squeeze(-2)
         if run := self._kernels.find("rotary", x, *tables):
             return run(x, *tables)
@@ -119,7 +123,7 @@ def _rotated_simply(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """(a, b) -> (a cos - b sin, b cos + a sin); backward turns the other way."""
+    """(a, b) -> (a cos - b sin, b cos + a sin). The backward pass rotates by the opposite angle."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

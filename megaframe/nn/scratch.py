@@ -1,7 +1,7 @@
-"""Scratch: memory for what is gone when the layer that makes it returns.
+"""Scratch: memory for tensors that are no longer needed when the layer that makes them returns.
 
-On a CPU a large new tensor costs a page fault every 4 KiB, twice what computing it may take
-(docs/log.md); on a GPU torch keeps freed memory itself.
+On a CPU a large new tensor costs a page fault every 4 KiB, which can take twice as long as
+computing its content (docs/log.md). On a GPU torch itself keeps freed memory.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from torch import Tensor
 
 
 class Scratch:
-    """Of one stage, whose layers run one after the other: in a pass each takes the same memory."""
+    """Scratch memory of one stage. Its layers run one after the other, so all of them use the same
+    memory."""
 
     def __init__(self) -> None:
         self._kept: dict[torch.dtype, Tensor] = {}
 
     def rows(self, count: int, like: Tensor) -> Tensor:
-        """[count, columns of `like`] of its type and device, with anything in it, until the next
-        call."""
+        """Return an uninitialised tensor [count, columns of `like`] of the type and device of
+        `like`. It is valid until the next call."""
         shape = (count, like.shape[1])
         if like.device.type != "cpu":
             return like.new_empty(shape)
@@ -28,5 +29,5 @@ class Scratch:
         return kept[:size].view(shape)
 
     def clear(self) -> None:
-        """Let the memory go: a pass over the layers is over."""
+        """Release the memory, at the end of a pass over the layers."""
         self._kept.clear()

@@ -1,8 +1,8 @@
-"""Seam: the place in a block between its attention and its late part, where values are waited for
-on the way forward and gradients leave on the way back.
+"""Seam: the boundary in a block between its attention and its late part. In the forward pass the
+values of the late part are waited for here, and in the backward pass its gradients leave here.
 
-A block is one call of autograd, so what is done between its parts is told by the graph itself: a
-node that changes nothing, which runs when all behind it has run.
+Autograd runs the backward pass of a block in one call, so the graph itself signals the boundary: an
+identity node, whose backward runs once everything after it in the block has been differentiated.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ from megaframe.parameter import Module
 
 
 class Seam:
-    """Of one microbatch. take: returns when the values of a late part are here. done: is told of a
-    late part to whose gradients the microbatch adds no more. Without them nothing happens."""
+    """The seams of one microbatch.
+
+    take: returns when the values of a late part are here. done: is called with a late part once
+    this microbatch adds nothing more to its gradients. Either may be None.
+    """
 
     def __init__(self, take: Callable[[Module], None] | None = None) -> None:
         self.take = take
         self.done: Callable[[Module], None] | None = None
 
     def cross(self, x: Tensor, late: Module) -> Tensor:
-        """`x`, of which all is made that `late` is computed from, from now on."""
+        """Return x, from which `late` is about to be computed: wait for the values of `late`, and
+        in the backward pass report that `late` is done."""
         if self.take is not None:
             self.take(late)
         return _Seam.apply(x, self, late) if torch.is_grad_enabled() else x

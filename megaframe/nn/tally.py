@@ -1,4 +1,4 @@
-"""Tally: what the layers of a stage count on their way through the microbatches of a step."""
+"""Tally: counts and losses that the layers of a stage add up over the microbatches of a step."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from torch import Tensor
 
 
 class Tally:
-    """Sums over a step, on this rank. loss: of what is added to the model's loss."""
+    """Sums of one step on this rank. counts: by name. losses: parts that are added to the model's
+    loss."""
 
     def __init__(self) -> None:
         self.counts: dict[str, Tensor] = {}
         self.losses: dict[str, Tensor] = {}
 
     def add(self, name: str, value: Tensor) -> None:
-        """Count `value`, a scalar."""
+        """Add the scalar `value` to the count `name`."""
         _add(self.counts, name, value)
 
     def add_loss(self, name: str, value: Tensor) -> None:
-        """The same of a part of the loss."""
+        """Add the scalar `value` to the part `name` of the loss."""
         _add(self.losses, name, value)
 
     def copied(self) -> Tally:
-        """The same numbers, in memory of their own."""
+        """Return a copy of the numbers in memory of its own."""
         made = Tally()
         made.counts = {name: value.clone() for name, value in self.counts.items()}
         made.losses = {name: value.clone() for name, value in self.losses.items()}
@@ -30,7 +31,7 @@ class Tally:
 
     @property
     def loss(self) -> Tensor | None:
-        """All that is added to the loss, fp64 scalar; None where nothing is."""
+        """Sum of everything that is added to the loss, fp64 scalar; None if there is nothing."""
         return torch.stack(list(self.losses.values())).sum() if self.losses else None
 
 

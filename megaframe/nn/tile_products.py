@@ -1,12 +1,15 @@
-"""A tile of attention in matrix products of some heads and some of their queries at a time.
+"""A tile of attention as matrix products, over some heads and some of their queries at a time.
 
-PyTorch's fused attention for CPUs spends most of its time on products of little tiles and on
-exponentials that MKL makes one after another. Here all keys of a block of queries are scored at
-once, few enough that the scores stay in cache between the passes over them, and what is raised is 2
-(as in FlashAttention), for which torch has a vectorised routine. Scores are fp32 at least, and the
-shares of the keys are rounded to the type of the values, as in the fused attention: 1.5 to 2 times
-as fast (docs/log.md). Shape legend: B samples, Q queries, K keys, N query heads, G key/value heads,
-D width of a query or key head, V of a value head; H heads of a block, P key/value heads of it.
+PyTorch's fused attention for CPUs spends most of its time on products of small tiles and on
+exponentials that MKL computes one at a time. Here all keys are scored against a block of queries at
+once, few enough that the scores stay in cache between passes over them. Exponentials are powers of
+2 (as in FlashAttention), for which torch has a vectorised routine. Scores are in at least fp32, and
+the attention weights are rounded to the type of the values, as in the fused attention. This is 1.5
+to 2 times as fast (docs/log.md).
+
+Shape legend: B samples, Q queries, K keys, N query heads, G key/value heads, D width of a query or
+key head, V width of a value head; H query heads of a block (over its samples), P key/value heads of
+it.
 """
 
 from __future__ import annotations
@@ -20,19 +23,20 @@ from torch import Tensor
 from megaframe.product import fast_bf16, products, wide_products
 
 _SCORES = 1 << 20
-"""Scores of a block, 4 MiB in fp32."""
+"""Scores of a block: 4 MiB in fp32."""
 _ROWS = 64, 256
-"""Fewest and most queries of a block: products of fewer are slow, more find no room in cache."""
+"""Fewest and most queries of a block. Products with fewer are slow; more do not fit in cache."""
 _PIECES = 4
-"""Blocks of a tile at least, where they are not too short: of a causal one's scores, nobody sees
-one of as many."""
+"""Least number of blocks of a tile, unless they would be too short. Of the scores of a causal tile
+with n blocks, about one in n is computed for nothing."""
 _ENOUGH = 1 << 20
-"""Scores of a head from which on fp32, whose products are no faster here, wins by its passes."""
+"""Scores of a head from which fp32 is faster here than in the fused attention. Its products are not
+faster; its passes over the scores are."""
 _LOG2_E = math.log2(math.e)
 
 
 def pays(query_BNQD: Tensor, key_BGKD: Tensor) -> bool:
-    """Whether this is faster than the fused attention, on a CPU."""
+    """Return whether this is faster on a CPU than the fused attention."""
     if query_BNQD.dtype is torch.bfloat16:
         return fast_bf16()
     return query_BNQD.dtype is torch.float32 and query_BNQD.shape[2] * key_BGKD.shape[2] >= _ENOUGH
@@ -41,7 +45,7 @@ def pays(query_BNQD: Tensor, key_BGKD: Tensor) -> bool:
 def attend(
     query_BNQD: Tensor, key_BGKD: Tensor, value_BGKV: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, N, Q, V] and log-sum-exp [B, N, Q]."""
+    """Return the output [B, N, Q, V] and log-sum-exp [B, N, Q]."""
     batch, heads, queries, _ = query_BNQD.shape
     wide = torch.promote_types(query_BNQD.dtype, torch.float32)
     out = query_BNQD.new_empty(batch, queries, heads, value_BGKV.shape[3]).transpose(1, 2)
@@ -76,9 +80,9 @@ def attend_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries [B, N, Q, D], keys [B, G, K, D] and values [B, G, K, V]. With shares p
-    and dp = d_out v^T: dv = p^T d_out, ds = scale p (dp - sum(d_out out)), dq = ds k, dk = ds^T q.
-    """
+    """Return the gradients of queries [B, N, Q, D], keys [B, G, K, D] and values [B, G, K, V]. With
+    weights p and dp = d_out v^T: dv = p^T d_out, ds = scale p (dp - sum(d_out out)), dq = ds k, dk
+    = ds^T q."""
     dtype, wide = query_BNQD.dtype, lse_BNQ.dtype
     d_query = torch.empty_like(query_BNQD)
     d_key, d_value = (torch.zeros_like(x, dtype=wide) for x in (key_BGKD, value_BGKV))
@@ -91,7 +95,7 @@ def attend_backward(
         mean_HQ = torch.linalg.vecdot(d_out_HQV.to(wide), out_BNQV[some].flatten(0, 1).to(wide))
         d_key_HKD, d_value_HKV = (torch.zeros_like(x, dtype=wide) for x in (key_HKD, value_HKV))
         for rows, seen in _blocks(query_BNQD.shape[2], key_BGKD.shape[2], causal):
-            # Keys by queries, which spares three products a transposed operand.
+            # Scores are keys by queries here, so three products need no transposed operand.
             shares = wide_products(key_HKD[:, seen], query_HQD[:, rows].mT).mul_(scale * _LOG2_E)
             shares.sub_(lse2_HQ[:, None, rows]).exp2_()
             if causal:
@@ -110,9 +114,9 @@ def attend_backward(
 def _heads(
     query_BNQD: Tensor, key_BGKD: Tensor
 ) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
-    """Samples and query heads, as many as a block has room for, and the same samples with the
-    key/value heads that those share: of several samples all, of one some groups or a part of
-    one."""
+    """Yield the samples and query heads of each block, and the same samples with the key/value
+    heads that these use. A block has as many as it has room for: all heads of several samples, or,
+    of one sample, some groups or a part of one group."""
     samples, heads, queries, _ = query_BNQD.shape
     groups, keys = key_BGKD.shape[1:3]
     members = heads // groups
@@ -130,7 +134,7 @@ def _heads(
 
 
 def _blocks(queries: int, keys: int, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Blocks of queries, and the keys that they see."""
+    """Yield blocks of queries with the keys that they see."""
     step = _rows(queries, keys)
     for start in range(0, queries, step):
         stop = min(start + step, queries)
@@ -138,17 +142,17 @@ def _blocks(queries: int, keys: int, causal: bool) -> Iterator[tuple[slice, slic
 
 
 def _rows(queries: int, keys: int) -> int:
-    """Queries of a block."""
+    """Return the number of queries of a block."""
     least, most = _ROWS
     return max(least, min(most, _SCORES // keys, queries // _PIECES))
 
 
 def _for_each(shared_BPKW: Tensor, query_HQD: Tensor) -> Tensor:
-    """Of key/value heads [B, P, K, W] the one of each query head, [H, K, W]."""
+    """Expand key/value heads [B, P, K, W] to one for each query head, [H, K, W]."""
     shared_PKW = shared_BPKW.flatten(0, 1)
     return shared_PKW.repeat_interleave(len(query_HQD) // len(shared_PKW), 0)
 
 
 def _of_each(gradient_HKW: Tensor, shared_BPKW: Tensor) -> Tensor:
-    """The sum of what query heads give to the key/value heads that they share, [B, P, K, W]."""
+    """Sum the gradients of query heads over those that share a key/value head, [B, P, K, W]."""
     return gradient_HKW.unflatten(0, (*shared_BPKW.shape[:2], -1)).sum(2)

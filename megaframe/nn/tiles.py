@@ -1,10 +1,10 @@
-"""Attention a tile at a time: some queries against some keys, and results that can be put together.
+"""Attention one tile at a time: some queries against some keys, with results that can be merged.
 
-Every function also gives, or takes, the logarithm of the sum of the exponentials of each query's
-scores, with which the outputs of two tiles are merged exactly (Milakov and Gimelshein 2018; the
-algebra of FlashAttention, Dao et al. 2022). Which implementation computes a tile is decided here
-and nowhere else. Shape legend: B samples, Q queries, K keys, N query heads, G key/value heads,
-D width of a query or key head, V of a value head.
+Every function also returns, or takes, the logarithm of the sum of exponentials of each query's
+scores. With it the outputs of two tiles are merged exactly (Milakov and Gimelshein 2018; the
+algebra of FlashAttention, Dao et al. 2022). Which implementation computes a tile is decided only
+here. Shape legend: B samples, Q queries, K keys, N query heads, G key/value heads, D width of a
+query or key head, V width of a value head.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from megaframe.nn import tile_products
 
 _HOSTS = ("cpu", "meta")
-"""Devices with the fused attention of CPUs; tensors without content are asked for shapes only."""
+"""Devices with the fused attention for CPUs. Meta tensors use it for their shapes only."""
 
 
 @dataclass(frozen=True)
 class Sight:
-    """Which keys of its sample a query sees: itself and what is before it, at most `window` tokens
-    in all, and of documents_BS, where given, only those with its own number."""
+    """Which keys of its sample a query sees: itself and the tokens before it, at most `window`
+    tokens in all. If documents_BS is given, only tokens with the same document number."""
 
     window: int | None
     documents_BS: Tensor | None
@@ -38,7 +38,8 @@ class Sight:
         return self.window is not None or self.documents_BS is not None
 
     def mask(self, queries_Q: Tensor, keys_K: Tensor) -> Tensor:
-        """Places in the sample to bool [Q, K] or, with documents, [B, 1, Q, K]."""
+        """Return the bool mask of queries and keys at these places in the sample: [Q, K], or with
+        documents [B, 1, Q, K]."""
         distance = queries_Q[:, None] - keys_K[None, :]
         mask = distance >= 0
         if self.window is not None:
@@ -51,8 +52,8 @@ class Sight:
 
 @dataclass(frozen=True, eq=False)
 class Tile:
-    """Queries against keys, the places of both among tokens that are here. kind: whether all is
-    seen, or what comes before, or what a mask says."""
+    """Some queries against some keys, as slices of the query and key tensors. kind: whether queries
+    see all of these keys, only those up to themselves, or what a mask says."""
 
     queries: slice
     keys: slice
@@ -60,7 +61,7 @@ class Tile:
 
 
 def in_products(query_BQND: Tensor, key_BKGD: Tensor, mask: Tensor | None) -> bool:
-    """Whether a tile is faster in products of blocks than by torch's fused attention."""
+    """Return whether a tile is faster as products of blocks than in torch's fused attention."""
     on_host = query_BQND.device.type == "cpu" and mask is None
     return on_host and tile_products.pays(query_BQND.transpose(1, 2), key_BKGD.transpose(1, 2))
 
@@ -74,11 +75,11 @@ def attend(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, Q, N, V] and log-sum-exp [B, N, Q], in at least fp32 and -inf where a query sees
-    no key.
+    """Return the output [B, Q, N, V] and the log-sum-exp [B, N, Q]. The latter is in at least fp32,
+    and -inf where a query sees no key.
 
-    mask: as of `Sight.mask`, None when all is seen. causal: of as many queries as keys, each sees
-    itself and what is before. scale: of the scores.
+    mask: as from `Sight.mask`; None if nothing is hidden by a mask. causal: with as many queries as
+    keys, each query sees itself and what is before it. scale: of the scores.
     """
     query, key, value = _heads_first(query_BQND, key_BKGD, value_BKGV)
     if in_products(query_BQND, key_BKGD, mask):
@@ -113,11 +114,11 @@ def attend_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a tile adds to the gradients of queries [B, Q, N, D], keys [B, K, G, D] and values
-    [B, K, G, V].
+    """Return what a tile adds to the gradients of queries [B, Q, N, D], keys [B, K, G, D] and
+    values [B, K, G, V].
 
-    out, lse: of all tiles together, so that exp(score - lse) is the share of a key among all that
-    the query sees, in whichever tile.
+    out, lse: merged over all tiles, so that exp(score - lse) is the weight of a key among all keys
+    that the query sees, in whichever tile.
     """
     heads = query, _, _ = _heads_first(query_BQND, key_BKGD, value_BKGV)
     d_out, out = d_out.transpose(1, 2), out_BQNV.transpose(1, 2)
@@ -149,9 +150,10 @@ def attend_backward(
 
 
 def merge(out_BQND: Tensor, lse_BNQ: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:
-    """Take one more tile of keys into `out` and `lse`, in place; out 0 and lse -inf is none yet.
+    """Merge one more tile of keys into `out` and `lse`, in place. Before the first tile, out is 0
+    and lse is -inf.
 
-    out = (e^lse out + e^lse' out') / (e^lse + e^lse'), so the tile's weight is a sigmoid.
+    out = (e^lse out + e^lse' out') / (e^lse + e^lse'), so the weight of the new tile is a sigmoid.
     """
     weight_BQN1 = torch.sigmoid(tile_lse - lse_BNQ).transpose(1, 2)[..., None]
     out_BQND.lerp_(tile_out.to(out_BQND.dtype), weight_BQN1.to(out_BQND.dtype))
@@ -165,7 +167,7 @@ def _heads_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 def _heads_behind(
     gradients: tuple[Tensor, ...], heads: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As they came, without what was padded."""
+    """Move heads back behind tokens, and cut off padding."""
     d_query, d_key, d_value = (
         gradient[..., : head.shape[-1]].transpose(1, 2)
         for gradient, head in zip(gradients, heads, strict=True)
@@ -174,8 +176,8 @@ def _heads_behind(
 
 
 def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All of one width, as torch's fused attention wants them: zeros add nothing to a score, and
-    to the values they add outputs that are zero."""
+    """Pad all heads to one width, as torch's fused attention requires. The zeros change no score,
+    and padded values only add outputs that are zero."""
     width = max(query.shape[-1], value.shape[-1])
     return _padded(query, width), _padded(key, width), _padded(value, width)
 
@@ -186,8 +188,8 @@ def _padded(head: Tensor, width: int) -> Tensor:
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """0 where a mask is true and -inf elsewhere, with the batch and head dims that torch asks for;
-    without a type that of `torch.get_default_dtype()`."""
+    """Return a bias that is 0 where the mask is true and -inf elsewhere, with the batch and head
+    dims that torch expects. dtype: None for `torch.get_default_dtype()`."""
     if mask is None:
         return None
     mask = mask if mask.dim() == 4 else mask[None, None]
@@ -202,8 +204,8 @@ def _or_causal(mask: Tensor | None, query: Tensor, causal: bool) -> Tensor | Non
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> bool:
-    """Whether torch's fused attention takes it on this GPU; unlike torch's front, the operator
-    itself fills up no head to a multiple of 8 elements."""
+    """Return whether torch's fused attention takes these on this GPU. The operator, unlike torch's
+    public function, does not pad heads to a multiple of 8 elements."""
     asked = SDPAParams(query, key, value, mask, 0.0, causal, True)
     return query.shape[3] % 8 == 0 and can_use_flash_attention(asked)
 
@@ -218,7 +220,7 @@ def _flash_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    nothing = torch.empty(0, dtype=torch.int64, device=query.device)  # no dropout, no random state
+    nothing = torch.empty(0, dtype=torch.int64, device=query.device)  # no dropout: no random state
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
         d_out,
         query,
@@ -241,7 +243,8 @@ def _flash_backward(
 def _plain(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale q k^T + bias) v in matrix products; heads first."""
+    """Return softmax(scale q k^T + bias) v and the log-sum-exp, by matrix products; heads come
+    first."""
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = _scores(query, key, bias, scale, wide)
     lse = scores.logsumexp(-1)
@@ -260,8 +263,9 @@ def _plain_backward(
     bias: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """With shares p and dp = d_out v^T: dv = p^T d_out, ds = scale p (dp - sum(d_out out)),
-    dq = ds k, dk = ds^T q; keys and values sum over the query heads that share them."""
+    """With weights p and dp = d_out v^T: dv = p^T d_out, ds = scale p (dp - sum(d_out out)), dq =
+    ds k, dk = ds^T q. Gradients of keys and values are summed over the query heads that share
+    them."""
     wide, groups = lse.dtype, key.shape[1]
     shares = (_scores(query, key, bias, scale, wide) - lse[..., None]).exp()
     d_shares = (_grouped(d_out, groups) @ value[:, :, None].mT).flatten(1, 2).to(wide)
@@ -278,12 +282,12 @@ def _plain_backward(
 def _scores(
     query: Tensor, key: Tensor, bias: Tensor | None, scale: float, wide: torch.dtype
 ) -> Tensor:
-    """[B, N, Q, K], scaled and with the bias."""
+    """Return the scores [B, N, Q, K], scaled and with the bias."""
     product = _grouped(query, key.shape[1]) @ key[:, :, None].mT
     scores = product.flatten(1, 2).to(wide) * scale
     return scores if bias is None else scores + bias.to(wide)
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
-    """[B, N, ...] to [B, G, N / G, ...]."""
+    """View [B, N, ...] as [B, G, N / G, ...]."""
     return x.unflatten(1, (groups, -1))

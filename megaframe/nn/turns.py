@@ -1,7 +1,8 @@
-"""Turns: two pieces of work of which one computes while the other waits for what travels.
+"""Turns: two pieces of work, one of which computes while the other waits for a transfer.
 
-They never run at the same time, and each hands over at the same places of its work whatever has
-arrived: so all ranks start their transfers in one order, and no number depends on the time.
+They never run at the same time, and each hands over at fixed points of its work, whatever has
+arrived. All ranks therefore start their transfers in the same order, and results do not depend on
+timing.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from threading import Condition
 import torch
 
 HandOver = Callable[[], None]
-"""Lets the other piece of work go on; returns when that hands over in turn, or is done."""
+"""Lets the other piece of work continue. Returns when that hands over in turn or is done."""
 
 
 class Turn:
-    """What layers call before they wait for a transfer. It does nothing until somebody works beside
+    """Called by layers before they wait for a transfer. Does nothing unless other work runs beside
     them."""
 
     def __init__(self) -> None:
         self.hand_over: HandOver | None = None
 
     def pass_on(self) -> None:
-        """Let the other one go on, if there is one."""
+        """Let the other piece of work continue, if there is one."""
         if self.hand_over is not None:
             self.hand_over()
 
 
 class Pair:
-    """Runs two pieces of work by turns, the second one in a thread of its own, which stays."""
+    """Runs two pieces of work in turns, the second one in a thread of its own, which is reused."""
 
     def run(self, first: Callable[[HandOver], None], second: Callable[[HandOver], None]) -> None:
         """Return when both are done. Raises what either raises, once the other has ended."""
@@ -44,22 +45,22 @@ class Pair:
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
-        # Each thread's own are the number of threads of an operator, which is part of the order of
-        # sums, and the GPU that is used unless another is named.
+        # Two settings belong to each thread: how many threads an operator uses, which determines
+        # the order of sums, and the GPU that is used if none is named.
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         given = torch.get_num_threads(), gpu
         return ThreadPoolExecutor(1, "beside", initializer=_like_another, initargs=given)
 
 
 def _like_another(threads: int, gpu: int | None) -> None:
-    """Let this thread compute as one with these does."""
+    """Give this thread the same number of operator threads and current GPU as another one."""
     torch.set_num_threads(threads)
     if gpu is not None:
         torch.cuda.set_device(gpu)
 
 
 class _Baton:
-    """Who has it works."""
+    """Only the holder of the baton works."""
 
     def __init__(self) -> None:
         self._changed = Condition()

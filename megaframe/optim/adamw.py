@@ -1,4 +1,4 @@
-"""AdamW over a flat span (Loshchilov and Hutter 2019), one fused pass over memory."""
+"""AdamW over a flat span (Loshchilov and Hutter 2019), in one fused pass over memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AdamWOptions:
 
 
 class AdamW(Change):
-    """Running means of gradients and of their squares."""
+    """AdamW, with running means of gradients and of their squares."""
 
     whole = True
 
@@ -39,7 +39,7 @@ class AdamW(Change):
     def apply(
         self, weights: Tensor, grads: Tensor, moments: Mapping[str, Tensor], step: Step
     ) -> None:
-        """As torch's AdamW, gradients divided first."""
+        """Update as torch's AdamW does, after dividing the gradients."""
         given = (weights, grads, moments["mean"], moments["square"])
         numbers = {
             "lr": step.lr * self.options.rates.lr,

@@ -1,7 +1,7 @@
-"""Balance: how the load of experts in one step changes what their router knows in the next.
+"""Balance: how the load of experts in one step changes the balance parameter of their router.
 
-It is a rule like any other, whose gradient is the load: so the load is summed over the ranks,
-saved, and left alone by a step that is skipped, by what does this for all weights.
+It is a rule like any other, with the load as its gradient. The code that handles all weights
+therefore also sums the load over the ranks, saves the parameter and preserves it in a skipped step.
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ from megaframe.config import Moe
 from megaframe.optim.rule import Step
 
 _NEAR = 0.1
-"""Distance from the mean load, as a share of it, within which a bias moves in proportion."""
+"""Distance from the mean load, as a share of it, within which a bias moves proportionally less."""
 
 
 class Balance:
-    """Of a bucket that has, one after the other, the numbers of all experts of some layers, each
-    piece [E]. With a bias, that of an expert moves by the rate in each step, up where its load is
-    under the mean and down where it is over (Wang et al. 2024); but within a tenth of the mean in
-    proportion, for with the sign alone loads swing around it. Else what is kept is load / mean."""
+    """The rule of a bucket with the balance parameters of some layers, one piece [E] per layer.
+    With `bias`, an expert's bias moves by `balance_rate` in each step, up if its load is below the
+    mean and down if it is above (Wang et al. 2024). Within a tenth of the mean it moves
+    proportionally less, because with the sign alone loads would swing around the mean. Without
+    `bias`, the parameter becomes load / mean."""
 
     def __init__(self, moe: Moe, pieces: list[slice]) -> None:
         self._moe, self._pieces = moe, pieces
 
     @property
     def state(self) -> Mapping[str, Tensor]:
-        """Nothing beside the numbers themselves."""
+        """Empty: there is no state besides the weights."""
         return {}
 
     def start(self, weights: Tensor) -> None:
-        """Nothing depends on the initial numbers."""
+        """Do nothing: nothing depends on the initial weights."""
 
     def update(
         self, weights: Tensor, grads: Tensor, step: Step, rounded: Tensor | None = None
     ) -> Iterable[None]:
-        """Nothing remains to be done."""
+        """Update the weights; no work remains."""
         for piece in self._pieces:
             load_E, kept_E = grads[piece], weights[piece]
             relative_E = load_E / load_E.mean().clamp_min(torch.finfo(load_E.dtype).tiny)
@@ -51,11 +52,11 @@ class Balance:
         return ()
 
     def settle(self) -> None:
-        """Everything is where it is kept."""
+        """Do nothing: everything is where it is kept."""
 
     def shown(self, *, to_load: bool = False) -> Mapping[str, Tensor]:
-        """Nothing beside the numbers themselves."""
+        """Empty: there is no state besides the weights."""
         return {}
 
     def load(self) -> None:
-        """Nothing was shown."""
+        """Do nothing: nothing was shown."""

@@ -1,11 +1,11 @@
 """Bucket: a flat span of parameters that are reduced, updated and gathered together.
 
 It has three buffers: `weights` (in master precision), `grads` (sums, in master precision) and
-`values` (what the model computes with). Of each, the ranks that have the same parameters hold
-either all or an equal part, their own; the ZeRO stage is which of them stay whole. An update starts
-and ends with this rank's part: its sum of gradients, its weights. Weights that values are rounded
-from may lie in the host's memory: then nothing on the device is computed from them but in chunks,
-by the rule, which rounds each while it is there.
+`values` (what the model computes with). The ranks that have the same parameters hold each buffer
+either whole or divided into equal parts, one per rank; the ZeRO stage determines which ones stay
+whole. An update starts and ends with this rank's part: its sums of gradients, its weights. If
+values are rounded from the weights, the weights may be in host memory. The device then computes
+from them only in chunks, in the rule, which rounds each chunk while it is on the device.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from megaframe.parameter import Parameter, Precision
 from megaframe.spec import Box, ParamSpec
 
 _ALIGNMENT = 64
-"""Bytes on which each parameter starts."""
+"""Bytes to which the start of each parameter is aligned."""
 UNSENT = "unsent."
-"""How the names of what compression hands on from step to step begin."""
+"""Prefix of the names of what compression carries over from step to step."""
 
 
 @dataclass(frozen=True)
 class Sharing:
     """The ranks that have the same parameters, and what they divide among them.
 
-    shard: those that hold one copy together. replicas: those with the same part of other copies.
-    stage: 0 divides nothing, 1 the weights in master precision and the optimizer's state, 2 also
-    gradients, 3 also values. wiring: how gradients travel.
+    shard: the ranks that together hold one copy. replicas: the ranks with the same part of other
+    copies. stage: 0 divides nothing, 1 the weights in master precision and the optimizer state, 2
+    also gradients, 3 also values. wiring: how gradients travel.
     """
 
     shard: Group
@@ -52,15 +52,15 @@ class Sharing:
 
     @property
     def slow(self) -> Group:
-        """The ranks between which links are slow: replicas, where there are any."""
+        """The ranks with slow links between them: replicas if there are any, else shards."""
         return self.replicas if self.replicas.size > 1 else self.shard
 
 
 class Bucket:
     """Parameters with everything that an update needs. rule: makes the optimizer of this rank's
-    weights, None where they are frozen. route: by which it comes to what it keeps. together: each
-    parameter and each rank's part starts at a multiple of so many elements. replica: the parameters
-    are those of another stage, which speaks for them."""
+    weights, None if they are frozen. route: brings what it keeps to the device. together: each
+    parameter and each rank's part start at a multiple of this many elements. replica: the
+    parameters are copies of those of another stage, which counts and saves them."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Bucket:
             self._values = buffers.take(self.length, precision.compute)
         count, mixed = self.kept.stop - self.kept.start, precision.compute != precision.master
         self.away = mixed and route.device is not None
-        """Whether weights lie in the host's memory."""
+        """Whether the weights are in host memory."""
         self._rounded: Tensor | None = None
         if self.away:
             (self.weights,) = route.keep((torch.zeros(count, dtype=precision.master),))
@@ -106,7 +106,7 @@ class Bucket:
             self._show(self._values)
         self.optimizer = None if rule is None else rule(self)
         self.sums = self.weights[:0]
-        """This rank's sum of gradients, of what it updates."""
+        """The summed gradients of the weights that this rank updates."""
         if rule is not None and sharing.stage < 2:
             self.sums = self._whole_grads()[self.kept]
         elif rule is not None:
@@ -117,14 +117,14 @@ class Bucket:
             self._over_replicas = self._wire(sharing.replicas, self.own)
         self._summed = False
         self.lends = False
-        """Whether a reduction needs a buffer of whole gradients until it is further."""
+        """Whether a reduction still holds a lent buffer of whole gradients."""
         self._reduction: Iterator[Pending[Tensor]] | None = None
         self._pending: Pending[Tensor] | None = None
         self._arriving: Pending[Tensor] | None = None
 
     @property
     def own_sums(self) -> Tensor:
-        """This rank's part of the sums: all ranks' parts together have each element once."""
+        """This rank's part of the sums; the parts of all ranks together have each element once."""
         return self.sums if self.sharing.stage else part(self.sums, self.sharing.shard)
 
     def initialise(self, seed: int) -> None:
@@ -133,30 +133,30 @@ class Bucket:
         self.begin()
 
     def draw(self, seed: int) -> None:
-        """Set the initial weights, and no more."""
+        """Set the initial weights and nothing else."""
         for parameter, box, weights in self.pieces(self.weights, self.kept):
             fill(weights, parameter.spec, box, seed)
 
     def begin(self) -> None:
-        """Take the weights as they are for those that a run begins with."""
+        """Begin a run with the weights as they are."""
         if self.optimizer is not None:
             self.optimizer.start(self.weights)
         self.renew()
 
     def divided(self, boxes: Sequence[Box], index: int) -> Division:
-        """How it lies on the rank of this index among those that share it, which has these boxes
-        of the parameters."""
+        """Return how the bucket is divided on rank `index` of the shard group. boxes: that rank's
+        boxes of the parameters."""
         ranks = self.sharing.shard.size
         return Division.of(boxes, self._step, ranks, index, divided=self.sharing.stage > 0)
 
     def pieces(self, flat: Tensor, span: slice) -> Iterator[tuple[Parameter, Box, Tensor]]:
-        """What `flat`, which holds `span` of the bucket, has of each parameter, in boxes."""
+        """Yield what `flat`, which holds `span` of the bucket, has of each parameter, in boxes."""
         for number, box, place in self.division.pieces(span):
             yield self.parameters[number], box, flat[place].view(box.shape)
 
     def tensors(self, *, owned: bool) -> Iterator[tuple[str, ParamSpec, Box, Tensor]]:
-        """What a checkpoint has of this bucket, as key, spec, box and piece: all that this rank
-        keeps, or, `owned`, its part, which no other rank of its copy speaks for."""
+        """Yield what a checkpoint holds of this bucket, as key, spec, box and piece: all that this
+        rank keeps or, if `owned`, only its part, which no other rank of its copy saves."""
         if self.replica and owned:
             return
         span = self.own if owned else self.kept
@@ -169,8 +169,8 @@ class Bucket:
                 yield key, parameter.spec, box, piece
 
     def unsent(self) -> Iterator[tuple[str, Tensor]]:
-        """What compression on this rank has to hand on from step to step, flat, by a name that no
-        other rank, layout or compression has."""
+        """Yield what compression on this rank carries over from step to step, flat, by names that
+        no other rank, layout or compression has."""
         sharing = self.sharing
         place = [
             (p.spec.name, p.box.offset, p.box.shape, start)
@@ -186,14 +186,14 @@ class Bucket:
     # Gradients.
 
     def start_step(self) -> None:
-        """Forget the gradients."""
+        """Forget the gradients of the previous step."""
         self._summed = False
         for parameter in self.parameters:
             parameter.fresh = True
 
     def reduce(self, *, last: bool) -> None:
-        """Start summing what has been added to the gradients over the ranks; with `last` the step
-        adds no more, and replicas are summed as well."""
+        """Start reducing what has been added to the gradients. last: the step adds no more to them,
+        so they are summed over replicas as well."""
         self.wait()
         for parameter in self.parameters:
             parameter.finish()
@@ -201,8 +201,9 @@ class Bucket:
         self.advance()
 
     def advance(self) -> bool:
-        """Wait for the transfer under way, and start the next one; whether there was one. All ranks
-        call it at the same points of a step, so that all start transfers in the same order."""
+        """Wait for the transfer in flight, and start the next one; return whether there was a next
+        one. All ranks call it at the same points of a step, so that they start transfers in the
+        same order."""
         if self._pending is not None:
             self._pending.wait()
         if self._reduction is None:
@@ -223,7 +224,7 @@ class Bucket:
         if stage == 0 and replicas.size == 1:
             yield from self._over_shard.sum(grads)
             return
-        if stage >= 2:  # what is added from now on is of the next reduction
+        if stage >= 2:  # what is added from now on belongs to the next reduction
             self._grads, self.lends = None, True
             for parameter in self.parameters:
                 parameter.let_go_of_grad()
@@ -236,7 +237,7 @@ class Bucket:
             yield from self._over_shard.spread(grads)
 
     def _wire(self, group: Group, span: slice) -> Wire:
-        """That for sums of `span` over the group."""
+        """Return the wire for sums of `span` over the group."""
 
         def views(flat: Tensor) -> list[Tensor]:
             return [piece for _, _, piece in self.pieces(flat, span)]
@@ -246,19 +247,19 @@ class Bucket:
         return self.sharing.wiring.wire(group, length, master, self._buffers, slow)
 
     def _whole_grads(self) -> Tensor:
-        """Gradients of the whole bucket; parameters add to them from the first call on."""
+        """Return the gradients of the whole bucket, to which parameters add from the first call."""
         if self._grads is None:
             self._grads = grads = self._buffers.take(self.length, self._precision.master)
             end = 0
             for parameter, span in zip(self.parameters, self.division.spans, strict=True):
-                grads[end : span.start].zero_()  # padding is summed, and must change no norm
+                grads[end : span.start].zero_()  # padding is summed too, and must not change a norm
                 end = span.stop
                 parameter.grad = grads[span].view(parameter.box.shape)
             grads[end:].zero_()
         return self._grads
 
     def _keep(self, grads: Tensor) -> None:
-        """Add this rank's part to its sums, and let the buffer go."""
+        """Add this rank's part to its sums, and give back the buffer."""
         own = part(grads, self.sharing.shard)
         if self._summed:
             self.sums.add_(own)
@@ -270,34 +271,34 @@ class Bucket:
     # Weights.
 
     def update(self, step: Step) -> Iterable[None]:
-        """Update the weights; what remains to be done is that of `Rule.update`."""
+        """Update the weights; returns the work that remains, as `Rule.update` does."""
         if self.optimizer is None:
             return ()
         self._sent()
         return self.optimizer.update(self.weights, self.sums, step, self._rounded)
 
     def settle(self) -> None:
-        """Return when weights and state are where they are kept: others than the rule may read
-        them, and change them before `renew`."""
+        """Return when weights and state are back where they are kept. Code other than the rule may
+        then read them, or change them and call `renew`."""
         if self.optimizer is not None:
             self.optimizer.settle()
 
     def renew(self) -> None:
-        """As `gather`, of weights that others than the rule have changed."""
+        """Do what `gather` does, after code other than the rule has changed the weights."""
         self._sent()
         if self._rounded is not None:
             self._rounded.copy_(self.weights)
         self.gather()
 
     def gather(self) -> None:
-        """Start bringing updated weights to where the model computes; with stage 3, forget the
-        values, which `fetch` brings anew."""
+        """Start bringing updated weights to where the model computes; at stage 3 drop the values
+        instead, which `fetch` then gets anew."""
         self.drop()
         if self._values is not None:
             self._bring(self._values)
 
     def fetch(self) -> None:
-        """Start bringing the values, where they are not here."""
+        """Start fetching the values, if they are not here."""
         if self._values is None:
             self._values = self._buffers.take(self.length, self._precision.compute)
             self._show(self._values)
@@ -311,7 +312,7 @@ class Bucket:
             self._arriving = None
 
     def drop(self) -> None:
-        """With stage 3, let the values go until they are fetched again."""
+        """At stage 3, release the values until they are fetched again."""
         if self.sharing.stage < 3 or self._values is None:
             return
         self.take()
@@ -321,7 +322,7 @@ class Bucket:
             parameter.let_go_of_value()
 
     def _sent(self) -> None:
-        """Return when this rank's weights are not being sent any more."""
+        """Return when this rank's weights are no longer being sent."""
         if self._arriving is not None:
             self.take()
 

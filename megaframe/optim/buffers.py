@@ -1,4 +1,4 @@
-"""Flat buffers that are used again: on a CPU fresh memory costs a page fault every 4 KiB."""
+"""Flat buffers that are reused, because on a CPU fresh memory costs a page fault every 4 KiB."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 
 class Buffers:
-    """Hands out buffers by type and length, and takes them back."""
+    """Lends buffers by type and length, and takes them back."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._free: defaultdict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
         self.bytes = self.rooms = 0
-        """Made so far, in use or not: those that hold something, and room for transfers."""
+        """Bytes of buffers that hold something, and of room for transfers; in use or not."""
 
     def take(self, length: int, dtype: torch.dtype) -> Tensor:
-        """A buffer [length] with anything in it."""
+        """Return a buffer [length] with undefined content."""
         free = self._free[dtype, length]
         if free:
             return free.pop()
@@ -27,7 +27,7 @@ class Buffers:
         return made
 
     def room(self, length: int, dtype: torch.dtype) -> Tensor:
-        """The like for what a transfer brings, counted apart: a GPU needs none."""
+        """Return a buffer for what a transfer brings, counted separately: a GPU needs none."""
         before = self.bytes
         room = self.take(length, dtype)
         self.rooms += self.bytes - before
@@ -35,5 +35,5 @@ class Buffers:
         return room
 
     def give(self, buffer: Tensor) -> None:
-        """Take a buffer back, whole as it was handed out."""
+        """Take back a buffer, whole as it was lent."""
         self._free[buffer.dtype, len(buffer)].append(buffer)

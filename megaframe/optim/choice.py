@@ -1,7 +1,7 @@
-"""Choices: which rule trains a parameter, at which rates, and which parameters are not trained.
+"""Choices: which rule trains each parameter, at which rates, and which parameters are not trained.
 
-All follows from the role that a layer declared for its parameter, and from nothing else; but what
-is frozen a user says by name.
+Everything follows from the role that a layer declared for its parameter and from nothing else,
+except for frozen parameters, which a user lists by name.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ GROUPS = {
     "bias": "vector",
     "balance": "balance",
 }
-"""The group of `optim.groups` that each role is in."""
+"""The group of each role: those of `optim.groups`, and `balance`."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What parameters must share to be trained together. rule: the optimizer's name, None where
-    they are frozen."""
+    """What parameters must have in common to be trained together. rule: the optimizer's name, None
+    if they are frozen."""
 
     group: str
     rule: str | None
@@ -66,7 +66,7 @@ class Kind:
 
 
 class Choices:
-    """Those of a run. Raises `UserError` for a pattern in `optim.frozen` that fits no parameter."""
+    """The choices of a run. Raises `UserError` if a pattern in `optim.frozen` matches nothing."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, kernels: Kernels = NO_KERNELS) -> None:
         optim = self._optim = config.optim
@@ -74,20 +74,20 @@ class Choices:
         self._precision = PRECISIONS[config.train.precision]
         self._frozen = frozen_names(config)
         self._mesh, self.owners = mesh, mesh.group("data_shard", "context", "tensor")
-        """The ranks that hold one copy of what a stage has, and own its matrices."""
+        """The ranks that together hold one copy of a stage; under Muon they own its matrices."""
         self.route = route_of(optim, mesh.device)
-        """By which what is kept away from the device comes to it."""
+        """Brings optimizer state that is kept elsewhere to the device."""
         self._keeping = Keeping(*codes(optim.state), self.route)
         self.together = max(self._keeping.signed.together, self._keeping.square.together)
-        """Neighbours in a bucket that share something of the state."""
+        """Number of neighbours in a bucket that share something in the state, such as a scale."""
         self._seed = config.run.seed
 
     def kind(self, spec: ParamSpec) -> Kind:
-        """That of a parameter."""
+        """Return the kind of a parameter."""
         return kind_of(self._optim, spec, self._frozen)
 
     def rule(self, spec: ParamSpec) -> Callable[[Bucket], Rule] | None:
-        """Makes the optimizer of a bucket of such parameters; None where they are frozen."""
+        """Return what makes the optimizer of a bucket of such parameters; None if frozen."""
         kind = self.kind(spec)
         return None if kind.rule is None else partial(self._make, kind)
 
@@ -107,7 +107,7 @@ class Choices:
         return Elementwise(bucket.weights, [*self._changes(kind, keeping), *average], keeping)
 
     def _on_owners(self, bucket: Bucket) -> list[Division]:
-        """How the bucket lies on each of the owners."""
+        """Return how the bucket is divided on each of the owners."""
         layout, ranks = self._mesh.layout, self.owners.ranks
         places, sizes = map(layout.place, ranks), layout.sizes
         indices = self._mesh.indices(ranks, *bucket.sharing.shard.axes)
@@ -117,7 +117,7 @@ class Choices:
         ]
 
     def _changes(self, kind: Kind, keeping: Keeping) -> list[Change]:
-        """Of a rule that changes each element on its own."""
+        """Return the changes that make up a rule that changes each element on its own."""
         optim, rates = self._optim, kind.rates
         if kind.rule == "adamw":
             options = AdamWOptions(optim.beta1, optim.beta2, optim.eps, rates)
@@ -128,13 +128,13 @@ class Choices:
 
 
 def route_of(optim: Optim, device: torch.device) -> Route:
-    """By which what the optimizer keeps comes to a device: from the host's memory where that is
-    wanted and another one."""
+    """Return the route of what the optimizer keeps: from host memory if `optim.offload` is set and
+    the device is not the CPU itself."""
     return route_from(device) if optim.offload and device.type != "cpu" else STAYS
 
 
 def kind_of(optim: Optim, spec: ParamSpec, frozen: frozenset[str]) -> Kind:
-    """How a parameter is trained. Muon is for matrices; what it leaves, AdamW takes."""
+    """Return how a parameter is trained. Muon trains matrices; AdamW trains the rest."""
     name = GROUPS[spec.role]
     if spec.name in frozen:
         return Kind(name, None, Rates())
@@ -149,16 +149,16 @@ def kind_of(optim: Optim, spec: ParamSpec, frozen: frozenset[str]) -> Kind:
 
 
 def momentum_options(optim: Optim, rates: Rates) -> MomentumOptions:
-    """Those of Muon and of SGD, with their defaults."""
+    """Return the options of Muon or SGD, with their defaults."""
     muon = optim.name == "muon"
     momentum = (0.95 if muon else 0.9) if optim.momentum is None else optim.momentum
     return MomentumOptions(momentum, muon if optim.nesterov is None else optim.nesterov, rates)
 
 
 def frozen_names(config: RunConfig) -> frozenset[str]:
-    """Names of the parameters that `optim.frozen` names.
+    """Return the names of the parameters that `optim.frozen` matches.
 
-    Raises `UserError` for a pattern that fits none, and when none is left to train.
+    Raises `UserError` if a pattern matches none, or if no parameter is left to train.
     """
     patterns = config.optim.frozen
     if not patterns:
@@ -183,7 +183,7 @@ def frozen_names(config: RunConfig) -> frozenset[str]:
 
 
 def choices_table(config: RunConfig, specs: Sequence[ParamSpec]) -> list[str]:
-    """How every parameter of the model is trained, a line for each kind."""
+    """Return a table of how every parameter of the model is trained, a line for each kind."""
     optim, frozen = config.optim, frozen_names(config)
     kinds: dict[Kind, list[ParamSpec]] = {}
     for spec in specs:

@@ -1,7 +1,8 @@
-"""Codecs: a flat span of gradients as a message of fewer bytes, and back.
+"""Codecs: turn a flat span of gradients into a message of fewer bytes, and back.
 
-A message is uint8 and of a length that depends on the span's alone, so that it goes through any
-collective. What is not finite stays not finite, because that is how a bad gradient is found.
+A message is uint8, and its length does not depend on the values in the span, so it can travel
+through any collective. What is not finite stays not finite, because that is how a bad gradient is
+found.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _BLOCK = 1024
-"""Elements that share a scale: 0.4% of the bytes of int8."""
+"""Elements that share a scale; scales are 0.4% of the bytes of int8."""
 
 
 class Codec(Protocol):
-    """encode: [N] of any floating type to a message, uint8 [M]. decode: back, to [length] of type
-    `dtype`. Both are functions of their arguments alone, the same on every rank."""
+    """encode: turns [N] of any floating type into a message, uint8 [M]. decode: turns it back into
+    [length] of type `dtype`. Both depend on nothing but their arguments, so all ranks agree."""
 
     def encode(self, x_N: Tensor) -> Tensor: ...
 
@@ -29,7 +30,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Half:
-    """bf16: 2 bytes an element."""
+    """Sends bf16: 2 bytes per element."""
 
     def encode(self, x_N: Tensor) -> Tensor:
         return x_N.to(torch.bfloat16).view(torch.uint8)
@@ -40,8 +41,8 @@ class Half:
 
 @dataclass(frozen=True)
 class Int8:
-    """The nearest of 255 even steps from -m to m, with m the largest magnitude of a block: 1 byte
-    an element and an fp32 scale, m / 127, a block."""
+    """Rounds to the nearest of 255 even steps from -m to m, where m is the largest magnitude of a
+    block. Takes 1 byte per element, and an fp32 scale, m / 127, per block."""
 
     def encode(self, x_N: Tensor) -> Tensor:
         length = len(x_N)
@@ -60,13 +61,13 @@ class Int8:
 
 @dataclass(frozen=True)
 class TopK:
-    """The elements of largest magnitude, `share` of all, at least one: each takes 4 bytes for its
-    place and the bytes of its type; the others count as 0."""
+    """Sends the elements of largest magnitude: `share` of all, and at least one. Each takes 4 bytes
+    for its place and the bytes of its type; the others count as 0."""
 
     share: float
 
     def count(self, length: int) -> int:
-        """Elements that are sent of so many."""
+        """Return how many of `length` elements are sent."""
         return min(length, max(1, math.ceil(self.share * length)))
 
     def encode(self, x_N: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Codes: the types in which running averages are kept, from the master type down to 8 bits.
 
-Where bits are few, a value is rounded up or down by chance, so that its expectation stays true: to
-the nearest, an average that moves by less than half a code in a step would never move. The chance
-is a function of element and step, so that two runs are equal, whatever their layouts.
+With few bits, a value is rounded up or down by chance, so that its expectation is exact. With
+rounding to nearest, an average that moves by less than half a code in a step would never move. The
+chance is a function of element and step, so that two runs are equal whatever their layouts.
 """
 
 from __future__ import annotations
@@ -16,38 +16,39 @@ from torch import Tensor
 BLOCK = 256
 """Elements that share a scale."""
 _SIGNED_FLOOR, _SQUARE_FLOOR = 1e-6, 1e-10
-"""Least magnitude that is kept beside the largest of its block."""
+"""Smallest magnitude that can be kept, relative to the largest one of its block."""
 _MIXERS = 0x9E3779B1, 0xB7E15163
-"""Parts of 2^32 with the golden ratio and with e: multiples of either fill it evenly."""
+"""About 2^32 / golden ratio, and 2^32 (e - 2): multiples of either fill [0, 2^32) evenly."""
 
 
 class Code(Protocol):
-    """Keeps flat spans of values as one or several flat tensors. exact: as they are. together: so
-    many neighbours share something, counted from the start."""
+    """Keeps flat spans of values as one or several flat tensors. exact: values are kept unchanged.
+    together: this many neighbours, counted from the start, share something."""
 
     exact: bool
     together: int
 
     def make(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-        """Room for `length` values of the master type `dtype`, all zero."""
+        """Return memory for `length` values of the master type `dtype`, all zero."""
         ...
 
     def part(self, kept: tuple[Tensor, ...], span: slice) -> tuple[Tensor, ...]:
-        """What keeps the values of `span`, views. It starts at a multiple of `BLOCK`."""
+        """Return what keeps the values of `span`, which starts at a multiple of `BLOCK`, as
+        views."""
         ...
 
     def decode(self, kept: tuple[Tensor, ...], length: int, dtype: torch.dtype) -> Tensor:
-        """The values, `length` of them; of an exact code the kept tensor itself."""
+        """Return the values, `length` of them; for an exact code the kept tensor itself."""
         ...
 
     def encode(self, values: Tensor, chance: Tensor) -> tuple[Tensor, ...]:
-        """How to keep them. chance: of each, in [0, 1); the way up to the next value that can be
-        kept is taken where it is further than that, so 0.5 takes the nearest."""
+        """Return the values as they are kept. chance: of each value, in [0, 1); decides between
+        rounding up and down so that the expectation is exact. 0.5 rounds to nearest."""
         ...
 
 
 class Master:
-    """Keeps values as they are."""
+    """Keeps values unchanged."""
 
     exact, together = True, 1
 
@@ -79,19 +80,19 @@ class Bfloat16:
         return kept[0].to(dtype)
 
     def encode(self, values: Tensor, chance: Tensor) -> tuple[Tensor, ...]:
-        # What is cut off carries into the bits that stay as often as it is large.
+        # The larger the value of the bits that are cut off, the more often they carry upwards.
         carry = (chance * 0x10000).to(torch.int32)
         bits = values.float().view(torch.int32) + carry
         return (bits.bitwise_and_(-0x10000).view(torch.float32).bfloat16(),)
 
 
 class Blocks:
-    """Keeps blocks of values as numbers of the rows of a table, 8 bits each, with the block's
-    largest magnitude in fp32 (Dettmers et al. 2022).
+    """Keeps blocks of values as 8-bit indices into a table, with the block's largest magnitude in
+    fp32 (Dettmers et al. 2022).
 
-    The table is geometric, so that every magnitude has the same relative error, a small one as
-    well. square: of averages of squares, which are never negative and whose root something is
-    divided by: none but 0 becomes 0.
+    The table is geometric, so that every magnitude, also a small one, has the same relative error.
+    square: for averages of squares, which are never negative and whose root is a divisor: only 0
+    becomes 0.
     """
 
     exact, together = False, BLOCK
@@ -137,15 +138,16 @@ class Blocks:
 
 
 def chances(elements: Tensor, number: int) -> Tensor:
-    """Of the elements with these numbers at draw `number`, fp32 in [0, 1), as even as can be over
-    elements and over draws: multiples of irrational numbers without their integer part."""
+    """Return the chances of the elements with these numbers at draw `number`, fp32 in [0, 1). They
+    are fractional parts of multiples of irrational numbers, which are spread as evenly as possible
+    over elements and over draws."""
     element, draw = _MIXERS
     mixed = elements.mul(element).add_(number * draw)
     return mixed.bitwise_and_(0xFFFFFFFF).bitwise_right_shift_(8).float().mul_(2.0**-24)
 
 
 def codes(how: str) -> tuple[Code, Code]:
-    """For `optim.state`: how averages of values and of their squares are kept."""
+    """Return the codes for `optim.state`: for averages of values, and for those of squares."""
     if how == "int8":
         return Blocks(square=False), Blocks(square=True)
     return (Bfloat16(), Bfloat16()) if how == "bf16" else (Master(), Master())

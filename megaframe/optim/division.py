@@ -1,6 +1,6 @@
-"""Division: where the parameters of a bucket lie on a rank, and which part of them it keeps.
+"""Division: where the parameters of a bucket are on a rank, and which part of them the rank keeps.
 
-It follows from the specs and the layout alone, so that every rank knows those of all others.
+It follows from the specs and the layout alone, so every rank knows it for all other ranks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from megaframe.spec import Box, runs
 
 @dataclass(frozen=True)
 class Division:
-    """Of pieces of parameters, `boxes`, which start at `starts` of `length` elements. own: the part
-    that no other rank of the copy has. kept: of which the rank keeps the weights."""
+    """Places of `boxes` (pieces of parameters), which start at `starts` in a span of `length`
+    elements. own: the part that no other rank of the same copy has. kept: the part whose weights
+    the rank keeps."""
 
     boxes: tuple[Box, ...]
     starts: tuple[int, ...]
@@ -27,8 +28,9 @@ class Division:
     def of(
         cls, boxes: Sequence[Box], step: int, ranks: int, index: int, *, divided: bool
     ) -> Division:
-        """That of rank `index` of so many that have the same boxes, each of which starts at a
-        multiple of `step`, as does each rank's part. divided: whether a rank keeps only its own."""
+        """Return the division of rank `index` among `ranks` ranks with the same boxes. Every box
+        and every rank's part start at a multiple of `step`. divided: each rank keeps only its own
+        part of the span."""
         starts, end = [], 0
         for box in boxes:
             starts.append(end)
@@ -40,13 +42,13 @@ class Division:
 
     @property
     def spans(self) -> list[slice]:
-        """Where each parameter lies."""
+        """The span of each parameter."""
         starts = zip(self.boxes, self.starts, strict=True)
         return [slice(start, start + box.size) for box, start in starts]
 
     def pieces(self, span: slice) -> Iterator[tuple[int, Box, slice]]:
-        """What `span` has of each parameter, in order: its number, a box, and where in the span
-        that lies."""
+        """Yield what `span` has of each parameter, in order: the parameter's number, a box, and the
+        place of that box within the span."""
         for number, (box, whole) in enumerate(zip(self.boxes, self.spans, strict=True)):
             low, high = max(span.start, whole.start), min(span.stop, whole.stop)
             at = low - span.start

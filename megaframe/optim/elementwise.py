@@ -1,5 +1,5 @@
-"""Rules that change each element on its own, each made of changes: what Lion and SGD do, and the
-average of weights beside them.
+"""Rules that change each element on its own, and the changes that they are made of: those of Lion
+and SGD, and the average of weights.
 
 Weight decay is decoupled from the gradient in all of them (Loshchilov and Hutter 2019), so that one
 setting means the same to each.
@@ -26,9 +26,9 @@ class Rates:
 
 
 class Change:
-    """Base of changes: `apply` does the work on a chunk. moments: what it remembers, by names that
-    no other change of the same weights has. whole: it needs no memory of its own, so that one
-    chunk is best where all is changed where it lies."""
+    """Base of changes: `apply` works on a chunk. moments: what it remembers, by names that no other
+    change of the same weights has. whole: it needs no memory of its own, so one chunk is best if
+    everything is changed in place."""
 
     whole = False
 
@@ -36,18 +36,18 @@ class Change:
         self.moments = moments
 
     def start(self, weights: Tensor, state: Mapping[str, Tensor]) -> None:
-        """The weights have their initial values; nothing depends on them."""
+        """Begin a run with the initial weights; by default nothing depends on them."""
 
     def apply(
         self, weights: Tensor, grads: Tensor, moments: Mapping[str, Tensor], step: Step
     ) -> None:
-        """Change weights and moments in place, and the gradients, which the next change gets; all
+        """Change weights and moments in place, and the gradients, which the next change gets. All
         are flat, in master precision."""
         raise NotImplementedError
 
 
 class Elementwise:
-    """The rule that makes some changes of each chunk, one after the other."""
+    """The rule that makes several changes to each chunk, one after the other."""
 
     def __init__(self, weights: Tensor, changes: Sequence[Change], keeping: Keeping) -> None:
         codes = {name: code for change in changes for name, code in change.moments.items()}
@@ -57,18 +57,18 @@ class Elementwise:
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """All that is remembered, as it lies in memory."""
+        """All state, as it is stored in memory."""
         return self._moments.tensors
 
     def start(self, weights: Tensor) -> None:
-        """The weights have their initial values."""
+        """Begin a run: the weights have their initial values."""
         for change in self._changes:
             change.start(weights, self.state)
 
     def update(
         self, weights: Tensor, grads: Tensor, step: Step, rounded: Tensor | None = None
     ) -> Iterable[None]:
-        """Nothing remains to be done."""
+        """Update the weights; no work remains."""
         chunks = self._moments.chunks(weights, step, rounded, whole=self._whole)
         for span, mine, moments in chunks:
             for change in self._changes:
@@ -76,21 +76,21 @@ class Elementwise:
         return ()
 
     def settle(self) -> None:
-        """Return when all that was changed is where it is kept."""
+        """Return when everything that was changed is back where it is kept."""
         self._moments.settle()
 
     def shown(self, *, to_load: bool = False) -> dict[str, Tensor]:
-        """What a checkpoint holds, each as long as the weights."""
+        """Return the state for a checkpoint, each tensor as long as the weights."""
         return self._moments.shown(to_load=to_load)
 
     def load(self) -> None:
-        """What was shown has been changed."""
+        """Take back the tensors that were shown, which have been changed."""
         self._moments.load()
 
 
 @dataclass(frozen=True)
 class LionOptions:
-    """beta1: share of the mean in the direction. beta2: what the mean keeps."""
+    """beta1: weight of the running mean in the direction. beta2: decay of the running mean."""
 
     beta1: float
     beta2: float
@@ -98,7 +98,7 @@ class LionOptions:
 
 
 class Lion(Change):
-    """The sign of a mean of gradients that leans on the last one (Chen et al. 2023)."""
+    """Moves by the sign of a mean of gradients that favours the last one (Chen et al. 2023)."""
 
     def __init__(self, options: LionOptions, keeping: Keeping) -> None:
         super().__init__({"mean": keeping.signed})
@@ -117,8 +117,8 @@ class Lion(Change):
 
 @dataclass(frozen=True)
 class MomentumOptions:
-    """momentum: what is left of the sum of gradients after a step. nesterov: go where the next
-    step would, if the gradient stayed."""
+    """momentum: what is left of the sum of gradients after a step. nesterov: move as the next step
+    would if the gradient stayed the same."""
 
     momentum: float
     nesterov: bool
@@ -126,8 +126,8 @@ class MomentumOptions:
 
 
 class Speed(Change):
-    """Gradients become the direction to go in, m = momentum m + g, or with nesterov g + momentum m,
-    as torch has it (Sutskever et al. 2013)."""
+    """Turns gradients into the direction to move in: m = momentum m + g or, with nesterov, g +
+    momentum m, as in torch (Sutskever et al. 2013)."""
 
     def __init__(self, options: MomentumOptions, keeping: Keeping) -> None:
         super().__init__({"momentum": keeping.signed} if options.momentum else {})
@@ -136,7 +136,7 @@ class Speed(Change):
     def apply(
         self, weights: Tensor, grads: Tensor, moments: Mapping[str, Tensor], step: Step
     ) -> None:
-        """Weights stay as they are."""
+        """Change momentum and gradients; the weights stay as they are."""
         grads = step.gradients(grads)
         if not moments:
             return
@@ -149,7 +149,7 @@ class Speed(Change):
 
 
 class Descent(Change):
-    """One step in the direction that gradients have become. After `Speed` it is SGD."""
+    """Moves one step in the direction that the gradients hold. After `Speed` this is SGD."""
 
     def __init__(self, rates: Rates) -> None:
         super().__init__({})
@@ -172,7 +172,7 @@ class Average(Change):
         self._decay = decay
 
     def start(self, weights: Tensor, state: Mapping[str, Tensor]) -> None:
-        """It starts from the initial weights."""
+        """Start from the initial weights."""
         state["ema"].copy_(weights)
 
     def apply(
@@ -183,6 +183,6 @@ class Average(Change):
 
 
 def move(weights: Tensor, direction: Tensor, rates: Rates, step: Step) -> None:
-    """w -= lr (direction + decay w); the direction is used up."""
+    """w -= lr (direction + decay w); `direction` is overwritten."""
     lr = step.constant(step.lr * rates.lr, 0.0)
     weights.mul_(1.0 - lr * rates.weight_decay).sub_(direction.mul_(lr))

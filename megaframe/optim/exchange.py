@@ -1,7 +1,7 @@
-"""Exchange: pieces of matrices on their way to the one rank that works on the whole, and back.
+"""Exchange: sends pieces of matrices to the one rank that works on the whole matrix, and back.
 
-A rank holds flat parts of slices of a weight, in boxes. Every rank knows those of all others, but
-not how they came to them: any layout is the same list of boxes.
+A rank holds flat parts of slices of a weight, as boxes. Every rank knows the boxes of all others,
+whatever layout they come from: any layout is just a list of boxes.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Boxes:
-    """Pieces of every rank of a group, in order. gives: no element twice. takes: every one that a
-    rank keeps."""
+    """The pieces of every rank of a group, in the order of ranks. gives: what a rank sends, no
+    element twice. takes: what a rank gets back, every element that it keeps."""
 
     gives: Sequence[Sequence[Piece]]
     takes: Sequence[Sequence[Piece]]
 
 
 class Exchange:
-    """Of `wholes` (boxes of tensors), of which rank owners[i] of the group works on number i. They
-    travel as `dtype`."""
+    """Exchanges `wholes` (boxes of tensors); rank owners[i] of the group works on number i. They
+    travel as type `dtype`."""
 
     def __init__(
         self,
@@ -62,24 +62,24 @@ class Exchange:
         self._taken = [[cut for cut in takes[r] if cut.whole in self._owned] for r in ranks]
 
     def collect(self, pieces: Sequence[Tensor], device: torch.device) -> Pending[Tensor]:
-        """Start sending the boxes that this rank gives."""
+        """Start sending this rank's pieces to the owners of the wholes."""
         parts = [pieces[c.piece][c.in_piece] for cuts in self._giving for c in cuts]
         return self._send(_flat(parts, self._dtype, device), self._giving, self._given)
 
     def wholes(self, arrived: Tensor) -> dict[int, Tensor]:
-        """What this rank owns, by number, put together from what was collected."""
+        """Return the wholes that this rank owns, by number, assembled from what was collected."""
         found = {i: arrived.new_empty(self._wholes[i].box.shape) for i in self._owned}
         for cut, part in _parts(arrived, self._given):
             found[cut.whole][cut.in_whole] = part
         return found
 
     def spread(self, wholes: Mapping[int, Tensor], device: torch.device) -> Pending[Tensor]:
-        """Start sending what became of them to the ranks that take it."""
+        """Start sending results for the owned wholes to the ranks that take them."""
         parts = [wholes[c.whole][c.in_whole] for cuts in self._taken for c in cuts]
         return self._send(_flat(parts, self._dtype, device), self._taken, self._taking)
 
     def taken(self, arrived: Tensor) -> Iterator[tuple[int, tuple[slice, ...], Tensor]]:
-        """What was spread: number of a box that this rank takes, the place in it, and values."""
+        """Yield what was spread: number of a box that this rank takes, place in it, values."""
         for cut, part in _parts(arrived, self._taking):
             yield cut.piece, cut.in_piece, part
 
@@ -93,7 +93,7 @@ class Exchange:
 
 
 def deal(work: Sequence[float], ranks: int) -> list[int]:
-    """A rank for each piece of work: the largest first, each to the one with the least so far."""
+    """Return a rank for each piece of work: the largest first, each to the least loaded rank."""
     loads = [(0.0, rank) for rank in range(ranks)]
     owners = [0] * len(work)
     for index in sorted(range(len(work)), key=lambda i: (-work[i], i)):
@@ -105,7 +105,7 @@ def deal(work: Sequence[float], ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Cut:
-    """What piece number `piece` and whole number `whole` share, as places in each."""
+    """What piece number `piece` and whole number `whole` have in common, as places in each."""
 
     piece: int
     whole: int
@@ -128,7 +128,7 @@ def _cut(pieces: Sequence[Piece], wholes: Sequence[Piece]) -> list[_Cut]:
 
 
 def _flat(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One after the other."""
+    """Return the parts as one flat tensor, one after the other."""
     out = torch.empty(sum(part.numel() for part in parts), dtype=dtype, device=device)
     start = 0
     for part in parts:
@@ -138,7 +138,7 @@ def _flat(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _parts(flat: Tensor, cuts: Sequence[Sequence[_Cut]]) -> Iterator[tuple[_Cut, Tensor]]:
-    """The reverse."""
+    """Split a flat tensor into the parts of cuts; the reverse of `_flat`."""
     start = 0
     for of_rank in cuts:
         for cut in of_rank:

@@ -1,6 +1,5 @@
-"""Where numbers stopped being finite. Every pass of a stage leaves a sign of health on the device;
-nobody looks at it unless an update was refused.
-"""
+"""Finds where numbers stopped being finite. Every pass of a stage leaves a sign of its health on
+the device, which nobody reads unless an update was refused."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ _HEALTHY = 2 * _MICROBATCHES * _STAGES * _UNITS * _RANKS
 
 @dataclass(frozen=True)
 class Sign:
-    """Of one pass: the largest absolute value that came of it, a scalar, NaN where there is one.
-    block: of the pass of one block only, by its number; -1 is the embedding."""
+    """The sign of one pass: the largest absolute value of its result, a scalar, which is NaN if the
+    result has one. block: its number, if it is the pass of one block only; -1 is the embedding."""
 
     backward: bool
     stage: int
@@ -29,12 +28,12 @@ class Sign:
 
 
 def sign(backward: bool, stage: int, microbatch: int, made: Tensor) -> Sign:
-    """The sign of a pass that made this tensor."""
+    """Return the sign of a pass whose result is `made`."""
     return Sign(backward, stage, microbatch, largest(made))
 
 
 def largest(made: Tensor) -> Tensor:
-    """Its largest absolute value."""
+    """Return the largest absolute value of a tensor."""
     return torch.linalg.vector_norm(made, torch.inf)
 
 
@@ -45,9 +44,10 @@ def first_sick(
     device: torch.device,
     samples: Sequence[Tensor] = (),
 ) -> str:
-    """In words, the first pass of a step whose result was not finite, over all ranks of `world`:
-    forward before backward, earlier microbatches first. Each rank gives its own signs, and of each
-    of its microbatches the numbers of its `samples`, equally many on all ranks, if any does."""
+    """Describe the first pass of a step whose result was not finite, over all ranks of `world`:
+    forward before backward, earlier microbatches first. Each rank gives its own signs. samples: for
+    each of a rank's microbatches the numbers of its samples, equally many on all ranks; given by
+    all ranks or by none."""
     sick = [one for one in signs if not bool(torch.isfinite(one.largest))]
     rank = world.ranks[world.index]
     first = torch.tensor(
@@ -75,8 +75,8 @@ def first_sick(
 
 
 def _order(one: Sign, stages: int, rank: int) -> int:
-    """Passes in the order in which a bad value travels, as one number; a whole pass comes after its
-    blocks."""
+    """Return a number that sorts passes in the order in which a bad value travels; a whole pass
+    comes after its blocks."""
     way = stages - 1 - one.stage if one.backward else one.stage
     unit = _UNITS - 1
     if one.block is not None:

@@ -1,8 +1,8 @@
-"""Moments: what a rule remembers of each element of a flat span, whatever type keeps it and where.
+"""Moments: what a rule remembers of each element of a flat span, in whatever type and memory.
 
-They are handed out a chunk at a time in master precision, beside the weights of the chunk, and
-taken back changed. So neither fewer bits nor another memory ever needs room for all of them at
-once, and no rule knows of either.
+They are handed out a chunk at a time in master precision, with the weights of the chunk, and are
+stored back after the change. Reduced types and host memory therefore never need room for all of
+them at once, and no rule knows about either.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from megaframe.optim.rule import Step
 from megaframe.plan.room import CHUNK
 
 _CHUNK, _GPU_CHUNK = BLOCK << 8, BLOCK << 15
-"""Elements at a time: what the cache of a core holds, and what keeps a GPU busy; `CHUNK` are
-copied to one."""
+"""Elements at a time: what fits into the cache of a core, and what keeps a GPU busy. `CHUNK` is for
+what is copied to a GPU."""
 _LARGEST_NUMBER = 1 << 30
-"""Numbers of draws, which are multiplied in 64 bits, start again after so many."""
+"""Numbers of draws start again after so many, because they are multiplied in 64 bits."""
 _WEIGHTS = "weights"
-"""As what weights travel beside moments; no moment has that name."""
+"""Name under which weights travel with moments; no moment has it."""
 
 
 @dataclass(frozen=True)
 class Keeping:
-    """How moments are kept. signed, square: codes. route: from where to the device; weights take
-    it too where the device has a rounded copy of them to compute with. numbers: of the elements of
-    a span, on a device, by which chances are drawn."""
+    """How moments are kept. signed, square: codes of averages of values and of squares. route: to
+    the device; weights take it too if the device computes with a rounded copy of them. numbers:
+    returns the numbers of a span's elements, by which chances are drawn, on a device."""
 
     signed: Code
     square: Code
@@ -58,7 +58,7 @@ class Moments:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All, as they lie in memory."""
+        """All tensors, as they are stored in memory."""
         return {
             name if index == 0 else f"{name}.scale": tensor
             for name, kept in self._kept.items()
@@ -66,12 +66,12 @@ class Moments:
         }
 
     def settle(self) -> None:
-        """Return when all that was changed is where it is kept."""
+        """Return when everything that was changed is back where it is kept."""
         self._route.settle()
 
     def shown(self, *, to_load: bool) -> dict[str, Tensor]:
-        """The values of each: the tensor that keeps them, or a copy in the host's memory where
-        that is a code in blocks. to_load: `load` is to take back what becomes of the copy."""
+        """Return the values of each moment: the tensor that keeps them or, for a code in blocks, a
+        copy in host memory. to_load: `load` is to take back the copy after it was changed."""
         self.settle()
         found = {}
         for name, code in self._codes.items():
@@ -87,7 +87,7 @@ class Moments:
         return found
 
     def load(self) -> None:
-        """Take back the copies that were shown, rounded to the nearest."""
+        """Take back the copies that were shown, rounded to nearest."""
         for name, values in self._shown.items():
             code = self._codes[name]
             for span in self._spans():
@@ -98,9 +98,9 @@ class Moments:
     def chunks(
         self, weights: Tensor, step: Step, rounded: Tensor | None = None, *, whole: bool = False
     ) -> Iterator[tuple[slice, Tensor, dict[str, Tensor]]]:
-        """Spans, each with its weights and moments, which may be changed in place until the next
-        one is asked for. rounded: becomes the weights, in its own type. whole: all at once, where
-        everything is changed where it lies."""
+        """Yield spans, each with its weights and moments, which may be changed in place until the
+        next span is asked for. rounded: receives the weights in its own type. whole: a single span,
+        if everything is changed in place."""
         self._shown = {}
         codes, kept = dict(self._codes), dict(self._kept)
         if self._route.device is not None and rounded is not None:
@@ -127,7 +127,7 @@ class Moments:
             self._back = self._route.put_back(here, home)
 
     def _encode(self, span: slice, parts: Parts, moments: Mapping[str, Tensor], step: Step) -> None:
-        """What was changed in a copy, because a code keeps it, becomes what is kept."""
+        """Store what was changed in a copy, because its code is not exact."""
         lossy = {name: code for name, code in self._codes.items() if not code.exact}
         if not lossy:
             return

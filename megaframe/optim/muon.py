@@ -1,9 +1,9 @@
-"""Muon: momentum whose matrices are made orthogonal (Jordan et al. 2024), each on one owner.
+"""Muon: momentum with orthogonalised matrices (Jordan et al. 2024), each on one owner.
 
-The singular values of a matrix are known only to who has all of it. So the pieces of a matrix, of
-whatever layout, travel to one rank, and what became of them travels back: the answer is that of one
-process. Of as many buckets as there are ranks, matrices are dealt together, by work; so the ranks
-have as much to do, and what is on its way is about one bucket on each.
+A matrix can be orthogonalised only as a whole. Its pieces, under any layout, are therefore sent to
+one rank, and the result is sent back, so the answer is that of one process. As many buckets as
+there are ranks are updated together, and their matrices are distributed by work. All ranks then
+have the same amount of work, and about one bucket is in transit on each.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from megaframe.optim.rule import Step
 from megaframe.parameter import Precision
 
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""Of x, x^3 and x^5: steep at 0, and near enough to 1 from there to 1 (Jordan et al. 2024)."""
+"""Of x, x^3 and x^5: steep at 0, and near 1 elsewhere up to x = 1 (Jordan et al. 2024)."""
 _STEPS = 5
 _SCALE = 0.2
-"""Root mean square of an update, about that of AdamW, so that both learn at one rate (Liu et al.
-2025)."""
+"""Root mean square of an update: about AdamW's, so that one rate fits both (Liu et al. 2025)."""
 
 
 class Muon:
-    """Of a bucket of matrices. group: the ranks that hold one copy of them together. divisions: how
-    it lies on each of these. after: changes that come after its own."""
+    """The rule of a bucket of matrices. group: the ranks that together hold one copy of them.
+    divisions: how the bucket is divided on each of these ranks. after: changes that follow Muon's
+    own."""
 
     def __init__(
         self,
@@ -65,42 +65,42 @@ class Muon:
 
     @property
     def work(self) -> list[float]:
-        """What each matrix costs; only the ratios matter."""
+        """The cost of each matrix; only the ratios matter."""
         sizes = [sorted(self._sides(whole)) for whole in self._wholes]
         return [float(few * few * (2 * many + few)) for few, many in sizes]
 
     def give_to(self, owners: Sequence[int]) -> None:
-        """Say which rank of the group owns each matrix."""
+        """Set which rank of the group owns each matrix."""
         self._exchange = Exchange(self._group, self._boxes, self._wholes, owners, self._dtype)
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """All that is remembered, as it lies in memory."""
+        """All state, as it is stored in memory."""
         return {**self._speed.state, **self._descent.state}
 
     def start(self, weights: Tensor) -> None:
-        """The weights have their initial values."""
+        """Begin a run: the weights have their initial values."""
         self._descent.start(weights)
 
     def settle(self) -> None:
-        """Return when all that was changed is where it is kept."""
+        """Return when everything that was changed is back where it is kept."""
         self._speed.settle()
         self._descent.settle()
 
     def shown(self, *, to_load: bool = False) -> Mapping[str, Tensor]:
-        """What a checkpoint holds, each as long as the weights."""
+        """Return the state for a checkpoint, each tensor as long as the weights."""
         return {**self._speed.shown(to_load=to_load), **self._descent.shown(to_load=to_load)}
 
     def load(self) -> None:
-        """What was shown has been changed."""
+        """Take back the tensors that were shown, which have been changed."""
         self._speed.load()
         self._descent.load()
 
     def update(
         self, weights: Tensor, grads: Tensor, step: Step, rounded: Tensor | None = None
     ) -> Iterator[None]:
-        """m = momentum m + g; w -= lr (scale * orthogonal(g + momentum m) + decay w). Only what
-        gradients have become travels, so that weights can come in chunks."""
+        """m = momentum m + g; w -= lr (scale * orthogonal(g + momentum m) + decay w). Weights do
+        not travel, only what the gradients have become, so weights can come in chunks."""
         assert self._exchange is not None, "every matrix has an owner before the first update"
         self._speed.update(weights, grads, step)
         gives = self._bucket.pieces(self._own(grads), self._bucket.own)
@@ -120,7 +120,7 @@ class Muon:
         return kept[start : start + self._bucket.own.stop - self._bucket.own.start]
 
     def _sides(self, whole: Piece) -> tuple[int, int]:
-        """Outputs and inputs of a matrix."""
+        """Return the number of outputs and of inputs of a matrix."""
         inputs = self._bucket.parameters[whole.tensor].spec.inputs
         return math.prod(whole.box.shape[:-inputs]), math.prod(whole.box.shape[-inputs:])
 
@@ -135,8 +135,8 @@ def _within(division: Division, span: slice) -> list[Piece]:
 
 
 def orthogonal(matrix_OI: Tensor) -> Tensor:
-    """U V^T of a matrix U S V^T, roughly: its singular values become about 0.7 to 1.2, by five
-    Newton-Schulz iterations of a quintic (Jordan et al. 2024), in the matrix's own type."""
+    """Return roughly U V^T of a matrix U S V^T: its singular values become about 0.7 to 1.2, by
+    five Newton-Schulz iterations of a quintic (Jordan et al. 2024), in the matrix's own type."""
     a, b, c = _COEFFICIENTS
     wide = torch.promote_types(matrix_OI.dtype, torch.float32)
     norm = torch.linalg.vector_norm(matrix_OI, dtype=wide).clamp_min(torch.finfo(wide).tiny)
@@ -150,8 +150,8 @@ def orthogonal(matrix_OI: Tensor) -> Tensor:
 
 
 def together(buckets: Sequence[Bucket], group: Group) -> list[list[Bucket]]:
-    """The buckets that are trained, in order, those that are updated at the same time together; the
-    matrices of Muon get their owners."""
+    """Return the buckets that are trained, in order, in lists of those that are updated together.
+    Gives the matrices of Muon their owners."""
     found: list[list[Bucket]] = []
     window: list[Bucket] = []
     for bucket in buckets:

@@ -1,7 +1,7 @@
-"""Numbering: which elements of which parameters lie where in a flat span, as one number each.
+"""Numbering: identifies the elements of parameters in a flat span by one number each.
 
-An element has the same number wherever a layout puts it, so what is drawn by numbers is drawn alike
-under all of them. They are made for a chunk at a time and never kept.
+An element has the same number wherever a layout puts it, so random draws that depend on numbers are
+the same under all layouts. Numbers are computed a chunk at a time and never kept.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megaframe.spec import Box, ParamSpec
 
 
 class Numbering:
-    """That of what a rank keeps of a bucket. An element's number is a hash of (seed, name of the
-    parameter) plus its place in the whole parameter, in row-major order."""
+    """The numbers of what a rank keeps of a bucket. An element's number is a hash of (seed, name of
+    the parameter) plus its place in the whole parameter, in row-major order."""
 
     def __init__(self, specs: Sequence[ParamSpec], division: Division, seed: int) -> None:
         self._shapes = [spec.shape for spec in specs]
@@ -26,7 +26,7 @@ class Numbering:
         self._division = division
 
     def __call__(self, span: slice, device: torch.device) -> Tensor:
-        """int64, of the elements of `span`; 0 of padding."""
+        """Return the numbers of the elements of `span`, int64; 0 for padding."""
         start = self._division.kept.start
         found = torch.zeros(span.stop - span.start, dtype=torch.int64, device=device)
         for index, box, place in self._division.pieces(
@@ -37,12 +37,12 @@ class Numbering:
 
 
 def positions(span: slice, device: torch.device) -> Tensor:
-    """The numbers of a span that is all there is: its positions."""
+    """Return the positions of a span as its numbers, for a span that is not part of a bucket."""
     return torch.arange(span.start, span.stop, device=device)
 
 
 def _count(out: Tensor, first: int, box: Box, shape: Sequence[int]) -> None:
-    """Write `first` plus the places of a box's elements in the tensor of this shape to `out`."""
+    """Write to `out` the places of a box's elements in the tensor of this shape, plus `first`."""
     rows = torch.zeros((), dtype=torch.int64, device=out.device)
     *outer, last = [
         torch.arange(start, start + count, device=out.device)

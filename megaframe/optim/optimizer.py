@@ -1,9 +1,9 @@
 """Optimizer: all buckets of this rank, from summed gradients to updated weights.
 
-An update has three phases: the norm of the summed gradients, the update of each bucket with the
-clipping factor and the loss scale folded in, and the way of the new weights to where the model
-computes. All three are computed on the device, so that nothing waits for the host: a norm that is
-not finite leaves every weight as it was, and the host hears of it when it asks.
+An update has three phases: the norm of the summed gradients; the update of each bucket, with the
+clipping factor and the loss scale folded in; and bringing the new weights to where the model
+computes. All three run on the device without waiting for the host: if the norm is not finite, every
+weight stays as it was, and the host learns of it when it asks.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ from megaframe.plan.lent import WAITED
 from megaframe.spec import Box, ParamSpec
 
 _NAMES = 512
-"""Bytes of the names of sick parameters that ranks tell each other."""
+"""Bytes for the names of parameters with non-finite gradients that ranks tell each other."""
 _VECTORS = ("gain", "bias", "balance")
-"""Roles of what is so small that all ranks keep it whole at any ZeRO stage."""
+"""Roles of parameters that are so small that ranks keep their values whole at any ZeRO stage."""
 _SHARDS = {"data": "data_shard", "expert_data": "expert_shard"}
-"""Of the ranks on an axis, those within one copy of the state."""
+"""For an axis, the name of its ranks within one copy of the state."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """What became of one optimizer step. grad_norm: before clipping, fp64 scalar on the device; one
-    that is not finite means that nothing was updated. landed: that norm, and the norm of each piece
-    of gradient that this rank sums, on the host when it is called."""
+    """The outcome of one optimizer step. grad_norm: before clipping, fp64 scalar on the device; if
+    it is not finite, nothing was updated. landed: returns, on the host, that norm and the norm of
+    each piece of gradient that this rank sums."""
 
     grad_norm: Tensor
     lr: float
     landed: Callable[[], list[Tensor]]
 
     def finite(self) -> bool:
-        """Whether weights were updated; waits for the step."""
+        """Return whether weights were updated; waits for the step."""
         return bool(torch.isfinite(self.landed()[0]))
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """updates: done so far. loss_scale: of the next step. good_steps: since the last overflow."""
+    """updates: number done. loss_scale: of the next step. good_steps: since the last overflow."""
 
     updates: int
     loss_scale: float
@@ -69,17 +69,18 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class Tied:
-    """A parameter that two pipeline ranks hold, whose gradients are summed over these `ends`."""
+    """A parameter that two pipeline ranks hold; its gradients are summed over these two, `ends`."""
 
     parameter: Parameter
     ends: Group
 
 
 class Optimizer:
-    """Buckets for the units of this rank's stages, given by number.
+    """The buckets for the units of this rank's stages, which are given by number.
 
-    The matrices of a unit's late part are a bucket, as are the rest of them, each table (which two
-    units or two ranks may share) and the gains and biases of a stage.
+    Parameters that are trained alike share a bucket, but there are separate ones for the matrices
+    of a unit's late part, for its other matrices, for each table (which two units or two ranks may
+    share), and for the gains and biases of a stage.
     """
 
     def __init__(
@@ -102,9 +103,9 @@ class Optimizer:
         self.buffers = Buffers(mesh.device)
         self._residents = Residents()
         self._in_flight: dict[int, Sequence[Bucket]] = {}
-        """Those whose reductions were started, the last one behind."""
+        """Buckets whose reductions were started, the latest ones last."""
         self.buckets: list[Bucket] = []
-        """All, in the order of the stages and their units, gains and biases of a stage first."""
+        """All buckets, in the order of stages and units; gains and biases come first in a stage."""
         self._owned: dict[int, list[Bucket]] = {}
         self._used: dict[int, list[Bucket]] = {}
         self._vectors: dict[int, list[Bucket]] = {}
@@ -119,12 +120,12 @@ class Optimizer:
         self._divided = config.parallel.zero >= 2
         plain = Wiring.of(config.parallel, compress=True).plain
         self._in_parts = config.parallel.zero >= 1 or mesh.layout.data_replicate > 1 or not plain
-        """Whether a reduction needs this rank more than once, or a buffer until it is done."""
+        """Whether a reduction takes several transfers, or holds a buffer until it is done."""
 
     def _lay_out(self, stages: Mapping[int, Sequence[Module]]) -> None:
         bucket_of: dict[Parameter, Bucket] = {}
         for number, units in stages.items():
-            # First of all, for the first block waits for them: behind the rest they would come last
+            # They come first, because the first block waits for them; otherwise they would be last
             vectors = {p: None for u in units for p in u.parameters() if p.spec.role in _VECTORS}
             made = self._buckets_of(list(vectors))
             self._vectors[number] = [b for b in made if b.optimizer is not None]
@@ -136,7 +137,7 @@ class Optimizer:
         self.buckets = list(dict.fromkeys(bucket_of.values()))
 
     def _lay_out_unit(self, unit: Module, bucket_of: dict[Parameter, Bucket]) -> None:
-        """Buckets for what no unit before had, added to `bucket_of`."""
+        """Make buckets for the parameters that no earlier unit has, and add them to `bucket_of`."""
         behind = set() if unit.late is None else {*unit.late.parameters()}
         new = [p for p in unit.parameters() if p not in bucket_of]
         rest = [p for p in new if p.spec.role not in TABLES]
@@ -150,7 +151,7 @@ class Optimizer:
             self._used[id(unit.late)] = late
 
     def _buckets_of(self, parameters: Sequence[Parameter]) -> list[Bucket]:
-        """One bucket for those that are alike."""
+        """Return a bucket for each set of parameters that are trained and summed alike."""
         alike: dict[object, list[Parameter]] = {}
         sizes = self._mesh.layout.sizes
         for p in parameters:
@@ -167,7 +168,7 @@ class Optimizer:
         wiring = Wiring.of(self._config.parallel, compress=spec.role not in _VECTORS)
         if spec.role in _VECTORS:
             stage = min(stage, 1)
-        if spec.role == "balance":  # counts, which all ranks need as they are
+        if spec.role == "balance":  # its gradients are counts, which all ranks need exactly
             stage, wiring, precision = 0, PLAIN, Precision(precision.master, precision.master)
         sharing = Sharing(mesh.group(*shard), mesh.group("data_replicate"), stage, wiring)
         return Bucket(
@@ -188,18 +189,18 @@ class Optimizer:
         self.begin()
 
     def draw(self, seed: int) -> None:
-        """Set the initial weights, and no more: others may be loaded over them."""
+        """Set the initial weights and nothing else; others may be loaded over them."""
         for bucket in self.buckets:
             bucket.draw(seed)
 
     def begin(self) -> None:
-        """Take the weights as they are for those that a run begins with."""
+        """Begin a run with the weights as they are."""
         for bucket in self.buckets:
             bucket.begin()
 
     def loads(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Of each router here the name of what it knows of the load of its experts, their load [E]
-        in the last step over all ranks, and what it knows [E]."""
+        """Yield for each router on this rank the name of its balance parameter, the load [E] of its
+        experts in the last step over all ranks, and the parameter's value [E]."""
         for bucket in self.buckets:
             if bucket.parameters[0].spec.role == "balance":
                 loads = bucket.pieces(bucket.sums, bucket.kept)
@@ -210,39 +211,41 @@ class Optimizer:
     # Values, as the passes of a stage need them.
 
     def fetch(self, unit: Module) -> None:
-        """Start bringing the values of a unit to this rank, where they are not here."""
+        """Start fetching the values of a unit, if they are not here."""
         self._residents.fetch(self._used[id(unit)])
 
     def take(self, unit: Module, *, whole: bool = True) -> None:
-        """Return when they are here, or all but those that only the late part has."""
+        """Return when a unit's values are here; if not `whole`, those that only its late part uses
+        may still be missing."""
         late = () if whole or unit.late is None else self._used[id(unit.late)]
         self._residents.take(self._used[id(unit)], late)
 
     def take_late(self, late: Module) -> None:
-        """Return when those of the late part of a unit are here, which has been taken."""
+        """Return when the values of the late part of a unit are here; the unit has been taken
+        before."""
         for bucket in self._used[id(late)]:
             bucket.take()
 
     def leave(self, unit: Module) -> None:
-        """They are not used until they are taken again."""
+        """Say that a unit's values are not used until they are taken again."""
         self._residents.leave(self._used[id(unit)])
 
     # Gradients.
 
     def start_step(self) -> None:
-        """Forget the gradients of the step before."""
+        """Forget the gradients of the previous step."""
         for bucket in self.buckets:
             bucket.start_step()
 
     def reduce(self, unit: Module, *, last: bool = True) -> None:
-        """A microbatch has added all that it adds to the gradients of the matrices that `unit`
-        owns, a late part or the rest of one; the `last` one of the step starts their way over the
-        ranks that have them. Where gradients are divided, each one does."""
+        """Reduce the gradients of the matrices that `unit` owns (a late part, or the rest of a
+        unit), after a microbatch has added everything to them. Only the `last` microbatch of the
+        step starts the reduction or, if gradients are divided, each one does."""
         if last or self._divided:
             self._start(self._owned[id(unit)], last)
 
     def reduce_vectors(self, stage: int) -> None:
-        """The same for gains and biases, when the last microbatch has left a stage."""
+        """Reduce the gains and biases of a stage, after the last microbatch has left it."""
         self._start(self._vectors[stage], last=True)
 
     def _start(self, buckets: Sequence[Bucket], last: bool) -> None:
@@ -250,8 +253,8 @@ class Optimizer:
             return
         self._in_flight.pop(id(buckets), None)
         if self._in_parts:
-            # A transfer has had the time in which two others were computed. What comes behind it
-            # can wait for the end of the step, unless it keeps a buffer.
+            # The transfer started two reductions ago has had time to finish: start its next one.
+            # Anything after that can wait for the end of the step, unless it holds a lent buffer.
             others = [*self._in_flight.values()]
             for before in (WAITED, 2 * WAITED)[: len(others) // WAITED]:
                 for bucket in others[-before]:
@@ -273,12 +276,12 @@ class Optimizer:
     # Weights.
 
     def hold(self, until: Callable[[], None]) -> None:
-        """Weights and state are being read: the next update starts when `until` returns."""
+        """Delay the next update until `until` returns, because weights and state are being read."""
         self._reader = until
 
     def update(self) -> Update:
-        """Clip the summed gradients and update the weights. What became of it is told to the host,
-        which must not be made to wait for it, a step later."""
+        """Clip the summed gradients and update the weights. The host is told the outcome a step
+        later, so that it does not have to wait for it."""
         self._hear()
         if self._reader is not None:
             self._reader()
@@ -302,7 +305,7 @@ class Optimizer:
         return self._last
 
     def _hear(self) -> None:
-        """Learn what became of the last update."""
+        """Learn the outcome of the last update."""
         if self._last is not None:
             finite, self._last = self._last.finite(), None
             self._updates += finite
@@ -310,36 +313,36 @@ class Optimizer:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss of the next step is to be multiplied with."""
+        """The factor by which the loss of the next step is to be multiplied."""
         if self._scale.dynamic:
             self._hear()
         return self._scale.value
 
     def settle(self) -> None:
-        """Return when updated weights are where the model computes: others may be loaded over them
-        then."""
+        """Return when updated weights are where the model computes; others may then be loaded over
+        them."""
         self._residents.clear()
         for bucket in self.buckets:
             if bucket.sharing.stage < 3:
                 bucket.take()
 
     def tensors(self, *, owned: bool = False) -> Iterator[tuple[str, ParamSpec, Box, Tensor]]:
-        """Everything that a checkpoint holds of the weights and of the optimizer: what this rank
-        keeps, or, `owned`, what it alone saves."""
+        """Yield everything that a checkpoint holds of the weights and of the optimizer: all that
+        this rank keeps or, if `owned`, only what this rank saves."""
         if owned and self._mesh.group("data_replicate").index:
             return
         for bucket in self.buckets:
             yield from bucket.tensors(owned=owned)
 
     def unsent(self) -> Iterator[tuple[str, Tensor]]:
-        """What compression hands on from step to step, which only the same rank of the same layout
-        can use."""
+        """Yield what compression carries over from step to step; only the same rank of the same
+        layout can use it."""
         for bucket in self.buckets:
             yield from bucket.unsent()
 
     def held(self) -> dict[str, int]:
-        """Bytes on this rank's device by kind; `buffers`: values to compute with beside the
-        weights, and room for whole gradients and transfers."""
+        """Return the bytes on this rank's device by kind. `buffers`: values that are not the
+        weights themselves, and room for whole gradients and transfers."""
         weights = sum(bucket.weights.nbytes for bucket in self.buckets if not bucket.away)
         gradients = sum(bucket.sums.nbytes for bucket in self._trained())
         rules = [bucket.optimizer for bucket in self.buckets if bucket.optimizer is not None]
@@ -349,12 +352,12 @@ class Optimizer:
         return {"weights": weights, "gradients": gradients, "optimizer": state, "buffers": rest}
 
     def state(self) -> OptimizerState:
-        """The numbers that a checkpoint holds beside the tensors."""
+        """Return the numbers that a checkpoint holds besides the tensors."""
         self._hear()
         return OptimizerState(self._updates, self._scale.value, self._scale.good)
 
     def load_state(self, state: OptimizerState) -> None:
-        """Continue from `state`; the tensors were loaded into the buckets before."""
+        """Continue from `state`; the tensors have already been loaded into the buckets."""
         self._last, self._updates = None, state.updates
         self._scale.value, self._scale.good = state.loss_scale, state.good_steps
         self._residents.clear()
@@ -364,8 +367,8 @@ class Optimizer:
             bucket.renew()
 
     def _piece_norms(self) -> Tensor:
-        """Norm of each piece of gradient that this rank sums, fp64 [pieces]. All ranks that hold
-        one copy of the model together have each element of the gradient once."""
+        """Return the norm of each piece of gradient that this rank sums, fp64 [pieces]. The ranks
+        that together hold one copy of the model have each element of the gradient once."""
         pieces = [piece for _, piece in self._own_pieces]
         if not pieces:
             return torch.zeros(0, dtype=torch.float64, device=self._mesh.device)
@@ -377,7 +380,8 @@ class Optimizer:
 
     @cached_property
     def _own_pieces(self) -> list[tuple[str, Tensor]]:
-        """By the names that a piece is of; with a kernel one each bucket, which is one launch."""
+        """The pieces, each with the names of its parameters; with a kernel one piece per bucket,
+        because each piece is one launch."""
         if self._kernels.has("square_sum"):
             return [
                 (",".join(p.spec.name for p in bucket.parameters), bucket.own_sums)
@@ -392,19 +396,20 @@ class Optimizer:
         ]
 
     def _norm(self, pieces: Tensor) -> Tensor:
-        """Norm of the gradients of the whole model, from the norms of this rank's pieces."""
+        """Return the norm of the whole model's gradients, from the norms of this rank's pieces."""
         return all_reduce(pieces.square().sum(), self._one_copy()).wait().sqrt()
 
     def _trained(self) -> list[Bucket]:
         return [b for b in self.buckets if b.optimizer is not None]
 
     def _one_copy(self) -> Group:
-        """The ranks that hold one copy of the model together."""
+        """Return the ranks that together hold one copy of the model."""
         return self._mesh.group("pipeline", "data_shard", "context", "tensor")
 
     def sick(self, update: Update) -> tuple[str, ...]:
-        """Names of parameters whose gradients of an update were not finite, on the first rank that
-        has any. All ranks call it, and get the same."""
+        """Return the names of parameters whose gradients of an update were not finite, on the first
+        rank that has any; none if only their norm overflows. All ranks call it, and get the same
+        names."""
         norms = update.landed()[1].tolist()
         found = {
             name: None
@@ -415,8 +420,7 @@ class Optimizer:
         first = torch.tensor(group.index if found else group.size, device=self._mesh.device)
         first = all_reduce(first, group, "min").wait()
         text = ",".join(found).encode()[:_NAMES] if int(first) == group.index else b""
-        names = torch.tensor([*text.ljust(_NAMES, b" ")], dtype=torch.int32)
-        if not text:
-            names.zero_()
+        names = torch.tensor([*text.ljust(_NAMES, b"\0")], dtype=torch.int32)
         names = all_reduce(names.to(self._mesh.device), group).wait()
-        return tuple(bytes(names.tolist()).decode(errors="replace").strip().split(","))
+        text = bytes(names.tolist()).rstrip(b"\0")
+        return tuple(text.decode(errors="replace").split(",")) if text else ()

@@ -1,8 +1,8 @@
 """PowerSGD: matrices travel as two thin factors (Vogels, Karimireddy and Jaggi 2019).
 
-A factor is summed like any gradient, so every rank ends with the same sum. What is compressed are
-the boxes that a span has of each matrix: where another rank's part begins, a matrix is cut into
-whole rows, which are of no higher rank than all of it. So any ZeRO stage can use it.
+Factors are summed like any gradient, so every rank ends with the same sum. What is compressed are
+the boxes that a span has of each matrix: the boundary of a rank's part cuts a matrix into whole
+rows, whose matrix rank is no higher than that of the whole. It therefore works at every ZeRO stage.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from megaframe.comm import Group, all_reduce
 from megaframe.optim.wire import Transfers, Wire
 
 Views = Callable[[Tensor], Sequence[Tensor]]
-"""What a flat span has of each parameter, in boxes, as views."""
+"""Returns what a flat span has of each parameter, in boxes, as views."""
 
 
 class PowerWire(Wire):
-    """Sends factors of `rank` columns of each box that they make smaller, the others as they are.
+    """Sends two factors of `rank` columns for each box that becomes smaller by this, and other
+    boxes unchanged.
 
-    residual: zeros, as long as the span. One power iteration a sum starts from the factor of the
-    sum before, so that it follows the gradients' directions over the steps.
+    residual: zeros, as long as the span. Each sum does one power iteration, which starts from the
+    factor of the previous sum, so that it follows the directions of the gradients over the steps.
     """
 
     def __init__(self, group: Group, residual: Tensor, views: Views, rank: int) -> None:
@@ -57,7 +58,7 @@ class PowerWire(Wire):
             right = second.parts[number]
             torch.mm(base, right.t(), out=sums[number])
             owed[number].sub_(base @ mine[number].t())
-            # A step that is not finite is skipped, and must leave no direction behind.
+            # A step that is not finite is skipped, and its directions must not be kept.
             kept = torch.where(right.isfinite().all(), right, self._right[number])
             self._right[number].copy_(kept)
         self._residual.nan_to_num_(0.0, 0.0, 0.0)
@@ -66,7 +67,7 @@ class PowerWire(Wire):
         yield from self.sum(flat)
 
     def _split(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The boxes of a span that are compressed, as matrices, and the others."""
+        """Return the boxes of a span that are compressed, as matrices, and the others."""
         matrices = [as_matrix(box) for box in self._views(flat)]
         small = [sent_whole(matrix.shape, self._rank) for matrix in matrices]
         return (
@@ -76,8 +77,8 @@ class PowerWire(Wire):
 
 
 class _Packed:
-    """Copies of tensors in one flat buffer, of the kind of `like`. parts: views of it in their
-    shapes."""
+    """Copies of tensors in one flat buffer, on the device of `like`. parts: views of it in the
+    shapes of the tensors."""
 
     def __init__(self, tensors: Sequence[Tensor], like: Tensor) -> None:
         flat = [one.flatten() for one in tensors]
@@ -87,14 +88,14 @@ class _Packed:
 
 
 def as_matrix(box: Tensor) -> Tensor:
-    """A box as a matrix, its dims split where rows and columns are fewest together: of a weight
-    those of its outputs from those of its inputs."""
+    """View a box as a matrix, with its dims split where rows plus columns are fewest: for a weight,
+    between the dims of its outputs and those of its inputs."""
     shape = box.shape
     splits = [(math.prod(shape[:at]), math.prod(shape[at:])) for at in range(len(shape) + 1)]
     return box.view(min(splits, key=sum))
 
 
 def sent_whole(shape: Sequence[int], rank: int) -> bool:
-    """Whether two factors of so many columns are no smaller than a matrix."""
+    """Return whether two factors of `rank` columns are no smaller than a matrix of this shape."""
     rows, columns = shape
     return rank * (rows + columns) >= rows * columns

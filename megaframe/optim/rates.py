@@ -8,7 +8,7 @@ from megaframe.config import Optim
 
 
 def learning_rate(optim: Optim, update: int, steps: int) -> float:
-    """Rate of update number `update` (from 0) in a run of `steps` updates.
+    """Return the learning rate of update number `update` (from 0) in a run of `steps` updates.
 
     Warm-up rises linearly and reaches `lr` at update `warmup`. inverse_sqrt falls from there as
     sqrt(warmup / update) (Vaswani et al. 2017).

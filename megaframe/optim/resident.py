@@ -1,7 +1,7 @@
-"""Residents: the units whose values are whole on this rank, where ZeRO stage 3 divides them.
+"""Residents: the units whose values are whole on this rank while ZeRO stage 3 divides values.
 
-A block's values stay until another block needs the room, because a backward pass begins where the
-forward pass ended. The large tables at the ends of the model are used once and go at once.
+A block's values stay until another block needs the space, because a backward pass begins where the
+forward pass ended. The large tables at the ends of the model are released as soon as they are used.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from megaframe.optim.bucket import Bucket
 from megaframe.plan.lent import BLOCKS
 
 TABLES = ("embedding", "head")
-"""Roles of what is used at one end of the model only."""
+"""Roles of parameters that are used only at one end of the model."""
 
 
 class Residents:
-    """Fetches values ahead of their use, and lets others go for them. A unit is given as its
-    buckets, always the same list. Of blocks, the one taken last and the one fetched last are never
-    let go."""
+    """Fetches values ahead of their use, and drops others to make room. A unit is given as its
+    buckets, always as the same list. Of blocks, the one taken last and the one fetched last are
+    always kept."""
 
     def __init__(self) -> None:
         self._blocks: list[Sequence[Bucket]] = []
 
     def fetch(self, unit: Sequence[Bucket]) -> None:
-        """Start bringing the unit's values, if they are not here."""
+        """Start fetching the unit's values, if they are not here."""
         if not _at_the_ends(unit):
             self._blocks = [other for other in self._blocks if other is not unit]
             if len(self._blocks) == BLOCKS:
@@ -34,19 +34,19 @@ class Residents:
             bucket.fetch()
 
     def take(self, unit: Sequence[Bucket], without: Sequence[Bucket] = ()) -> None:
-        """Return when the unit's values are here, or are on their way."""
+        """Return when the unit's values are here; those of `without` may still be on their way."""
         self.fetch(unit)
         for bucket in unit:
             if bucket not in without:
                 bucket.take()
 
     def leave(self, unit: Sequence[Bucket]) -> None:
-        """The unit's values are not used until they are taken again."""
+        """Say that the unit's values are not used until taken again. Tables are dropped."""
         if _at_the_ends(unit):
             _drop(unit)
 
     def clear(self) -> None:
-        """Let everything go."""
+        """Drop the values of all blocks."""
         while self._blocks:
             _drop(self._blocks.pop())
 

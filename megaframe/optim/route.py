@@ -1,9 +1,10 @@
-"""Route: between where a flat span is kept, which may be the host's memory, and the device.
+"""Route: carries data between the place where it is kept, possibly host memory, and the device.
 
-What is kept on the host comes a chunk at a time. Three rooms on the device take turns: while one
-chunk is computed with, the next one comes and the one before goes back, each way in a stream of its
-own. A room is used again when what was in it is home. The device sees to that and the host need not
-wait for it; so however far the host is ahead, no more than these rooms is ever needed.
+What is kept on the host comes to the device a chunk at a time. Three rooms (buffers on the device)
+take turns: while one chunk is computed with, the next one comes and the one before goes back, each
+direction in its own stream. A room is used again only when its chunk is back home. Events on the
+device ensure this without the host waiting, so however far ahead the host is, no more rooms are
+needed.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from torch import Tensor
 from megaframe.plan.room import ROOMS
 
 _ALIGNMENT = 512
-"""Bytes on which what is in a room starts."""
+"""Bytes to which each tensor in a room is aligned."""
 Parts = Mapping[str, tuple[Tensor, ...]]
 
 
 @dataclass
 class _Room:
-    """Memory on the device. free: when what was in it is home."""
+    """Memory on the device. free: the event after which the chunk that was in it is back home."""
 
     memory: Tensor
     free: torch.cuda.Event | None = None
@@ -38,8 +39,8 @@ class Visit:
 
 
 class Route:
-    """Where all is kept on the device that computes: nothing travels. device: from which what is
-    kept is away, None where it is not. bytes: kept away."""
+    """The route of what is kept on the device that computes, where nothing moves. device: the
+    device that computes if data is kept elsewhere, else None. bytes: kept elsewhere."""
 
     device: torch.device | None = None
     bytes = 0
@@ -50,26 +51,27 @@ class Route:
         return 0
 
     def keep(self, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The same, where it is to be kept."""
+        """Return the tensors, in the memory in which they are to be kept."""
         return made
 
     def fetch(self, parts: Parts, after: torch.cuda.Event | None) -> Visit:
-        """Start bringing what is kept. after: when it was put back the last time."""
+        """Start bringing what is kept. after: the event that its last `put_back` returned."""
         return Visit(parts)
 
     def arrive(self) -> None:
-        """What is computed from now on may use what was fetched so far."""
+        """Let all later computation use what has been fetched so far."""
 
     def put_back(self, visit: Visit, home: Parts) -> torch.cuda.Event | None:
-        """Start bringing back what has been computed so far. Returns when it is there."""
+        """Start bringing back the visit's parts as computed so far. Returns the event after which
+        they are back, or None if there is nothing to wait for."""
         return None
 
     def settle(self) -> None:
-        """Return when everything has been put back: the host may read it, and change it."""
+        """Return when everything has been put back, so that the host may read and change it."""
 
 
 class HostRoute(Route):
-    """Between the host's memory and a device that copies in order with what it computes."""
+    """The route between host memory and a device that copies in order with its computation."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.bytes = device, 0
@@ -88,7 +90,7 @@ class HostRoute(Route):
         room = self._rooms[self._turn]
         self._turn = (self._turn + 1) % ROOMS
         needed = sum(_aligned(one.nbytes) for part in parts.values() for one in part)
-        if len(room.memory) < needed:  # what is on its way keeps the memory that it has
+        if len(room.memory) < needed:  # chunks on their way keep their memory
             for each in self._rooms:
                 each.memory = self._made(needed)
         visit = Visit(_places(room.memory, parts), room)
@@ -107,7 +109,7 @@ class HostRoute(Route):
 
 
 class GpuRoute(HostRoute):
-    """To a GPU: copies in either direction run beside the computation, each in a stream."""
+    """The route to a GPU: copies run beside the computation, with a stream for each direction."""
 
     def __init__(self, device: torch.device) -> None:
         self._inward, self._outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -134,7 +136,7 @@ class GpuRoute(HostRoute):
         made = super()._made(size)
         for stream in (self._inward, self._outward):
             stream.wait_stream(torch.cuda.current_stream(self.device))
-            made.record_stream(stream)  # nobody else gets it before they are done with it
+            made.record_stream(stream)  # not reused before they are done with it
         return made
 
     def _bring(self, parts: Parts, visit: Visit, after: torch.cuda.Event | None) -> None:
@@ -150,12 +152,12 @@ STAYS = Route()
 
 
 def route_from(device: torch.device) -> Route:
-    """By which what is kept in the host's memory comes to a device."""
+    """Return the route from host memory to a device."""
     return GpuRoute(device) if device.type == "cuda" else HostRoute(device)
 
 
 def copy(sources: Parts, targets: Parts) -> None:
-    """Copy what one has of each into the other, without a wait of the host for a device."""
+    """Copy each source to its target, without a wait of the host for a device."""
     for name, part in sources.items():
         for source, target in zip(part, targets[name], strict=True):
             target.copy_(source, non_blocking=True)
@@ -166,7 +168,7 @@ def _aligned(size: int) -> int:
 
 
 def _places(memory: Tensor, parts: Parts) -> Parts:
-    """Where in memory each of them lies, one after the other."""
+    """Return the places of the parts in `memory`, one after the other, as views."""
     places, start = {}, 0
     for name, part in parts.items():
         found = []

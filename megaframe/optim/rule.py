@@ -1,4 +1,4 @@
-"""Rule: how the gradients of one flat span of weights change them, and what is remembered of it."""
+"""Rule: how gradients change one flat span of weights, and what it remembers between steps."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Step:
-    """One update. number: from 1. lr: the learning rate. divisor: scalar in master precision by
-    which gradients are to be divided. skip: scalar, fp32; where it is 1 nothing changes."""
+    """One update. number: counted from 1. lr: the learning rate. divisor: scalar in master
+    precision by which to divide gradients. skip: fp32 scalar; if it is 1, nothing changes."""
 
     number: int
     lr: float
@@ -21,12 +21,12 @@ class Step:
     skip: Tensor
 
     def constant(self, value: float, skipped: float) -> Tensor:
-        """Scalar in master precision on the device: `value`, or `skipped` in a skipped step."""
+        """Return a scalar in master precision: `value`, or `skipped` in a skipped step."""
         full = torch.full_like(self.divisor, value)
         return torch.where(self.skip.bool(), torch.full_like(self.divisor, skipped), full)
 
     def gradients(self, sums: Tensor) -> Tensor:
-        """`sums` divided, in place; zero in a skipped step, whatever they were."""
+        """Divide `sums` in place and return them; zero in a skipped step, even if not finite."""
         return sums.div_(self.divisor).masked_fill_(self.skip.bool(), 0.0)
 
 
@@ -35,31 +35,31 @@ class Rule(Protocol):
 
     @property
     def state(self) -> Mapping[str, Tensor]:
-        """All that is remembered, as it lies in memory."""
+        """All state, as it is stored in memory."""
         ...
 
     def start(self, weights: Tensor) -> None:
-        """The weights have their initial values."""
+        """Begin a run: the weights have their initial values."""
         ...
 
     def update(
         self, weights: Tensor, grads: Tensor, step: Step, rounded: Tensor | None = None
     ) -> Iterable[None]:
-        """Change the weights, and the gradients, which are on the device, as is convenient.
-        rounded: on the device, becomes the weights in its own type; where it is given, weights lie
-        where the state does. Of a rule that works together with other ranks the result is what
-        remains to be done, in parts; all rules that start together do a part each in turn."""
+        """Change the weights, and the gradients as is convenient; gradients are on the device.
+        rounded: on the device, receives the weights in its own type; if it is given, the weights
+        are kept where the state is. A rule that works together with other ranks returns the work
+        that remains, in parts; rules that start together do one part each in turn."""
         ...
 
     def settle(self) -> None:
-        """Return when all that was changed is where it is kept."""
+        """Return when everything that was changed is back where it is kept."""
         ...
 
     def shown(self, *, to_load: bool = False) -> Mapping[str, Tensor]:
-        """What a checkpoint holds, each as long as the weights. to_load: the tensors may be
-        changed, and then `load` takes them back."""
+        """Return the state for a checkpoint, each tensor as long as the weights. to_load: the
+        caller may change the tensors; `load` then takes them back."""
         ...
 
     def load(self) -> None:
-        """What was shown has been changed."""
+        """Take back the tensors that were shown, which have been changed."""
         ...

@@ -8,8 +8,8 @@ _SMALLEST, _LARGEST = 2.0**-14, 2.0**24
 
 
 class LossScale:
-    """`value` multiplies the loss; gradients are divided by it before they are used. 1 and constant
-    unless the precision is fp16."""
+    """`value` multiplies the loss, and gradients are divided by it before they are used. It is 1
+    and constant unless the precision is fp16."""
 
     def __init__(self, config: RunConfig) -> None:
         self.dynamic = config.train.precision == "fp16"
@@ -18,7 +18,7 @@ class LossScale:
         self.good = 0
 
     def update(self, finite: bool) -> None:
-        """Learn from one step."""
+        """Adjust the scale to one step, whose gradients were finite or not."""
         if not self.dynamic:
             return
         self.good = self.good + 1 if finite else 0

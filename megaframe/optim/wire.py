@@ -1,10 +1,10 @@
 """Wires: how gradients travel while they are summed over a group of ranks.
 
-A plain wire sends them as they are. A coded one sends each part as a message to the rank that sums
-it, in master precision, and the sum as a message to all: twice (ranks - 1) / ranks of a bucket's
-messages, however many ranks there are, and every rank ends with the same bits. Its own part a rank
-never encodes. What a message leaves out is added to what the next one has to say (error feedback,
-Seide et al. 2014), also for the sum, of which its owner keeps the rest.
+A plain wire sends them unchanged. A coded wire sends each part as a message to its owner, the rank
+that sums it in master precision, and the sum as a message to all. For any number of ranks this is 2
+(ranks - 1) / ranks of a bucket's messages, and every rank ends with the same bits. A rank never
+encodes its own part. What a message leaves out is added to the next one (error feedback, Seide et
+al. 2014); for the sum, its owner keeps what was left out.
 """
 
 from __future__ import annotations
@@ -22,25 +22,24 @@ from megaframe.optim.buffers import Buffers
 from megaframe.optim.codec import Codec
 
 Transfers = Generator[Pending[Tensor], None, None]
-"""Transfers, each of which has to be done before the next is asked for."""
+"""Transfers, each of which must be done before the next one is asked for."""
 
 
 class Wire:
-    """Sums over `group`, in place. This one sends what is there. buffers: lend room for what
+    """Sums over `group`, in place. This wire sends gradients unchanged. buffers: lend room for what
     arrives on a CPU."""
 
     def __init__(self, group: Group, buffers: Buffers | None = None) -> None:
         self.group, self._buffers = group, buffers
         self.state: dict[str, Tensor] = {}
-        """What the next sum depends on, by name: this rank's alone, and of no use to another
-        layout."""
+        """What the next sum depends on, by name: specific to this rank and layout."""
 
     def sum(self, flat: Tensor) -> Transfers:
-        """All of `flat` becomes its sum over the ranks."""
+        """Replace all of `flat` by its sum over the ranks."""
         yield all_reduce(flat, self.group)
 
     def sum_part(self, flat: Tensor) -> Transfers:
-        """This rank's part becomes its sum; what the others become is undefined."""
+        """Replace this rank's part by its sum; the other parts become undefined."""
         if self._buffers is None or not self.group.in_pairs(flat):
             yield reduce_scatter_(flat, self.group)
             return
@@ -50,13 +49,13 @@ class Wire:
         self._buffers.give(room)
 
     def spread(self, flat: Tensor) -> Transfers:
-        """All parts become those of their ranks."""
+        """Replace every part by that of its rank."""
         yield all_gather_(flat, self.group)
 
 
 class CodedWire(Wire):
-    """Sends messages. residual: zeros, as many as `size` ranks times `part_length` of the span;
-    without it there is no error feedback."""
+    """Sends messages. residual: zeros, one `part_length` of the span per rank; without it there is
+    no error feedback."""
 
     def __init__(self, group: Group, codec: Codec, residual: Tensor | None = None) -> None:
         super().__init__(group)
@@ -78,7 +77,7 @@ class CodedWire(Wire):
         yield from self._gather(part(flat, self.group), flat)
 
     def _scatter(self, flat: Tensor) -> Generator[Pending[Tensor], None, Tensor]:
-        """Returns the sum of this rank's part, as long as all parts are."""
+        """Return the sum of this rank's part, padded to the length of a part."""
         rows, here, codec = self._rows(flat), self.group.index, self.codec
         others = [row for rank, row in enumerate(rows) if rank != here]
         messages = torch.stack([codec.encode(row) for row in others])
@@ -102,7 +101,7 @@ class CodedWire(Wire):
             into.copy_(self.codec.decode(message, len(total), flat.dtype)[: len(into)])
 
     def _rows(self, flat: Tensor) -> Tensor:
-        """The parts [ranks, part] of a span, and what was not sent of them; zeros fill it up."""
+        """Return the parts [ranks, part] of a span, zero-padded, plus what was not sent before."""
         ranks = self.group.size
         if self.residual is None:
             short = ranks * part_length(len(flat), ranks) - len(flat)
@@ -111,13 +110,13 @@ class CodedWire(Wire):
         return self.residual.view(ranks, -1)
 
     def _leave(self, row: Tensor, message: Tensor) -> None:
-        """Keep what the message does not say of `row`; nothing of what is not finite, which a
-        skipped step must not hand on."""
+        """Keep what the message leaves out of `row`, but nothing that is not finite, because a
+        skipped step must not pass it on."""
         if self.residual is not None:
             row.sub_(self.codec.decode(message, len(row), row.dtype))
             row.nan_to_num_(0.0, 0.0, 0.0)
 
 
 def part_length(length: int, ranks: int) -> int:
-    """Elements of each rank's part of a span."""
+    """Return the number of elements of each rank's part of a span."""
     return math.ceil(length / ranks)

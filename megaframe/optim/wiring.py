@@ -1,4 +1,4 @@
-"""Wiring: which wire a config gives to the gradients of a bucket over a group."""
+"""Wiring: which wire the config selects for the gradients of a bucket over a group."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megaframe.optim.wire import CodedWire, Wire, part_length
 
 @dataclass(frozen=True)
 class Wiring:
-    """precision: that of gradients which are not compressed. compress: how those are that go over
-    slow links. share: of topk. rank: of powersgd."""
+    """precision: of gradients that are not compressed. compress: how gradients are compressed that
+    travel over slow links. share: for topk. rank: for powersgd."""
 
     precision: Literal["master", "bf16"] = "master"
     compress: Literal["none", "int8", "topk", "powersgd"] = "none"
@@ -27,7 +27,7 @@ class Wiring:
 
     @classmethod
     def of(cls, parallel: Parallel, *, compress: bool) -> Wiring:
-        """That of a config; without `compress`, of gradients too small to be worth it."""
+        """Return the wiring of a config. compress: False if compression is not worth it."""
         return cls(
             parallel.reduce_precision,
             parallel.compress if compress else "none",
@@ -37,7 +37,7 @@ class Wiring:
 
     @property
     def plain(self) -> bool:
-        """Whether all gradients travel as they are."""
+        """Whether all gradients travel unchanged."""
         return self.precision == "master" and self.compress == "none"
 
     def wire(
@@ -48,8 +48,8 @@ class Wiring:
         buffers: Buffers,
         slow: Views | None = None,
     ) -> Wire:
-        """The wire for spans of so many elements over the group. slow: its links are, and this is
-        what a span has of each parameter."""
+        """Return the wire over the group for spans of `length` elements. slow: given if the group's
+        links are slow; returns what a span has of each parameter."""
         if group.size == 1:
             return Wire(group)
         if slow is None or self.compress == "none":
@@ -63,4 +63,4 @@ class Wiring:
 
 
 PLAIN = Wiring()
-"""All gradients travel as they are."""
+"""All gradients travel unchanged."""

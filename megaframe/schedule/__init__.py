@@ -1,4 +1,4 @@
-"""A step as data: lists of actions that are generated, lowered, printed and executed."""
+"""Schedules: a step as lists of actions, which are generated, lowered, printed and executed."""
 
 from megaframe.schedule.actions import Action, Kind, parse_action
 from megaframe.schedule.generators import generate, schedule_mistakes

@@ -1,4 +1,4 @@
-"""Actions: the steps of a schedule, with a text form."""
+"""Actions: the steps of a schedule, and their text form."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from megaframe.errors import UserError
 class Kind(str, Enum):
     """What an action does.
 
-    F: forward of one microbatch through one stage. B: its backward: both gradients, or that of the
-    input alone where a W of the same stage and microbatch follows. W: the gradient of the weights.
-    SEND_F, RECV_F: the output of the stage goes to the next one; its input comes from the one
-    before. SEND_B, RECV_B: the gradient of its input goes to the one before; that of its output
-    comes from the next one. REDUCE: from here on each gradient bucket of the stage leaves as soon
-    as it is complete. UPDATE: the optimizer updates the weights of all stages of the rank.
+    F: forward of one microbatch through one stage.
+    B: its backward: both gradients, or only that of the input if a W of the same stage and
+    microbatch follows.
+    W: the gradient of the weights.
+    SEND_F, RECV_F: send the output of the stage to the next stage; receive its input from the
+    previous stage.
+    SEND_B, RECV_B: send the gradient of its input to the previous stage; receive the gradient of
+    its output from the next stage.
+    REDUCE: from here on, the reduction of each gradient bucket of the stage starts as soon as the
+    bucket is complete.
+    UPDATE: the optimizer updates the weights of all stages of the rank.
     """
 
     F = "F"
@@ -32,17 +37,17 @@ class Kind(str, Enum):
 
     @property
     def is_compute(self) -> bool:
-        """Whether a generator emits it; lowering adds the others."""
+        """Whether generators emit actions of this kind; lowering adds the other kinds."""
         return self in _COMPUTE
 
     @property
     def per_microbatch(self) -> bool:
-        """Whether the action belongs to one microbatch."""
+        """Whether an action of this kind belongs to one microbatch."""
         return self not in (Kind.REDUCE, Kind.UPDATE)
 
     @property
     def lane(self) -> str:
-        """The ordered stream of work that the action is issued to."""
+        """The lane (ordered stream of work) of actions of this kind."""
         return _LANES.get(self, "compute")
 
 
@@ -58,8 +63,8 @@ _LANES = {
 
 @dataclass(frozen=True)
 class Action:
-    """One step of a rank's schedule. Text form: stage, kind and microbatch, the numbers left out
-    where they do not apply: `2F0`, `2SEND_F0`, `2REDUCE`, `UPDATE`."""
+    """One step of a rank's schedule. Its text form is stage, kind and microbatch, without numbers
+    that do not apply: `2F0`, `2SEND_F0`, `2REDUCE`, `UPDATE`."""
 
     kind: Kind
     stage: int | None = None
@@ -74,9 +79,9 @@ _PATTERN = re.compile(r"(\d{1,9})?([A-Z]+(?:_[A-Z])?)(\d{1,9})?")
 
 
 def parse_action(text: str) -> Action:
-    """The action that prints as `text`.
+    """Return the action whose text form is `text`.
 
-    Raises `UserError` when there is none.
+    Raises `UserError` if there is none.
     """
     match = _PATTERN.fullmatch(text)
     kinds = {kind.value: kind for kind in Kind}

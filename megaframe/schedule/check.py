@@ -1,9 +1,10 @@
 """Check: proves that a schedule runs to its end and computes each gradient once, or says why not.
 
-Works on compute alone and on what lowering made of it. Freedom from deadlock is proved by walking
-the partial order itself. That holds for the real engine too, though a transfer there needs its
-receive to be posted: both ends of an edge use one order and a receive stands before its consumer,
-so whenever a consumer's turn has come, its receive and all earlier ones of the edge are posted.
+It accepts compute-only and lowered schedules. It proves that there is no deadlock by walking the
+partial order itself, in which a send needs no posted receive. The proof also holds for the engine,
+where a transfer does need one: both ends of an edge use the same order and a receive comes before
+its consumer, so when a rank reaches a consumer, its receive and all earlier ones of the edge are
+posted.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ _ORDER = (
     (Kind.B, Kind.SEND_B),
     (Kind.B, Kind.W),
 )
-"""Of one stage and microbatch, the first stands before the second."""
+"""For one stage and microbatch, the first kind must come before the second."""
 
 _PEERS = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
-"""Which neighbouring stage is at the other end."""
+"""Stage at the other end of a transfer, relative to the stage of the action."""
 
 _Places = dict[Action, tuple[int, int]]
 """(rank, position in its list) of every action but UPDATE."""
 
 
 def check(schedule: Schedule) -> None:
-    """Return if every action that the schedule needs is there once, on the right rank, in an order
+    """Check that a schedule has every necessary action once, on the right rank, and in an order
     that can be executed.
 
-    Raises `UserError` with what is wrong and the place in a grid, or the circle of a deadlock.
+    Raises `UserError` with what is wrong and its position in a grid, or the cycle of a deadlock.
     """
     _check_stages(schedule)
     places = _places(schedule)
@@ -56,7 +57,7 @@ def check(schedule: Schedule) -> None:
 
 
 def deadlock(program: Program, found: Walk) -> UserError:
-    """The error that tells who waits for whom where a walk got stuck."""
+    """Return the error that says which ranks wait for which in a walk that got stuck."""
     circle = cycle(program, found.stuck)
     waits = "; ".join(
         f"rank {rank} waits with {program.action(code)} for {program.action(maker)}"
@@ -73,8 +74,11 @@ def deadlock(program: Program, found: Walk) -> UserError:
 def marked_grid(
     rows: Sequence[Sequence[str]], centres: Sequence[int], marked: Iterable[int], reach: int = 5
 ) -> str:
-    """Cells around `centres` (a column of each row), those of the `marked` rows as `>cell<`, and
-    only the rows near them."""
+    """Return a text grid of the cells around `centres` (one column for each row), with only the
+    `marked` rows and those near them. The centre of a marked row is shown as `>cell<`.
+
+    reach: number of columns shown before the centre, and from the centre on.
+    """
     marked = set(marked)
     shown = [r for r in range(len(rows)) if any(abs(r - m) <= 2 for m in sorted(marked)[:8])]
     lines = []
@@ -93,7 +97,7 @@ def marked_grid(
 def _wrong(
     schedule: Schedule, rank: int, position: int, what: str, missing: Action | None = None
 ) -> UserError:
-    """The error for one cell; a `missing` one is shown where it should stand."""
+    """Return the error for one cell. A `missing` action is shown where it should be."""
     rows = [list(map(str, actions)) for actions in schedule.ranks]
     if missing is not None:
         rows[rank].insert(position, f"{missing}?")
@@ -102,8 +106,8 @@ def _wrong(
 
 
 def _check_stages(schedule: Schedule) -> None:
-    """Every rank with a stage, no number left out, every stage on one rank: where it has most of
-    its actions."""
+    """Check that every rank has a stage, that no stage number is left out, and that every stage is
+    on one rank. The right rank of a stage is the one with most of its actions."""
     counts: dict[int, Counter[int]] = defaultdict(Counter)
     for rank, actions in enumerate(schedule.ranks):
         stages = [action.stage for action in actions if action.stage is not None]
@@ -143,7 +147,7 @@ def _places(schedule: Schedule) -> _Places:
 
 
 def _needed(schedule: Schedule, stage: int, lowered: bool) -> tuple[Kind, ...]:
-    """The kinds that a stage must have once for each microbatch."""
+    """Return the kinds that a stage must have once for each microbatch."""
     ranks = schedule.rank_of
     kinds = [Kind.F, Kind.B]
     for kind, step in _PEERS.items():
@@ -200,7 +204,8 @@ def _check_order(schedule: Schedule, places: _Places) -> None:
 
 
 def _check_reductions(schedule: Schedule, places: _Places) -> None:
-    """One REDUCE per stage, with one action after it that completes gradients of the stage."""
+    """Check that every stage has one REDUCE, followed by exactly one action that completes the
+    stage's gradients of a microbatch."""
     for stage, rank in enumerate(schedule.rank_of):
         completing = [
             position
@@ -222,7 +227,7 @@ def _check_reductions(schedule: Schedule, places: _Places) -> None:
 
 
 def _completes(action: Action, schedule: Schedule) -> bool:
-    """Whether the gradient of the weights for its microbatch is complete after the action."""
+    """Return whether the weight gradient of the action's microbatch is complete after it."""
     if action.kind is not Kind.B or action.stage is None or action.microbatch is None:
         return action.kind is Kind.W
     return (action.stage, action.microbatch) not in schedule.split
@@ -241,7 +246,8 @@ def _check_updates(schedule: Schedule) -> None:
 
 
 def _check_edges(schedule: Schedule) -> None:
-    """Both ends of every directed edge between ranks name the same tensors in the same order."""
+    """Check that both ends of every directed edge between ranks name the same tensors in the same
+    order."""
     sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
     received: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
     for rank, position, action, peer in _transfers(schedule):
@@ -262,7 +268,7 @@ def _check_edges(schedule: Schedule) -> None:
 
 
 def _transfers(schedule: Schedule) -> Iterator[tuple[int, int, Action, int]]:
-    """(rank, position, action, rank at the other end) of all sends and receives."""
+    """Yield (rank, position, action, rank at the other end) of all sends and receives."""
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
             if action.kind in _PEERS and action.stage is not None:

@@ -1,7 +1,7 @@
-"""Costs: what the actions of a schedule take, measured or modelled.
+"""Costs: the durations of a schedule's actions, measured or modelled.
 
-Integers and fractions stay exact through the whole simulation, so that closed forms can be held to
-equality; floats are as good as floats are.
+Integers and fractions stay exact through the whole simulation, so that closed forms can be tested
+for equality. Floats are allowed too, with their rounding.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ PerStage = Seconds | tuple[Seconds, ...]
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of F, of B (input gradient) and of W (weight gradient) of one microbatch on one
-    stage: a number for all stages, or one each. A backward that is not split takes B + W.
+    """The durations of actions.
 
-    comm: seconds after which the receiving rank has a tensor that is sent; tensors on one directed
-    edge between ranks follow each other. Raises `UserError` for times that are negative or
-    infinite.
+    forward, backward, weight: seconds of F, of B (input gradient) and of W (weight gradient) for
+    one microbatch on one stage: one number for all stages, or one for each. A backward that is not
+    split takes B + W.
+    comm: seconds from sending a tensor to its arrival. Tensors on one directed edge between ranks
+    are sent one after another.
+    Raises `UserError` for times that are negative or not finite.
     """
 
     forward: PerStage = 1
@@ -39,16 +41,17 @@ class Costs:
                     raise UserError(f"costs: {name} takes {value} s; use 0 or more")
 
     def per_stage(self, stages: int) -> tuple[tuple[Seconds, ...], ...]:
-        """Seconds of F, of B and of W, each by stage.
+        """Return the seconds of F, of B and of W, each by stage.
 
-        Raises `UserError` where they are given for another number of stages.
+        Raises `UserError` if they are given for another number of stages.
         """
         return tuple(
             _spread(name, getattr(self, name), stages) for name in ("forward", "backward", "weight")
         )
 
     def divided(self, chunks: int) -> Costs:
-        """Costs of one stage where these are those of a rank's whole share of `chunks` stages."""
+        """Return the costs of one stage, if these are those of a rank's whole share of `chunks`
+        stages."""
 
         def part(value: PerStage) -> PerStage:
             if isinstance(value, tuple):
@@ -84,8 +87,8 @@ _NUMBER = re.compile(r"\d{1,12}(\.\d{1,12})?([eE][+-]?\d{1,2})?")
 
 
 def parse_costs(text: str) -> Costs:
-    """Costs from a text such as `F=1,B=1,W=1,comm=0.1`, exact; what is left out keeps its default
-    (F, B, W: 1, comm: 0).
+    """Parse costs from a text such as `F=1,B=1,W=1,comm=0.1`, as exact fractions. Defaults are 1
+    for F, B and W, and 0 for comm.
 
     Raises `UserError` naming the part that is wrong.
     """

@@ -1,8 +1,8 @@
 """Draw a timeline as text: one row per rank, time to the right.
 
-Where the costs are exact and few enough columns do, a column is one tick of them and its cell names
-the action; otherwise the picture is scaled to the width, one letter for whatever fills most of a
-column.
+If the costs are exact and the timeline is short enough, a column is one tick and its cell names the
+action. Otherwise the picture is scaled to the width, and each column is one letter for whatever
+fills most of it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ _IDLE = "."
 
 
 def label(timeline: Timeline, interval: Interval) -> str:
-    """What the drawings call an action: with its stage only where the rank has several."""
+    """Return the label of an action in drawings. It includes the stage only if ranks have several
+    stages."""
     action, ranks = interval.action, len(timeline.program.steps)
     stage = action.stage if len(timeline.program.rank_of) > ranks else ""
     return f"{stage}{action.kind.value}{action.microbatch}"
 
 
 def summary(timeline: Timeline) -> str:
-    """Size, time, bubble and memory in one line."""
+    """Return size, time, bubble and memory in one line."""
     program = timeline.program
     ranks, stages = len(program.steps), len(program.rank_of)
     return (
@@ -36,12 +37,12 @@ def summary(timeline: Timeline) -> str:
 
 
 def short(value: Seconds) -> str:
-    """A number for readers."""
+    """Format a number with up to 6 digits."""
     return f"{float(value):.6g}"
 
 
 def draw_text(timeline: Timeline, width: int = 120) -> str:
-    """The timeline in lines of about `width` characters."""
+    """Draw the timeline in lines of about `width` characters."""
     names = [f"rank {rank}" for rank in range(len(timeline.program.steps))]
     margin = max(map(len, names)) + 1
     space = max(20, width - margin)
@@ -63,7 +64,7 @@ def draw_text(timeline: Timeline, width: int = 120) -> str:
 
 
 def _cells(timeline: Timeline, rank: int, labels: list[str], width: int) -> Iterator[str]:
-    """One cell per tick: the name of an action, then `-` while it goes on."""
+    """Yield one cell per tick: the label of an action, then `-` while it continues."""
     tick, at = timeline.tick, 0
     assert tick is not None
     for text, interval in zip(labels, timeline.compute[rank], strict=True):
@@ -76,7 +77,7 @@ def _cells(timeline: Timeline, rank: int, labels: list[str], width: int) -> Iter
 
 
 def _scaled(timeline: Timeline, rank: int, columns: int) -> str:
-    """One letter per column: the kind of work, or waiting, that fills most of it."""
+    """Return one letter per column: the kind of work, or waiting, that fills most of it."""
     filled: list[dict[str, float]] = [{} for _ in range(columns)]
     scale = columns / float(timeline.time) if timeline.time else 0.0
     for interval in timeline.compute[rank]:

@@ -1,7 +1,7 @@
-"""Draw a timeline as SVG: one file that needs nothing else, on light and dark ground.
+"""Draw a timeline as SVG: one self-contained file for light and dark backgrounds.
 
-The colour of an action says its kind and the shade its chunk; both are the same on either ground,
-with the label in whichever of black and white stands out from it.
+The colour of an action shows its kind, and the shade its chunk. Both are the same on either
+background. Labels are black or white, whichever contrasts more with the colour.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HUES = {
 }
 _LEFT, _RIGHT, _TOP, _ROW, _GAP = 64, 40, 64, 26, 4
 _LETTER = 6.5
-"""Pixels that a digit of a label takes."""
+"""Width of a digit of a label in pixels."""
 
 _Palette = dict[tuple[str, int], tuple[str, str]]
 """(fill, label) by (kind, chunk)."""
@@ -39,7 +39,7 @@ text.label { text-anchor: middle }
 
 
 def draw_svg(timeline: Timeline, name: str) -> str:
-    """The timeline as the text of an SVG file, titled with the `name` of the schedule."""
+    """Draw the timeline as the text of an SVG file, titled with the `name` of the schedule."""
     ranks = len(timeline.program.steps)
     width = min(30_000, max(860, 24 * max(map(len, timeline.compute))))
     whole, height = _LEFT + width + _RIGHT, _TOP + ranks * _ROW + 30
@@ -71,7 +71,8 @@ def _kind(interval: Interval) -> str:
 
 
 def _palette(timeline: Timeline) -> _Palette:
-    """Fill and label of each kind and chunk that occurs: later chunks are lighter."""
+    """Return the colours of fill and label for each kind and chunk that occurs. Later chunks are
+    lighter."""
     found = {(_kind(one), one.chunk) for intervals in timeline.compute for one in intervals}
     last = max(1, *(chunk for _, chunk in found), 1)
     order = list(_HUES)
@@ -111,7 +112,7 @@ def _box(interval: Interval, rank: int, scale: float, colours: tuple[str, str]) 
 
 
 def _legend(palette: _Palette) -> Iterator[str]:
-    """The shades of each kind, with its words."""
+    """Yield the legend: the shades of each kind with its description."""
     left = 12.0
     for kind, (_, words) in _HUES.items():
         shades = [fill for (other, _), (fill, _) in palette.items() if other == kind]
@@ -127,7 +128,7 @@ def _legend(palette: _Palette) -> Iterator[str]:
 
 
 def _axis(time: float, scale: float, top: int) -> Iterator[str]:
-    """Marks of time below the rows, at round numbers."""
+    """Yield the time axis below the rows, with marks at round numbers."""
     rough = time / 12 or 1.0
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * digit for digit in (1, 2, 5, 10) if power * digit >= rough * 0.999)

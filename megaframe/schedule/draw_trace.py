@@ -1,8 +1,8 @@
 """Draw a timeline as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-A rank is a process. Its compute lane is one thread; its send and receive lanes have a thread for
-each peer, because slices of one thread must not overlap and only the transfers of one directed edge
-are sure not to.
+A rank is a process. Its compute lane is one thread. Its send and receive lanes have a thread for
+each peer, because slices of one thread must not overlap, and only transfers on the same directed
+edge never do.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _COMPUTE = 0
 
 
 def draw_trace(timeline: Timeline) -> str:
-    """The timeline as the text of a JSON trace: a slice per action and per transfer, and an arrow
-    from each tensor's leaving to its arriving and its use."""
+    """Draw the timeline as the text of a JSON trace: a slice for each action and transfer, and an
+    arrow from the send of each tensor to its receive and to its consumer."""
     events = [*_names(timeline), *_compute(timeline), *_transfers(timeline)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
 
@@ -51,7 +51,7 @@ def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def metadata_event(rank: int, thread: int, what: str, **arguments: str | int) -> dict[str, Any]:
-    """The event that names a rank or one of its threads."""
+    """Return the event that names or sorts a rank or one of its threads."""
     return {"ph": "M", "pid": rank, "tid": thread, "name": what, "args": arguments}
 
 
@@ -71,8 +71,8 @@ def _compute(timeline: Timeline) -> Iterator[dict[str, Any]]:
 def slice_event(
     rank: int, thread: int, name: str, category: str, start: Seconds, end: Seconds
 ) -> dict[str, Any]:
-    """The event of something that took a while. A viewer's colours follow name and category, so
-    that an action has the same one in every trace."""
+    """Return the event for something with a duration. Viewers choose its colour by name and
+    category, so an action has the same colour in every trace."""
     begin = _microseconds(start)
     duration = _microseconds(end) - begin
     place = {"pid": rank, "tid": thread, "ts": begin, "dur": duration}

@@ -1,6 +1,6 @@
-"""Generators: a schedule by its name, compute only.
+"""Generators: make a schedule by its name, compute actions only.
 
-The limits of each are checked first, so that a generator itself never meets an impossible size.
+The limits of each schedule are checked first, so that a generator never gets an impossible size.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def generate(
     memory_limit: Seconds | None = None,
     placement: Placement | None = None,
 ) -> Schedule:
-    """The compute actions of schedule `name` (one of `NAMES`, or `file:PATH`).
+    """Return the compute actions of schedule `name` (one of `NAMES`, or `file:PATH`).
 
-    group: microbatches per turn of a chunk; `interleaved` only, default `ranks`.
+    group: microbatches per turn of a chunk; for `interleaved` only, default `ranks`.
     costs, memory_limit, placement: for `search` only, see there.
     Raises `UserError` naming every limit that is broken, with the nearest valid values.
     """
@@ -48,7 +48,8 @@ def generate(
 def schedule_mistakes(
     name: str, ranks: int, chunks: int, microbatches: int, *, group: int | None = None
 ) -> list[str]:
-    """Why `generate` would refuse: a message each, empty if it would not. A file is read."""
+    """Return a message for each reason why `generate` would refuse, an empty list if it would not.
+    For `file:PATH`, the file is read and checked."""
     if not name.startswith(FILE):
         return list(name_mistakes(name, ranks, chunks, microbatches, group))
     try:

@@ -1,8 +1,8 @@
-"""Greedy: makes an order by running it: whenever a rank is free, a rule picks its next action.
+"""Greedy: makes an order by simulating it: whenever a rank is free, a rule picks its next action.
 
-What a microbatch still needs decides whether it may start: a chunk is begun only if room is left
-for one activation of each later chunk of the rank. So the microbatch that is furthest can always go
-on, and no limit of memory, however tight, stops the pipeline.
+A microbatch may start a chunk only if memory is left for its activations in this and all later
+chunks of the rank. The microbatch that is furthest ahead can therefore always continue, and no
+memory limit, however tight, causes a deadlock.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from megaframe.schedule.walk import Program
 class Rule:
     """What a free rank prefers. Backwards come first, then forwards, then weight gradients.
 
-    lead: forwards that a rank may be ahead of its backwards, in units of its distance from the last
-    rank and at least one; None for as many as memory holds.
-    turns: chunks take turns of a microbatch per rank; otherwise the later stage goes first.
-    patience: a weight gradient waits for what arrives within this part of its own duration.
+    lead: limits how many forwards a rank may be ahead of its backwards, as a factor of its distance
+    from the end of the pipeline; None for as many as fit into memory. See `_Run._bound`.
+    turns: chunks take turns, with as many microbatches per turn as there are ranks. Otherwise the
+    later stage goes first.
+    patience: a weight gradient does not start if another action becomes ready within this fraction
+    of its duration.
     """
 
     lead: float | None = None
@@ -34,8 +36,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class Problem:
-    """seconds: of F, B and W, each by stage. comm: seconds from rank to rank. capacity: activations
-    that a rank may hold, one per chunk and microbatch; at least its number of chunks."""
+    """What an order is made for.
+
+    rank_of: rank of each stage.
+    seconds: durations of F, B and W, each by stage.
+    comm: seconds of a transfer between ranks.
+    capacity: activations that a rank may hold, counted one per chunk and microbatch; at least its
+    number of chunks.
+    """
 
     rank_of: tuple[int, ...]
     microbatches: int
@@ -47,7 +55,7 @@ class Problem:
     def of(
         cls, rank_of: tuple[int, ...], microbatches: int, costs: Costs, capacity: int
     ) -> Problem:
-        """The problem for `costs`."""
+        """Return the problem for `costs`."""
         forward, backward, weight = (
             [float(value) for value in values] for values in costs.per_stage(len(rank_of))
         )
@@ -56,12 +64,12 @@ class Problem:
 
     @property
     def actions(self) -> int:
-        """Number of actions of an order, all backwards split."""
+        """Number of actions of an order, in which all backwards are split."""
         return 3 * len(self.rank_of) * self.microbatches
 
 
 def greedy(problem: Problem, rule: Rule) -> Program:
-    """The order that `rule` makes. Takes about two microseconds per action."""
+    """Return the order that `rule` makes. Takes about two microseconds per action."""
     run = _Run(problem, rule)
     waking = run.waking
     while waking:
@@ -76,16 +84,19 @@ def greedy(problem: Problem, rule: Rule) -> Program:
 _F, _B, _W = range(3)
 
 _SLACK = 1e-6
-"""Part of the longest action by which what is ready may still be late: sums that are equal differ
-by rounding, and a rank must not turn to something else for that."""
+"""Fraction of the longest action by which an arrival may be late and still count as ready. Equal
+sums of times differ by rounding, and a rank must not choose another action because of that."""
 
 
 class _Run:
-    """The state of all ranks at some time. A rank that finds nothing to do is woken by what comes.
+    """The state of all ranks at some time. A rank with nothing to do wakes at the next arrival.
 
-    done: by kind and stage, actions started. came: by kind and stage, when what the next ones wait
-    for arrives, as far as it is known. live, ahead: by rank, activations held and forwards without
-    their backward.
+    done: number of actions started, by kind and stage.
+    came: arrival times of the inputs of F and B, by kind, stage and microbatch, as far as known.
+    live: activations held, by rank.
+    ahead: forwards without their backward, by rank.
+    queue: stages of weight gradients that can run, by rank, oldest first.
+    waking: heap of (time, rank) at which a rank may have something to do.
     """
 
     def __init__(self, problem: Problem, rule: Rule) -> None:
@@ -107,14 +118,14 @@ class _Run:
         self.bound = [self._bound(rank, ranks) for rank in range(ranks)]
 
     def _bound(self, rank: int, ranks: int) -> int:
-        """The most forwards that a rank may be ahead."""
+        """Return the largest number of forwards that a rank may be ahead of its backwards."""
         if self.rule.lead is None:
             return self.problem.capacity
         chunks = len(self.stages[rank])
         return max(chunks, (chunks - 1) * ranks + int(self.rule.lead * (ranks - rank)))
 
     def choose(self, rank: int, now: float) -> tuple[int, int] | None:
-        """Kind and stage of the next action of a free rank; None to wait for what comes."""
+        """Return kind and stage of the next action of a free rank, None to wait for an arrival."""
         ready, soonest = self._ready(_B, self.stages[rank], now)
         if ready is not None:
             return _B, ready
@@ -133,8 +144,8 @@ class _Run:
         return _W, stage
 
     def _ready(self, kind: int, stages: Sequence[int], now: float) -> tuple[int | None, float]:
-        """The stage whose next action of this kind goes first, and when another can be the soonest
-        as far as is known."""
+        """Return the stage whose ready action of this kind goes first (None if none is ready), and
+        the earliest known time at which another one becomes ready."""
         best, first, soonest = None, (0, 0), inf
         turn = len(self.free) if self.rule.turns else 1 << 60
         for stage in stages:
@@ -150,7 +161,7 @@ class _Run:
         return best, soonest
 
     def start(self, rank: int, now: float, kind: int, stage: int) -> None:
-        """Start an action, and announce when its result arrives."""
+        """Start an action, and record when its result arrives."""
         problem = self.problem
         number = self.done[kind][stage]
         self.done[kind][stage] = number + 1

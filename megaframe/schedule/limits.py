@@ -1,4 +1,4 @@
-"""Limits: which pipelines a schedule can be made for, known without making it."""
+"""Limits: for which sizes a schedule exists, known without making it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from megaframe.config.numbers import either
 
 @dataclass(frozen=True)
 class Limits:
-    """fewest, most: chunks per rank (most None: any number). fill: needs a microbatch per rank."""
+    """The sizes that a schedule supports.
+
+    fewest, most: chunks per rank; no upper limit if `most` is None.
+    fill: it needs at least as many microbatches as ranks.
+    """
 
     fewest: int = 1
     most: int | None = 1
     fill: bool = False
 
     def nearest_chunks(self, chunks: int) -> int:
-        """The number of chunks closest to `chunks` that is possible."""
+        """Return the supported number of chunks that is closest to `chunks`."""
         return max(self.fewest, chunks if self.most is None else min(chunks, self.most))
 
 
@@ -41,7 +45,7 @@ FILE = "file:"
 def name_mistakes(
     name: str, ranks: int, chunks: int, microbatches: int, group: int | None = None
 ) -> Iterator[str]:
-    """Why there is no schedule `name` of this size: a message each."""
+    """Yield a message for each reason why there is no schedule `name` of this size."""
     for key, size in (("parallel.pipeline", ranks), ("parallel.chunks", chunks)):
         if size < 1:
             yield f"{key}={size} must be a whole number >= 1"
@@ -71,7 +75,8 @@ def name_mistakes(
 
 
 def group_mistakes(name: str, ranks: int, group: int | None) -> Iterator[str]:
-    """Why `group` microbatches per turn of a chunk cannot be had."""
+    """Yield a message for each reason why `group` microbatches per turn of a chunk are not
+    possible."""
     if group is None:
         return
     if name != "interleaved":

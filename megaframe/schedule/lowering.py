@@ -1,8 +1,8 @@
-"""Lowering: adds to a schedule's compute the communication and the update that it needs.
+"""Lowering: adds the necessary communication and the update to the compute actions of a schedule.
 
-A send follows its producer at once. A receive is posted some actions before its consumer, but never
-after one whose sender sends later: all that goes from one rank to another is a single ordered
-channel, whatever the stage and direction.
+A send directly follows its producer. A receive is posted a few actions before its consumer, in the
+order of the sends: everything that one rank sends to another uses a single ordered channel,
+whatever the stage and direction.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from megaframe.schedule.actions import Action, Kind
 from megaframe.schedule.schedule import Schedule
 
 AHEAD = 2
-"""Compute actions between the posting of a receive and its consumer: one runs, one in reserve."""
+"""Compute actions between the posting of a receive and its consumer: one that runs meanwhile, and
+one in reserve."""
 
 _PASSES = {Kind.F: (Kind.SEND_F, Kind.RECV_F, 1), Kind.B: (Kind.SEND_B, Kind.RECV_B, -1)}
 
 Posts = Mapping[int, Sequence[Action]]
-"""By position in a rank's compute: the receives that are posted before it."""
+"""The receives to post before each compute action of a rank, by position of the action."""
 
 
 def lower(schedule: Schedule, ahead: int = AHEAD) -> Schedule:
-    """The full lists of all ranks of a schedule that `check` accepts: its compute in the same
-    order, and in between SEND, RECV, REDUCE and UPDATE (those already there are made anew).
+    """Lower a schedule that `check` accepts: keep its compute actions in the same order and insert
+    SEND, RECV, REDUCE and UPDATE. Existing ones are replaced.
 
-    REDUCE comes right before the action that completes the gradients of its stage, so that each
-    bucket leaves while earlier blocks still run.
+    ahead: compute actions between the posting of a receive and its consumer.
+    REDUCE comes directly before the action that completes the gradients of its stage, so that the
+    reduction of each bucket starts while the backward pass of the remaining blocks runs.
     """
     compute = Schedule(tuple(tuple(a for a in r if a.kind.is_compute) for r in schedule.ranks))
     posts = _receives(compute, ahead)
@@ -54,7 +56,7 @@ def _lower_rank(schedule: Schedule, rank: int, posts: Posts) -> tuple[Action, ..
 
 
 def _receives(schedule: Schedule, ahead: int) -> list[Posts]:
-    """For each rank, where its receives are posted."""
+    """Return, for each rank, where its receives are posted."""
     position = {action: i for actions in schedule.ranks for i, action in enumerate(actions)}
     posts: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.ranks]
     for actions in schedule.ranks:
@@ -72,7 +74,8 @@ def _receives(schedule: Schedule, ahead: int) -> list[Posts]:
 
 
 def _passed(action: Action, rank_of: Sequence[int]) -> tuple[Action, Action, Action] | None:
-    """The send, the receive and the consumer of what `action` makes for another rank, if any."""
+    """Return the send, the receive and the consumer of the result of `action`, or None if no other
+    rank consumes it."""
     if action.kind not in _PASSES:
         return None
     send, receive, step = _PASSES[action.kind]

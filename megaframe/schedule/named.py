@@ -1,8 +1,8 @@
-"""The named schedules: for one rank of a pipeline, its list of compute actions.
+"""The named schedules: each function returns the list of compute actions of one rank.
 
 p ranks, m microbatches, v chunks; F, B and W are the times of a rank's whole share, of which a
-chunk has 1/v. "Bubble" is the largest over the ranks of the time between a rank's first and last
-action in which it does nothing: the measure of the papers, in which ranks need not end together.
+chunk takes 1/v. "Bubble" is the idle time of a rank between its first and last action, at its
+maximum over the ranks. This is how the papers measure it; ranks need not end at the same time.
 "Live" counts activations in units of a rank's share. Closed forms hold without communication time.
 """
 
@@ -19,7 +19,7 @@ from megaframe.schedule.schedule import Schedule
 def named(
     name: str, ranks: int, chunks: int, microbatches: int, group: int | None = None
 ) -> Schedule:
-    """The schedule `name`, whose limits (`name_mistakes`) are kept."""
+    """Return the schedule `name`. The caller must have checked its limits (`name_mistakes`)."""
     size = (ranks, chunks, microbatches)
     if name == "interleaved":
         lists = [interleaved(rank, *size, group) for rank in range(ranks)]
@@ -29,7 +29,7 @@ def named(
 
 
 def live_at_least(name: str, ranks: int, chunks: int, microbatches: int) -> Fraction:
-    """A bound from below on the live activations of a named schedule, known without making it."""
+    """Return a lower bound on the live activations of a named schedule, without making it."""
     bounds = {
         "gpipe": Fraction(microbatches),
         "breadth-first": Fraction(microbatches),
@@ -49,7 +49,7 @@ def gpipe(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]
 def one_forward_one_backward(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
     """1F1B (Narayanan et al. 2019, PipeDream-Flush). Bubble (p-1)(F+B+W); live p - rank.
 
-    With one rank it is gradient accumulation.
+    With one rank this is gradient accumulation.
     """
     return _one_stage(rank, microbatches, warm_up=ranks - 1 - rank)
 
@@ -57,58 +57,58 @@ def one_forward_one_backward(rank: int, ranks: int, chunks: int, microbatches: i
 def interleaved(
     rank: int, ranks: int, chunks: int, microbatches: int, group: int | None = None
 ) -> list[Action]:
-    """Interleaved 1F1B (Narayanan et al. 2021): turns of `group` >= p microbatches (default p) of
-    one chunk, or a few more where m is no multiple. Bubble (p-1)(F+B+W)/v; with turns of at most
-    g, live (2p-1 + (v-1)g)/v or m, which for g = p is p + (p-1)/v."""
+    """Interleaved 1F1B (Narayanan et al. 2021): chunks take turns of `group` >= p microbatches
+    (default p), or a few more if m is not divisible. Bubble (p-1)(F+B+W)/v. With turns of at most
+    g, live is (2p-1 + (v-1)g)/v, at most m; for g = p this is p + (p-1)/v."""
     turns = even_turns(microbatches, ranks if group is None else group)
     forwards, backwards = _loops(rank, ranks, chunks, turns)
     return alternate(forwards, backwards, 2 * (ranks - 1 - rank) + (chunks - 1) * max(turns))
 
 
 def breadth_first(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
-    """All microbatches of a chunk at a time, all forwards first (Lamy-Poirier 2022).
+    """All microbatches of one chunk before the next chunk, all forwards first (Lamy-Poirier 2022).
 
-    Bubble (p-1)(F+B+W)/v for m >= p; live m. Each stage needs its weights only twice a step.
+    Bubble (p-1)(F+B+W)/v for m >= p; live m. Each stage needs its weights only twice per step.
     """
     forwards, backwards = _loops(rank, ranks, chunks, [microbatches])
     return forwards + backwards
 
 
 def zb_h1(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
-    """1F1B whose weight gradients wait, as long as memory stays that of 1F1B's first rank
+    """1F1B with weight gradients deferred as far as the memory of 1F1B's first rank allows
     (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). Bubble (p-1)(F+B-W) for m >= p and
     W <= F, B; live p."""
     return split(_one_stage(rank, microbatches, ranks - 1 - rank), held=range(rank))
 
 
 def zb_h2(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
-    """Like zb-h1 with enough forwards in the warm-up to fill the pipeline. Bubble
-    (p-1)(F+B-2W) for m >= 2p-1 and W <= F, B with 2W <= F+B, so none at F=B=W; live 2p-1."""
+    """Like zb-h1, with enough forwards in the warm-up to fill the pipeline. Bubble
+    (p-1)(F+B-2W) for m >= 2p-1 and W <= F, B with 2W <= F+B, so 0 at F=B=W; live 2p-1."""
     return split(_one_stage(rank, microbatches, 2 * (ranks - 1 - rank)), held=range(2 * rank))
 
 
 def zb_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
     """Two chunks in a V (Qi et al. 2023, section 6). Bubble (p-1)(B-W) for m >= 2p-1 and
-    W <= F <= B, so none at F=B=W; live p. The weight gradients wait for the backwards that come
-    back through the V in the end, all but the first one."""
+    W <= F <= B, so 0 at F=B=W; live p. At the end, weight gradients are deferred until after the
+    backwards that come back through the V, except after the first of these backwards."""
     order = _vee(rank, ranks, microbatches)
     first = 2 * microbatches - _trailing(order) + 1
     return split(order, held=range(first, first + 2 * rank))
 
 
 def dualpipe_v(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
-    """DualPipe (DeepSeek-AI 2024) cut in half: the order of zb-v, whose backwards are whole but
-    for the first p-1-rank and the last p of a rank. Bubble p/2 at F=B=W=1; live p."""
+    """DualPipe (DeepSeek-AI 2024) cut in half: the order of zb-v, in which only the first p-1-rank
+    and the last p backwards of a rank are split. Bubble p/2 at F=B=W=1; live p."""
     order = _vee(rank, ranks, microbatches)
     tail = range(max(0, 2 * microbatches - ranks), 2 * microbatches)
     return split(order, chosen={*range(ranks - 1 - rank), *tail}, held=tail[: rank + 1])
 
 
 def v_half(rank: int, ranks: int, chunks: int, microbatches: int) -> list[Action]:
-    """Two chunks in a V whose activations live half as long as 1F1B's (Qi et al. 2024, "Pipeline
-    Parallelism with Controllable Memory"). A block of six slots repeats; forward and backward of a
-    chunk take three slots from rank to rank between them. At F=B=W=1, bubble (7p-4)/4 for even p
-    and 7(p-1)/4 for odd p; live (p+2)//2."""
+    """Two chunks in a V whose activations live half as long as in 1F1B (Qi et al. 2024, "Pipeline
+    Parallelism with Controllable Memory"). A block of six slots repeats. A chunk's forward and
+    backward together take three slots to move on by one rank. At F=B=W=1, bubble (7p-4)/4 for even
+    p and 7(p-1)/4 for odd p; live (p+2)//2."""
     apart = 3 * (1 - ranks % 2)
     slots = {
         (Kind.F, 0): 2 * rank,
@@ -144,7 +144,8 @@ def _one_stage(rank: int, microbatches: int, warm_up: int) -> list[Action]:
 
 
 def _vee(rank: int, ranks: int, microbatches: int) -> list[Action]:
-    """Forwards and backwards of zb-v and dualpipe-v: 2p-1 forwards, then one of each in turn."""
+    """Return the forwards and backwards of zb-v and dualpipe-v: 2p-1 forwards, then forwards and
+    backwards in turn, then the other backwards."""
     down, up = (stage_of(rank, chunk, ranks, "vee") for chunk in (0, 1))
     endless = [microbatches + 2 * ranks]
     f_down, f_up, b_down, b_up = (
@@ -182,4 +183,4 @@ GENERATORS: Mapping[str, Callable[[int, int, int, int], list[Action]]] = {
     "v-half": v_half,
     "dualpipe-v": dualpipe_v,
 }
-"""Lists of one rank by name, from (rank, ranks, chunks, microbatches)."""
+"""The function for each name, from (rank, ranks, chunks, microbatches) to the list of one rank."""

@@ -1,7 +1,8 @@
-"""Orders: what the named schedules are put together from, for one rank.
+"""Orders: the building blocks of the named schedules, for one rank.
 
-A schedule is its forwards in some order, its backwards in some order, the number of forwards before
-the first backward, and when weight gradients run: with these, no schedule needs a loop of its own.
+A schedule is determined by the order of its forwards, the order of its backwards, the number of
+forwards before the first backward, and when weight gradients run. With functions for these, no
+schedule needs its own loop.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from typing import Literal
 from megaframe.schedule.actions import Action, Kind
 
 Placement = Literal["loop", "vee"]
-"""How stages lie on ranks: round the ranks in loops, or to and fro, so that the last rank (and the
-first one) holds two stages in a row."""
+"""How stages are placed on ranks. loop: each chunk starts again at rank 0. vee: the direction
+alternates, so that a rank at either end has two consecutive stages where it turns."""
 
 
 def stage_of(rank: int, chunk: int, ranks: int, placement: Placement) -> int:
-    """The stage that is chunk `chunk` of `rank`."""
+    """Return the stage that is chunk `chunk` of `rank`."""
     back = placement == "vee" and chunk % 2
     return chunk * ranks + (ranks - 1 - rank if back else rank)
 
 
 def ranks_of_stages(ranks: int, chunks: int, placement: Placement) -> tuple[int, ...]:
-    """The rank of every stage, by stage number."""
+    """Return the rank of every stage, by stage number."""
     way = range(ranks)
     return tuple(
         rank
@@ -33,7 +34,8 @@ def ranks_of_stages(ranks: int, chunks: int, placement: Placement) -> tuple[int,
 
 
 def passes(kind: Kind, stages: Sequence[int], turns: Iterable[int]) -> list[Action]:
-    """Turn by turn, so many microbatches as it has of each of the stages."""
+    """Return actions of one kind in turns: in each turn, every stage in order runs the turn's
+    microbatches. turns: microbatches of each turn."""
     actions: list[Action] = []
     first = 0
     for size in turns:
@@ -44,7 +46,8 @@ def passes(kind: Kind, stages: Sequence[int], turns: Iterable[int]) -> list[Acti
 
 
 def even_turns(microbatches: int, group: int) -> list[int]:
-    """As many turns of at least `group` microbatches as there can be, as even as they can be."""
+    """Divide the microbatches into as many turns of at least `group` as possible (at least one
+    turn), as evenly as possible. Returns the size of each turn."""
     turns = max(1, microbatches // group)
     return [microbatches // turns + (turn < microbatches % turns) for turn in range(turns)]
 
@@ -52,7 +55,7 @@ def even_turns(microbatches: int, group: int) -> list[int]:
 def alternate(
     forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int
 ) -> list[Action]:
-    """`warm_up` forwards, then a forward and a backward in turn, then the rest of the backwards."""
+    """Return `warm_up` forwards, then forwards and backwards in turn, then the other backwards."""
     order = list(forwards[:warm_up])
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         order += (forward, backward)
@@ -60,8 +63,8 @@ def alternate(
 
 
 def keep(order: Iterable[Action], microbatches: int) -> list[Action]:
-    """Strike out the microbatches that do not exist: an order that repeats itself is written for
-    more than there are. What is left is valid, since a microbatch waits for no other one."""
+    """Remove the microbatches that do not exist from a repeating order that was made for more of
+    them. The rest is a valid order, because no microbatch depends on another one."""
     return [a for a in order if a.microbatch is not None and a.microbatch < microbatches]
 
 
@@ -70,10 +73,11 @@ def split(
     chosen: Collection[int] | None = None,
     held: Collection[int] = (),
 ) -> list[Action]:
-    """Split the backwards: each chosen one (all by default) puts its W into a queue.
+    """Split backwards into B and W. Each chosen backward (by default all) puts its W into a queue.
+    After every backward that is not in `held`, the oldest W in the queue runs. The remaining ones
+    run at the end.
 
-    chosen, held: numbers of backwards, in the order of the list. After every backward the oldest W
-    in the queue runs, except after those in `held`; what is left in the end runs there.
+    chosen, held: numbers of backwards, counted in the order of the list.
     """
     weighed: list[Action] = []
     queue: list[Action] = []

@@ -1,9 +1,9 @@
-"""Pairs: forwards that can run together with the backward behind them, each computing while what
-the other has sent travels.
+"""Pairs: forwards that can run in turns with the backward after them, so that each computes while
+transfers of the other are in flight.
 
-Together they need at the start what both need, and so a pair is only made where the backward's
-gradient is there by then if every action runs as soon as it can. Such pairs wait for nothing that
-waits for them: along every edge of the schedule that time of a start grows.
+When a pair starts, it needs the inputs of both. A pair is therefore made only if, with every action
+running as early as possible, the backward's gradient is available when the forward starts. Such
+pairs cannot deadlock, because these start times increase along every edge of the schedule.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megaframe.schedule.simulate import simulate
 
 
 def pairs(schedule: Schedule, costs: Costs) -> dict[Action, Action]:
-    """The forward and the backward of each pair in a schedule that `check` accepts."""
+    """Return the backward of each pair, by its forward, for a schedule that `check` accepts."""
     timeline = simulate(schedule, costs)
     found = {one.action: one for compute in timeline.compute for one in compute}
     last = len(schedule.rank_of) - 1
@@ -36,8 +36,8 @@ def pairs(schedule: Schedule, costs: Costs) -> dict[Action, Action]:
 
 
 def together(actions: tuple[Action, ...], paired: dict[Action, Action]) -> tuple[Action, ...]:
-    """A rank's lowered actions with those of each pair next to each other: what lies between them
-    comes before, but for what the forward sends."""
+    """Return a rank's lowered actions with those of each pair next to each other. Actions between
+    the two are moved before the pair, except the forward's sends, which follow it."""
     ordered: list[Action] = []
     waiting: tuple[Action, Action] | None = None
     sends: list[Action] = []

@@ -1,6 +1,6 @@
-"""Schedule: for each rank of a pipeline a list of actions; data, with a text form.
+"""Schedule: a list of actions for each rank of a pipeline; plain data with a text form.
 
-Where a stage lives is not said apart: it is the rank in whose list its actions stand.
+The rank of a stage is not stored separately: it is the rank whose list contains its actions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Schedule:
 
     @cached_property
     def split(self) -> frozenset[tuple[int, int]]:
-        """(stage, microbatch) of every backward whose weight gradient is an action of its own."""
+        """(stage, microbatch) of every backward whose weight gradient is a separate action."""
         return frozenset(
             (action.stage, action.microbatch)
             for actions in self.ranks
@@ -45,7 +45,7 @@ class Schedule:
         )
 
     def stages(self, rank: int) -> tuple[int, ...]:
-        """The stages of one rank, ascending."""
+        """Return the stages of one rank, ascending."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
     def __str__(self) -> str:

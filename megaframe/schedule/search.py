@@ -1,7 +1,7 @@
-"""Search: the best order that can be found for given costs under a limit of memory.
+"""Search: the best order that can be found for given costs under a memory limit.
 
-All ranks search on their own and must find the same, so work is bounded by counting actions, never
-by a clock, and equal arguments give equal orders.
+Every rank searches on its own and all must find the same order. Work is therefore bounded by
+counting actions, never by the clock, and equal arguments give equal orders.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from megaframe.schedule.simulate import Timeline, simulate
 from megaframe.schedule.walk import Program, flatten
 
 BUDGET = 100_000
-"""Actions that may be placed for whole orders: about a quarter of a second. One is always made."""
+"""Actions that may be placed for whole orders: about a quarter of a second. At least one order is
+always made."""
 
 TRIAL = 40_000
-"""Actions that may be placed before, on fewer microbatches, to see which rules do well."""
+"""Actions that may be placed before that, on fewer microbatches, to see which rules do well."""
 
 RULES: Mapping[Placement, tuple[Rule, ...]] = {
     "loop": (
@@ -38,13 +39,14 @@ RULES: Mapping[Placement, tuple[Rule, ...]] = {
     ),
     "vee": (Rule(), Rule(patience=0.25), Rule(patience=0.5), Rule(patience=0.75)),
 }
-"""Those of all combinations of their values that were best, or nearly so, over random costs."""
+"""The rules to try. Of all combinations of their values, these were best or nearly best over random
+costs."""
 
 SHAKES = 24
-"""Orders made for costs that are a little off, which a greedy rule can do better with."""
+"""Orders to make for slightly changed costs, with which a greedy rule can find a better order."""
 
 SHAKEN_BY = 0.1
-"""Part by which the times of F, B and W are then off, at most."""
+"""Maximum relative change of the times of F, B and W for these orders."""
 
 
 def search(
@@ -55,12 +57,13 @@ def search(
     memory_limit: Seconds | None = None,
     placement: Placement | None = None,
 ) -> Schedule:
-    """The order with the shortest step that was found; never longer than that of a named schedule
-    within the same limit and placement.
+    """Return the order with the shortest step that was found. It is never slower than a named
+    schedule with the same limit and placement.
 
-    costs: every rank must give the same ones, to the last bit. memory_limit: live activations of a
-    rank in units of its share of the layers; default `ranks`, those of 1F1B's first rank.
-    placement: how stages lie on the ranks; default whichever is better.
+    costs: must be bitwise equal on all ranks.
+    memory_limit: live activations of a rank in units of its share of the layers; default `ranks`,
+    as on 1F1B's first rank.
+    placement: how stages are placed on ranks; default whichever is better.
     Raises `UserError` for a limit of less than one activation.
     """
     limit = ranks if memory_limit is None else memory_limit
@@ -92,7 +95,7 @@ def search(
 def named_candidates(
     ranks: int, chunks: int, microbatches: int, limit: Seconds
 ) -> Iterator[Program]:
-    """The named schedules of this size, without those that surely break the limit."""
+    """Yield the named schedules of this size, except those that are known to exceed the limit."""
     for name in GENERATORS:
         fits = live_at_least(name, ranks, chunks, microbatches) <= limit
         if fits and not any(name_mistakes(name, ranks, chunks, microbatches)):
@@ -100,8 +103,8 @@ def named_candidates(
 
 
 def _promising(tries: list[tuple[Problem, Rule]], costs: Costs) -> Iterator[tuple[Problem, Rule]]:
-    """Those that are fastest on fewer microbatches, then the best three for shaken costs, as far as
-    the budget goes."""
+    """Yield the tries, beginning with the fastest ones on fewer microbatches, then the best three
+    with slightly changed costs, as many as the budget allows."""
     problem, _ = tries[0]
     fewer = TRIAL * problem.microbatches // (problem.actions * len(tries))
     fewer = max(1, min(fewer, problem.microbatches))

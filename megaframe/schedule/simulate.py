@@ -1,7 +1,7 @@
-"""Simulate: when every action of a schedule runs, given what the actions take.
+"""Simulate: when every action of a schedule runs, given the durations of actions.
 
-Exact costs are counted in whole ticks of their greatest common divisor: the walk adds integers, and
-the closed forms hold to equality.
+Exact costs are counted in whole ticks of their greatest common divisor. The walk then adds
+integers, and closed forms can be tested for equality.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from megaframe.schedule.walk import Program, Walk, flatten, live_activations, wa
 
 @dataclass(frozen=True)
 class Interval:
-    """One compute action in time. chunk: the place of its stage among those of the rank. fused: a
-    backward that includes the gradient of the weights."""
+    """The time of one compute action.
+
+    chunk: index of its stage among the stages of the rank.
+    fused: it is a backward that includes the gradient of the weights.
+    """
 
     action: Action
     start: Seconds
@@ -33,8 +36,8 @@ class Interval:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A tensor on its way from rank `source` to rank `target`, between the two compute actions that
-    make and take it."""
+    """The transfer of a tensor from rank `source` to rank `target`, between the compute actions
+    that produce and consume it."""
 
     producer: Action
     consumer: Action
@@ -46,11 +49,11 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a simulation found; all times in seconds. The fields hold its integers: ticks of `tick`
-    seconds by code (`Program`) and by rank.
+    """The result of a simulation. Properties are in seconds. Fields are in ticks of `tick` seconds,
+    by code (see `Program`) and by rank.
 
-    tick: exact costs have one, their greatest common divisor; with floats it is None and the
-    fields are seconds.
+    tick: the greatest common divisor of exact costs. With floats it is None, and the fields are in
+    seconds too.
     """
 
     program: Program
@@ -64,12 +67,12 @@ class Timeline:
 
     @cached_property
     def time(self) -> Seconds:
-        """From the start of the step to the end of the last rank's last action."""
+        """Time from the start of the step to the end of the last action on any rank."""
         return self._seconds(max(self.walked.ends))
 
     @cached_property
     def work(self) -> tuple[Seconds, ...]:
-        """Time that each rank computes."""
+        """Time during which each rank computes."""
         durations = self.durations
         return tuple(
             self._seconds(sum(durations[code] for code in steps)) for steps in self.program.steps
@@ -85,8 +88,8 @@ class Timeline:
 
     @cached_property
     def bubbles(self) -> tuple[Seconds, ...]:
-        """Of each rank, the waiting within its own span: the zero-bubble papers' measure, in which
-        a rank may begin its next step while others finish this one."""
+        """Idle time of each rank within its own span. This is the measure of the zero-bubble
+        papers, in which a rank may begin its next step while others finish this one."""
         return tuple(span - work for span, work in zip(self.spans, self.work, strict=True))
 
     @property
@@ -105,12 +108,12 @@ class Timeline:
 
     @property
     def idle(self) -> tuple[Seconds, ...]:
-        """Time of the whole step in which each rank computes nothing."""
+        """Idle time of each rank in the whole step."""
         return tuple(self.time - work for work in self.work)
 
     @cached_property
     def peak_activations(self) -> tuple[Fraction, ...]:
-        """Of each rank, as `live_activations` counts them."""
+        """Maximum number of live activations of each rank, as in `live_activations`."""
         return live_activations(self.program)
 
     @cached_property
@@ -136,7 +139,7 @@ class Timeline:
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """The tensors that go between ranks, in order of arrival."""
+        """The transfers between ranks, in order of arrival."""
         found = sorted(self._transfers(), key=lambda transfer: transfer.end)
         return tuple(found)
 
@@ -155,11 +158,11 @@ class Timeline:
 
 
 def simulate(schedule: Schedule | Program, costs: Costs) -> Timeline:
-    """Run a schedule that `check` accepts, or a part of one that is a schedule itself, on `costs`.
+    """Simulate a schedule that `check` accepts, or a part of one that is itself a schedule.
 
-    A tensor leaves when its producer is done and what left before it on the same edge has arrived;
-    it arrives `costs.comm` later. Raises `UserError` for a deadlock and for costs of another number
-    of stages.
+    A transfer starts when its producer is done and the previous transfer on the same edge has
+    arrived. It takes `costs.comm` seconds.
+    Raises `UserError` for a deadlock, and for costs of another number of stages.
     """
     program = schedule if isinstance(schedule, Program) else flatten(schedule)
     per_stage = costs.per_stage(len(program.rank_of))
@@ -175,7 +178,7 @@ def simulate(schedule: Schedule | Program, costs: Costs) -> Timeline:
 
 
 def _tick(values: Iterable[Seconds]) -> Fraction | None:
-    """The greatest common divisor, None with floats."""
+    """Return the greatest common divisor, None if there are floats."""
     found = set(values)
     if any(isinstance(value, float) for value in found):
         return None
@@ -191,7 +194,8 @@ def _durations(
     backward: Sequence[Seconds],
     weight: Sequence[Seconds],
 ) -> list[Seconds]:
-    """Of every code: a backward takes B + W unless there is a W of its own; sending takes none."""
+    """Return the duration of every code. A backward takes B + W unless it has a separate W. Sends
+    take no time of the rank."""
     fused = [b + w for b, w in zip(backward, weight, strict=True)]
     rows = (*forward, *fused, *weight, *[0] * (2 * len(forward)))
     durations = [value for value in rows for _ in range(program.microbatches)]

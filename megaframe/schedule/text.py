@@ -1,6 +1,6 @@
 """Text form of a schedule: a line per rank, actions separated by white space, `#` for comments.
 
-It holds compute only: what a stage sends and receives follows from it, so that a file cannot
+It contains only compute actions. Sends and receives are derived from them, so that a file cannot
 contradict itself.
 """
 
@@ -13,14 +13,14 @@ from megaframe.schedule.actions import Action, parse_action
 from megaframe.schedule.schedule import Schedule
 
 MAX_BYTES = 64 * 2**20
-"""Larger files are refused unread; 64 ranks and 512 microbatches take 1 MiB."""
+"""Larger files are refused without parsing; 64 ranks and 512 microbatches take 1 MiB."""
 
 MAX_NUMBER = 10**6
-"""Stages and microbatches above it are refused: tables are made of that size."""
+"""Larger numbers of stages and microbatches are refused, because tables of that size are made."""
 
 
 def parse_schedule(text: str, name: str = "schedule") -> Schedule:
-    """The schedule that `text` says; `name` is what messages call its source.
+    """Parse a schedule. name: what messages call the source of the text.
 
     Raises `UserError` with line and cell of the first mistake.
     """
@@ -38,7 +38,8 @@ def parse_schedule(text: str, name: str = "schedule") -> Schedule:
 
 
 def read_schedule(path: Path) -> Schedule:
-    """The schedule in a file. Raises `UserError` if it cannot be read or is none."""
+    """Read a schedule from a file. Raises `UserError` if the file cannot be read, is too large, or
+    is not a schedule."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)

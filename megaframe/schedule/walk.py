@@ -1,9 +1,9 @@
 """Walk: executes the lists of all ranks as far as order and transfers allow, on plain integers.
 
-The checker, the simulator and the drawers rest on this one pass. A rank computes in the order of
-its list; sending never blocks it; what it consumes must have arrived. Such a network gives the same
-times in whatever order the ranks are visited, so a stack of the ranks that can go on is all that
-the walk needs, and whoever still waits when it is empty waits for ever.
+The checker, the simulator and the drawers share this one pass. A rank computes in the order of its
+list, sends never block it, and it waits until the input of an action has arrived. Under these rules
+the times do not depend on the order in which ranks are visited. The walk therefore needs only a
+stack of the ranks that can continue; ranks that still wait when it is empty wait forever.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from megaframe.schedule.costs import Seconds
 from megaframe.schedule.schedule import Schedule
 
 KINDS = (Kind.F, Kind.B, Kind.W, Kind.SEND_F, Kind.SEND_B)
-"""What the walk executes. A receive is posted without waiting; its consumer waits."""
+"""Kinds that the walk executes. Receives are left out: posting one takes no time, and its consumer
+waits."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A schedule as integers: kind, stage and microbatch of an action are the digits of its code,
-    (kind * stages + stage) * microbatches + microbatch, kind being its place in `KINDS`.
+    """A schedule as integers. The code of an action is (kind * stages + stage) * microbatches +
+    microbatch, where kind is the index in `KINDS`.
 
-    steps: the codes of each rank, in order. rank_of: the rank of each stage. lowered: sends are
-    actions of their own; otherwise each follows its producer at once.
+    rank_of: the rank of each stage.
+    microbatches: number of microbatches.
+    steps: the codes of each rank, in order.
+    lowered: sends are separate actions; otherwise each starts when its producer is done.
     """
 
     rank_of: tuple[int, ...]
@@ -42,7 +45,7 @@ class Program:
 
     @cached_property
     def split(self) -> Sequence[bool]:
-        """By stage * microbatches + microbatch, whether the backward has a W of its own."""
+        """Whether a backward has a separate W, by stage * microbatches + microbatch."""
         start, stop = 2 * self.block, 3 * self.block
         found = [False] * self.block
         for steps in self.steps:
@@ -52,14 +55,15 @@ class Program:
         return found
 
     def action(self, code: int) -> Action:
-        """The action that has this code."""
+        """Return the action with this code."""
         row, microbatch = divmod(code, self.microbatches)
         kind, stage = divmod(row, len(self.rank_of))
         return Action(KINDS[kind], stage, microbatch)
 
     def links(self) -> list[tuple[int, tuple[int, int] | None]]:
-        """For each code // microbatches: what to add to the code of an action for that of the one
-        which waits for its result (0 for none), and the (sending, receiving) rank on the way."""
+        """Return, for each code // microbatches, the difference from the code of an action to the
+        code of the action that waits for its result (0 if none does), and the (sending, receiving)
+        ranks of the transfer in between (None if there is none)."""
         stages, ranks = len(self.rank_of), self.rank_of
         size, block = self.microbatches, self.block
         rows: list[tuple[int, tuple[int, int] | None]] = [(0, None)] * (len(KINDS) * stages)
@@ -79,7 +83,7 @@ class Program:
 
 
 def flatten(schedule: Schedule) -> Program:
-    """The program of a schedule whose actions are known to be complete (`check`)."""
+    """Return the program of a schedule, which must have all its actions (see `check`)."""
     stages, size = len(schedule.rank_of), schedule.microbatches
     base = {kind: number * stages * size for number, kind in enumerate(KINDS)}
     steps = tuple(
@@ -95,9 +99,9 @@ def flatten(schedule: Schedule) -> Program:
 
 
 def live_activations(schedule: Schedule | Program) -> tuple[Fraction, ...]:
-    """Most activations that each rank holds at once, in units of one microbatch's on all stages of
-    the rank: one stage counts 1 / (stages of the rank). An activation lives from its F until its W,
-    or its B where no W follows."""
+    """Return the maximum number of activations that each rank holds at once, in units of one
+    microbatch on all stages of the rank: one stage counts 1 / (stages of the rank). An activation
+    lives from its F until its W, or until its B if there is no separate W."""
     program = schedule if isinstance(schedule, Program) else flatten(schedule)
     block, split = program.block, program.split
     return tuple(
@@ -123,9 +127,13 @@ def _peak(steps: Sequence[int], block: int, split: Sequence[bool]) -> int:
 
 @dataclass(frozen=True)
 class Walk:
-    """What a walk found. starts and arrivals: by code, when the action starts and when what it
-    waits for has come, None where that never happens. ends: of each rank's last action.
-    stuck: by rank, the position in its steps at which it waits for ever."""
+    """The result of a walk.
+
+    starts: when each action starts, by code; None if it never does.
+    arrivals: when the input of each action arrives, by code; None if it never does.
+    ends: when the last action of each rank ends.
+    stuck: the position in its steps at which a rank waits forever, by rank.
+    """
 
     starts: Sequence[Seconds | None]
     arrivals: Sequence[Seconds | None]
@@ -134,15 +142,16 @@ class Walk:
 
 
 def walk(program: Program, durations: Sequence[Seconds], comm: Seconds) -> Walk:
-    """Execute `program` with the durations of its actions, by code, and `comm` from rank to rank.
+    """Execute `program`. Takes about half a microsecond per action.
 
-    Takes about half a microsecond per action.
+    durations: of each action, by code.
+    comm: duration of a transfer between ranks.
     """
     size, ranks = program.microbatches, len(program.steps)
     links = program.links()
     free: dict[tuple[int, int] | None, Seconds] = {edge: 0 for _, edge in links}
     codes = len(links) * size
-    # Only a forward after the first stage and a backward wait for something to arrive.
+    # Only backwards, and forwards after the first stage, wait for an arrival.
     arrivals: list[Seconds | None] = [0] * codes
     arrivals[size : 2 * program.block] = [None] * (2 * program.block - size)
     starts: list[Seconds | None] = [None] * codes
@@ -180,8 +189,8 @@ def walk(program: Program, durations: Sequence[Seconds], comm: Seconds) -> Walk:
 
 
 def cycle(program: Program, stuck: Mapping[int, int]) -> list[tuple[int, int, int]]:
-    """Who waits for whom: (rank, code that waits, code that it waits for) around a circle, given
-    where the ranks of a complete program are stuck."""
+    """Return a cycle of a deadlock as (rank, waiting code, code that it waits for). stuck: where
+    the ranks of a complete program are stuck."""
     size = program.microbatches
     makers = {row + reach // size: row for row, (reach, _) in enumerate(program.links()) if reach}
     chain: dict[int, tuple[int, int, int]] = {}

@@ -446,6 +446,7 @@ class TestSecrets:
             f"https://host/x?token={SECRET}",
             f"abfs://box/x#{SECRET}",
             f"sftp://user:{SECRET}@host:22/x",
+            f"https://{SECRET}@host/../x",
         ],
     )
     def test_a_url_with_a_secret_is_refused_and_not_repeated(

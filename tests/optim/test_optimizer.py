@@ -72,6 +72,17 @@ def test_a_bad_gradient_touches_nothing_and_is_named(build, make_microbatch):
     assert all(torch.equal(before[name], w) for name, w in weights_of(built).items())
 
 
+def test_a_norm_that_overflows_has_no_name(build, make_microbatch):
+    built = build()
+    built.optimizer.start_step()
+    built.stage.forward(0, make_microbatch(built.config), 1.0)
+    built.stage.backward(0, done=built.optimizer.reduce)
+    for block in built.stage.blocks:  # each squared is within fp64, and their sum is not
+        block.mlp.down.weight.grad[0, 0] = 1.2e154
+    update = built.optimizer.update()
+    assert not update.finite() and built.optimizer.sick(update) == ()
+
+
 def test_low_precision_trains_masters_and_the_loss_scale_cancels(build, make_microbatch):
     norms, results = {}, {}
     for precision in ("fp32", "bf16", "fp16"):

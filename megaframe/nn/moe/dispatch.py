@@ -1,11 +1,11 @@
-"""Dispatch: on which path each token reaches the experts that it chose.
+"""Dispatch: the route of each token to the experts that it chose.
 
-Every way of sending is a list of the same few steps, so that all give one answer. What a rank must
-know to make them is how many tokens come from where; those numbers are the only thing that the
-host waits for, once where rows go straight to their experts.
+Every dispatch method is a list of the same few steps, so all give the same answer. To make the
+steps, a rank must know how many rows come from where. The host waits only for these numbers, and
+only once where rows go directly to their experts.
 
 Shape legend: R rows of this rank, K choices of a row, E experts, P pairs of a row and a choice, S
-sources of rows, L experts that they are for.
+sources of rows, L experts that they are for, X ranks of the expert axis.
 """
 
 from __future__ import annotations
@@ -35,15 +35,20 @@ from megaframe.nn.moe.path import (
 from megaframe.spec import share
 
 SENT_NOWHERE = -1
-"""In the place of the expert of a choice that is dropped."""
+"""Expert number of a choice that is dropped."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where experts lie. axis: the ranks that divide them. near: neighbours among those, in one
-    node; far: those with the same place among their neighbours. inside: the ranks that divide each
-    expert's matrices. sequence: those that have tokens of the same samples. kind: one of
-    `parallel.dispatch`."""
+    """Which ranks hold experts.
+
+    axis:     the ranks that divide the experts.
+    near:     neighbours among these, within one node.
+    far:      the ranks of the axis with the same index among their neighbours.
+    inside:   the ranks that divide each expert's matrices.
+    sequence: the ranks that have tokens of the same samples.
+    kind:     one of `parallel.dispatch`.
+    """
 
     axis: Group = ALONE
     near: Group = ALONE
@@ -55,9 +60,13 @@ class Places:
 
 @dataclass(frozen=True)
 class Route:
-    """rows: from rows [R, ...] to those that arrive at this rank. last: from there to those that
-    its experts get, expert after expert. gates: all the way, of one number for each choice, from
-    [R, K]. dealt: which of them each expert gets."""
+    """The way of rows to their experts.
+
+    rows:  from this rank's rows [R, ...] to the rows that arrive at this rank.
+    last:  from the rows that arrive to the rows of each expert, expert after expert.
+    gates: the whole way for one number per choice, from [R, K] to one per row of the experts.
+    dealt: which of the rows belong to which expert.
+    """
 
     rows: Path
     last: Local
@@ -66,8 +75,9 @@ class Route:
 
 
 def route(chosen_RK: Tensor, experts: int, places: Places, kernels: Kernels = NO_KERNELS) -> Route:
-    """The way of every row to the experts that it chose, or `SENT_NOWHERE`; all ranks of the expert
-    axis make theirs at once. kernels: none where choices may be dropped."""
+    """Return the route of every row to the experts that it chose; `SENT_NOWHERE` marks dropped
+    choices. All ranks of the expert axis call this together. kernels: `NO_KERNELS` if choices may
+    be dropped."""
     if places.axis.size == 1 and places.inside.size == 1:
         chosen = chosen_RK.int()
         if run := kernels.find("expert_order", chosen, experts):
@@ -78,8 +88,8 @@ def route(chosen_RK: Tensor, experts: int, places: Places, kernels: Kernels = NO
 
 @dataclass
 class _Choice:
-    """chosen, and what follows from it. spans: the experts of each rank of the axis. owner_E: the
-    rank that has each."""
+    """What every row chose, and what follows from it. spans: the experts of each rank of the axis.
+    owner_E: the rank that has each expert. mine: the experts of this rank."""
 
     chosen_RK: Tensor
     experts: int
@@ -106,26 +116,27 @@ class _Choice:
 
 @cache
 def _owners(experts: int, ranks: int, device: torch.device) -> Tensor:
-    """The rank that has each expert, brought to a device once."""
+    """Return the rank that has each expert, copied to the device once."""
     sizes = torch.tensor([share(experts, index, ranks)[1] for index in range(ranks)])
     return torch.arange(ranks).repeat_interleave(sizes).to(device)
 
 
 @cache
 def _there(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """These numbers, brought to a device once."""
+    """Return these numbers as a tensor, copied to the device once."""
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 def _sorted_here(order_P: Tensor, places_RK: Tensor, ends_E: Tensor, kernels: Kernels) -> Route:
-    """All experts are here, and nobody waits for their numbers of rows."""
+    """Return the route when this rank has all experts. The host does not wait for their numbers of
+    rows."""
     rows, choices = places_RK.shape
     sort = Sort(order_P, places_RK, kernels)
     return Route([], sort, [Choose(order_P.long(), rows, choices)], Dealt(ends_E))
 
 
 def _direct(choice: _Choice) -> Route:
-    """Each pair of a row and a choice straight to its rank."""
+    """Send each pair of a row and a choice directly to the rank of its expert."""
     axis = choice.places.axis
     order_P, load_E = _sorted(choice.chosen_RK.flatten(), choice.experts)
     loads_XE = all_gather(load_E[None], axis).wait()
@@ -139,7 +150,7 @@ def _direct(choice: _Choice) -> Route:
 
 
 def _gathered(choice: _Choice) -> Route:
-    """Every row to all ranks, each of which picks those that chose an expert of its own."""
+    """Gather every row on all ranks; each rank picks the rows that chose one of its experts."""
     axis, chosen = choice.places.axis, choice.chosen_RK
     sizes = all_gather(_there((choice.rows,), chosen.device), axis).wait().tolist()
     every = all_gather_uneven(chosen, sizes, axis).wait()
@@ -154,8 +165,9 @@ def _gathered(choice: _Choice) -> Route:
 
 
 def _hierarchical(choice: _Choice) -> Route:
-    """Within the node to the neighbour with the place that the expert's rank has in its own node,
-    and from there across: few large messages between nodes."""
+    """Send each pair first within the node, to the neighbour with the index that the expert's rank
+    has in its own node, and from there across nodes. This takes few large messages between
+    nodes."""
     near, far, axis = choice.places.near, choice.places.far, choice.places.axis
     place_E = choice.owner_E % near.size
     order_E = (
@@ -169,7 +181,7 @@ def _hierarchical(choice: _Choice) -> Route:
     numbers = loads_XE.tolist()
     nodes = [numbers[start : start + near.size] for start in range(0, axis.size, near.size)]
     own, around = numbers[axis.index], nodes[far.index]
-    # Experts at this place in all nodes, by node.
+    # For each node, the experts of its rank with this rank's index.
     passing = [choice.spans[node * near.size + near.index] for node in range(far.size)]
     held = [[number for span in passing for number in row[span]] for row in around]
     at_place = (choice.spans[place :: near.size] for place in range(near.size))
@@ -178,8 +190,8 @@ def _hierarchical(choice: _Choice) -> Route:
         [sum(sum(own[span]) for span in spans) for spans in at_place],
         list(map(sum, held)),
     )
-    # They arrive neighbour by neighbour, each one's by expert, and so node by node.
-    grid = loads_XE.view(far.size, near.size, -1)  # of every rank, by its node and place
+    # Pairs arrive neighbour by neighbour, and from each by expert, therefore node by node.
+    grid = loads_XE.view(far.size, near.size, -1)  # loads by node and index in the node
     places = tuple(expert for span in passing for expert in range(span.start, span.stop))
     there = grid[far.index].index_select(1, _there(places, loads_XE.device))
     regroup = _transposed(there, sum(map(sum, held)))
@@ -191,15 +203,15 @@ def _hierarchical(choice: _Choice) -> Route:
     )
     leaving, gates = _leaving(choice, _sent(order_P, own))
     steps = [*_among(first), Pick(regroup, len(regroup)), *_among(second)]
-    # Node after node, and of each, as they were regrouped: expert after expert of all neighbours.
+    # Node after node, and of each, as regrouped there, expert after expert from all neighbours.
     arrivals = grid[:, :, choice.mine].sum(1)
     by_node = [[sum(column) for column in zip(*rows, strict=True)] for rows in mine]
     return _arriving(choice, [leaving, *steps], [gates, *steps], arrivals, by_node)
 
 
 def _deduplicated(choice: _Choice) -> Route:
-    """Once to each node that has an expert of it, to the rank with this one's place there, and
-    within the node to each of them."""
+    """Send each row once to every node that has one of its experts, to the rank there with this
+    rank's index, and distribute its pairs within that node."""
     near, far = choice.places.near, choice.places.far
     chosen, device = choice.chosen_RK, choice.chosen_RK.device
     node_E = choice.owner_E // near.size
@@ -240,12 +252,12 @@ _KINDS: Mapping[str, Callable[[_Choice], Route]] = {
 
 
 def _among(step: Exchange | Gather) -> list[Step]:
-    """Nothing is to be done among one rank."""
+    """Return the step as a list, empty if its group has one rank."""
     return [step] if step.travels else []
 
 
 def _leaving(choice: _Choice, pairs_P: Tensor) -> tuple[Step, Step]:
-    """The first steps of rows and of gates: these pairs, in this order."""
+    """Return the first steps of rows and of gates, which select these pairs in this order."""
     return (
         Pick(pairs_P // choice.choices, choice.rows),
         Choose(pairs_P, choice.rows, choice.choices),
@@ -259,9 +271,12 @@ def _arriving(
     arrivals_SL: Tensor,
     numbers: Sequence[Sequence[int]],
 ) -> Route:
-    """The last steps: to the ranks that divide an expert's matrices, and expert after expert.
-    arrivals: how many arrive for each expert from each source, one source after the other. numbers:
-    the same, for the host."""
+    """Return the route with its last steps: to the ranks that divide an expert's matrices, and into
+    the order expert after expert.
+
+    arrivals_SL: how many rows arrive from each source for each expert. Rows lie source after
+    source. numbers: the same for the host.
+    """
     inside = choice.places.inside
     if inside.size > 1:
         sources = len(arrivals_SL)
@@ -281,13 +296,13 @@ def _arriving(
 
 
 def _sorted(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Numbers of all choices, first of those that are sent nowhere, then expert after expert; and
-    how many each expert has."""
+    """Return the indices of all choices, first of those that are dropped and then expert after
+    expert, and the number of choices of each expert."""
     return chosen.argsort(stable=True), counts(chosen + 1, experts + 1)[1:]
 
 
 def _sent(order_P: Tensor, numbers: Sequence[int]) -> Tensor:
-    """Of the choices in such an order those that are sent, of which there are so many."""
+    """Return those choices of a sorted order that are sent, given how many each expert has."""
     return order_P[len(order_P) - sum(numbers) :]
 
 
@@ -296,8 +311,8 @@ def _within(chosen: Tensor, span: slice) -> Tensor:
 
 
 def _transposed(arrivals_SL: Tensor, rows: int) -> Tensor:
-    """So many rows lie source after source, each one's label after label: the order in which they
-    lie label after label."""
+    """Return the order that takes `rows` rows from source after source, and label after label
+    within each, to label after label."""
     labels = torch.arange(arrivals_SL.shape[1], device=arrivals_SL.device)
     labels = labels.repeat(len(arrivals_SL))
     each = labels.repeat_interleave(arrivals_SL.flatten(), output_size=rows)

@@ -1,12 +1,11 @@
-"""Experts: many MLPs as one, each over its own rows.
+"""Experts: many MLPs as one module, each over its own rows.
 
-Rows lie expert after expert, so each expert is a product over a piece of them; on a GPU all are
-one. An expert without rows is nothing but a gradient of zero. What a token's expert counts for it
-is multiplied in before the second product: so what the experts give needs no more than to be
-summed, and is not kept.
+Rows lie expert after expert, so each expert multiplies a slice of them; on a GPU all experts are
+one grouped product. An expert without rows only gives a gradient of zero. Gates are multiplied in
+before the second product. The outputs of experts then only have to be summed, and are not kept.
 
-Shape legend: A rows as they arrive, N rows of all experts of this rank, n of a piece, I inputs, O
-outputs, F inner width.
+Shape legend: A rows as they arrive, N rows of all experts of this rank, n rows of a piece, I
+inputs, O outputs, F inner width.
 """
 
 from __future__ import annotations
@@ -72,15 +71,16 @@ class Experts(Module):
         dealt: Dealt,
         frame: Frame,
     ) -> Tensor:
-        """x [A, hidden] as it arrives, from where `last` brings rows to the experts to which they
-        are `dealt`, times the gates, to the same shape."""
+        """Apply the experts to x [A, hidden] as it arrives, times the gates; the result has the
+        same shape. last: brings the rows to the experts to which they are `dealt`, and sums them on
+        the way back."""
         return _Experts.apply(x_AH, gates_N, self, last, dealt, frame)
 
 
 class _Experts(torch.autograd.Function):
-    """Piece after piece, so that what lies between its products stays in cache, from its rows to
-    the gradients of its matrices. Keeps what comes of the first product only; the rest is made
-    again from it."""
+    """Computes piece by piece, from the rows of a piece to the gradients of its matrices, so that
+    intermediate results stay in cache. Keeps only the results of the first product, from which the
+    backward pass computes the rest again."""
 
     @staticmethod
     def forward(
@@ -129,14 +129,15 @@ class _Experts(torch.autograd.Function):
 
 
 def _matrices(weight: Parameter) -> Tensor:
-    """[experts, outputs, inputs]."""
+    """Return the value of the weight as [experts, outputs, inputs]."""
     value = weight.value
     return value.view(value.shape[0], -1, value.shape[-1])
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows that are multiplied at once: of one expert, or of all, where each one's `ends` [E]."""
+    """Rows that are multiplied at once: those of one expert, or of all experts, each ending at
+    `ends` [E]."""
 
     frame: Frame
     experts: Any
@@ -144,7 +145,8 @@ class _Piece:
     ends: Tensor | None = None
 
     def product(self, x_nI: Tensor, matrix: Tensor) -> Tensor:
-        """Rows times the transposed matrix [O, I] of their expert, or matrices [E, O, I]."""
+        """Return rows times the transposed matrix [O, I] of their expert. For all experts, matrices
+        are [E, O, I]."""
         if self.ends is None:
             return self.frame.forward_product(x_nI, matrix, None)
         if eight := self._eight(*matrix.shape[1:]):
@@ -152,14 +154,15 @@ class _Piece:
         return self._grouped(x_nI, matrix)
 
     def product_into(self, out_nO: Tensor, x_nI: Tensor, matrix: Tensor) -> None:
-        """The same, to where it belongs."""
+        """Write `product` to `out_nO`."""
         if self.ends is None and self.frame.eight is None:
             product_into(out_nO, x_nI, matrix.t(), add=False)
         else:
             out_nO.copy_(self.product(x_nI, matrix))
 
     def back(self, dy_nO: Tensor, matrix: Tensor) -> Tensor:
-        """Rows times the matrix [O, I] of their expert, or matrices [E, O, I]."""
+        """Return rows times the matrix [O, I] of their expert. For all experts, matrices are [E, O,
+        I]."""
         if self.ends is None:
             return self.frame.input_gradient(dy_nO, matrix)
         if eight := self._eight(*matrix.shape[1:]):
@@ -167,14 +170,14 @@ class _Piece:
         return self._grouped(dy_nO, matrix.mT)
 
     def back_into(self, out_nI: Tensor, dy_nO: Tensor, matrix: Tensor) -> None:
-        """The same, to where it belongs."""
+        """Write `back` to `out_nI`."""
         if self.ends is None and self.frame.eight is None:
             product_into(out_nI, dy_nO, matrix, add=False)
         else:
             out_nI.copy_(self.back(dy_nO, matrix))
 
     def add_gradient(self, weight: Parameter, left_nO: Tensor, right_nI: Tensor) -> None:
-        """Add to the gradient of the matrix of their expert, or of all matrices."""
+        """Add left^T right to the gradient of the expert's matrix, or of all experts' matrices."""
         if self.ends is None:
             self.frame.add_weight_gradient(weight, left_nO, right_nI, of=self.experts)
         elif eight := self._eight(left_nO.shape[1], right_nI.shape[1]):
@@ -183,7 +186,7 @@ class _Piece:
             weight.add_grouped(left_nO, right_nI, self.ends, self.frame.kernels)
 
     def _eight(self, *widths: int) -> EightBits | None:
-        """What multiplies by a matrix of these dims in 8 bits, if anything does."""
+        """Return what multiplies by a matrix of these dims in 8 bits, or None."""
         eight = self.frame.eight
         return eight if eight is not None and eight.takes(*widths) else None
 
@@ -206,7 +209,7 @@ def _pieces(x_AH: Tensor, up: Tensor, down: Tensor, dealt: Dealt, frame: Frame) 
 
 
 def _at_once(x: Tensor, matrices_EOI: Tensor, ends_E: Tensor, frame: Frame) -> bool:
-    """Whether products with all these matrices are one, of rows like `x`."""
+    """Return whether rows like `x` can be multiplied by all these matrices in one product."""
     widths = matrices_EOI.shape[1:]
     if frame.eight is not None and frame.eight.takes(*widths):
         return frame.eight.groups(x, ends_E)
@@ -215,7 +218,8 @@ def _at_once(x: Tensor, matrices_EOI: Tensor, ends_E: Tensor, frame: Frame) -> b
 
 
 def grouped(x: Tensor, *widths: int) -> bool:
-    """Whether one product of all experts is possible on rows of these widths, of the type of `x`,
-    and the faster way: a GPU's is, where each row is a whole number of 16 bytes."""
+    """Return whether torch can multiply all experts in one product on rows of these widths and of
+    the type of `x`, faster than one by one. It can on a GPU if each row is a multiple of 16 bytes,
+    except in fp64."""
     aligned = all(width * x.element_size() % 16 == 0 for width in widths)
     return x.is_cuda and aligned and x.dtype is not torch.float64

@@ -1,4 +1,4 @@
-"""Mixture of experts: the layer that takes the place of the MLP in a block."""
+"""Mixture of experts: the layer that replaces the MLP of a block."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megaframe.parameter import Module
 
 
 class MixtureOfExperts(Module):
-    """A router, the experts that it sends tokens to, and an MLP for every token, which is computed
-    while they travel."""
+    """A router, the experts to which it sends tokens, and optionally a shared MLP for every token,
+    which is computed while tokens are in transit."""
 
     def __init__(self, name: str, model: Model, moe: Moe, output_std: float) -> None:
         self.router = Router(f"{name}.router", model, moe)
@@ -29,11 +29,12 @@ class MixtureOfExperts(Module):
             self.shared = MLP(f"{name}.shared", model, output_std, width)
 
     def __call__(self, x: Tensor, norm: Elementwise, frame: Frame) -> Tensor:
-        """x [rows, hidden], normalised by `norm`, to the same shape."""
+        """Normalise x [rows, hidden] by `norm` and apply the layer; the result has the same
+        shape."""
         normed = norm(x, frame.kernels)
         chosen, gates = self.router(normed, frame)
         moe = self.router.moe
-        kernels = NO_KERNELS if moe.capacity else frame.kernels  # which know of no dropped choices
+        kernels = NO_KERNELS if moe.capacity else frame.kernels  # kernels cannot drop choices
         way = route(chosen, moe.experts, frame.experts, kernels)
         going = there(way.rows, frame.turn)
         ticket = going.depart(normed)

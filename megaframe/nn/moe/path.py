@@ -1,10 +1,11 @@
-"""Paths on which rows reach the experts, and on which what became of them comes back.
+"""Paths: how rows reach the experts, and how results come back.
 
-A path is a list of steps, and each step is a linear map: it picks rows, sends them, or gathers
-them. So the way back is the transposed of the way there, which is also its gradient: no step needs
-a backward of its own, and whatever sends rows out brings them home.
+A path is a list of steps, and each step is a linear map that selects, exchanges or gathers rows.
+The way back is therefore the transpose of the way there, which is also its gradient. No step needs
+a backward of its own, and whatever sends rows out also brings them back.
 
-Shape legend: R rows of this rank, K choices of a row, N rows that arrive.
+Shape legend: R rows of this rank, K choices of a row, P pairs of a row and a choice, N rows that
+arrive.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from megaframe.nn.turns import Turn
 
 
 class Step(Protocol):
-    """A linear map of rows, and its transposed. travels: over a group, which takes its time."""
+    """A linear map of rows (`there`) and its transpose (`back`). travels: whether it
+    communicates."""
 
     @property
     def travels(self) -> bool: ...
@@ -35,14 +37,15 @@ class Step(Protocol):
 
 
 class Local(Step, Protocol):
-    """One within a rank, which can be made for some of the places that rows go to."""
+    """A step within a rank, which can also be computed for only some of the places that rows go
+    to."""
 
     def some(self, x: Tensor, places: slice) -> Tensor: ...
 
 
 def counts(numbers: Tensor, most: int) -> Tensor:
-    """How often each number below `most` is there, int64 [most]. On a GPU `bincount` would ask
-    which is the least and the largest, and the host wait for it."""
+    """Return how often each number below `most` occurs, int64 [most]. On a GPU `bincount` would
+    make the host wait for the least and the largest number."""
     if not numbers.is_cuda:
         return torch.bincount(numbers, minlength=most)
     return numbers.new_zeros(most).scatter_add_(0, numbers, torch.ones_like(numbers))
@@ -50,22 +53,22 @@ def counts(numbers: Tensor, most: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Dealt:
-    """Rows that lie expert after expert. ends: where those of each end, int32 [E], on the device.
-    counts: how many each has, where the host knows it."""
+    """Rows that lie expert after expert. ends_E: where the rows of each expert end, int32 [E], on
+    the device. counts: how many rows each expert has, if the host knows it."""
 
     ends_E: Tensor
     counts: Sequence[int] | None = None
 
     def numbers(self) -> Sequence[int]:
-        """The counts; the host may wait for them."""
+        """Return the counts. The host waits for them if it does not know them."""
         if self.counts is not None:
             return self.counts
         return self.ends_E.diff(prepend=self.ends_E.new_zeros(1)).tolist()
 
 
 class Pick:
-    """Rows `index` of so many; back, each row is the sum of all that were picked of it, in the
-    order in which they were."""
+    """Select rows `index` of `rows` rows. On the way back, each row is the sum of everything that
+    was picked from it, in the order in which it was picked."""
 
     travels = False
 
@@ -90,8 +93,9 @@ class Pick:
 
 
 class Sort:
-    """Each row at the places of its choices, of which `order` [P] says which one is at a place, and
-    `places` [R, K] the place of each; back, the sum of what is at them."""
+    """Copy each row to the places of its choices. order_P: which choice is at each place.
+    places_RK: the place of each choice. On the way back, each row is the sum of what is at its
+    places."""
 
     travels = False
 
@@ -115,7 +119,8 @@ class Sort:
 
 
 class Choose:
-    """Elements `index` of rows [R, K], flat, of which each is chosen at most once."""
+    """Select elements `index` of the flattened [R, K]. Each is selected at most once, so the way
+    back only copies."""
 
     travels = False
 
@@ -133,7 +138,8 @@ class Choose:
 
 @dataclass(frozen=True)
 class Exchange:
-    """The first leaving[0] rows go to rank 0 of the group, and so on; coming[0] come from it."""
+    """Exchange rows with every rank of the group. The first leaving[0] rows go to rank 0, and so
+    on, and the first coming[0] rows of the result come from it."""
 
     group: Group
     leaving: Sequence[int]
@@ -152,7 +158,8 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Gather:
-    """The rows of all ranks of the group, of which rank i has sizes[i]; back, their sums."""
+    """Gather the rows of all ranks of the group, of which rank i has sizes[i]. On the way back they
+    are summed over the ranks."""
 
     group: Group
     sizes: Sequence[int]
@@ -170,42 +177,43 @@ class Gather:
 
 Path = Sequence[Step]
 _Move = tuple[bool, Callable[[Tensor], Pending[Tensor]]]
-"""Whether it travels, and what it does."""
+"""Whether the move communicates, and the function that starts it."""
 
 
 def there(path: Path, turn: Turn) -> Passage:
-    """The way out: [R, ...] to [N, ...]."""
+    """Return the way out: [R, ...] to [N, ...]."""
     return Passage(_out(path), _home(path), turn)
 
 
 def back(path: Path, turn: Turn) -> Passage:
-    """The way home: [N, ...] to [R, ...]."""
+    """Return the way home: [N, ...] to [R, ...]."""
     return Passage(_home(path), _out(path), turn)
 
 
 class Passage:
-    """One way along a path. What is done between `depart` and `arrive` is done while rows travel;
-    in backward, where gradients go the other way, so is the backward of that. turn: lets others
-    work before it waits."""
+    """One way along a path. What is computed between `depart` and `arrive` overlaps with the
+    transfer, and its backward with the transfer of the gradients in the opposite direction. turn:
+    lets other work run before this waits."""
 
     def __init__(self, moves: Sequence[_Move], reverse: Sequence[_Move], turn: Turn) -> None:
         self.moves, self.reverse, self._turn = moves, reverse, turn
         self.trip: _Trip
 
     def depart(self, x: Tensor) -> Tensor:
-        """Send rows on their way. The result stands for them until they `arrive`."""
+        """Send rows on their way. The returned ticket represents them in the graph until they
+        `arrive`."""
         return _Depart.apply(x, self)
 
     def arrive(self, ticket: Tensor) -> Tensor:
-        """The rows, where they were to go."""
+        """Return the rows at their destination."""
         return _Arrive.apply(ticket, self)
 
     def cross(self, x: Tensor) -> Tensor:
-        """Both at once."""
+        """Depart and arrive at once."""
         return self.arrive(self.depart(x))
 
     def end(self) -> Tensor:
-        """What arrives of the trip that was begun."""
+        """Finish the current trip and return its rows."""
         if any(travels for travels, _ in self.moves):
             self._turn.pass_on()
         return self.trip.end()
@@ -220,8 +228,9 @@ def _home(path: Path) -> list[_Move]:
 
 
 class _Trip:
-    """Rows on their way: up to the first transfer when it is made, to their end when asked. Where
-    it stops does not depend on what has arrived, so that all ranks start transfers in one order."""
+    """Rows in transit. Creation starts the first transfer, with the steps before it; `end` does the
+    rest. Where it stops does not depend on what has arrived, so all ranks start transfers in the
+    same order."""
 
     def __init__(self, moves: Sequence[_Move], x: Tensor) -> None:
         self._rows = x
@@ -239,7 +248,7 @@ class _Trip:
         for _ in self._walk:
             pass
         rows = self._rows
-        del self._rows  # the passage lives until backward, and would keep them as long
+        del self._rows  # the passage lives until backward, and would keep the rows until then
         return rows
 
 

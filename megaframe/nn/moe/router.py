@@ -1,10 +1,11 @@
-"""Router: which experts a token goes to, with what weight, and what keeps them equally busy.
+"""Router: which experts a token goes to, with what weight, and what keeps the experts equally busy.
 
-All of it is in at least fp32. The load of experts is counted where a backward will follow, so that
-a block that runs again counts once. Losses are sums over the tokens that have a label, as the
-model's loss is, and so depend neither on the layout nor on the size of microbatches.
+Everything is computed in at least fp32. The load of experts is counted only where gradients are
+recorded, so a block that is recomputed counts once. Auxiliary losses are sums over the tokens that
+have a label, like the model's loss, and therefore depend neither on the layout nor on the size of
+microbatches.
 
-Shape legend: R rows of this rank, K choices, E experts, G groups of them, B samples.
+Shape legend: R rows of this rank, K choices, E experts, G groups of experts, B samples.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from megaframe.spec import Constant, Normal, ParamSpec
 
 
 class Router(Module):
-    """Scores every expert for every row. `balance` is, with model.moe.balance=bias, what is added
-    to the scores where experts are chosen; else the load of the last step, 1 on average. Its
-    gradient is the load of the step."""
+    """Scores every expert for every row. With model.moe.balance=bias, `balance` is added to the
+    scores when experts are chosen; otherwise it is the load of the last step, 1 on average. Its
+    gradient is the load of the current step."""
 
     def __init__(self, name: str, model: Model, moe: Moe) -> None:
         self.name, self.moe = name, moe
@@ -44,7 +45,7 @@ class Router(Module):
         )
 
     def __call__(self, x_RH: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
-        """Experts of each row, int64 [R, K], and their weights [R, K]."""
+        """Return the experts of each row, int64 [R, K], and their weights [R, K]."""
         moe = self.moe
         if moe.jitter and frame.dropout is not None:
             x_RH = x_RH * frame.dropout.spread(x_RH, self.name, moe.jitter)
@@ -60,7 +61,7 @@ class Router(Module):
         return chosen_RK, gates_RK.to(x_RH.dtype)
 
     def _by_kernel(self, logits_RE: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor] | None:
-        """Choices and their weights, None where there is no kernel for them."""
+        """Return choices and their weights, or None if no kernel takes these arguments."""
         moe = self.moe
         if moe.top_groups < moe.groups:
             return None
@@ -96,7 +97,7 @@ class Router(Module):
     def _balanced(
         self, logits_RE: Tensor, scores_RE: Tensor, gates: Tensor, chosen: Tensor, frame: Frame
     ) -> Tensor:
-        """Count the load, and hang the losses on the gates."""
+        """Count the load, and attach the auxiliary losses to the gates in the autograd graph."""
         moe, counted_R1 = self.moe, frame.counted[:, None]
         picked_RE = torch.zeros_like(scores_RE).scatter_(1, chosen, 1.0) * counted_R1
         self.balance.add(picked_RE.sum(0))
@@ -123,7 +124,7 @@ class Router(Module):
         return gates
 
     def _of_sequences(self, picked_RE: Tensor, frame: Frame) -> Tensor:
-        """Load of each expert in each row's sequence, 1 on average."""
+        """Return the load of each expert in each row's sample, 1 on average."""
         sample_R = frame.samples
         loads_BE = picked_RE.new_zeros(frame.batch + 1, picked_RE.shape[1])
         loads_BE.index_add_(0, sample_R, picked_RE)
@@ -132,7 +133,8 @@ class Router(Module):
         return (loads_BE / mean_B1)[sample_R]
 
     def _limited(self, chosen_RK: Tensor, gates_RK: Tensor, frame: Frame) -> Tensor:
-        """Of more rows for an expert than its capacity, those with the least weight go nowhere."""
+        """Where an expert was chosen by more rows than its capacity, drop the choices with the
+        least weight."""
         assert self.moe.capacity is not None
         rows, choices = chosen_RK.shape
         most = max(1, int(self.moe.capacity * rows * choices / self.moe.experts))
@@ -149,7 +151,7 @@ class Router(Module):
 
 
 class _Logits(torch.autograd.Function):
-    """x W^T in at least fp32; the weight's gradient may wait, as that of any matrix."""
+    """x W^T in at least fp32. The weight gradient may be deferred, like that of any matrix."""
 
     @staticmethod
     def forward(ctx: Any, x_RH: Tensor, weight: Parameter, frame: Frame) -> Tensor:
@@ -161,13 +163,13 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (x_RH,), weight, dy = ctx.saved_tensors, ctx.weight, gradients[0]
-        x_RH = x_RH.detach()  # or what waits for a weight pass keeps the graph behind it
+        x_RH = x_RH.detach()  # otherwise a deferred weight gradient keeps the graph alive
         ctx.frame.later.do(lambda: weight.add_product(dy, x_RH.to(dy.dtype)))
         return (dy @ weight.value.to(dy.dtype)).to(x_RH.dtype), None, None
 
 
 class _Also(torch.autograd.Function):
-    """x; its backward is also that of a loss."""
+    """Return x. The backward pass also gives `loss` a gradient of 1."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:

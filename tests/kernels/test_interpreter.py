@@ -1,0 +1,59 @@
+"""Triton's interpreter as the tests use it: faster, and no less strict."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from megaframe_kernels.device import INTERPRETED, launch
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled on a GPU")
+LAST = 2**31 - 1
+
+
+@triton.jit
+def _calculate(left, right, operation):
+    if operation == 0:
+        return left + right
+    elif operation == 1:
+        return left - right
+    return left * right
+
+
+@triton.jit
+def _kernel(left, right, result, operation: tl.constexpr):
+    places = tl.arange(0, 2)
+    made = _calculate(tl.load(left + places), tl.load(right + places), operation)
+    tl.store(result + places, made)
+
+
+def calculate(left, right, operation, dtype=torch.int32):
+    left, right = torch.tensor(left, dtype=dtype), torch.tensor(right, dtype=dtype)
+    result = torch.zeros_like(left)
+    launch(_kernel, (1,), left, right, result, operation=operation)
+    return result.tolist()
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "operation", "beyond"),
+    [
+        ([1, LAST - 1], [2, 1], 0, [2, 2]),
+        ([1, 1 - LAST], [2, 2], 1, [2, 3]),
+        ([-3, 2**16], [7, 2**15 - 1], 2, [7, 2**15]),
+    ],
+    ids=["add", "sub", "mul"],
+)
+def test_integers_that_overflow_are_noticed(left, right, operation, beyond):
+    function = (int.__add__, int.__sub__, int.__mul__)[operation]
+    assert calculate(left, right, operation) == [*map(function, left, right)]
+    with pytest.raises(Exception, match="int32 overflow"):
+        calculate(left, beyond, operation)
+    assert calculate(left, beyond, operation, torch.int64) == [*map(function, left, beyond)]
+
+
+def test_nothing_of_the_language_stays_replaced_after_a_launch_or_an_error():
+    load = tl.load
+    calculate([1, 2], [3, 4], 0)
+    assert tl.load is load
+    with pytest.raises(Exception, match="overflow"):
+        calculate([1, LAST], [1, 1], 0)
+    assert tl.load is load
