@@ -5,9 +5,10 @@ of the gradients are copied to where it reads them, and since its results always
 memory, those that outlive the step are copied. The update is not in it: learning rates and the
 number of the step are the host's.
 
-Transfers are in it, of one communicator. Whoever started one outside has waited for it before, and
-those that start inside are waited for inside. Whether a step is recorded, run again or neither
-follows from what all ranks have alike, and so is the same on each of them, as NCCL demands.
+Transfers are in it, in the order in which all ranks start them. Those that were started outside
+have been waited for before, and those that start inside are waited for inside. Whether a step is
+recorded, run again or neither follows from what all ranks have alike, and so is the same on each of
+them, as NCCL demands.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.comm.recording import Recording
+from megaframe.comm.recording import Recording, unordered
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.kernels import Kernels
@@ -129,8 +130,8 @@ def refuse(config: RunConfig, mesh: Mesh, kernels: Kernels) -> None:
     found = [*graph_reasons(config, mesh.layout.sizes)]
     if mesh.device.type != "cuda":
         found.append(f"CUDA graphs need a GPU, and this runs on a {mesh.device.type}")
-    elif mesh.communicators > 1:
-        found.append(f"the passes may exchange over {mesh.communicators} communicators")
+    elif mesh.communicators > 1 and (reason := unordered()):
+        found.append(f"the passes use {mesh.communicators} communicators, and {reason}")
     if config.model.moe is not None:
         needed = {"experts": "grouped_product"}
         if config.train.fp8 != "none":

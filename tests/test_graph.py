@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "parity"))
 from training import MODELS, run
 
 from megaframe.comm.place import Place
-from megaframe.comm.recording import recording
+from megaframe.comm.recording import _ORDER, keep_order, recording, unordered
 from megaframe.comm.traffic import Traffic
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
@@ -74,11 +74,8 @@ def test_of_what_is_recorded_others_are_told_when_it_runs():
 @pytest.mark.parametrize(
     ("world", "sections", "reasons"),
     [
-        (4, {"parallel": {"tensor": 2}}, ["parallel.data=2 exchange over several"]),
-        (2, {"parallel": {"pipeline": 2}}, ["pipeline=2 exchange"]),
-        (2, {"parallel": {"context": 2}}, ["context=2 exchange"]),
-        (4, {"parallel": {"data_replicate": 2}}, ["data_replicate=2 sums"]),
-        (4, {"parallel": {"tensor": 4}, "model": {"kv_heads": 2}}, ["kv_heads=2 over a second"]),
+        (2, {"parallel": {"pipeline": 2}}, ["pipeline=2 sends"]),
+        (4, {"parallel": {"context": 2, "tensor": 2}}, ["context=2 sends"]),
         (2, {"parallel": {"tensor": 2, "symmetric_memory": "auto"}}, ["symmetric_memory=auto"]),
         (2, {"parallel": {"compress": "topk"}}, ["compress=topk"]),
         (2, {"run": {"device": "shared"}}, ["run.device=shared"]),
@@ -113,11 +110,26 @@ def test_what_a_graph_can_hold_is_not_refused():
     moe = {"experts": 2, "top_k": 1, "normalise": False}
     model = {"vocab": 128, "heads": 4, "hidden": 64, "dropout": 0.1, "moe": moe}
     train = {"cuda_graph": True, "global_batch": 8}
-    for parallel in ({"zero": 3}, {"tensor": 2}, {"reduce_precision": "bf16"}):
+    for parallel in ({"zero": 3}, {"tensor": 2}, {"data_replicate": 2, "zero": 2}):
         config = RunConfig(
             model=model, train=train, parallel=parallel, data={"reset_attention": True}
         )
-        check(config, 2, data=False)
+        check(config, 4, data=False)
+
+
+def test_several_communicators_need_an_order_of_nccl(monkeypatch):
+    monkeypatch.setenv(_ORDER, "0")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    keep_order()
+    assert unordered().endswith(
+        "with NCCL_LAUNCH_ORDER_IMPLICIT=0; use NCCL_LAUNCH_ORDER_IMPLICIT=1"
+    )
+    monkeypatch.delenv(_ORDER)
+    assert "IMPLICIT=; use" in unordered()
+    keep_order()
+    assert unordered() is None
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 25, 1))
+    assert unordered() == "NCCL 2.25.1 keeps no order among them; use NCCL 2.26 or later"
 
 
 def test_a_run_on_a_cpu_says_so():

@@ -28,7 +28,6 @@ KEPT = _EAGER + 2
 """The step before which weights and state are kept, to go back to."""
 SICK, SHORT, UNLABELLED = _EAGER + 3, _EAGER + 4, _EAGER + 5
 STEPS = _EAGER + 6
-RECORDERS = {"cpu": tape.record, "cuda": record_cuda}
 
 
 class Passed:
@@ -40,7 +39,8 @@ class Passed:
 
 @deterministic()
 def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
-    """This rank's part -> what its steps came to, and how many were recorded."""
+    """This rank's part -> what its steps came to, what a watch sees of those that were recorded,
+    and the axes of all transfers in them."""
     if device == "cuda":
         train = {**train, "cuda_graph": graphs}
     elif kernels:
@@ -61,9 +61,8 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
         return Passed()
 
     mesh.place.mark = mark
-    found, told = [], []
-    pipeline = begun(config, mesh, graphs, told)
-    assert mesh.communicators == (layout.world > 1)
+    found, told, order = [], [], []
+    pipeline = begun(config, mesh, graphs, told, order)
     pipeline.optimizer.initialise(config.run.seed)
 
     def train_one(step, batch):
@@ -101,7 +100,7 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
     train_to(STEPS, KEPT)
     for again in range(2):
         if again:
-            pipeline = begun(config, mesh, graphs, told)
+            pipeline = begun(config, mesh, graphs, told, order)
         for (*_, x), value in zip(pipeline.optimizer.tensors(), kept, strict=True):
             x.copy_(value)
         pipeline.optimizer.load_state(state)
@@ -109,16 +108,18 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
     found.append([x for *_, x in pipeline.optimizer.tensors()])
     found = [[x.to("cpu", copy=True) for x in numbers] for numbers in found]
     mesh.close()
-    return found, told
+    return found, told, order
 
 
-def begun(config, mesh, graphs, told):
-    """What the rank runs from its start on, told: the place of a watch at every recorded step."""
+def begun(config, mesh, graphs, told, order):
+    """What the rank runs from its start on. told: gets the place of a watch at every recorded
+    step. order: gets the axes of the transfers that a tape records."""
     pipeline = Pipeline(config, mesh, StepTimer().time)
     if graphs:
 
         def record(compute):
-            passed, play = RECORDERS[mesh.device.type](compute)
+            on_a_gpu = mesh.device.type == "cuda"
+            passed, play = record_cuda(compute) if on_a_gpu else tape.record(compute, order)
 
             def again():
                 play()
@@ -165,10 +166,25 @@ CASES = {
     "zero 0": (GPT, {}, {"data": 2}, {}, {}, False),
     "zero 1": (LLAMA, {}, {"data": 2, "zero": 1}, {"name": "muon"}, {}, True),
     "zero 2": (LLAMA, {"recompute": "full"}, {"data": 2, "zero": 2}, {}, {}, False),
+    "replicas": (GPT, {}, {"data": 4, "data_replicate": 2, "zero": 2}, {}, {}, False),
     "zero 3": (GPT, {}, {"data": 2, "zero": 3}, {}, {}, False),
     "bf16 sums": (GPT, {}, {"data": 2, "zero": 1, "reduce_precision": "bf16"}, {}, {}, False),
-    "tensor": (LLAMA, {"recompute": "selective"}, {"tensor": 2, "zero": 1}, {}, {}, False),
-    "tensor parts": (GPT, {}, {"tensor": 2, "zero": 3, "tensor_chunks": 2}, {}, {}, False),
+    "tensor": (
+        {**LLAMA, "layers": 1},
+        {"recompute": "selective", "microbatch": 4},
+        {"tensor": 4, "zero": 1},
+        {},
+        {},
+        False,
+    ),
+    "both": (
+        {**GPT, "layers": 1},
+        {},
+        {"data": 2, "tensor": 2, "zero": 3, "tensor_chunks": 2},
+        {},
+        {},
+        False,
+    ),
     "experts": (
         {**EXPERTS, "moe": {**MOE, "balance": "global"}},
         {**SMALL, "microbatch": 2},
@@ -190,7 +206,7 @@ ON_A_GPU = {
 def assert_recorded_as_plain(pool, device, case):
     plain = pool.run(ranks_of(case), run, device, False, *case)
     recorded = pool.run(ranks_of(case), run, device, True, *case)
-    for (found, told), (wanted, _) in zip(recorded, plain, strict=True):
+    for (found, told, order), (wanted, *_) in zip(recorded, plain, strict=True):
         assert len(found) == len(wanted)
         for number, (here, there) in enumerate(zip(found, wanted, strict=True)):
             for one, other in zip(here, there, strict=True):
@@ -198,10 +214,11 @@ def assert_recorded_as_plain(pool, device, case):
         # All but the first ones of a start, the one of another shape, and those after a new start.
         assert len(told) == STEPS - _EAGER - 1 + 1 + 2
         assert all(doing.endswith("the graph of all passes") for doing in told)
+        assert order == recorded[0][2], "ranks start transfers in different orders"
 
 
 def ranks_of(case):
-    return max(case[2].get("data", 1), case[2].get("tensor", 1))
+    return case[2].get("data", 1) * case[2].get("tensor", 1)
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -226,7 +243,7 @@ def test_masks_are_those_of_the_step():
         optim={"lr": 1e-300, "min_lr": 0.0},  # no weight changes
     )
     mesh = Mesh(Layout(), device="cpu")
-    pipeline = begun(config, mesh, True, [])
+    pipeline = begun(config, mesh, True, [], [])
     pipeline.optimizer.initialise(1)
     batch = batch_of(config, 0, False)
     losses = [float(pipeline.train([batch], step, 1.0).loss) for step in (0, 1, 2, 0, 1, 2, 7)]
