@@ -15,6 +15,7 @@ import tape
 import torch
 from training import MODELS, deterministic, global_batch, on, share, with_documents
 
+from megaframe.comm.recording import keep_order
 from megaframe.config import RunConfig
 from megaframe.graph import _EAGER, Graph, record_cuda
 from megaframe.layout import Layout
@@ -42,6 +43,7 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
     """This rank's part -> what its steps came to, what a watch sees of those that were recorded,
     and the axes of all transfers in them."""
     if device == "cuda":
+        keep_order()
         train = {**train, "cuda_graph": graphs}
     elif kernels:
         os.environ["TRITON_INTERPRET"] = "1"
