@@ -75,7 +75,7 @@ def test_a_bad_gradient_touches_nothing_and_is_named(build, make_microbatch):
 def test_a_norm_that_overflows_has_no_name(build, make_microbatch):
     built = build()
     built.optimizer.start_step()
-    built.stage.forward(0, make_microbatch(built.config), 1.0)
+    built.stage.forward(0, make_microbatch(built.config), torch.ones((), dtype=torch.float64))
     built.stage.backward(0, done=built.optimizer.reduce)
     for block in built.stage.blocks:  # each squared is within fp64, and their sum is not
         block.mlp.down.weight.grad[0, 0] = 1.2e154
