@@ -6,7 +6,7 @@ import torch
 def kept_by_block(stage, microbatch, buckets):
     """Bytes that the first block keeps beside its input, its weights, the rotary tables
     and single numbers."""
-    frame = stage._frame(microbatch, None)
+    frame = stage._frame(microbatch, None, torch.ones((), dtype=torch.float64))
     rows = frame.filled // frame.tensor.size
     leaf = torch.randn(rows, stage.config.model.hidden).to(stage.precision.compute)
     leaf.requires_grad_()

@@ -24,9 +24,9 @@ def test_products_add_up(dtype, piece, monkeypatch):
     monkeypatch.setattr(product_module, "PIECE_BYTES", piece)
     parameter = make((2, 3, 5), dtype, torch.float32)
     left, right = torch.randn(4, 6).to(dtype), torch.randn(4, 5).to(dtype)
-    parameter.add_product(left, right, 0.5)
-    parameter.add_product(left, right, 0.25)
-    wanted = 0.75 * (left.double().T @ right.double()).view(2, 3, 5)
+    parameter.add_product(left, right)
+    parameter.add_product(left, right)
+    wanted = 2.0 * (left.double().T @ right.double()).view(2, 3, 5)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(parameter.grad.double(), wanted, rtol=4 * eps, atol=8 * eps)
 

@@ -16,9 +16,9 @@ def operands(rows, inner, columns, dtype, *, transposed):
     return (left.t(), right.t()) if transposed else (left, right)
 
 
-def tolerance(dtype, inner, scale=1.0):
+def tolerance(dtype, inner, largest=1.0):
     eps = torch.finfo(dtype).eps
-    return {"rtol": 2 * eps, "atol": 8 * eps * scale * max(1, inner) ** 0.5}
+    return {"rtol": 2 * eps, "atol": 8 * eps * largest * max(1, inner) ** 0.5}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -65,17 +65,16 @@ def test_products_of_several(heads, size, dtype, transposed):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("scale", [1.0, -0.25])
 @pytest.mark.parametrize(("rows", "inner", "columns"), SIZES)
 @pytest.mark.parametrize("piece", [1, 700, 1 << 20])
-def test_written_or_added_in_pieces(rows, inner, columns, dtype, add, scale, piece, monkeypatch):
+def test_written_or_added_in_pieces(rows, inner, columns, dtype, add, piece, monkeypatch):
     monkeypatch.setattr(module, "PIECE_BYTES", piece)
     left, right = operands(rows, inner, columns, dtype, transposed=True)
     old = torch.randn(rows, columns) if add else torch.full((rows, columns), torch.nan)
     for kind in {dtype, torch.promote_types(dtype, torch.float32)}:
         out = old.to(kind)
-        wanted = scale * (left.double() @ right.double()) + (out.double() if add else 0.0)
-        product_into(out, left, right, scale=scale, add=add)
+        wanted = left.double() @ right.double() + (out.double() if add else 0.0)
+        product_into(out, left, right, add=add)
         torch.testing.assert_close(out.double(), wanted, **tolerance(dtype, inner, 2.0))
 
 

@@ -119,7 +119,8 @@ def test_logits_become_their_gradient(options, dtype):
     logits, chosen = rand(7, 45, dtype=dtype, scale=3.0), labels(7, 45)
     chosen[chosen < 0] = -1  # any negative label is ignored
     untouched, before = logits.clone(), logits.clone()
-    losses, made = check(loss_kernel.KERNEL, "triton", (logits, chosen), options, 45, scale=0.1)
+    scaled = {**options, "scale": torch.tensor(2.7, dtype=torch.float64)}
+    losses, made = check(loss_kernel.KERNEL, "triton", (logits, chosen), scaled, 45, scale=0.1)
     assert made is logits and (made[1::3] == 0).all() and (losses[1::3] == 0).all()
     again, same = loss_kernel.run_triton(untouched, chosen, gradient=False, **options)
     assert torch.equal(again, losses) and torch.equal(same, before)

@@ -274,7 +274,7 @@ for number in range(begin, 3):
 
 
 def empty():
-    return gpu_check.Results({**gpu_check._OF_KERNELS, "training": []})
+    return gpu_check.Results({**gpu_check._OF_KERNELS, "tests": {}, "training": []})
 
 
 def test_an_implementation_that_ends_its_process_costs_only_itself(tmp_path):
@@ -313,16 +313,31 @@ def test_tests_end_as_pytest_says(tmp_path, monkeypatch):
     good.write_text("def test_failed_errors(): pass")
     bad.write_text("def test_one(): pass\ndef test_two(): assert 1 == 2")
     slow.write_text("import time\ndef test_one(): assert 1 == 2\ndef test_two(): time.sleep(600)")
-    assert gpu_check.run_tests(good, 60, dry=True)["outcome"] == "passed"
-    found = gpu_check.run_tests(bad, 60, dry=True)
+
+    def run(path, seconds):
+        return gpu_check.run_tests(gpu_check.Tests(1.0, [], str(path)).command(True), seconds)
+
+    assert run(good, 60)["outcome"] == "passed"
+    found = run(bad, 60)
     assert found["outcome"] == "failed" and found["counts"].startswith("1 failed, 1 passed")
     assert "assert 1 == 2" in found["log"]
     heeded = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a shell
     try:
-        found = gpu_check.run_tests(slow, 10, dry=True)
+        found = run(slow, 10)
     finally:
         signal.signal(signal.SIGINT, heeded)
     assert found["outcome"].startswith("not finished after") and "assert 1 == 2" in found["log"]
+
+
+def test_tests_of_steps_are_there_and_what_has_no_time_is_left_out():
+    results, soon = empty(), time.monotonic() + 100
+    gpu_check.check_tests(results, "steps", 500.0, soon, dry=True)
+    gpu_check.check_tests(results, "kernels", 20.0, soon, dry=False)
+    steps, kernels = results.known["tests"]["steps"], results.known["tests"]["kernels"]
+    assert steps["outcome"] == "passed", steps
+    assert kernels == {"outcome": "left out for time"}
+    for tests in gpu_check.TESTS.values():
+        assert all((ROOT / target.partition("::")[0]).exists() for target in tests.targets)
 
 
 def test_what_a_command_started_ends_with_it(tmp_path, monkeypatch):

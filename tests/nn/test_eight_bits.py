@@ -108,12 +108,13 @@ def learn(built, steps):
     from megaframe.microbatch import Microbatch
 
     generator, losses = torch.Generator().manual_seed(0), []
+    scale = torch.tensor(1.0 / 128, dtype=torch.float64)
     for step in range(steps):
         start, by = torch.randint(0, 61, (2, 8, 1), generator=generator)
         words = (start + (1 + by % 4) * torch.arange(17)) % 61
         batch = Microbatch(words[:, :-1], words[:, 1:], torch.arange(8) + 8 * step)
         built.optimizer.start_step()
-        losses.append(float(built.stage.forward(0, batch, 1.0 / 128)) / 128)
+        losses.append(float(built.stage.forward(0, batch, scale)) / 128)
         built.stage.backward(0)
         for unit in built.stage.units:
             built.optimizer.reduce(unit)

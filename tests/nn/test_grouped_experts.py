@@ -23,7 +23,7 @@ def test_one_product_of_all_experts_is_the_loop_over_them(activation, build, mak
             patch.setattr(experts, "grouped", lambda *_, at_once=at_once: at_once)
             built.optimizer.start_step()
             for number in range(2):  # the second adds to the sums of the first
-                built.stage.forward(number, microbatch, 1.0)
+                built.stage.forward(number, microbatch, torch.ones((), dtype=torch.float64))
                 built.stage.backward(number)
         found.append({p.spec.name: p.grad.clone() for p in built.stage.parameters()})
         loads = next(load for name, load in found[-1].items() if "balance" in name)

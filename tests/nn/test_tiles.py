@@ -259,7 +259,7 @@ def test_a_frame_has_a_circle_for_each_window_and_asks_for_documents_once(monkey
         chunks=1,
         symmetric=False,
         experts=Places(),
-        scale=1.0,
+        scale=None,
         tally=Tally(),
         seam=Seam(),
         scratch=Scratch(),

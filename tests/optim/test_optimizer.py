@@ -10,7 +10,7 @@ from megaframe.optim.scale import LossScale
 def take_step(built, microbatch, step, scale=1.0):
     built.optimizer.start_step()
     reduce = built.optimizer.reduce
-    scale *= built.optimizer.loss_scale
+    scale = torch.tensor(scale * built.optimizer.loss_scale, dtype=torch.float64)
     built.stage.start_step(step)
     loss = built.stage.forward(0, microbatch, scale, done=reduce)
     built.stage.backward(0, done=reduce)
@@ -62,7 +62,7 @@ def test_a_bad_gradient_touches_nothing_and_is_named(build, make_microbatch):
     built = build()
     before = {name: w.clone() for name, w in weights_of(built).items()}
     built.optimizer.start_step()
-    built.stage.forward(0, make_microbatch(built.config), 1.0)
+    built.stage.forward(0, make_microbatch(built.config), torch.ones((), dtype=torch.float64))
     built.stage.backward(0, done=built.optimizer.reduce)
     built.stage.blocks[1].mlp.down.weight.grad[0, 0] = torch.nan
     update = built.optimizer.update()
@@ -75,7 +75,7 @@ def test_a_bad_gradient_touches_nothing_and_is_named(build, make_microbatch):
 def test_a_norm_that_overflows_has_no_name(build, make_microbatch):
     built = build()
     built.optimizer.start_step()
-    built.stage.forward(0, make_microbatch(built.config), 1.0)
+    built.stage.forward(0, make_microbatch(built.config), torch.ones((), dtype=torch.float64))
     built.stage.backward(0, done=built.optimizer.reduce)
     for block in built.stage.blocks:  # each squared is within fp64, and their sum is not
         block.mlp.down.weight.grad[0, 0] = 1.2e154

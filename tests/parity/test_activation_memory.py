@@ -61,7 +61,8 @@ def kept(layers, recompute, tensor, dropout):
     tokens = torch.zeros(BATCH, SEQ, dtype=torch.int64)
     stage = pipeline.stages[0]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        stage.forward(0, Microbatch(tokens, tokens, torch.arange(BATCH)), 1.0)
+        scale = torch.ones((), dtype=torch.float64)
+        stage.forward(0, Microbatch(tokens, tokens, torch.arange(BATCH)), scale)
     for leaf in stage._flights[0].inputs:
         keep(leaf)
     for bucket in pipeline.optimizer.buckets:

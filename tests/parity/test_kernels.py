@@ -26,9 +26,12 @@ SHAPES = {
     "moe": {"norm": "rmsnorm", "activation": "swiglu", "moe": {**MOE, "shared": 1}},
     "moe, tensor": {"norm": "rmsnorm", "activation": "swiglu", "moe": {**MOE, "ffn": 16}},
     "moe, row": {"norm": "rmsnorm", "activation": "swiglu", "moe": {**MOE, "ffn": 16}},
-    "moe, block": {"norm": "rmsnorm", "hidden": 128, "moe": {**MOE, "ffn": 128}},
+    "moe, block": {"norm": "rmsnorm", "hidden": 128, "init_std": 0.25, "moe": {**MOE, "ffn": 128}},
 }
-"""What comes behind a comma is the scaling of 8 bits."""
+"""What comes behind a comma is the scaling of 8 bits. Rounding to 8 bits is not continuous: where
+the error of fp32 carries a number over a boundary between two of them, results are off by far more
+than that error. The numbers of these models stay clear of boundaries; with the default init_std of
+these tests, two of eight batches for the last model did not."""
 TRAIN = {"microbatch": 2, "precision": "fp32", "label_smoothing": 0.1, "z_loss": 0.01}
 OPTIM = {"eps": 0.01}  # else AdamW makes of a gradient that is nothing but rounding a whole step
 FORCED = dict.fromkeys(FAMILIES, "triton")

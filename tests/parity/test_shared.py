@@ -4,7 +4,7 @@ is none (`run.device=shared`): 1e-10 in fp64, and overlapped as serial to the la
 
 import pytest
 import torch
-from training import MODELS, assert_same, run
+from training import MODELS, assert_same, deterministic, run
 
 from megaframe.comm import all_gather, all_reduce, all_to_all, barrier, reduce_scatter
 from megaframe.comm.collect import collect
@@ -48,7 +48,8 @@ def test_no_layout_changes_the_answer(name, ranks, parallel, pool, expected):
 
 def shared(model, train, parallel, serial=False):
     """The step with what it computes by plain code, which is as exact as fp64."""
-    return run(model, train, parallel, serial, device="shared")
+    with deterministic():
+        return run(model, train, parallel, serial, device="shared")
 
 
 @pytest.mark.parametrize(("name", "ranks", "parallel"), [LAYOUTS[3], LAYOUTS[9], LAYOUTS[10]])

@@ -1,5 +1,6 @@
 """Two optimizer steps of a tiny GPT under any layout, and what they come to."""
 
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from megaframe.comm import all_reduce
 from megaframe.config import RunConfig
+from megaframe.device import be_deterministic
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh, world_size
 from megaframe.meter import StepTimer
@@ -92,6 +94,15 @@ def run(
         weights.setdefault(name, []).append((box, piece.to("cpu", copy=True)))
     mesh.close()
     return Result(losses, norms, evaluation, weights, traffic)
+
+
+@contextmanager
+def deterministic():
+    """Within it a GPU adds up in one order what several tokens look up; otherwise bits differ."""
+    if torch.cuda.is_available():
+        be_deterministic()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def global_batch(config, step):
