@@ -1,5 +1,5 @@
-"""How many graphs a run keeps and when it lets them go, what a watch and a meter are told of them,
-and where they are refused. What comes of a recorded step is tested in parity/test_graphs.py.
+"""CUDA graphs of a run: how many it keeps, when it drops them, what watch and meter are told, and
+where graphs are refused. parity/test_graphs.py tests the results of recorded steps.
 """
 
 import sys
@@ -65,7 +65,7 @@ def test_of_what_is_recorded_others_are_told_when_it_runs():
     for _ in range(2):
         told.run(lambda: None)
         assert traffic.take() == (100, 1)
-    place._given.popleft()  # what was before
+    place._given.popleft()  # the work before the graph
     place.act("", "UPDATE")
     waiting = "waiting in all_reduce over data with rank 1"
     assert str(place.seen(0)) == f"step 7, the graph on its device, {waiting}"

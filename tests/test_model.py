@@ -1,4 +1,4 @@
-"""The model's loss and gradients against a plain autograd GPT, in fp64."""
+"""The model's loss and gradients, compared with a plain autograd GPT in fp64."""
 
 import math
 
@@ -89,7 +89,7 @@ def gradients(build, microbatch, train):
 
     def tell(part):
         owner = next((unit for unit in built.stage.units if unit.late is part), None)
-        if owner is not None:  # it can leave while the rest of the unit is computed
+        if owner is not None:  # it can be sent while the rest of the unit computes
             assert not any(p.fresh for p in matrices(part))
             assert all(p.fresh for p in matrices(owner) if p not in {*part.parameters()})
         done.append(part)

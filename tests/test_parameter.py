@@ -1,4 +1,4 @@
-"""Gradient sums: fresh or not, in one piece or many, in either precision."""
+"""Sums of gradients: the first or a later addition, in one piece or many, in either precision."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def make(shape, dtype, master):
     box = Box((0,) * len(shape), shape)
     parameter.bind(box, lambda: None)
     parameter.value = torch.zeros(shape, dtype=dtype)
-    parameter.grad = torch.full(shape, torch.nan, dtype=master)  # what an earlier step may leave
+    parameter.grad = torch.full(shape, torch.nan, dtype=master)  # as an earlier step may leave it
     return parameter
 
 
@@ -33,10 +33,10 @@ def test_products_add_up(dtype, piece, monkeypatch):
 
 @pytest.mark.parametrize("then", ["finish", "add", "add_product"])
 def test_matrices_one_by_one(then):
-    """Those that nothing was added to are zero, however the sum goes on."""
+    """Matrices without an addition are zero, whatever is added next."""
     parameter = make((3, 4, 5), torch.float64, torch.float64)
     left, right = torch.randn(6, 4).double(), torch.randn(6, 5).double()
-    for step in range(2):  # what is missing in one step is none of the next
+    for step in range(2):  # each step leaves out other matrices
         parameter.fresh = True
         parameter.add_product(left, right, of=2 * step)
         parameter.add(torch.ones(4, 5), of=2 * step)

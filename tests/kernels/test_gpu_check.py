@@ -1,5 +1,5 @@
-"""The bench of kernels, on tiny sizes: everything runs, is right, and is written down; and what
-goes wrong on the way costs no more than its own number.
+"""The kernel benchmark, on tiny sizes: everything runs, is checked and is recorded; a failure costs
+only its own measurement.
 """
 
 import json
@@ -94,7 +94,7 @@ def test_sizes_have_the_same_cases_and_work_that_counts():
     assert {c.name for c in grouped} >= {"8 experts", "64 experts"}
     assert grouped[0].forward.products == ((32768, 14336, 4096),)
     assert grouped[0].backward.flops == 2 * grouped[0].forward.flops
-    # Backward reads the gradient, and reads and writes each row once.
+    # The backward pass reads the gradient, and reads and writes each row once.
     unpermute = next(c for c in real if c.kernel == "unpermute")
     assert unpermute.backward.bytes == (1 + 2 * 2) * 2 * 16384 * 4096
 
@@ -117,7 +117,7 @@ def test_a_pass_stands_beside_a_copy_or_bare_products(monkeypatch):
 
 
 class Clocked:
-    """An event of a GPU that runs what it is told at once."""
+    """Stands for an event of a GPU that executes everything immediately."""
 
     now = 0.0
 
@@ -158,7 +158,7 @@ def test_a_timing_has_enough_samples_and_nothing_of_what_precedes_a_call(
 
 
 class Doubled(torch.autograd.Function):
-    """Right forward, wrong backward."""
+    """A function with a correct forward and a wrong backward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -241,7 +241,7 @@ def test_goals_are_of_what_a_run_takes_and_of_the_worst_case():
     assert reached["norm backward over a copy"]["met"] is False
     assert reached["rotary forward over a copy"]["met"] is None
     assert reached["own attention forward, TFLOP/s"]["measured"] == pytest.approx(600.0)
-    # What would run is wrong: it is no choice to be proud of.
+    # The chosen implementation gives wrong results, so its speed does not meet the goal.
     assert reached["chosen attention over the best"]["met"] is None
     assert reached["llama-8b-slice: mfu_causal"]["met"] is False
     assert reached["llama-8b-slice: over plain torch.compile"]["met"] is True
@@ -308,7 +308,7 @@ def test_rows_that_are_left_out_stay_as_they_were(monkeypatch):
 
 
 def test_tests_end_as_pytest_says(tmp_path, monkeypatch):
-    monkeypatch.setattr(limited, "_GRACE", 60.0)  # pytest may tell what failed, however slow
+    monkeypatch.setattr(limited, "_GRACE", 60.0)  # even a slow pytest reports its failures
     good, bad, slow = (tmp_path / f"test_{name}.py" for name in ("good", "bad", "slow"))
     good.write_text("def test_failed_errors(): pass")
     bad.write_text("def test_one(): pass\ndef test_two(): assert 1 == 2")
@@ -321,7 +321,7 @@ def test_tests_end_as_pytest_says(tmp_path, monkeypatch):
     found = run(bad, 60)
     assert found["outcome"] == "failed" and found["counts"].startswith("1 failed, 1 passed")
     assert "assert 1 == 2" in found["log"]
-    heeded = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a shell
+    heeded = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background job
     try:
         found = run(slow, 10)
     finally:
@@ -347,7 +347,7 @@ def test_what_a_command_started_ends_with_it(tmp_path, monkeypatch):
     for limits in ({"seconds": 1.0}, {"seconds": 50.0, "quiet": 1.0}):
         done = run_limited(["bash", "-c", script], **limits)
         assert done.code is None and done.lines == ["begun"] and done.seconds < 20
-        # It is gone, or nobody has asked yet how it ended.
+        # The process is gone, or a zombie that has not been waited for.
         status = Path(f"/proc/{mark.read_text().strip()}/stat")
         until = time.monotonic() + 10
         while status.exists() and status.read_text().split()[2] != "Z":

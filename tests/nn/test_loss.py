@@ -1,4 +1,4 @@
-"""The chunked head: chunks change nothing, and low precision stays within what its type allows."""
+"""The chunked head: chunks change no result, and low precision stays within its type's error."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def loss_of(hidden, labels, weight, options=None, tensor=ALONE):
 
 
 def expected(hidden, labels, weight):
-    """Loss and gradients by plain autograd in fp64, from the same rounded inputs."""
+    """Return loss and gradients by plain autograd in fp64, from the same rounded inputs."""
     hidden = hidden.double().requires_grad_()
     matrix = weight.value.double().requires_grad_()
     loss = F.cross_entropy(hidden @ matrix.T, labels, ignore_index=IGNORE, reduction="sum")
@@ -72,12 +72,13 @@ def test_low_precision_is_as_good_as_its_type(dtype):
 
 
 SURE = torch.tensor([0.0, 4.0, 6.0, 8.6875, 10.625, 12.0])
-"""Logits of a target among zeros: at 8.6875 its probability is 0.991, at 10.625 0.9987."""
+"""Logits of the target, if all others are 0: 8.6875 is a probability of 0.991, 10.625 of 0.9987."""
 
 
 def surely(dtype, options):
-    """Loss, and gradient of the logits [T, V] that are here, of tokens that are ever more sure. Of
-    hidden states that are a unit matrix the weight is the logits, and so is its gradient theirs."""
+    """Return the loss of increasingly sure predictions, and the gradient of this rank's logits
+    [T, V]. The hidden states are the identity matrix, so the logits are the weight (transposed) and
+    have the weight's gradient."""
     mesh = Mesh(Layout(tensor=world_size()), device="cpu", timeout=60)
     tensor, tokens = mesh.group("tensor"), len(SURE)
     start, count = share(VOCAB, tensor.index, tensor.size)
@@ -102,8 +103,8 @@ OPTIONS = [{}, {"z_loss": 0.01}, {"label_smoothing": 0.1}, {"softcap": 15.0}]
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sure_predictions_are_rounded_once_and_no_sooner(dtype, ranks, options, pool):
-    """Losses are as good as fp32. The target's gradient is rounded when it is known, and is small;
-    others may be before, as probabilities, and once more for each factor."""
+    """Losses are as exact as in fp32. The target's gradient is small, and is rounded only once it
+    is known. Others may be rounded before that, as probabilities, and once for each factor."""
     found = pool.run(ranks, surely, dtype, options)
     given = {"z_loss": 0.0, "label_smoothing": 0.0, "softcap": None, **options}
     leaf = torch.zeros(len(SURE), VOCAB, dtype=torch.float64)
