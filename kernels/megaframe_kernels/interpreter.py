@@ -1,9 +1,12 @@
-"""Triton's interpreter with the same results in less than half its time.
+"""Triton's interpreter in less than half its time, and closer to a chip.
 
 It spends most of it on work that never changes: inside a kernel, every call of a device function
 replaces the whole language by interpreted functions once more, every operation builds the table of
 NumPy's types, and every value describes its shape anew. Here each is done once. Sums and products
 of integers are still checked for overflow, by NumPy instead of a dozen interpreted operations.
+
+Only conversions from fp32 to bf16 have other results: chips round to nearest, and the interpreter
+would truncate.
 """
 
 from __future__ import annotations
@@ -14,15 +17,20 @@ import operator
 from typing import Any
 
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.runtime import interpreter
+
+_TO_ZERO = ir.ROUNDING_MODE.RTZ
+_NAN = 0x7FC0
 
 
 def remember() -> None:
-    """Let the interpreter of this process reuse what it has already worked out."""
+    """Let the interpreter of this process reuse what it has already worked out, and round."""
     _replace_language_once_per_launch()
     _look_types_up()
     _describe_shapes_once()
     _check_overflow_with_numpy()
+    _round_to_nearest()
 
 
 def _replace_language_once_per_launch() -> None:
@@ -86,3 +94,19 @@ def _check_overflow_with_numpy() -> None:
             assert inside, f"int{kind.int_bitwidth} overflow in {name}"
 
     interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = check
+
+
+def _round_to_nearest() -> None:
+    convert = interpreter._convert_float
+
+    def round_or_convert(x: Any, kind: Any, wanted: Any, mode: Any) -> Any:
+        if (kind, wanted) == (tl.bfloat16, tl.float32):
+            return x.astype("uint32") << 16
+        if (kind, wanted) == (tl.float32, tl.bfloat16) and mode != _TO_ZERO:
+            bits = x.view("uint32")
+            rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+            rounded[x != x] = _NAN
+            return rounded.astype("uint16")
+        return convert(x, kind, wanted, mode)
+
+    interpreter._convert_float = round_or_convert

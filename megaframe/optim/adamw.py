@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from megaframe.kernels import NO_KERNELS, Kernels
-from megaframe.optim.elementwise import Change, Rates
+from megaframe.optim.elementwise import Change, Chunk, Rates
 from megaframe.optim.moments import Keeping
 from megaframe.optim.rule import Step
 
@@ -29,6 +28,7 @@ class AdamW(Change):
     """AdamW, with running means of gradients and of their squares."""
 
     whole = True
+    rounds = True
 
     def __init__(
         self, options: AdamWOptions, keeping: Keeping, kernels: Kernels = NO_KERNELS
@@ -36,11 +36,10 @@ class AdamW(Change):
         super().__init__({"mean": keeping.signed, "square": keeping.square})
         self.options, self._kernels = options, kernels
 
-    def apply(
-        self, weights: Tensor, grads: Tensor, moments: Mapping[str, Tensor], step: Step
-    ) -> None:
+    def apply(self, chunk: Chunk, step: Step) -> None:
         """Update as torch's AdamW does, after dividing the gradients."""
-        given = (weights, grads, moments["mean"], moments["square"])
+        weights, grads, moments = chunk.weights, chunk.grads, chunk.moments
+        given = (weights, grads, moments["mean"], moments["square"], chunk.rounded)
         numbers = {
             "lr": step.lr * self.options.rates.lr,
             "beta1": self.options.beta1,
@@ -75,3 +74,5 @@ class AdamW(Change):
             eps=self.options.eps,
             maximize=False,
         )
+        if chunk.rounded is not None:
+            chunk.rounded.copy_(weights)

@@ -25,12 +25,26 @@ class Rates:
     weight_decay: float = 0.0
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Elements that are changed together: all tensors are flat, equally long and in master
+    precision. moments: by name. rounded: where the device keeps the weights in the precision that
+    it computes in, if that is another one."""
+
+    weights: Tensor
+    grads: Tensor
+    moments: Mapping[str, Tensor]
+    rounded: Tensor | None = None
+
+
 class Change:
     """Base of changes: `apply` works on a chunk. moments: what it remembers, by names that no other
     change of the same weights has. whole: it needs no memory of its own, so one chunk is best if
-    everything is changed in place."""
+    everything is changed in place. rounds: it is the only one to change weights, and writes the
+    rounded ones too."""
 
     whole = False
+    rounds = False
 
     def __init__(self, moments: Mapping[str, Code]) -> None:
         self.moments = moments
@@ -38,11 +52,8 @@ class Change:
     def start(self, weights: Tensor, state: Mapping[str, Tensor]) -> None:
         """Begin a run with the initial weights; by default nothing depends on them."""
 
-    def apply(
-        self, weights: Tensor, grads: Tensor, moments: Mapping[str, Tensor], step: Step
-    ) -> None:
-        """Change weights and moments in place, and the gradients, which the next change gets. All
-        are flat, in master precision."""
+    def apply(self, chunk: Chunk, step: Step) -> None:
+        """Change weights and moments in place, and the gradients, which the next change gets."""
         raise NotImplementedError
 
 
@@ -54,6 +65,7 @@ class Elementwise:
         self._moments = Moments(weights, codes, keeping)
         self._changes = tuple(changes)
         self._whole = all(change.whole for change in changes)
+        self._rounds = any(change.rounds for change in changes)
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -69,10 +81,13 @@ class Elementwise:
         self, weights: Tensor, grads: Tensor, step: Step, rounded: Tensor | None = None
     ) -> Iterable[None]:
         """Update the weights; no work remains."""
-        chunks = self._moments.chunks(weights, step, rounded, whole=self._whole)
-        for span, mine, moments in chunks:
+        mixed = rounded is not None
+        for span, mine, moments in self._moments.chunks(weights, step, mixed, whole=self._whole):
+            into = None if rounded is None else rounded[span]
             for change in self._changes:
-                change.apply(mine, grads[span], moments, step)
+                change.apply(Chunk(mine, grads[span], moments, into), step)
+            if into is not None and not self._rounds:
+                into.copy_(mine)
         return ()
 
     def settle(self) -> None:
@@ -104,14 +119,12 @@ class Lion(Change):
         super().__init__({"mean": keeping.signed})
         self.options = options
 
-    def apply(
-        self, weights: Tensor, grads: Tensor, moments: Mapping[str, Tensor], step: Step
-    ) -> None:
+    def apply(self, chunk: Chunk, step: Step) -> None:
         """w -= lr (sign(beta1 m + (1 - beta1) g) + decay w); m = beta2 m + (1 - beta2) g."""
-        mean, rates = moments["mean"], self.options.rates
-        grads = step.gradients(grads)
+        mean, rates = chunk.moments["mean"], self.options.rates
+        grads = step.gradients(chunk.grads)
         direction = mean.lerp(grads, 1.0 - self.options.beta1).sign_()
-        move(weights, direction, rates, step)
+        move(chunk.weights, direction, rates, step)
         mean.lerp_(grads, step.constant(1.0 - self.options.beta2, 0.0))
 
 
@@ -133,14 +146,12 @@ class Speed(Change):
         super().__init__({"momentum": keeping.signed} if options.momentum else {})
         self.options = options
 
-    def apply(
-        self, weights: Tensor, grads: Tensor, moments: Mapping[str, Tensor], step: Step
-    ) -> None:
+    def apply(self, chunk: Chunk, step: Step) -> None:
         """Change momentum and gradients; the weights stay as they are."""
-        grads = step.gradients(grads)
-        if not moments:
+        grads = step.gradients(chunk.grads)
+        if not chunk.moments:
             return
-        momentum = moments["momentum"]
+        momentum = chunk.moments["momentum"]
         momentum.mul_(step.constant(self.options.momentum, 1.0)).add_(grads)
         if self.options.nesterov:
             grads.add_(momentum, alpha=self.options.momentum)
@@ -155,11 +166,9 @@ class Descent(Change):
         super().__init__({})
         self._rates = rates
 
-    def apply(
-        self, weights: Tensor, grads: Tensor, moments: Mapping[str, Tensor], step: Step
-    ) -> None:
+    def apply(self, chunk: Chunk, step: Step) -> None:
         """w -= lr (direction + decay w)."""
-        move(weights, grads, self._rates, step)
+        move(chunk.weights, chunk.grads, self._rates, step)
 
 
 class Average(Change):
@@ -175,11 +184,9 @@ class Average(Change):
         """Start from the initial weights."""
         state["ema"].copy_(weights)
 
-    def apply(
-        self, weights: Tensor, grads: Tensor, moments: Mapping[str, Tensor], step: Step
-    ) -> None:
+    def apply(self, chunk: Chunk, step: Step) -> None:
         """ema = decay ema + (1 - decay) w."""
-        moments["ema"].lerp_(weights, step.constant(1.0 - self._decay, 0.0))
+        chunk.moments["ema"].lerp_(chunk.weights, step.constant(1.0 - self._decay, 0.0))
 
 
 def move(weights: Tensor, direction: Tensor, rates: Rates, step: Step) -> None:

@@ -96,14 +96,15 @@ class Moments:
         self._shown = {}
 
     def chunks(
-        self, weights: Tensor, step: Step, rounded: Tensor | None = None, *, whole: bool = False
+        self, weights: Tensor, step: Step, mixed: bool = False, *, whole: bool = False
     ) -> Iterator[tuple[slice, Tensor, dict[str, Tensor]]]:
         """Yield spans, each with its weights and moments, which may be changed in place until the
-        next span is asked for. rounded: receives the weights in its own type. whole: a single span,
-        if everything is changed in place."""
+        next span is asked for. mixed: the device computes with a rounded copy of the weights, which
+        themselves are kept where the moments are. whole: a single span, if everything is changed in
+        place."""
         self._shown = {}
         codes, kept = dict(self._codes), dict(self._kept)
-        if self._route.device is not None and rounded is not None:
+        if self._route.device is not None and mixed:
             codes[_WEIGHTS], kept[_WEIGHTS] = Master(), (weights,)
         in_place = self._route.device is None and all(code.exact for code in codes.values())
         spans = [slice(0, self._length)] if whole and in_place else list(self._spans())
@@ -121,8 +122,6 @@ class Moments:
             }
             mine = found.pop(_WEIGHTS) if _WEIGHTS in found else weights[span]
             yield span, mine, found
-            if rounded is not None:
-                rounded[span].copy_(mine)
             self._encode(span, here.parts, found, step)
             self._back = self._route.put_back(here, home)
 

@@ -50,6 +50,25 @@ def test_integers_that_overflow_are_noticed(left, right, operation, beyond):
     assert calculate(left, beyond, operation, torch.int64) == [*map(function, left, beyond)]
 
 
+@triton.jit
+def _convert(given, result, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(result + places, tl.load(given + places).to(result.dtype.element_ty))
+
+
+def test_numbers_are_rounded_as_by_torch():
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (1 << 16,), generator=generator).int()
+    bits[:: 1 << 8] &= -(1 << 16)  # exact, and
+    bits[1 :: 1 << 8] = bits[:: 1 << 8] | 1 << 15  # in the middle between two
+    given = bits.view(torch.float32)
+    rounded, back = torch.empty(1 << 16, dtype=torch.bfloat16), torch.empty(1 << 16)
+    launch(_convert, (4,), given, rounded, BLOCK=1 << 14)
+    launch(_convert, (4,), rounded, back, BLOCK=1 << 14)
+    torch.testing.assert_close(rounded, given.bfloat16(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(back, rounded.float(), rtol=0, atol=0, equal_nan=True)
+
+
 def test_nothing_of_the_language_stays_replaced_after_a_launch_or_an_error():
     load = tl.load
     calculate([1, 2], [3, 4], 0)

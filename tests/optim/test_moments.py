@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from late import LateRoute, late
 from test_optimizer import take_step
 
+from megaframe.config import RunConfig
+from megaframe.kernels import make_kernels
 from megaframe.optim import moments
 from megaframe.optim.adamw import AdamW, AdamWOptions
 from megaframe.optim.codes import BLOCK, Bfloat16, Blocks, chances, codes
-from megaframe.optim.elementwise import Elementwise, Rates
+from megaframe.optim.elementwise import Average, Elementwise, Rates
 from megaframe.optim.moments import Keeping, Moments
 from megaframe.optim.route import STAYS, HostRoute, route_from
 from megaframe.optim.rule import Step
@@ -38,6 +40,20 @@ def values_of(seed, count, square):
 
 def is_square(code):
     return getattr(code, "_square", False)
+
+
+@pytest.mark.parametrize("name", ["reference", "torch", "triton"])
+@pytest.mark.parametrize("averaged", [False, True])
+def test_weights_are_rounded_as_they_are_updated(name, averaged):
+    kernels = make_kernels(RunConfig(kernels={"update": name}), torch.device("cpu"))
+    weights, keeping = torch.randn(3000), Keeping(*codes("master"))
+    changes = [AdamW(OPTIONS, keeping, kernels), *([Average(0.9)] if averaged else [])]
+    rule, rounded = Elementwise(weights, changes, keeping), weights.bfloat16()
+    for number, skip in ((1, 0.0), (2, 1.0), (3, 0.0)):
+        before = weights.clone()
+        rule.update(weights, torch.randn(3000), make_step(number, skip), rounded)
+        assert torch.equal(weights, before) == bool(skip)
+        assert torch.equal(rounded, weights.bfloat16())
 
 
 @pytest.mark.parametrize("code", LOSSY)
