@@ -336,7 +336,7 @@ def run_scaled_product(
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """Compute the reference by torch's scaled product."""
-    if a_scales.shape == (1, 1):
+    if a_scales.shape == b_scales.shape == (1, 1):
         scales = a_scales[0, 0], b_scales[0, 0]
     elif a_scales.shape[1] == 1 and b_scales.shape == (b_NK.shape[0], 1):
         scales = a_scales, b_scales.t()
@@ -356,9 +356,13 @@ def _product_refuses(
 ) -> str | None:
     if not a_MK.is_cuda or capability(a_MK.device.index) < (8, 9):
         return "torch's scaled product needs a GPU of compute capability 8.9"
-    shared = a_scales.shape != (1, 1) and b_scales.shape[0] != b_NK.shape[0]
-    if (shared or a_scales.shape[1] > 1) and capability(a_MK.device.index)[0] != 9:
-        return "torch's scaled product takes scales of 128 on compute capability 9.0"
+    of_tensors = a_scales.shape == b_scales.shape == (1, 1)
+    shared = not of_tensors and b_scales.shape[0] != b_NK.shape[0]
+    if shared or a_scales.shape[1] > 1:
+        if capability(a_MK.device.index)[0] != 9:
+            return "torch's scaled product takes scales of 128 on compute capability 9.0"
+        if _cuda_version() < (12, 9):  # whose cuBLASLt is the first that has them
+            return "torch's scaled product takes scales of 128 from CUDA 12.9 on"
     if shared and b_scales.shape[1] % 4:  # torch either refuses these or reads them wrongly
         return f"a row has {b_scales.shape[1]} scales of 128 x 128; cuBLASLt takes groups of four"
     if a_MK.shape[1] % 16 or b_NK.shape[0] % 16:
@@ -366,6 +370,11 @@ def _product_refuses(
     if dtype != torch.bfloat16:
         return f"results in {dtype} are left to the reference"
     return None
+
+
+def _cuda_version() -> tuple[int, ...]:
+    """The one that torch was built with; (0,) for another platform."""
+    return tuple(map(int, (torch.version.cuda or "0").split(".")))
 
 
 SCALED_PRODUCT = Kernel(

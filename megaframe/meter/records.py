@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megaframe.comm import Group, Pending, all_reduce
 from megaframe.comm.landing import land
+from megaframe.device import brought
 
 How = Literal["last", "sum", "mean", "max", "min"]
 Value = float | Tensor
@@ -152,18 +153,20 @@ def _combined(old: Value, new: Value, how: How) -> Value:
 
 
 def _vector(values: Sequence[Value], device: torch.device) -> Tensor:
-    """Return values as one padded fp64 vector on the device, without a wait of the host."""
+    """Return values as one padded fp64 vector on the device. The host does not wait: its own
+    numbers go there together, through pinned memory."""
     numbers: list[float] = []
     places: list[tuple[slice, Tensor]] = []
     for value in values:
-        if isinstance(value, Tensor):
+        if not isinstance(value, Tensor):
+            numbers.append(float(value))
+        elif value.device.type == "cpu":
+            numbers.extend(value.reshape(-1).tolist())
+        else:
             places.append((slice(len(numbers), len(numbers) + value.numel()), value))
             numbers.extend([0.0] * value.numel())
-        else:
-            numbers.append(float(value))
     numbers.extend([0.0] * (-len(numbers) % _PADDING))
-    host = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
-    vector = host.to(device, non_blocking=True)
+    vector = brought(torch.tensor(numbers, dtype=torch.float64), device)
     for place, value in places:
-        vector[place].copy_(value.reshape(-1), non_blocking=True)
+        vector[place].copy_(value.reshape(-1))
     return vector

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exactness import DTYPES, rand
+from exactness import DEVICE, DTYPES, assert_close, rand
 from megaframe_kernels import fp8
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -71,7 +71,7 @@ def test_what_is_not_finite_shows(dtype, block, power_of_two):
 def test_the_largest_number_survives():
     x = torch.tensor([[1e30, -3.0, 0.0, 1e-30]])
     got, scales = fp8.run_triton(x)
-    assert fp8.restore(got, scales)[0, 0] == pytest.approx(1e30, rel=1e-6)
+    assert fp8.restore(got, scales)[0, 0].item() == pytest.approx(1e30, rel=1e-6)
     assert torch.isfinite(got.float()).all()
 
 
@@ -83,22 +83,38 @@ def test_a_scale_that_is_a_power_of_two_stays(block):
 
 
 @pytest.mark.parametrize(
-    ("a_scales", "b_scales", "major", "why"),
+    ("a_scales", "b_scales", "major", "cuda", "why"),
     [
-        ((1, 1), (1, 1), 10, None),
-        ((64, 1), (256, 1), 10, None),
-        ((64, 8), (2, 8), 9, None),
-        ((64, 6), (256, 6), 9, None),
-        ((64, 6), (2, 6), 9, "groups of four"),
-        ((64, 1), (2, 1), 9, "groups of four"),
-        ((64, 8), (2, 8), 10, "capability 9.0"),
+        ((1, 1), (1, 1), 10, "12.8", None),
+        ((64, 1), (256, 1), 10, "12.8", None),
+        ((64, 8), (2, 8), 9, "13.0", None),
+        ((64, 6), (256, 6), 9, "12.9", None),
+        ((64, 6), (256, 6), 9, "12.8", "CUDA 12.9"),
+        ((64, 6), (2, 6), 9, "13.0", "groups of four"),
+        ((64, 1), (2, 1), 9, "13.0", "groups of four"),
+        ((1, 1), (2, 1), 9, "13.0", "groups of four"),
+        ((64, 8), (2, 8), 10, "13.0", "capability 9.0"),
     ],
 )
-def test_what_the_scaled_product_refuses(a_scales, b_scales, major, why, monkeypatch):
+def test_what_the_scaled_product_refuses(a_scales, b_scales, major, cuda, why, monkeypatch):
     monkeypatch.setattr(fp8, "capability", lambda index: (major, 0))
+    monkeypatch.setattr(torch.version, "cuda", cuda)
     columns = a_scales[1] * 128
     with FakeTensorMode(), torch.device("cuda"):
-        a, b = (torch.empty(rows, columns, dtype=torch.float8_e4m3fn) for rows in (64, 256))
+        rows = a_scales[0] if b_scales != (1, 1) else 64
+        a, b = (torch.empty(n, columns, dtype=torch.float8_e4m3fn) for n in (rows, 256))
         scales = torch.empty(a_scales), torch.empty(b_scales)
         reason = fp8.SCALED_PRODUCT.implementations["torch"].refuses(a, b, *scales)
     assert reason is None if why is None else why in reason
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_scales_of_a_single_row_are_not_those_of_a_tensor(rows):
+    a, a_scales = fp8.reference(rand(rows, 32), block=(1, 0))
+    b, b_scales = fp8.reference(rand(16, 32, seed=1), block=(1, 0))
+    given = a, b, a_scales, b_scales
+    reason = fp8.SCALED_PRODUCT.implementations["torch"].refuses(*given)
+    if DEVICE == "cuda" and reason:  # a CPU has the product for tests alone
+        pytest.skip(reason)
+    want = fp8.reference_product(*given, torch.float64)
+    assert_close(fp8.SCALED_PRODUCT, fp8.run_scaled_product(*given), want, 32, "product")

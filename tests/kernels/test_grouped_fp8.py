@@ -118,6 +118,12 @@ def operands(counts, outputs, inputs, blocks, left=torch.float8_e4m3fn, scale=1.
     return a, shaped[0], a_scales, shaped[1], ends_of(counts)
 
 
+def test_a_result_may_be_rounded_to_its_own_type_whatever_sums_are_kept_in():
+    true = torch.tensor([[1 + 2**-8 - 2**-14]], dtype=torch.float64)
+    got = (true + 2**-13).bfloat16()  # what such a sum loses turns it to the other neighbour
+    assert_close(grouped_fp8.KERNEL, got, true, 1, "rounding", precision=torch.float16)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_operator(name):
 def block(x, gain, gate_up, down, logits_weight, labels, spans, cos, sin):
     """Compute what a small transformer computes, with the chosen kernels."""
     normed, total = CHOICES["norm"](x, gain, None, x)
-    heads = CHOICES["rotary"](normed.unflatten(-1, (2, 16)), cos, sin)
+    heads = CHOICES["rotary"](normed.view(*x.shape[:2], 2, 16), cos, sin)
     out, _ = CHOICES["attention"](heads, heads, heads, spans)
     hidden = total + out.flatten(2)
     hidden = CHOICES["activation"](hidden @ gate_up, "swiglu") @ down

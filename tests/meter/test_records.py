@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaframe.comm import Group
 from megaframe.meter.records import Records
@@ -74,6 +75,30 @@ def test_a_tensor_is_taken_as_it_is_now():
     with torch.no_grad():
         total += 1
     assert records.reduce(ALONE, CPU).wait() == {"x": 1.0}
+
+
+class Arrivals(TorchDispatchMode):
+    """Counts the operators that bring numbers of the host to another device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        tensors = [one for one in (*args, made) if isinstance(one, torch.Tensor)]
+        self.count += len({one.device.type for one in tensors}) > 1
+        return made
+
+
+def test_numbers_of_the_host_go_to_a_device_together():
+    # A GPU's host would wait for each copy that is not made from pinned memory.
+    records = Records()
+    for how in ("last", "sum", "max"):
+        records.add(how, 1.0, how)
+        records.add(f"{how} of the host", torch.tensor([2, 3]), how)
+        records.add(f"{how} of the device", torch.ones(2, device="meta"), how)
+    with Arrivals() as arrivals:
+        records.reduce(ALONE, torch.device("meta"))
+    assert arrivals.count == 3  # a vector for what is last, one for sums, one for the largest
 
 
 def test_a_step_starts_empty():
