@@ -1,9 +1,16 @@
 """Attention that never holds the scores, forward and backward, over the spans that queries see.
 
-Backward makes the scores again from the log-sum-exp of each query, and divides its work twice: once
-by queries for their gradient, once by keys for theirs. No two programs add to one place, so results
-are bitwise repeatable. Shape legend: B samples, Q queries, K keys, N query heads, G key and value
-heads, D width of a head.
+Backward recomputes the scores from the log-sum-exp of each query, in one of two ways. `triton` goes
+over the tiles twice, once by queries for their gradients and once by keys for theirs: no two
+programs add to the same place, so results are bitwise repeatable, for seven matrix products per
+tile. `triton-fused` goes over them once by keys, for five: each block of keys adds what it
+contributes to the gradients of queries to a buffer in fp32, in whatever order the programs reach
+it. It refuses where deterministic algorithms are asked for. An order could be enforced by letting
+each program wait for those of the keys before it, but nothing in Triton waits until an addition by
+the copy engine is visible to other programs, and additions by the threads would cost the registers
+and time that the single pass saves.
+
+Shape legend: B samples, Q queries, K keys, N query heads, G key and value heads, D width of a head.
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megaframe_kernels import attention_device
 from megaframe_kernels.device import ceil_div, generation, launch, power_of_2, shared_memory
@@ -27,6 +35,9 @@ from megaframe_kernels.installed import missing_cuda, missing_flash_attention, m
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 from megaframe_kernels.spans import Spans
 
+FUSED = "triton-fused"
+"""The implementation whose backward pass is one pass."""
+PADDING: int = attention_device.PADDING.value
 _WIDEST = 256
 _CACHED = 32 * 2**20
 """Bytes of what programs that start together read, which the cache of a large chip holds."""
@@ -59,11 +70,21 @@ BACKWARD_QUERIES: Table = {
     256: Blocks(64, 32, 8, 2),
 }
 BACKWARD_KEYS: dict[int, Table] = {
-    8: {64: Blocks(32, 128, 8, 2), 128: Blocks(64, 64, 8, 1), 256: Blocks(32, 32, 8, 2)},
-    9: {64: Blocks(32, 128, 8, 2), 128: Blocks(16, 128, 8, 2), 256: Blocks(32, 32, 8, 2)},
-    10: {64: Blocks(32, 128, 8, 2), 128: Blocks(32, 128, 8, 1), 256: Blocks(16, 64, 8, 1)},
+    8: {64: Blocks(32, 128, 8, 2), 128: Blocks(64, 64, 8, 2), 256: Blocks(32, 32, 8, 2)},
+    9: {64: Blocks(64, 128, 8, 3), 128: Blocks(32, 128, 8, 3), 256: Blocks(32, 64, 8, 1)},
+    10: {64: Blocks(64, 128, 8, 3), 128: Blocks(64, 128, 8, 2), 256: Blocks(32, 64, 8, 1)},
 }
 """The largest blocks that stay in registers, which each assembler fills in its own way."""
+BACKWARD_FUSED: dict[int, Table] = {
+    8: {64: Blocks(32, 128, 8, 2), 128: Blocks(64, 64, 8, 2), 256: Blocks(32, 32, 8, 2)},
+    9: {64: Blocks(64, 128, 8, 3), 128: Blocks(64, 128, 8, 3), 256: Blocks(64, 32, 8, 2)},
+    10: {64: Blocks(64, 128, 8, 3), 128: Blocks(64, 64, 8, 3), 256: Blocks(32, 64, 8, 1)},
+}
+"""Of the pass that makes all three gradients. The more keys a block has, the fewer sums of queries
+travel to memory; with fewer than 64 queries Hopper makes those of queries by the slower units of
+the generation before. Blackwell's blocks fill its tensor memory."""
+BACKWARD_FUSED_CAPPED = BACKWARD_FUSED | {9: BACKWARD_FUSED[9] | {128: Blocks(64, 64, 8, 3)}}
+"""With a softcap, whose hyperbolic tangent takes registers of its own."""
 WIDE_NUMBERS, WIDE_NUMBERS_OF_KEYS = Blocks(32, 16, 8, 1), Blocks(32, 32, 8, 1)
 """For fp32, whose products take the slow units whatever the blocks are."""
 
@@ -204,23 +225,25 @@ def launch_backward(
     sinks: Tensor | None,
     scale: float | None,
     softcap: float | None,
-    query_blocks: Blocks | None = None,
-    key_blocks: Blocks | None = None,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value and sinks (empty without them).
+    """Gradients of query, key, value and sinks (empty without them); `fused`: all in one pass.
 
     Of a ring, `out` and `lse` are those over all keys, and the keys here a part of them.
     """
     query, key, value, d_out = (_adjacent(x) for x in (query, key, value, d_out))
     batch, queries, heads, width = query.shape
-    delta = torch.empty_like(lse)
+    padded = PADDING * ceil_div(queries, PADDING)
+    shift, delta = lse.new_empty(2, batch, heads, padded)
     tall = 64
     launch(
-        attention_device.mean_gradients,
-        (ceil_div(queries, tall) * heads * batch,),
+        attention_device.prepare_backward,
+        (padded // tall * heads * batch,),
         d_out,
         out.contiguous(),
+        lse,
         None if d_lse is None else d_lse.contiguous(),
+        shift,
         delta,
         queries,
         heads,
@@ -237,27 +260,30 @@ def launch_backward(
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
     options = _options(query, scale, softcap)
-    by_query = query_blocks or choose_blocks(BACKWARD_QUERIES, query)
-    by_key = key_blocks or choose_blocks(
-        BACKWARD_KEYS[generation(query)], query, WIDE_NUMBERS_OF_KEYS
-    )
-    saved = (query, key, value, d_out, lse, delta)
-    launch(
-        attention_device.backward_queries,
-        (ceil_div(queries, by_query.queries) * heads * batch,),
-        *saved,
-        starts,
-        stops,
-        d_query,
-        *lengths,
-        _together(heads * batch, key, per_group),
-        *numbers,
-        M=by_query.queries,
-        N=by_query.keys,
-        warps=by_query.warps,
-        stages=by_query.stages,
-        **options,
-    )
+    saved = (query, key, value, d_out, shift, delta)
+    by_key = _key_blocks(query, softcap, fused)
+    sums = None
+    if fused:
+        sums = lse.new_zeros(max(batch * heads * padded, 1), options["WIDTH"])
+    else:
+        by_query = choose_blocks(BACKWARD_QUERIES, query)
+        launch(
+            attention_device.backward_queries,
+            (ceil_div(queries, by_query.queries) * heads * batch,),
+            *saved,
+            starts,
+            stops,
+            d_query,
+            *lengths,
+            _together(heads * batch, key, per_group),
+            *numbers,
+            M=by_query.queries,
+            N=by_query.keys,
+            warps=by_query.warps,
+            stages=by_query.stages,
+            **options,
+        )
+    bulk = fused and generation(query) > 8 and query.device.type != "cpu"  # not interpreted
     launch(
         attention_device.backward_keys,
         (ceil_div(key.shape[1], by_key.keys) * groups * batch,),
@@ -266,20 +292,32 @@ def launch_backward(
         last,
         d_key,
         d_value,
+        TensorDescriptor.from_tensor(sums, [by_key.queries, options["WIDTH"]]) if bulk else sums,
         *lengths,
         _together(groups * batch, query, 1 / per_group),
         *numbers,
+        BULK=bulk,
         M=by_key.queries,
         N=by_key.keys,
         warps=by_key.warps,
         stages=by_key.stages,
         **options,
     )
+    if sums is not None and d_query.numel():
+        made = sums.view(batch, heads, padded, -1)[:, :, :queries, :width]
+        torch.mul(made.transpose(1, 2), _scale(query, scale), out=d_query)
     d_sinks = query.new_empty(0)
     if sinks is not None:
         share = (sinks.float()[None, :, None] - lse).exp()
-        d_sinks = -(share * delta).sum((0, 2)).to(sinks.dtype)
+        d_sinks = -(share * delta[:, :, :queries]).sum((0, 2)).to(sinks.dtype)
     return d_query, d_key, d_value, d_sinks
+
+
+def _key_blocks(query: Tensor, softcap: float | None, fused: bool) -> Blocks:
+    tables = BACKWARD_KEYS
+    if fused:
+        tables = BACKWARD_FUSED if softcap is None else BACKWARD_FUSED_CAPPED
+    return choose_blocks(tables[generation(query)], query, WIDE_NUMBERS_OF_KEYS)
 
 
 def _forward(
@@ -293,6 +331,7 @@ def _forward(
     sinks: Tensor | None,
     scale: float | None,
     softcap: float | None,
+    fused: bool,
 ) -> tuple[Tensor, Tensor]:
     return launch_forward(query, key, value, starts, stops, sinks, scale, softcap)
 
@@ -312,9 +351,10 @@ def _backward(
     sinks: Tensor | None,
     scale: float | None,
     softcap: float | None,
+    fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     saved = (query, key, value, out, lse, starts, stops, first, last, sinks)
-    return launch_backward(d_out, d_lse, *saved, scale, softcap)
+    return launch_backward(d_out, d_lse, *saved, scale, softcap, fused)
 
 
 _forward_op = torch.library.custom_op("megaframe::attention", _forward, mutates_args=())
@@ -340,7 +380,7 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, starts, stops, first, last, sinks, ctx.scale, ctx.softcap = inputs
+    query, key, value, starts, stops, first, last, sinks, *ctx.numbers = inputs
     ctx.save_for_backward(query, key, value, *output, starts, stops, first, last, sinks)
     ctx.set_materialize_grads(False)
 
@@ -349,8 +389,8 @@ def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, 
     d_out, d_lse = gradients
     saved = ctx.saved_tensors
     d_out = torch.zeros_like(saved[3]) if d_out is None else d_out
-    *three, d_sinks = _direct_backward(d_out, d_lse, *saved, ctx.scale, ctx.softcap)
-    return (*three, None, None, None, None, None if saved[-1] is None else d_sinks, None, None)
+    *three, d_sinks = _direct_backward(d_out, d_lse, *saved, *ctx.numbers)
+    return *three, *(4 * [None]), None if saved[-1] is None else d_sinks, *(3 * [None])
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_keep)
@@ -402,10 +442,12 @@ def run_triton_backward(
     spans: Spans,
     *,
     scale: float | None = None,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference."""
+    """As the reference; `fused`: in one pass."""
     saved = (query_BQND, key_BKGD, value_BKGD, out_BQND, lse_BNQ.contiguous(), *spans.tensors)
-    d_query, d_key, d_value, _ = _direct_backward(d_out_BQND, None, *saved, None, scale, None)
+    made = _direct_backward(d_out_BQND, None, *saved, None, scale, None, fused)
+    d_query, d_key, d_value, _ = made
     return d_query, d_key, d_value
 
 
@@ -419,10 +461,11 @@ def run_triton(
     softcap: float | None = None,
     sinks_N: Tensor | None = None,
     need_lse: bool = False,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """As the reference."""
+    """As the reference; `fused`: its gradients in one pass."""
     given = (query_BQND, key_BKGD, value_BKGD, *spans.tensors, sinks_N)
-    out, lse = _direct_forward(*given, scale, softcap)
+    out, lse = _direct_forward(*given, scale, softcap, fused)
     return out, lse if need_lse else None
 
 
@@ -523,6 +566,12 @@ def _backward_refuses(
     return _refuses(query, key, value, spans) or refuse_types(lse)
 
 
+def _fused_refuses(refuses: Callable[..., str | None], *given: Any, **options: Any) -> str | None:
+    if torch.are_deterministic_algorithms_enabled():
+        return "it sums in no fixed order, and deterministic algorithms are asked for"
+    return refuses(*given, **options)
+
+
 def _library_refuses(
     query: Tensor,
     key: Tensor,
@@ -576,6 +625,9 @@ def _flash_refuses(query: Tensor, *given: Any, **options: Any) -> str | None:
 
 _ALL = (
     Implementation("triton", run_triton, missing_nothing, _refuses),
+    Implementation(
+        FUSED, partial(run_triton, fused=True), missing_nothing, partial(_fused_refuses, _refuses)
+    ),
     Implementation("torch", _run_torch, missing_nothing, _torch_refuses),
     Implementation(
         "torch-flash",
@@ -589,9 +641,18 @@ _ALL = (
     Implementation("flash-attn", _run_flash_attention, missing_flash_attention, _flash_refuses),
 )
 KERNEL = Kernel("attention", reference, {one.name: one for one in _ALL}, constant=8.0)
+_ALL_BACKWARD = (
+    Implementation("triton", run_triton_backward, missing_nothing, _backward_refuses),
+    Implementation(
+        FUSED,
+        partial(run_triton_backward, fused=True),
+        missing_nothing,
+        partial(_fused_refuses, _backward_refuses),
+    ),
+)
 BACKWARD = Kernel(
     "attention_backward",
     reference_backward,
-    {"triton": Implementation("triton", run_triton_backward, missing_nothing, _backward_refuses)},
+    {one.name: one for one in _ALL_BACKWARD},
     constant=8.0,
 )

@@ -253,11 +253,18 @@ def forward(
     tl.store(lse + (batch * heads + head) * queries + query, sums, mask=inside)
 
 
+PADDING = tl.constexpr(128)
+"""What the backward pass keeps of each query is padded to a multiple of this many queries, which
+every block divides: no program needs a mask to read it or to add to it."""
+
+
 @triton.jit
-def mean_gradients(
+def prepare_backward(
     d_out: tl.tensor,
     out: tl.tensor,
+    lse: tl.tensor,
     d_lse: tl.tensor,
+    shift: tl.tensor,
     delta: tl.tensor,
     queries: tl.tensor,
     heads: tl.tensor,
@@ -268,21 +275,29 @@ def mean_gradients(
     M: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """delta = sum(d_out out) - d_lse: what every score of a query gets less."""
-    blocks = tl.cdiv(queries, M)
+    """What scores need of each query, padded: p = exp2(s - shift) and d_s = p (d_p - delta).
+
+    shift: the log-sum-exp in units of log 2, infinite where nothing is seen and p must be 0.
+    delta: sum(d_out out) - d_lse.
+    """
+    padded = tl.cdiv(queries, PADDING) * PADDING
+    blocks = padded // M
     query = (tl.program_id(0) % blocks) * M + tl.arange(0, M)
-    head = ((tl.program_id(0) // blocks) % heads).to(tl.int64)
-    batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
+    pair = (tl.program_id(0) // blocks).to(tl.int64)
+    head, batch = pair % heads, pair // heads
     column = tl.arange(0, WIDTH)
-    inside = (query[:, None] < queries) & (column[None, :] < width)
+    real = query < queries
+    inside = real[:, None] & (column[None, :] < width)
     at = batch * d_batch + query[:, None].to(tl.int64) * d_stride + head * d_head + column[None, :]
     given = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32)
     at = ((batch * queries + query)[:, None] * heads + head) * width + column[None, :]
-    result = tl.sum(given * tl.load(out + at, mask=inside, other=0.0).to(tl.float32), 1)
-    at = (batch * heads + head) * queries + query
+    mean = tl.sum(given * tl.load(out + at, mask=inside, other=0.0).to(tl.float32), 1)
     if d_lse is not None:
-        result -= tl.load(d_lse + at, mask=query < queries, other=0.0)
-    tl.store(delta + at, result, mask=query < queries)
+        mean -= tl.load(d_lse + pair * queries + query, mask=real, other=0.0)
+    tl.store(delta + pair * padded + query, mean)
+    total = tl.load(lse + pair * queries + query, mask=real, other=-float("inf"))
+    total = tl.where(total == -float("inf"), float("inf"), total * LOG2_E)
+    tl.store(shift + pair * padded + query, total)
 
 
 @triton.jit
@@ -329,7 +344,7 @@ def backward_queries(
     k: tl.tensor,
     v: tl.tensor,
     d_out: tl.tensor,
-    lse: tl.tensor,
+    shift: tl.tensor,
     delta: tl.tensor,
     starts: tl.tensor,
     stops: tl.tensor,
@@ -374,10 +389,8 @@ def backward_queries(
     q_rows, d_rows = q + batch * q_batch + head * q_head, d_out + batch * d_batch + head * d_head
     q_MD = _rows(q_rows, mine, q_stride, queries, width, True, M, WIDTH, EVEN)
     d_out_MD = _rows(d_rows, mine, d_stride, queries, width, True, M, WIDTH, EVEN)
-    at = (batch * heads + head) * queries + query
-    sums = tl.load(lse + at, mask=inside, other=-float("inf"))
-    sums = tl.where(sums == -float("inf"), float("inf"), sums * LOG2_E)  # of nothing seen: p = 0
-    less = tl.load(delta + at, mask=inside, other=0.0)
+    at = (batch * heads + head) * (tl.cdiv(queries, PADDING) * PADDING) + query
+    sums, less = tl.load(shift + at), tl.load(delta + at)
     k_rows, v_rows = k + batch * k_batch + group * k_head, v + batch * v_batch + group * v_head
     result = tl.zeros([M, WIDTH], tl.float32)
     left = whole_low - low
@@ -399,16 +412,37 @@ def backward_queries(
 
 
 @triton.jit
+def _add_rows(
+    sums: tl.tensor,
+    row: tl.tensor,
+    rows: tl.tensor,
+    BULK: tl.constexpr,
+    M: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Add rows [M, D] to those of a matrix in global memory, in fp32 and as one of many programs.
+    BULK: `sums` is a descriptor, and the copy engine adds while the program goes on."""
+    if BULK:
+        sums.atomic_add([row.to(tl.int32), 0], rows)
+    else:
+        place = tl.arange(0, M)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        tl.atomic_add(sums + row * WIDTH + place, rows, sem="relaxed")
+
+
+@triton.jit
 def _key_gradients(
     d_k: tl.tensor,
     d_v: tl.tensor,
+    d_q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
     q: tl.tensor,
     d_out: tl.tensor,
-    lse: tl.tensor,
+    shift: tl.tensor,
     delta: tl.tensor,
+    kept: tl.tensor,
     block: tl.tensor,
+    edge: tl.tensor,
     first: tl.tensor,
     last: tl.tensor,
     queries: tl.tensor,
@@ -418,32 +452,38 @@ def _key_gradients(
     scale: tl.tensor,
     cap: tl.tensor,
     CAP: tl.constexpr,
-    MASK: tl.constexpr,
+    BULK: tl.constexpr,
     M: tl.constexpr,
     WIDTH: tl.constexpr,
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Scores and their gradients stand on their heads here, [N, M]: no product needs a transpose of
-    what was computed."""
+    """Add what a block of queries contributes to the gradients of keys and values, and with `d_q`
+    also what these keys contribute to those of the queries, as unscaled sums.
+
+    Scores are transposed here, [N, M]: the products for keys and values then need no transpose of
+    what was computed. Tiles of 64 x 128 just fit into registers, so as little as possible may live
+    across a product: the numbers of a query are loaded where they are used, the slope is applied
+    before d_p exists, and only tiles at an `edge` are masked, in a branch.
+    """
     query = block * M + tl.arange(0, M)
-    q_MD = _rows(q, block, q_stride, queries, width, MASK, M, WIDTH, EVEN)
-    d_out_MD = _rows(d_out, block, d_stride, queries, width, MASK, M, WIDTH, EVEN)
-    if MASK:
-        sums = tl.load(lse + query, mask=query < queries, other=-float("inf"))
-        less = tl.load(delta + query, mask=query < queries, other=0.0)
-    else:
-        sums, less = tl.load(lse + query), tl.load(delta + query)
-    sums = tl.where(sums == -float("inf"), float("inf"), sums * LOG2_E)
+    q_MD = _rows(q, block, q_stride, queries, width, True, M, WIDTH, EVEN)
+    d_out_MD = _rows(d_out, block, d_stride, queries, width, True, M, WIDTH, EVEN)
     s = _scores(product(k, tl.trans(q_MD), None, PRECISION), scale, cap, CAP)
+    sums = tl.load(shift + kept + query)
     p = tl.exp2(s - sums[None, :])
-    if MASK:
+    if edge:
         seen = (query[None, :] >= first[:, None]) & (query[None, :] < last[:, None])
         p = tl.where(seen, p, 0.0)
     d_v = product(p.to(d_out_MD.dtype), d_out_MD, d_v, PRECISION)
+    slope = _slope(p, s, cap, CAP)
     d_p = product(v, tl.trans(d_out_MD), None, PRECISION)
-    d_s = _slope(p * (d_p - less[None, :]), s, cap, CAP)
-    d_k = product(d_s.to(q_MD.dtype), q_MD, d_k, PRECISION)
+    less = tl.load(delta + kept + query)
+    d_s = (slope * (d_p - less[None, :])).to(q_MD.dtype)
+    d_k = product(d_s, q_MD, d_k, PRECISION)
+    if d_q is not None:
+        rows = product(tl.trans(d_s), k, None, PRECISION)
+        _add_rows(d_q, kept + block * M, rows, BULK, M, WIDTH)
     return d_k, d_v
 
 
@@ -453,12 +493,13 @@ def backward_keys(
     k: tl.tensor,
     v: tl.tensor,
     d_out: tl.tensor,
-    lse: tl.tensor,
+    shift: tl.tensor,
     delta: tl.tensor,
     firsts: tl.tensor,
     lasts: tl.tensor,
     d_k: tl.tensor,
     d_v: tl.tensor,
+    d_q: tl.tensor,
     queries: tl.tensor,
     keys: tl.tensor,
     together: tl.tensor,
@@ -480,13 +521,16 @@ def backward_keys(
     scale: tl.tensor,
     cap: tl.tensor,
     CAP: tl.constexpr,
+    BULK: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     WIDTH: tl.constexpr,
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """All query heads of a group in one program: their sum has one order, and needs no atomics."""
+    """All query heads of a group in one program: the sums of keys and values have one order, and
+    need no atomics. d_q: what each block of keys adds to the queries' gradients, unscaled and in no
+    fixed order; None where `backward_queries` computes those."""
     blocks, groups = tl.cdiv(keys, N), heads // per_group
     mine, group, sample = _share(blocks, together, groups)  # the first keys are seen by most
     key = mine * N + tl.arange(0, N)
@@ -495,34 +539,32 @@ def backward_keys(
     first = tl.load(firsts + batch * keys + key, mask=inside, other=0)
     last = tl.load(lasts + batch * keys + key, mask=inside, other=0)
     low, high, whole_low, whole_high = _visits(first, last, inside, queries, M)
+    if mine * N + N > keys:  # nor may a query see what is no key
+        whole_high = whole_low
     wide = group.to(tl.int64)
     k_rows, v_rows = k + batch * k_batch + wide * k_head, v + batch * v_batch + wide * v_head
     k_ND = _rows(k_rows, mine, k_stride, keys, width, True, N, WIDTH, EVEN)
     v_ND = _rows(v_rows, mine, v_stride, keys, width, True, N, WIDTH, EVEN)
     k_sum, v_sum = tl.zeros([N, WIDTH], tl.float32), tl.zeros([N, WIDTH], tl.float32)
-    if WIDTH > 128:  # registers do for one loop only
-        whole_low, whole_high = high, high
-    left = whole_low - low
-    first_head = wide * per_group
-    q_rows = q + batch * q_batch + first_head * q_head
-    d_rows = d_out + batch * d_batch + first_head * d_head
-    at = (batch * heads + first_head) * queries
-    for _ in range(0, per_group):
-        for visit in range(0, left + high - whole_high):
-            block = tl.where(visit < left, low + visit, whole_high + visit - left)
-            k_sum, v_sum = _key_gradients(
-                k_sum, v_sum, k_ND, v_ND, q_rows, d_rows, lse + at, delta + at, block, first,
-                last, queries, width, q_stride, d_stride, scale, cap, CAP, True, M, WIDTH, EVEN,
-                PRECISION,
-            )  # fmt: skip
-        if WIDTH <= 128:
-            for block in range(whole_low, whole_high):
-                k_sum, v_sum = _key_gradients(
-                    k_sum, v_sum, k_ND, v_ND, q_rows, d_rows, lse + at, delta + at, block, first,
-                    last, queries, width, q_stride, d_stride, scale, cap, CAP, False, M, WIDTH,
-                    EVEN, PRECISION,
-                )  # fmt: skip
-        q_rows, d_rows, at = q_rows + q_head, d_rows + d_head, at + queries
+    head = wide * per_group
+    q_rows = q + batch * q_batch + head * q_head
+    d_rows = d_out + batch * d_batch + head * d_head
+    padded = tl.cdiv(queries, PADDING) * PADDING
+    kept = (batch * heads + head) * padded
+    block = low
+    for _ in range(0, per_group * (high - low)):  # one loop, whose loads run ahead across heads
+        edge = (block < whole_low) | (block >= whole_high)
+        k_sum, v_sum = _key_gradients(
+            k_sum, v_sum, d_q, k_ND, v_ND, q_rows, d_rows, shift, delta, kept, block, edge, first,
+            last, queries, width, q_stride, d_stride, scale, cap, CAP, BULK, M, WIDTH, EVEN,
+            PRECISION,
+        )  # fmt: skip
+        block += 1
+        done = block == high
+        block = tl.where(done, low, block)
+        q_rows += tl.where(done, q_head, 0)
+        d_rows += tl.where(done, d_head, 0)
+        kept += tl.where(done, padded, 0)
     column = tl.arange(0, WIDTH)
     at = ((batch * keys + key)[:, None] * groups + group) * width + column[None, :]
     written = inside[:, None] & (column[None, :] < width)
