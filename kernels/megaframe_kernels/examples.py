@@ -126,13 +126,13 @@ def _attention() -> Iterator[Example]:
     for fused in (False, True):
         added = ", fused" if fused else ""
         for width in (64, 96, 128, 256):
-            given = (width, torch.bfloat16, None, False, fused)
-            yield Example(f"head {width}{added}", partial(call, *given))
-            given = (width, torch.bfloat16, 30.0, True, fused)
-            yield Example(f"head {width}, cap, sinks{added}", partial(call, *given))
+            plain = partial(call, width, torch.bfloat16, None, False, fused)
+            yield Example(f"head {width}{added}", plain)
+            capped = partial(call, width, torch.bfloat16, 30.0, True, fused)
+            yield Example(f"head {width}, cap, sinks{added}", capped)
         for width in (128, 256):
-            given = (width, torch.float32, None, False, fused)
-            yield Example(f"head {width}, fp32{added}", partial(call, *given))
+            wide = partial(call, width, torch.float32, None, False, fused)
+            yield Example(f"head {width}, fp32{added}", wide)
 
 
 def _router() -> Iterator[Example]:

@@ -5,10 +5,12 @@ import torch
 from exactness import DEVICE, DTYPES, check, deterministic, rand
 from megaframe_kernels import attention
 from megaframe_kernels.attention import FUSED, KERNEL, launch_backward, launch_forward
+from megaframe_kernels.device import captured
 from megaframe_kernels.kernel import KernelError
 from megaframe_kernels.registry import KERNELS
 from megaframe_kernels.selection import Choice, select
-from megaframe_kernels.spans import find_spans
+from megaframe_kernels.spans import Spans, find_spans
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 NONE = (None, None, None)
 """Sinks, scale and softcap."""
@@ -213,6 +215,25 @@ def test_gradients_are_bitwise_repeatable():
 
     for one, other in zip(gradients(), gradients(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("chip", [80, 90])
+@pytest.mark.parametrize(
+    ("name", "passes"),
+    [("triton", ["backward_queries", "backward_keys"]), (FUSED, ["backward_keys"])],
+)
+def test_the_passes_of_backward(name, passes, chip):
+    """Without memory: the copy engine adds from Hopper on."""
+    launches = []
+    with captured(launches.append, chip), torch.device("meta"):
+        ends = torch.empty(1, 256, dtype=torch.int32)
+        given = (torch.empty(1, 256, n, 64).bfloat16().requires_grad_() for n in (4, 2, 2))
+        out, _ = KERNEL.implementations[name].run(*given, Spans(ends, ends, ends, ends))
+        out.sum().backward()
+    assert [one.kernel.__name__ for one in launches] == ["forward", "prepare_backward", *passes]
+    bulk = name == FUSED and chip == 90
+    assert launches[-1].constants["BULK"] == bulk
+    assert any(isinstance(one, TensorDescriptor) for one in launches[-1].arguments) == bulk
 
 
 @pytest.mark.parametrize("kernel", [KERNEL, attention.BACKWARD])
