@@ -64,11 +64,13 @@ FORWARD: dict[int, Table] = {
     10: {64: Blocks(128, 128, 8, 3), 128: Blocks(128, 128, 8, 2), 256: Blocks(64, 64, 8, 2)},
 }
 """Of 16-bit numbers, by generation of the chip."""
-BACKWARD_QUERIES: Table = {
-    64: Blocks(128, 64, 8, 2),
-    128: Blocks(128, 64, 8, 2),
-    256: Blocks(64, 32, 8, 2),
+BACKWARD_QUERIES: dict[int, Table] = {
+    8: {64: Blocks(128, 64, 8, 2), 128: Blocks(128, 64, 8, 2), 256: Blocks(64, 32, 8, 2)},
+    9: {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 32, 8, 3)},
+    10: {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 32, 8, 3)},
 }
+"""With three stages the loads of a visit are under way during the whole visit before it; with two
+they start at its end, and are waited for at once. Ampere's smaller chips have room for two."""
 BACKWARD_KEYS: dict[int, Table] = {
     8: {64: Blocks(32, 128, 8, 2), 128: Blocks(64, 64, 8, 2), 256: Blocks(32, 32, 8, 2)},
     9: {64: Blocks(64, 128, 8, 3), 128: Blocks(32, 128, 8, 3), 256: Blocks(32, 64, 8, 1)},
@@ -266,7 +268,7 @@ def launch_backward(
     if fused:
         sums = lse.new_zeros(max(batch * heads * padded, 1), options["WIDTH"])
     else:
-        by_query = choose_blocks(BACKWARD_QUERIES, query)
+        by_query = choose_blocks(BACKWARD_QUERIES[generation(query)], query)
         launch(
             attention_device.backward_queries,
             (ceil_div(queries, by_query.queries) * heads * batch,),

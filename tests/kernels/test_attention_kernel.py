@@ -254,8 +254,9 @@ def test_sums_without_an_order_are_left_out_where_algorithms_are_deterministic(k
 
 
 def test_blocks_of_queries_divide_what_is_kept_of_them():
-    tables = attention.BACKWARD_QUERIES, *attention.BACKWARD_KEYS.values()
-    tables = *tables, *attention.BACKWARD_FUSED.values(), *attention.BACKWARD_FUSED_CAPPED.values()
+    own = attention.BACKWARD_QUERIES, attention.BACKWARD_KEYS
+    fused = attention.BACKWARD_FUSED, attention.BACKWARD_FUSED_CAPPED
+    tables = [table for tables in own + fused for table in tables.values()]
     blocks = [one for table in tables for one in table.values()]
     blocks += [attention.WIDE_NUMBERS, attention.WIDE_NUMBERS_OF_KEYS]
     assert all(attention.PADDING % one.queries == 0 for one in blocks)
