@@ -15,7 +15,7 @@ from torch import Tensor
 from megaframe_kernels import (
     activation,
     adamw,
-    attention,
+    attention_launch,
     cross_entropy,
     fp8,
     grouped,
@@ -119,9 +119,11 @@ def _attention() -> Iterator[Example]:
         sink = _shaped(32) if sinks else None
         out, lse = q, _shaped(1, 32, 8192, dtype=torch.float32)
         if not fused:  # forward is the same
-            out, lse = attention.launch_forward(q, k, k, ends, ends, sink, None, softcap)
+            out, lse = attention_launch.launch_forward(q, k, k, ends, ends, sink, None, softcap)
         spans = ends, ends, ends, ends
-        attention.launch_backward(out, None, q, k, k, out, lse, *spans, sink, None, softcap, fused)
+        attention_launch.launch_backward(
+            out, None, q, k, k, out, lse, *spans, sink, None, softcap, fused
+        )
 
     for fused in (False, True):
         added = ", fused" if fused else ""

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from exactness import DEVICE, DTYPES, check, deterministic, rand
-from megaframe_kernels import attention
-from megaframe_kernels.attention import FUSED, KERNEL, launch_backward, launch_forward
+from megaframe_kernels import attention, attention_launch
+from megaframe_kernels.attention import FUSED, KERNEL
+from megaframe_kernels.attention_launch import launch_backward, launch_forward
 from megaframe_kernels.device import captured
 from megaframe_kernels.kernel import KernelError
 from megaframe_kernels.registry import KERNELS
@@ -25,7 +26,7 @@ def name(request, monkeypatch):
     values at once, in the other a visit later; on a GPU as is best for that GPU."""
     order, name = request.param
     if DEVICE == "cpu":
-        monkeypatch.setattr(attention, "generation", lambda _: order)
+        monkeypatch.setattr(attention_launch, "generation", lambda _: order)
     return name
 
 
@@ -110,9 +111,9 @@ def test_softcap_sinks_and_scale(softcap, scale, name):
 )
 def test_heads_that_start_one_after_the_other(name, tensors, by_head, by_group, monkeypatch):
     """Of 12 heads and of 6 groups that share two of them, in 2 samples."""
-    monkeypatch.setattr(attention, "_CACHED", tensors * 70 * 16 * 4)
-    assert attention._together(12, heads(70)[1], 2) == by_head
-    assert attention._together(6, heads(70)[0], 1 / 2) == by_group
+    monkeypatch.setattr(attention_launch, "_CACHED", tensors * 70 * 16 * 4)
+    assert attention_launch._together(12, heads(70)[1], 2) == by_head
+    assert attention_launch._together(6, heads(70)[0], 1 / 2) == by_group
     given = heads(70, batch=2, n=6, g=3)
     hold(name, given, find_spans(2, 70, 70, DEVICE), need_lse=True)
 
@@ -254,12 +255,12 @@ def test_sums_without_an_order_are_left_out_where_algorithms_are_deterministic(k
 
 
 def test_blocks_of_queries_divide_what_is_kept_of_them():
-    own = attention.BACKWARD_QUERIES, attention.BACKWARD_KEYS
-    fused = attention.BACKWARD_FUSED, attention.BACKWARD_FUSED_CAPPED
+    own = attention_launch.BACKWARD_QUERIES, attention_launch.BACKWARD_KEYS
+    fused = attention_launch.BACKWARD_FUSED, attention_launch.BACKWARD_FUSED_CAPPED
     tables = [table for tables in own + fused for table in tables.values()]
     blocks = [one for table in tables for one in table.values()]
-    blocks += [attention.WIDE_NUMBERS, attention.WIDE_NUMBERS_OF_KEYS]
-    assert all(attention.PADDING % one.queries == 0 for one in blocks)
+    blocks += [attention_launch.WIDE_NUMBERS, attention_launch.WIDE_NUMBERS_OF_KEYS]
+    assert all(attention_launch.PADDING % one.queries == 0 for one in blocks)
 
 
 def test_torch_does_the_same():
