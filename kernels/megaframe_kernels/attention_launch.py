@@ -175,7 +175,7 @@ def launch_backward(
     batch, queries, heads, width = query.shape
     padded = PADDING * ceil_div(queries, PADDING)
     shift, delta = lse.new_empty(2, batch, heads, padded)
-    tall = 64
+    tall = 32  # of heads of 256, more rows would leave the registers
     launch(
         attention_backward_device.prepare_backward,
         (padded // tall * heads * batch,),
