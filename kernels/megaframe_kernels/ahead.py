@@ -26,11 +26,14 @@ from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megaframe_kernels.device import INTERPRETED, Launch, captured
 from megaframe_kernels.examples import EXAMPLES, Example
 
 CHIPS = (80, 90, 100)
+TENSOR_MEMORY = 512
+"""Columns of tensor memory that a program may have from sm_100 on."""
 SHARED_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes of shared memory that a program may use, by compute capability."""
 _TYPES = {
@@ -47,7 +50,11 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Usage:
-    """What the machine code of one kernel needs: registers per thread, everything else in bytes."""
+    """What the machine code of one kernel needs: registers per thread, everything else in bytes.
+
+    matrix: the instruction of its products. serial: the assembler makes each of them wait for the
+    one before, because registers do not suffice for several in flight. columns: of tensor memory.
+    """
 
     kernel: str
     example: str
@@ -58,12 +65,16 @@ class Usage:
     spill_stores: int
     spill_loads: int
     matrix: str
+    serial: bool = False
+    columns: int = 0
 
     @property
     def clean(self) -> bool:
-        """Whether everything stays in registers and fits in shared memory."""
+        """Whether everything stays in registers and fits in its memories, and no product is
+        serial."""
         spilled = self.stack or self.spill_stores or self.spill_loads
-        return not spilled and self.shared <= SHARED_LIMITS[self.chip]
+        fits = self.shared <= SHARED_LIMITS[self.chip] and self.columns <= TENSOR_MEMORY
+        return fits and not spilled and not self.serial
 
 
 def compile_example(example: Example, chip: int) -> Iterator[Usage]:
@@ -104,6 +115,9 @@ def _describe(value: Any, constant: bool, special: bool) -> tuple[str, bool]:
         return "constexpr", False
     if isinstance(value, Tensor):
         return _TYPES[value.dtype], True
+    if isinstance(value, TensorDescriptor):
+        block = ", ".join(map(str, value.block_shape))
+        return f"tensordesc<{_TYPES[value.base.dtype][1:]}[{block}]>", False
     if isinstance(value, int):
         return "i32" if -(2**31) <= value < 2**31 else "i64", special and value % 16 == 0
     return "fp32", False
@@ -122,6 +136,8 @@ def _read(kernel: str, example: str, chip: int, compiled: Any, report: str) -> U
         _number(r"(\d+) bytes spill stores", report),
         _number(r"(\d+) bytes spill loads", report),
         matrix[0] if matrix else "",
+        "instructions are serialized" in report,
+        getattr(compiled.metadata, "tmem_size", 0),
     )
 
 
@@ -139,7 +155,7 @@ def table(usages: Iterable[Usage]) -> str:
         spills = u.stack + u.spill_stores + u.spill_loads
         rows.append(
             f"{u.kernel:<24}{u.example:<34}{u.chip:>4}{u.registers:>6}{u.shared:>8}{spills:>8}"
-            f"  {u.matrix}{'' if u.clean else '  <- does not fit'}"
+            f"  {u.matrix}{', serial' if u.serial else ''}{'' if u.clean else '  <- does not fit'}"
         )
     return "\n".join(rows)
 
@@ -149,7 +165,7 @@ def main(examples: Mapping[str, Callable[[], Iterable[Example]]] = EXAMPLES) -> 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chips", type=int, nargs="+", default=list(CHIPS), choices=CHIPS)
     parser.add_argument("--kernels", nargs="+", default=list(examples), choices=list(examples))
-    parser.add_argument("--example", metavar="NAME", help="the one of this name alone")
+    parser.add_argument("--examples", metavar="NAME", nargs="+", help="those of these names alone")
     arguments = parser.parse_args()
     if INTERPRETED:
         parser.error("the interpreter is on; unset TRITON_INTERPRET")
@@ -157,7 +173,7 @@ def main(examples: Mapping[str, Callable[[], Iterable[Example]]] = EXAMPLES) -> 
         usage
         for name in arguments.kernels
         for example in examples[name]()
-        if arguments.example in (None, example.name)
+        if arguments.examples is None or example.name in arguments.examples
         for chip in arguments.chips
         if chip >= example.least_chip
         for usage in compile_example(example, chip)

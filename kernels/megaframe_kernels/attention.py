@@ -1,18 +1,24 @@
 """Attention that never holds the scores, forward and backward, over the spans that queries see.
 
-Backward makes the scores again from the log-sum-exp of each query, and divides its work twice: once
-by queries for their gradient, once by keys for theirs. No two programs add to one place, so results
-are bitwise repeatable. Shape legend: B samples, Q queries, K keys, N query heads, G key and value
-heads, D width of a head.
+Backward recomputes the scores from the log-sum-exp of each query, in one of two ways. `triton` goes
+over the tiles twice, once by queries for their gradients and once by keys for theirs: no two
+programs add to the same place, so results are bitwise repeatable, for seven matrix products per
+tile. `triton-fused` goes over them once by keys, for five: each block of keys adds what it
+contributes to the gradients of queries to a buffer in fp32, in whatever order the programs reach
+it. It refuses where deterministic algorithms are asked for. Programs could enforce an order by
+waiting for those of the keys before them, but nothing in Triton waits until an addition by the copy
+engine is visible to others: the threads would have to add, and none could do so before its
+predecessors have. Whether that would still be faster than `triton` is unknown.
+
+Shape legend: B samples, Q queries, K keys, N query heads, G key and value heads, D width of a head.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,52 +26,18 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megaframe_kernels import attention_device
-from megaframe_kernels.device import ceil_div, generation, launch, power_of_2, shared_memory
+from megaframe_kernels.attention_launch import launch_backward, launch_forward, scale_or_default
+from megaframe_kernels.device import shared_memory
 from megaframe_kernels.direct import direct
 from megaframe_kernels.installed import missing_cuda, missing_flash_attention, missing_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 from megaframe_kernels.spans import Spans
 
+FUSED = "triton-fused"
+"""The implementation whose backward pass is one pass."""
 _WIDEST = 256
-_CACHED = 32 * 2**20
-"""Bytes of what programs that start together read, which the cache of a large chip holds."""
 _SHARED_OF_WIDEST = 136 * 1024
 """Bytes of shared memory that heads wider than 128 take before Hopper."""
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """queries, keys: of a block. warps, stages: as Triton has them."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-
-Table: TypeAlias = dict[int, Blocks]
-"""By the padded width of a head; what is in between takes the next."""
-
-FORWARD: dict[int, Table] = {
-    8: {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 64, 8, 2)},
-    9: {64: Blocks(128, 128, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(128, 64, 8, 2)},
-    10: {64: Blocks(128, 128, 8, 3), 128: Blocks(128, 128, 8, 2), 256: Blocks(64, 64, 8, 2)},
-}
-"""Of 16-bit numbers, by generation of the chip."""
-BACKWARD_QUERIES: Table = {
-    64: Blocks(128, 64, 8, 2),
-    128: Blocks(128, 64, 8, 2),
-    256: Blocks(64, 32, 8, 2),
-}
-BACKWARD_KEYS: dict[int, Table] = {
-    8: {64: Blocks(32, 128, 8, 2), 128: Blocks(64, 64, 8, 1), 256: Blocks(32, 32, 8, 2)},
-    9: {64: Blocks(32, 128, 8, 2), 128: Blocks(16, 128, 8, 2), 256: Blocks(32, 32, 8, 2)},
-    10: {64: Blocks(32, 128, 8, 2), 128: Blocks(32, 128, 8, 1), 256: Blocks(16, 64, 8, 1)},
-}
-"""The largest blocks that stay in registers, which each assembler fills in its own way."""
-WIDE_NUMBERS, WIDE_NUMBERS_OF_KEYS = Blocks(32, 16, 8, 1), Blocks(32, 32, 8, 1)
-"""For fp32, whose products take the slow units whatever the blocks are."""
 
 
 def reference(
@@ -89,7 +61,7 @@ def reference(
     query, key, value = (x.to(wide).transpose(1, 2) for x in (query_BQND, key_BKGD, value_BKGD))
     repeat = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-    scores = query @ key.transpose(2, 3) * _scale(query_BQND, scale)
+    scores = query @ key.transpose(2, 3) * scale_or_default(query_BQND, scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~spans.mask()[:, None], -math.inf)
@@ -106,182 +78,6 @@ def reference(
     return out, lse if need_lse else None
 
 
-def _scale(query: Tensor, scale: float | None) -> float:
-    return query.shape[-1] ** -0.5 if scale is None else scale
-
-
-def choose_blocks(table: Table, x: Tensor, wide_numbers: Blocks = WIDE_NUMBERS) -> Blocks:
-    """Of a table, for heads as wide as those of x."""
-    if x.dtype == torch.float32:
-        return wide_numbers
-    return table[min(wide for wide in table if wide >= x.shape[-1])]
-
-
-def _options(x: Tensor, scale: float | None, softcap: float | None) -> dict[str, Any]:
-    width = power_of_2(max(x.shape[-1], 16))
-    return {
-        "CAP": softcap is not None,
-        "WIDTH": width,
-        "EVEN": width == x.shape[-1],
-        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
-    }
-
-
-def _adjacent(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _together(pairs: int, rows: Tensor, shared: float) -> int:
-    """How many pairs of a head and a sample start together, where `shared` of them read the same
-    head of rows [B, length, heads, D] and of others like them."""
-    read = 2 * rows.shape[1] * rows.shape[3] * rows.element_size() / shared
-    return max(min(int(_CACHED / max(read, 1)), pairs), 1)
-
-
-def launch_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor,
-    stops: Tensor,
-    sinks: Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-    blocks: Blocks | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Out [B, Q, N, D] and log-sum-exp, fp32 [B, N, Q]."""
-    query, key, value = _adjacent(query), _adjacent(key), _adjacent(value)
-    batch, queries, heads, width = query.shape
-    per_group = heads // key.shape[2]
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    lse = query.new_empty(batch, heads, queries, dtype=torch.float32)
-    blocks = blocks or choose_blocks(FORWARD[generation(query)], query)
-    launch(
-        attention_device.forward,
-        (ceil_div(queries, blocks.queries) * heads * batch,),
-        query,
-        key,
-        value,
-        sinks,
-        starts,
-        stops,
-        out,
-        lse,
-        queries,
-        key.shape[1],
-        _together(heads * batch, key, per_group),
-        heads,
-        per_group,
-        width,
-        *query.stride()[:3],
-        *key.stride()[:3],
-        *value.stride()[:3],
-        _scale(query, scale),
-        softcap or 1.0,
-        RAW=softcap is None and _scale(query, scale) > 0.0,
-        LATE=generation(query) > 8,  # where matrix units work by themselves
-        M=blocks.queries,
-        N=blocks.keys,
-        warps=blocks.warps,
-        stages=blocks.stages,
-        **_options(query, scale, softcap),
-    )
-    return out, lse
-
-
-def launch_backward(
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    starts: Tensor,
-    stops: Tensor,
-    first: Tensor,
-    last: Tensor,
-    sinks: Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-    query_blocks: Blocks | None = None,
-    key_blocks: Blocks | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value and sinks (empty without them).
-
-    Of a ring, `out` and `lse` are those over all keys, and the keys here a part of them.
-    """
-    query, key, value, d_out = (_adjacent(x) for x in (query, key, value, d_out))
-    batch, queries, heads, width = query.shape
-    delta = torch.empty_like(lse)
-    tall = 64
-    launch(
-        attention_device.mean_gradients,
-        (ceil_div(queries, tall) * heads * batch,),
-        d_out,
-        out.contiguous(),
-        None if d_lse is None else d_lse.contiguous(),
-        delta,
-        queries,
-        heads,
-        width,
-        *d_out.stride()[:3],
-        M=tall,
-        WIDTH=power_of_2(width),
-    )
-    groups, per_group = key.shape[2], heads // key.shape[2]
-    strides = (s for x in (query, key, value, d_out) for s in x.stride()[:3])
-    lengths = queries, key.shape[1]
-    numbers = (heads, per_group, width, *strides, _scale(query, scale), softcap or 1.0)
-    d_query, d_key, d_value = (
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
-    )
-    options = _options(query, scale, softcap)
-    by_query = query_blocks or choose_blocks(BACKWARD_QUERIES, query)
-    by_key = key_blocks or choose_blocks(
-        BACKWARD_KEYS[generation(query)], query, WIDE_NUMBERS_OF_KEYS
-    )
-    saved = (query, key, value, d_out, lse, delta)
-    launch(
-        attention_device.backward_queries,
-        (ceil_div(queries, by_query.queries) * heads * batch,),
-        *saved,
-        starts,
-        stops,
-        d_query,
-        *lengths,
-        _together(heads * batch, key, per_group),
-        *numbers,
-        M=by_query.queries,
-        N=by_query.keys,
-        warps=by_query.warps,
-        stages=by_query.stages,
-        **options,
-    )
-    launch(
-        attention_device.backward_keys,
-        (ceil_div(key.shape[1], by_key.keys) * groups * batch,),
-        *saved,
-        first,
-        last,
-        d_key,
-        d_value,
-        *lengths,
-        _together(groups * batch, query, 1 / per_group),
-        *numbers,
-        M=by_key.queries,
-        N=by_key.keys,
-        warps=by_key.warps,
-        stages=by_key.stages,
-        **options,
-    )
-    d_sinks = query.new_empty(0)
-    if sinks is not None:
-        share = (sinks.float()[None, :, None] - lse).exp()
-        d_sinks = -(share * delta).sum((0, 2)).to(sinks.dtype)
-    return d_query, d_key, d_value, d_sinks
-
-
 def _forward(
     query: Tensor,
     key: Tensor,
@@ -293,6 +89,7 @@ def _forward(
     sinks: Tensor | None,
     scale: float | None,
     softcap: float | None,
+    fused: bool,
 ) -> tuple[Tensor, Tensor]:
     return launch_forward(query, key, value, starts, stops, sinks, scale, softcap)
 
@@ -312,9 +109,10 @@ def _backward(
     sinks: Tensor | None,
     scale: float | None,
     softcap: float | None,
+    fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     saved = (query, key, value, out, lse, starts, stops, first, last, sinks)
-    return launch_backward(d_out, d_lse, *saved, scale, softcap)
+    return launch_backward(d_out, d_lse, *saved, scale, softcap, fused)
 
 
 _forward_op = torch.library.custom_op("megaframe::attention", _forward, mutates_args=())
@@ -340,7 +138,7 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, starts, stops, first, last, sinks, ctx.scale, ctx.softcap = inputs
+    query, key, value, starts, stops, first, last, sinks, *ctx.numbers = inputs
     ctx.save_for_backward(query, key, value, *output, starts, stops, first, last, sinks)
     ctx.set_materialize_grads(False)
 
@@ -349,8 +147,8 @@ def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, 
     d_out, d_lse = gradients
     saved = ctx.saved_tensors
     d_out = torch.zeros_like(saved[3]) if d_out is None else d_out
-    *three, d_sinks = _direct_backward(d_out, d_lse, *saved, ctx.scale, ctx.softcap)
-    return (*three, None, None, None, None, None if saved[-1] is None else d_sinks, None, None)
+    *three, d_sinks = _direct_backward(d_out, d_lse, *saved, *ctx.numbers)
+    return *three, *(4 * [None]), None if saved[-1] is None else d_sinks, *(3 * [None])
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_keep)
@@ -378,7 +176,7 @@ def reference_backward(
     wide = torch.promote_types(query_BQND.dtype, torch.float32)
     given = (d_out_BQND, query_BQND, key_BKGD, value_BKGD, out_BQND)
     d_out, query, key, value, out = (x.to(wide).transpose(1, 2) for x in given)
-    groups, scale = key.shape[1], _scale(query_BQND, scale)
+    groups, scale = key.shape[1], scale_or_default(query_BQND, scale)
     key, value = (x.repeat_interleave(query.shape[1] // groups, 1) for x in (key, value))
     scores = (query @ key.mT * scale).masked_fill(~spans.mask()[:, None], -math.inf)
     seen = lse_BNQ[..., None].to(wide)
@@ -402,10 +200,12 @@ def run_triton_backward(
     spans: Spans,
     *,
     scale: float | None = None,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference."""
+    """As the reference; `fused`: in one pass."""
     saved = (query_BQND, key_BKGD, value_BKGD, out_BQND, lse_BNQ.contiguous(), *spans.tensors)
-    d_query, d_key, d_value, _ = _direct_backward(d_out_BQND, None, *saved, None, scale, None)
+    made = _direct_backward(d_out_BQND, None, *saved, None, scale, None, fused)
+    d_query, d_key, d_value, _ = made
     return d_query, d_key, d_value
 
 
@@ -419,10 +219,11 @@ def run_triton(
     softcap: float | None = None,
     sinks_N: Tensor | None = None,
     need_lse: bool = False,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """As the reference."""
+    """As the reference; `fused`: its gradients in one pass."""
     given = (query_BQND, key_BKGD, value_BKGD, *spans.tensors, sinks_N)
-    out, lse = _direct_forward(*given, scale, softcap)
+    out, lse = _direct_forward(*given, scale, softcap, fused)
     return out, lse if need_lse else None
 
 
@@ -523,6 +324,12 @@ def _backward_refuses(
     return _refuses(query, key, value, spans) or refuse_types(lse)
 
 
+def _fused_refuses(refuses: Callable[..., str | None], *given: Any, **options: Any) -> str | None:
+    if torch.are_deterministic_algorithms_enabled():
+        return "it sums in no fixed order, and deterministic algorithms are asked for"
+    return refuses(*given, **options)
+
+
 def _library_refuses(
     query: Tensor,
     key: Tensor,
@@ -576,6 +383,9 @@ def _flash_refuses(query: Tensor, *given: Any, **options: Any) -> str | None:
 
 _ALL = (
     Implementation("triton", run_triton, missing_nothing, _refuses),
+    Implementation(
+        FUSED, partial(run_triton, fused=True), missing_nothing, partial(_fused_refuses, _refuses)
+    ),
     Implementation("torch", _run_torch, missing_nothing, _torch_refuses),
     Implementation(
         "torch-flash",
@@ -589,9 +399,18 @@ _ALL = (
     Implementation("flash-attn", _run_flash_attention, missing_flash_attention, _flash_refuses),
 )
 KERNEL = Kernel("attention", reference, {one.name: one for one in _ALL}, constant=8.0)
+_ALL_BACKWARD = (
+    Implementation("triton", run_triton_backward, missing_nothing, _backward_refuses),
+    Implementation(
+        FUSED,
+        partial(run_triton_backward, fused=True),
+        missing_nothing,
+        partial(_fused_refuses, _backward_refuses),
+    ),
+)
 BACKWARD = Kernel(
     "attention_backward",
     reference_backward,
-    {"triton": Implementation("triton", run_triton_backward, missing_nothing, _backward_refuses)},
+    {one.name: one for one in _ALL_BACKWARD},
     constant=8.0,
 )

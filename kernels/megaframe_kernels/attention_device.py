@@ -1,4 +1,4 @@
-"""Device code of attention; `attention.py` says what it computes.
+"""Device code of attention: what both directions share, and the forward pass.
 
 Forward and backward walk the same way: a program has a block of queries (or keys), knows from their
 spans which blocks of keys (or queries) any of them sees, and which of those all of them see; only
@@ -15,7 +15,7 @@ from megaframe_kernels.device_math import LOG2_E, LOG_2, product, tanh
 
 
 @triton.jit
-def _share(
+def share_programs(
     blocks: tl.tensor, together: tl.tensor, heads: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """A program's turn among the blocks of a head, its head and its sample. Blocks of the same turn
@@ -30,7 +30,7 @@ def _share(
 
 
 @triton.jit
-def _visits(
+def find_visits(
     start: tl.tensor,
     stop: tl.tensor,
     inside: tl.tensor,
@@ -49,7 +49,7 @@ def _visits(
 
 
 @triton.jit
-def _rows(
+def load_rows(
     base: tl.tensor,
     block: tl.tensor,
     stride: tl.tensor,
@@ -75,20 +75,13 @@ def _rows(
 
 
 @triton.jit
-def _scores(product: tl.tensor, scale: tl.tensor, cap: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
+def scale_scores(
+    product: tl.tensor, scale: tl.tensor, cap: tl.tensor, CAP: tl.constexpr
+) -> tl.tensor:
     """Scores in units of log 2."""
     if CAP:
         return tanh(product * (scale / cap)) * (cap * LOG2_E)
     return product * (scale * LOG2_E)
-
-
-@triton.jit
-def _slope(d_s: tl.tensor, s: tl.tensor, cap: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
-    """Gradient of the products from that of capped scores."""
-    if CAP:
-        bent = s / (cap * LOG2_E)
-        return d_s * (1.0 - bent * bent)
-    return d_s
 
 
 @triton.jit
@@ -140,14 +133,14 @@ def _attend(
     scores of this one and their exponentials: matrix units work meanwhile (Shah et al. 2024).
     """
     key = block * N + tl.arange(0, N)
-    k_ND = _rows(k, block, k_stride, keys, width, MASK, N, WIDTH, EVEN)
+    k_ND = load_rows(k, block, k_stride, keys, width, MASK, N, WIDTH, EVEN)
     s = product(q, tl.trans(k_ND), None, PRECISION)
     if LATE:
-        v_ND = _rows(v, behind, v_stride, keys, width, True, N, WIDTH, EVEN)
+        v_ND = load_rows(v, behind, v_stride, keys, width, True, N, WIDTH, EVEN)
         out = product(p, v_ND, out * decay[:, None], PRECISION)
     unit = scale * LOG2_E
     if not RAW:
-        s, unit = _scores(s, scale, cap, CAP), 1.0
+        s, unit = scale_scores(s, scale, cap, CAP), 1.0
     if MASK:
         seen = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
         s = tl.where(seen, s, -float("inf"))
@@ -160,7 +153,7 @@ def _attend(
     total = total * less + tl.sum(shares, 1)
     if LATE:
         return out, highest, total, shares.to(p.dtype), less
-    v_ND = _rows(v, block, v_stride, keys, width, MASK, N, WIDTH, EVEN)
+    v_ND = load_rows(v, block, v_stride, keys, width, MASK, N, WIDTH, EVEN)
     out = product(shares.to(p.dtype), v_ND, out * less[:, None], PRECISION)
     return out, highest, total, p, decay
 
@@ -202,7 +195,7 @@ def forward(
     PRECISION: tl.constexpr,
 ) -> None:
     blocks = tl.cdiv(queries, M)
-    turn, head, sample = _share(blocks, together, heads)
+    turn, head, sample = share_programs(blocks, together, heads)
     mine = blocks - 1 - turn  # the last queries of a causal mask see most
     query = mine * M + tl.arange(0, M)
     group = (head // per_group).to(tl.int64)
@@ -210,9 +203,9 @@ def forward(
     inside = query < queries
     start = tl.load(starts + batch * queries + query, mask=inside, other=0)
     stop = tl.load(stops + batch * queries + query, mask=inside, other=0)
-    low, high, whole_low, whole_high = _visits(start, stop, inside, keys, N)
+    low, high, whole_low, whole_high = find_visits(start, stop, inside, keys, N)
     q_rows = q + batch * q_batch + head * q_head
-    q_MD = _rows(q_rows, mine, q_stride, queries, width, True, M, WIDTH, EVEN)
+    q_MD = load_rows(q_rows, mine, q_stride, queries, width, True, M, WIDTH, EVEN)
     k_rows, v_rows = k + batch * k_batch + group * k_head, v + batch * v_batch + group * v_head
     total = tl.zeros([M], tl.float32)
     top = total - float("inf")
@@ -241,7 +234,7 @@ def forward(
         )  # fmt: skip
     if LATE:
         behind = _block_at(tl.maximum(high - low - 1, 0), low, left, whole_low, whole_high, edges)
-        v_ND = _rows(v_rows, behind, v_stride, keys, width, True, N, WIDTH, EVEN)
+        v_ND = load_rows(v_rows, behind, v_stride, keys, width, True, N, WIDTH, EVEN)
         result = product(p, v_ND, result * decay[:, None], PRECISION)
     some = total > 0.0
     result = result / tl.where(some, total, 1.0)[:, None]
@@ -251,280 +244,3 @@ def forward(
     tl.store(at, result.to(out.dtype.element_ty), mask=written)
     sums = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LOG_2, -float("inf"))
     tl.store(lse + (batch * heads + head) * queries + query, sums, mask=inside)
-
-
-@triton.jit
-def mean_gradients(
-    d_out: tl.tensor,
-    out: tl.tensor,
-    d_lse: tl.tensor,
-    delta: tl.tensor,
-    queries: tl.tensor,
-    heads: tl.tensor,
-    width: tl.tensor,
-    d_batch: tl.tensor,
-    d_stride: tl.tensor,
-    d_head: tl.tensor,
-    M: tl.constexpr,
-    WIDTH: tl.constexpr,
-) -> None:
-    """delta = sum(d_out out) - d_lse: what every score of a query gets less."""
-    blocks = tl.cdiv(queries, M)
-    query = (tl.program_id(0) % blocks) * M + tl.arange(0, M)
-    head = ((tl.program_id(0) // blocks) % heads).to(tl.int64)
-    batch = (tl.program_id(0) // blocks // heads).to(tl.int64)
-    column = tl.arange(0, WIDTH)
-    inside = (query[:, None] < queries) & (column[None, :] < width)
-    at = batch * d_batch + query[:, None].to(tl.int64) * d_stride + head * d_head + column[None, :]
-    given = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32)
-    at = ((batch * queries + query)[:, None] * heads + head) * width + column[None, :]
-    result = tl.sum(given * tl.load(out + at, mask=inside, other=0.0).to(tl.float32), 1)
-    at = (batch * heads + head) * queries + query
-    if d_lse is not None:
-        result -= tl.load(d_lse + at, mask=query < queries, other=0.0)
-    tl.store(delta + at, result, mask=query < queries)
-
-
-@triton.jit
-def _query_gradient(
-    d_q: tl.tensor,
-    q: tl.tensor,
-    d_out: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    sums: tl.tensor,
-    less: tl.tensor,
-    block: tl.tensor,
-    start: tl.tensor,
-    stop: tl.tensor,
-    keys: tl.tensor,
-    width: tl.tensor,
-    k_stride: tl.tensor,
-    v_stride: tl.tensor,
-    scale: tl.tensor,
-    cap: tl.tensor,
-    CAP: tl.constexpr,
-    MASK: tl.constexpr,
-    N: tl.constexpr,
-    WIDTH: tl.constexpr,
-    EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> tl.tensor:
-    key = block * N + tl.arange(0, N)
-    k_ND = _rows(k, block, k_stride, keys, width, MASK, N, WIDTH, EVEN)
-    v_ND = _rows(v, block, v_stride, keys, width, MASK, N, WIDTH, EVEN)
-    s = _scores(product(q, tl.trans(k_ND), None, PRECISION), scale, cap, CAP)
-    p = tl.exp2(s - sums[:, None])
-    if MASK:
-        seen = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
-        p = tl.where(seen, p, 0.0)
-    d_p = product(d_out, tl.trans(v_ND), None, PRECISION)
-    d_s = _slope(p * (d_p - less[:, None]), s, cap, CAP)
-    return product(d_s.to(k_ND.dtype), k_ND, d_q, PRECISION)
-
-
-@triton.jit
-def backward_queries(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    d_out: tl.tensor,
-    lse: tl.tensor,
-    delta: tl.tensor,
-    starts: tl.tensor,
-    stops: tl.tensor,
-    d_q: tl.tensor,
-    queries: tl.tensor,
-    keys: tl.tensor,
-    together: tl.tensor,
-    heads: tl.tensor,
-    per_group: tl.tensor,
-    width: tl.tensor,
-    q_batch: tl.tensor,
-    q_stride: tl.tensor,
-    q_head: tl.tensor,
-    k_batch: tl.tensor,
-    k_stride: tl.tensor,
-    k_head: tl.tensor,
-    v_batch: tl.tensor,
-    v_stride: tl.tensor,
-    v_head: tl.tensor,
-    d_batch: tl.tensor,
-    d_stride: tl.tensor,
-    d_head: tl.tensor,
-    scale: tl.tensor,
-    cap: tl.tensor,
-    CAP: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    WIDTH: tl.constexpr,
-    EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
-    blocks = tl.cdiv(queries, M)
-    turn, head, sample = _share(blocks, together, heads)
-    mine = blocks - 1 - turn
-    query = mine * M + tl.arange(0, M)
-    group = (head // per_group).to(tl.int64)
-    head, batch = head.to(tl.int64), sample.to(tl.int64)
-    inside = query < queries
-    start = tl.load(starts + batch * queries + query, mask=inside, other=0)
-    stop = tl.load(stops + batch * queries + query, mask=inside, other=0)
-    low, high, whole_low, whole_high = _visits(start, stop, inside, keys, N)
-    q_rows, d_rows = q + batch * q_batch + head * q_head, d_out + batch * d_batch + head * d_head
-    q_MD = _rows(q_rows, mine, q_stride, queries, width, True, M, WIDTH, EVEN)
-    d_out_MD = _rows(d_rows, mine, d_stride, queries, width, True, M, WIDTH, EVEN)
-    at = (batch * heads + head) * queries + query
-    sums = tl.load(lse + at, mask=inside, other=-float("inf"))
-    sums = tl.where(sums == -float("inf"), float("inf"), sums * LOG2_E)  # of nothing seen: p = 0
-    less = tl.load(delta + at, mask=inside, other=0.0)
-    k_rows, v_rows = k + batch * k_batch + group * k_head, v + batch * v_batch + group * v_head
-    result = tl.zeros([M, WIDTH], tl.float32)
-    left = whole_low - low
-    for visit in range(0, left + high - whole_high):
-        block = tl.where(visit < left, low + visit, whole_high + visit - left)
-        result = _query_gradient(
-            result, q_MD, d_out_MD, k_rows, v_rows, sums, less, block, start, stop, keys, width,
-            k_stride, v_stride, scale, cap, CAP, True, N, WIDTH, EVEN, PRECISION,
-        )  # fmt: skip
-    for block in range(whole_low, whole_high):
-        result = _query_gradient(
-            result, q_MD, d_out_MD, k_rows, v_rows, sums, less, block, start, stop, keys, width,
-            k_stride, v_stride, scale, cap, CAP, False, N, WIDTH, EVEN, PRECISION,
-        )  # fmt: skip
-    column = tl.arange(0, WIDTH)
-    at = d_q + ((batch * queries + query)[:, None] * heads + head) * width + column[None, :]
-    written = inside[:, None] & (column[None, :] < width)
-    tl.store(at, (result * scale).to(d_q.dtype.element_ty), mask=written)
-
-
-@triton.jit
-def _key_gradients(
-    d_k: tl.tensor,
-    d_v: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    q: tl.tensor,
-    d_out: tl.tensor,
-    lse: tl.tensor,
-    delta: tl.tensor,
-    block: tl.tensor,
-    first: tl.tensor,
-    last: tl.tensor,
-    queries: tl.tensor,
-    width: tl.tensor,
-    q_stride: tl.tensor,
-    d_stride: tl.tensor,
-    scale: tl.tensor,
-    cap: tl.tensor,
-    CAP: tl.constexpr,
-    MASK: tl.constexpr,
-    M: tl.constexpr,
-    WIDTH: tl.constexpr,
-    EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Scores and their gradients stand on their heads here, [N, M]: no product needs a transpose of
-    what was computed."""
-    query = block * M + tl.arange(0, M)
-    q_MD = _rows(q, block, q_stride, queries, width, MASK, M, WIDTH, EVEN)
-    d_out_MD = _rows(d_out, block, d_stride, queries, width, MASK, M, WIDTH, EVEN)
-    if MASK:
-        sums = tl.load(lse + query, mask=query < queries, other=-float("inf"))
-        less = tl.load(delta + query, mask=query < queries, other=0.0)
-    else:
-        sums, less = tl.load(lse + query), tl.load(delta + query)
-    sums = tl.where(sums == -float("inf"), float("inf"), sums * LOG2_E)
-    s = _scores(product(k, tl.trans(q_MD), None, PRECISION), scale, cap, CAP)
-    p = tl.exp2(s - sums[None, :])
-    if MASK:
-        seen = (query[None, :] >= first[:, None]) & (query[None, :] < last[:, None])
-        p = tl.where(seen, p, 0.0)
-    d_v = product(p.to(d_out_MD.dtype), d_out_MD, d_v, PRECISION)
-    d_p = product(v, tl.trans(d_out_MD), None, PRECISION)
-    d_s = _slope(p * (d_p - less[None, :]), s, cap, CAP)
-    d_k = product(d_s.to(q_MD.dtype), q_MD, d_k, PRECISION)
-    return d_k, d_v
-
-
-@triton.jit
-def backward_keys(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    d_out: tl.tensor,
-    lse: tl.tensor,
-    delta: tl.tensor,
-    firsts: tl.tensor,
-    lasts: tl.tensor,
-    d_k: tl.tensor,
-    d_v: tl.tensor,
-    queries: tl.tensor,
-    keys: tl.tensor,
-    together: tl.tensor,
-    heads: tl.tensor,
-    per_group: tl.tensor,
-    width: tl.tensor,
-    q_batch: tl.tensor,
-    q_stride: tl.tensor,
-    q_head: tl.tensor,
-    k_batch: tl.tensor,
-    k_stride: tl.tensor,
-    k_head: tl.tensor,
-    v_batch: tl.tensor,
-    v_stride: tl.tensor,
-    v_head: tl.tensor,
-    d_batch: tl.tensor,
-    d_stride: tl.tensor,
-    d_head: tl.tensor,
-    scale: tl.tensor,
-    cap: tl.tensor,
-    CAP: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    WIDTH: tl.constexpr,
-    EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
-    """All query heads of a group in one program: their sum has one order, and needs no atomics."""
-    blocks, groups = tl.cdiv(keys, N), heads // per_group
-    mine, group, sample = _share(blocks, together, groups)  # the first keys are seen by most
-    key = mine * N + tl.arange(0, N)
-    batch = sample.to(tl.int64)
-    inside = key < keys
-    first = tl.load(firsts + batch * keys + key, mask=inside, other=0)
-    last = tl.load(lasts + batch * keys + key, mask=inside, other=0)
-    low, high, whole_low, whole_high = _visits(first, last, inside, queries, M)
-    wide = group.to(tl.int64)
-    k_rows, v_rows = k + batch * k_batch + wide * k_head, v + batch * v_batch + wide * v_head
-    k_ND = _rows(k_rows, mine, k_stride, keys, width, True, N, WIDTH, EVEN)
-    v_ND = _rows(v_rows, mine, v_stride, keys, width, True, N, WIDTH, EVEN)
-    k_sum, v_sum = tl.zeros([N, WIDTH], tl.float32), tl.zeros([N, WIDTH], tl.float32)
-    if WIDTH > 128:  # registers do for one loop only
-        whole_low, whole_high = high, high
-    left = whole_low - low
-    first_head = wide * per_group
-    q_rows = q + batch * q_batch + first_head * q_head
-    d_rows = d_out + batch * d_batch + first_head * d_head
-    at = (batch * heads + first_head) * queries
-    for _ in range(0, per_group):
-        for visit in range(0, left + high - whole_high):
-            block = tl.where(visit < left, low + visit, whole_high + visit - left)
-            k_sum, v_sum = _key_gradients(
-                k_sum, v_sum, k_ND, v_ND, q_rows, d_rows, lse + at, delta + at, block, first,
-                last, queries, width, q_stride, d_stride, scale, cap, CAP, True, M, WIDTH, EVEN,
-                PRECISION,
-            )  # fmt: skip
-        if WIDTH <= 128:
-            for block in range(whole_low, whole_high):
-                k_sum, v_sum = _key_gradients(
-                    k_sum, v_sum, k_ND, v_ND, q_rows, d_rows, lse + at, delta + at, block, first,
-                    last, queries, width, q_stride, d_stride, scale, cap, CAP, False, M, WIDTH,
-                    EVEN, PRECISION,
-                )  # fmt: skip
-        q_rows, d_rows, at = q_rows + q_head, d_rows + d_head, at + queries
-    column = tl.arange(0, WIDTH)
-    at = ((batch * keys + key)[:, None] * groups + group) * width + column[None, :]
-    written = inside[:, None] & (column[None, :] < width)
-    tl.store(d_k + at, (k_sum * scale).to(d_k.dtype.element_ty), mask=written)
-    tl.store(d_v + at, v_sum.to(d_v.dtype.element_ty), mask=written)

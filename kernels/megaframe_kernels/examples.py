@@ -16,7 +16,7 @@ from torch import Tensor
 from megaframe_kernels import (
     activation,
     adamw,
-    attention,
+    attention_launch,
     cross_entropy,
     fp8,
     grouped,
@@ -112,20 +112,30 @@ def _square_sum() -> Iterator[Example]:
 
 
 def _attention() -> Iterator[Example]:
-    def call(width: int, dtype: torch.dtype, softcap: float | None, sinks: bool) -> None:
+    def call(
+        width: int, dtype: torch.dtype, softcap: float | None, sinks: bool, fused: bool = False
+    ) -> None:
         q, k = _shaped(1, 8192, 32, width, dtype=dtype), _shaped(1, 8192, 8, width, dtype=dtype)
         ends = _shaped(1, 8192, dtype=torch.int32)
         sink = _shaped(32) if sinks else None
-        out, lse = attention.launch_forward(q, k, k, ends, ends, sink, None, softcap)
+        out, lse = q, _shaped(1, 32, 8192, dtype=torch.float32)
+        if not fused:  # forward is the same
+            out, lse = attention_launch.launch_forward(q, k, k, ends, ends, sink, None, softcap)
         spans = ends, ends, ends, ends
-        attention.launch_backward(out, None, q, k, k, out, lse, *spans, sink, None, softcap)
+        attention_launch.launch_backward(
+            out, None, q, k, k, out, lse, *spans, sink, None, softcap, fused
+        )
 
-    for width in (64, 96, 128, 256):
-        yield Example(f"head {width}", partial(call, width, torch.bfloat16, None, False))
-        given = (width, torch.bfloat16, 30.0, True)
-        yield Example(f"head {width}, cap, sinks", partial(call, *given))
-    for width in (128, 256):
-        yield Example(f"head {width}, fp32", partial(call, width, torch.float32, None, False))
+    for fused in (False, True):
+        added = ", fused" if fused else ""
+        for width in (64, 96, 128, 256):
+            plain = partial(call, width, torch.bfloat16, None, False, fused)
+            yield Example(f"head {width}{added}", plain)
+            capped = partial(call, width, torch.bfloat16, 30.0, True, fused)
+            yield Example(f"head {width}, cap, sinks{added}", capped)
+        for width in (128, 256):
+            wide = partial(call, width, torch.float32, None, False, fused)
+            yield Example(f"head {width}, fp32{added}", wide)
 
 
 def _router() -> Iterator[Example]:

@@ -169,9 +169,18 @@ class Kernels(Section):
     section: `auto` picks the fastest supported kernel on a GPU and plain PyTorch on a CPU.
     `reference` uses plain PyTorch everywhere. Naming an unavailable kernel is an error."""
     attention: Literal[
-        "auto", "triton", "torch", "torch-flash", "cudnn", "flash-attn", "reference"
+        "auto",
+        "triton",
+        "triton-fused",
+        "torch",
+        "torch-flash",
+        "cudnn",
+        "flash-attn",
+        "reference",
     ] = "auto"
-    """Attention. Ring context parallelism needs a kernel that returns the log-sum-exp: triton."""
+    """Attention. `triton-fused` is `triton` with a backward pass that is shorter but sums in no
+    fixed order; it is an error with `run.deterministic`. Ring context parallelism needs a kernel
+    that returns the log-sum-exp: triton or triton-fused."""
     loss: Literal["auto", "triton", "reference"] = "auto"
     """Cross-entropy of a chunk of logits, whose gradient replaces them in place."""
     update: Literal["auto", "triton", "torch", "apex", "reference"] = "auto"

@@ -29,8 +29,8 @@ def compiled(folder, *arguments):
     "arguments",
     [
         ("--kernels", "rotary", "router", "--chips", *map(str, CHIPS)),
-        ("--kernels", "grouped_scaled_product", "--example", "blocks", "--chips", "90", "100"),
-        ("--kernels", "attention", "--example", "head 64", "--chips", "90"),
+        ("--kernels", "grouped_scaled_product", "--examples", "blocks", "--chips", "90", "100"),
+        ("--kernels", "attention", "--examples", "head 64", "head 128, fused", "--chips", "90"),
     ],
 )
 def test_nothing_spills(arguments, tmp_path):
@@ -40,8 +40,22 @@ def test_nothing_spills(arguments, tmp_path):
         units = {row.split()[-1] for row in rows if row.startswith("_multiply")}
         assert units == {"wgmma", "tcgen05.mma"}
     if "attention" in arguments:
-        units = {row.split()[-1] for row in rows if not row.startswith("mean_gradients")}
-        assert len(rows) == 4 and units == {"wgmma"}
+        units = {row.split()[-1] for row in rows if not row.startswith("prepare_backward")}
+        assert len(rows) == 6 and units == {"wgmma"}
+        adds_in_bulk(tmp_path)
+
+
+def adds_in_bulk(folder):
+    """One addition by the copy engine, which nothing waits for before the next one, and all five
+    products by the units of Hopper."""
+    (fused,) = (p for p in folder.rglob("backward_keys.ptx") if "cp.reduce" in p.read_text())
+    text = fused.with_suffix(".ttgir").read_text()
+    loop = text[text.index("scf.for") :]
+    products, added = (loop.count(f"ttng.{one} ") for one in ("warp_group_dot", "async_tma_reduce"))
+    assert (products, added) == (5, 1) and "tt.dot " not in text
+    assert loop.index("async_tma_store_wait") < loop.index("async_tma_reduce")
+    # All four loads of the next visit are under way when one is computed with.
+    assert int(re.search(r"ttg.async_wait .*\{num = (\d+)", loop)[1]) >= 4
 
 
 def test_no_maximum_or_minimum_of_numbers_loses_nan(tmp_path):
@@ -57,7 +71,7 @@ def keeps_nan(folder):
 
 
 def test_no_number_that_changes_with_the_step_makes_a_kernel_of_its_own(tmp_path):
-    compiled(tmp_path, "--kernels", "adamw", "--example", "bf16, stochastic", "--chips", "90")
+    compiled(tmp_path, "--kernels", "adamw", "--examples", "bf16, stochastic", "--chips", "90")
     (text,) = (path.read_text() for path in tmp_path.rglob("*.ttir"))
     assert "%seed: i32 loc" in text and "%first: i32 loc" in text
 
@@ -65,7 +79,8 @@ def test_no_number_that_changes_with_the_step_makes_a_kernel_of_its_own(tmp_path
 def test_what_does_not_fit_is_told():
     fits = Usage("k", "e", 90, 255, 0, 200 * 1024, 0, 0, "wgmma")
     assert fits.clean
-    for bad in ({"stack": 8}, {"spill_stores": 4}, {"spill_loads": 4}, {"shared": 228 * 1024}):
+    spills = {"stack": 8}, {"spill_stores": 4}, {"spill_loads": 4}
+    for bad in (*spills, {"shared": 228 * 1024}, {"serial": True}, {"columns": 576}):
         assert not replace(fits, **bad).clean
     assert not replace(fits, chip=80).clean
 

@@ -3,19 +3,31 @@
 import pytest
 import torch
 from exactness import DEVICE, DTYPES, check, deterministic, rand
-from megaframe_kernels import attention
-from megaframe_kernels.attention import KERNEL, launch_backward, launch_forward
-from megaframe_kernels.spans import find_spans
+from megaframe_kernels import attention, attention_launch
+from megaframe_kernels.attention import FUSED, KERNEL
+from megaframe_kernels.attention_launch import launch_backward, launch_forward
+from megaframe_kernels.device import captured
+from megaframe_kernels.kernel import KernelError
+from megaframe_kernels.registry import KERNELS
+from megaframe_kernels.selection import Choice, select
+from megaframe_kernels.spans import Spans, find_spans
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 NONE = (None, None, None)
 """Sinks, scale and softcap."""
 
 
-@pytest.fixture(params=[8, 9])
-def order(request, monkeypatch):
-    """Values multiplied at once, and a visit later; on a GPU in the order of that GPU."""
+OWN = ("triton", FUSED)
+
+
+@pytest.fixture(params=zip((8, 9), OWN, strict=True), ids=OWN)
+def name(request, monkeypatch):
+    """An own implementation: backward in two passes or in one. In one of them forward multiplies
+    values at once, in the other a visit later; on a GPU as is best for that GPU."""
+    order, name = request.param
     if DEVICE == "cpu":
-        monkeypatch.setattr(attention, "generation", lambda _: request.param)
+        monkeypatch.setattr(attention_launch, "generation", lambda _: order)
+    return name
 
 
 def heads(queries, keys=None, batch=1, n=2, g=1, width=16, dtype=torch.float32, scale=1.0):
@@ -27,41 +39,43 @@ def heads(queries, keys=None, batch=1, n=2, g=1, width=16, dtype=torch.float32, 
     )
 
 
-def hold(given, spans, **options):
+def hold(name, given, spans, **options):
     """Compare with the truth; the longest sum is over all keys and query heads."""
     length = max(spans.first.shape[1], spans.starts.shape[1]) * given[0].shape[2]
-    check(KERNEL, "triton", (*given, spans), options, length, length, scale=0.5)
+    check(KERNEL, name, (*given, spans), options, length, length, scale=0.5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_causal_with_grouped_heads(dtype, order):
+def test_causal_with_grouped_heads(dtype, name):
     given = heads(70, batch=2, n=4, g=2, dtype=dtype)
-    hold(given, find_spans(2, 70, 70, DEVICE), need_lse=True)
+    hold(name, given, find_spans(2, 70, 70, DEVICE), need_lse=True)
 
 
-def test_blocks_without_a_mask_and_windows(order):
+def test_blocks_without_a_mask_and_windows(name):
     # 130 tokens in blocks of 32: some blocks are seen whole, some in part, some by nobody.
-    hold(heads(130, n=1), find_spans(1, 130, 130, DEVICE))
-    hold(heads(130, n=1), find_spans(1, 130, 130, DEVICE, window=40))
-    hold(heads(67, n=1), find_spans(1, 67, 67, DEVICE, causal=False))
+    hold(name, heads(130, n=1), find_spans(1, 130, 130, DEVICE))
+    hold(name, heads(130, n=1), find_spans(1, 130, 130, DEVICE, window=40))
+    hold(name, heads(67, n=1), find_spans(1, 67, 67, DEVICE, causal=False))
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_packed_documents(causal, order):
+def test_packed_documents(causal, name):
     documents = (rand(2, 75, seed=4) > 1.2).cumsum(1)
     spans = find_spans(
         2, 75, 75, DEVICE, causal=causal, query_documents=documents, key_documents=documents
     )
-    hold(heads(75, batch=2), spans)
+    hold(name, heads(75, batch=2), spans)
 
 
-@pytest.mark.parametrize("width", [8, 24, 96])
-def test_widths_that_are_no_power_of_two(width):
-    hold(heads(20, width=width), find_spans(1, 20, 20, DEVICE))
+@pytest.mark.parametrize(
+    ("name", "width"), [*((one, 24) for one in OWN), ("triton", 8), (FUSED, 96)]
+)
+def test_widths_that_are_no_power_of_two(name, width):
+    hold(name, heads(20, width=width), find_spans(1, 20, 20, DEVICE))
 
 
 @pytest.mark.parametrize(("softcap", "scale"), [(2.0, 0.7), (None, 0.7), (None, -0.7), (None, 0.0)])
-def test_softcap_sinks_and_scale(softcap, scale, order):
+def test_softcap_sinks_and_scale(softcap, scale, name):
     given = heads(45, n=4, g=2)
     sinks = rand(4, seed=9).requires_grad_()
     spans = find_spans(1, 45, 45, DEVICE, window=9)
@@ -84,56 +98,72 @@ def test_softcap_sinks_and_scale(softcap, scale, order):
 
             @staticmethod
             def run(q, k, v, s, **options):
-                return attention.run_triton(q, k, v, spans, sinks_N=s, **options)
+                return KERNEL.implementations[name].run(q, k, v, spans, sinks_N=s, **options)
 
-        implementations = {"triton": Run}  # noqa: RUF012
+        implementations = {name: Run}  # noqa: RUF012
 
-    check(WithSinks, "triton", (*given, sinks), options, length, length, scale=0.5)
+    check(WithSinks, name, (*given, sinks), options, length, length, scale=0.5)
 
 
-@pytest.mark.parametrize(("tensors", "by_head", "by_group"), [(0, 1, 1), (10, 10, 2), (16, 12, 4)])
-def test_heads_that_start_one_after_the_other(tensors, by_head, by_group, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "tensors", "by_head", "by_group"),
+    [("triton", 0, 1, 1), (FUSED, 10, 10, 2), ("triton", 16, 12, 4)],
+)
+def test_heads_that_start_one_after_the_other(name, tensors, by_head, by_group, monkeypatch):
     """Of 12 heads and of 6 groups that share two of them, in 2 samples."""
-    monkeypatch.setattr(attention, "_CACHED", tensors * 70 * 16 * 4)
-    assert attention._together(12, heads(70)[1], 2) == by_head
-    assert attention._together(6, heads(70)[0], 1 / 2) == by_group
+    monkeypatch.setattr(attention_launch, "_CACHED", tensors * 70 * 16 * 4)
+    assert attention_launch._together(12, heads(70)[1], 2) == by_head
+    assert attention_launch._together(6, heads(70)[0], 1 / 2) == by_group
     given = heads(70, batch=2, n=6, g=3)
-    hold(given, find_spans(2, 70, 70, DEVICE), need_lse=True)
+    hold(name, given, find_spans(2, 70, 70, DEVICE), need_lse=True)
 
 
-def test_queries_that_see_nothing_give_zero_and_get_no_gradient(order):
+def test_queries_that_see_nothing_give_zero_and_get_no_gradient(name):
     documents = torch.tensor([[0, 0, 3, 3, 5]])
     spans = find_spans(
         1, 5, 5, DEVICE, query_documents=documents, key_documents=torch.tensor([[0, 1, 3, 4, 4]])
     )
     given = heads(5)
-    hold(given, spans)
-    out, lse = attention.run_triton(*given, spans, need_lse=True)
+    hold(name, given, spans)
+    out, lse = KERNEL.implementations[name].run(*given, spans, need_lse=True)
     assert (out[0, 4] == 0).all() and (lse[0, :, 4] == -torch.inf).all()
     gradients = torch.autograd.grad(out.sum(), given)
     assert all(torch.isfinite(g).all() for g in gradients) and (gradients[0][0, 4] == 0).all()
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (0, 4), (3, 0), (33, 5)])
-def test_odd_and_empty_sizes(queries, keys, order):
+def test_odd_and_empty_sizes(queries, keys, name):
     spans = find_spans(1, queries, keys, DEVICE, causal=False)
     given = heads(queries, keys)
     if keys:
-        hold(given, spans)
+        hold(name, given, spans)
     else:
-        out, lse = attention.run_triton(*given, spans, need_lse=True)
+        out, lse = KERNEL.implementations[name].run(*given, spans, need_lse=True)
         assert (out == 0).all() and (lse == -torch.inf).all()
+        gradients = torch.autograd.grad(out.sum(), given)
+        assert [g.shape for g in gradients] == [x.shape for x in given]
+        assert not gradients[0].any()
 
 
-def test_large_scores_and_strided_heads(order):
+def test_large_scores_and_strided_heads(name):
     fused = rand(1, 40, 2, 4, 16, scale=20.0)
     given = tuple(fused[..., i, :].detach().requires_grad_() for i in (0, 1, 3))
     spans = find_spans(1, 40, 40, DEVICE)
     # A score of 10^4 carries its rounding into the exponential.
-    check(KERNEL, "triton", (*given, spans), {}, 40 * 1000**2, scale=50.0)
+    check(KERNEL, name, (*given, spans), {}, 40 * 1000**2, scale=50.0)
 
 
-def test_a_ring_of_tiles_is_the_whole():
+def test_what_is_no_key_adds_nothing_however_low_the_scores_are(name):
+    """To places of a block behind the last key a score of 0 would give a share of e^300."""
+    ones = torch.ones(1, 40, 2, 16)
+    query, key = (sign * 8.7 * ones + rand(1, 40, 2, 16, seed=8, scale=0.1) for sign in (1, -1))
+    given = query.requires_grad_(), key.requires_grad_(), rand(1, 40, 2, 16).requires_grad_()
+    spans = find_spans(1, 40, 40, DEVICE, causal=False)
+    check(KERNEL, name, (*given, spans), {}, 40 * 300**2, scale=50.0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_ring_of_tiles_is_the_whole(fused):
     """Keys in two parts, queries in zigzag: outputs merged by their log-sum-exp, gradients from the
     final ones."""
     query, key, value = (x.detach() for x in heads(48, n=2, g=2))
@@ -159,21 +189,22 @@ def test_a_ring_of_tiles_is_the_whole():
     d_query = 0
     for spans, part, _ in results:
         gradients = launch_backward(
-            d_out[:, mine], None, *part, out, lse, *spans.tensors, None, None, None
+            d_out[:, mine], None, *part, out, lse, *spans.tensors, *NONE, fused
         )
         d_query = d_query + gradients[0]
     torch.testing.assert_close(d_query, truth[0][:, mine], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_backward_of_a_tile(dtype):
+def test_backward_of_a_tile(name, dtype):
     """Of the first keys of those that the outputs are of, some seen by nobody."""
     query, key, value = (x.detach() for x in heads(40, batch=2, n=4, g=2, dtype=dtype))
     out, lse = launch_forward(query, key, value, *find_spans(2, 40, 40, DEVICE).tensors[:2], *NONE)
     d_out = rand(*out.shape, dtype=dtype, seed=5)
     spans = find_spans(2, 40, 23, DEVICE, window=11)
     given = (d_out, query, key[:, :23], value[:, :23], out, lse, spans)
-    check(attention.BACKWARD, "triton", given, {"scale": 0.25}, 40 * 4, scale=1.0)
+    check(attention.BACKWARD, name, given, {"scale": 0.25}, 40 * 4, scale=1.0)
 
 
 def test_gradients_are_bitwise_repeatable():
@@ -185,6 +216,51 @@ def test_gradients_are_bitwise_repeatable():
 
     for one, other in zip(gradients(), gradients(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("chip", [80, 90])
+@pytest.mark.parametrize(
+    ("name", "passes"),
+    [("triton", ["backward_queries", "backward_keys"]), (FUSED, ["backward_keys"])],
+)
+def test_the_passes_of_backward(name, passes, chip):
+    """Without memory: the copy engine adds from Hopper on."""
+    launches = []
+    with captured(launches.append, chip), torch.device("meta"):
+        ends = torch.empty(1, 256, dtype=torch.int32)
+        given = (torch.empty(1, 256, n, 64).bfloat16().requires_grad_() for n in (4, 2, 2))
+        out, _ = KERNEL.implementations[name].run(*given, Spans(ends, ends, ends, ends))
+        out.sum().backward()
+    assert [one.kernel.__name__ for one in launches] == ["forward", "prepare_backward", *passes]
+    bulk = name == FUSED and chip == 90
+    assert launches[-1].constants["BULK"] == bulk
+    assert any(isinstance(one, TensorDescriptor) for one in launches[-1].arguments) == bulk
+
+
+@pytest.mark.parametrize("kernel", [KERNEL, attention.BACKWARD])
+def test_sums_without_an_order_are_left_out_where_algorithms_are_deterministic(kernel):
+    query, key, value = heads(8)
+    given = query, key, value, find_spans(1, 8, 8, DEVICE)
+    if kernel is attention.BACKWARD:
+        out, lse = (x.detach() for x in launch_forward(*given[:3], *given[3].tensors[:2], *NONE))
+        given = out, *given[:3], out, lse, given[3]
+    choice = Choice(kernel, tuple(kernel.implementations[name] for name in reversed(OWN)), {})
+    fused, ordered = (one.run for one in choice.order)
+    assert choice.find(*given) is fused
+    with deterministic():
+        assert choice.find(*given) is ordered
+        with pytest.raises(KernelError, match=f"{kernel.name}={FUSED} .*no fixed order"):
+            select(KERNELS, {kernel.name: FUSED})[kernel.name](*given)
+    assert select(KERNELS)[kernel.name].find(*given) is ordered  # so it is until one is measured
+
+
+def test_blocks_of_queries_divide_what_is_kept_of_them():
+    own = attention_launch.BACKWARD_QUERIES, attention_launch.BACKWARD_KEYS
+    fused = attention_launch.BACKWARD_FUSED, attention_launch.BACKWARD_FUSED_CAPPED
+    tables = [table for tables in own + fused for table in tables.values()]
+    blocks = [one for table in tables for one in table.values()]
+    blocks += [attention_launch.WIDE_NUMBERS, attention_launch.WIDE_NUMBERS_OF_KEYS]
+    assert all(attention_launch.PADDING % one.queries == 0 for one in blocks)
 
 
 def test_torch_does_the_same():

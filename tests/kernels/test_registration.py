@@ -22,10 +22,17 @@ def eight(*shape):
     return rand(*shape).to(torch.float8_e4m3fn)
 
 
-def attention_arguments():
+def attention_arguments(fused):
     spans = find_spans(1, 6, 6, DEVICE)
     heads = leaf(1, 6, 2, 16), leaf(1, 6, 1, 16, seed=1), leaf(1, 6, 1, 16, seed=2)
-    return (*heads, *spans.tensors, leaf(2, seed=3), 0.5, 3.0)
+    return (*heads, *spans.tensors, leaf(2, seed=3), 0.5, 3.0, fused)
+
+
+def attention_backward_arguments():
+    *heads, starts, stops, first, last, sinks, scale, softcap, fused = attention_arguments(True)
+    d_out, out, lse = rand(1, 6, 2, 16, seed=4), rand(1, 6, 2, 16, seed=5), rand(1, 2, 6)
+    given = d_out, None, *(x.detach() for x in heads), out, lse, starts, stops, first, last
+    return (*given, sinks.detach(), scale, softcap, fused)
 
 
 LABELS = torch.tensor([1, -100, 4], device=DEVICE)
@@ -33,7 +40,8 @@ CASES = {
     "norm": lambda: (leaf(2, 3, 8), leaf(2, 3, 8, seed=1), leaf(8), leaf(8, seed=2), True, 1e-5),
     "activation": lambda: (leaf(3, 8), "swiglu"),
     "rotary": lambda: (leaf(1, 3, 2, 8), rand(3, 4), rand(3, 4, seed=1), False),
-    "attention": attention_arguments,
+    "attention": lambda: attention_arguments(False),
+    "attention_backward": attention_backward_arguments,
     "cross_entropy_parts": lambda: (leaf(3, 7), LABELS, 0, 7, 0.1, 5.0),
     "adamw_": lambda: (
         *(rand(9, seed=i).abs() for i in range(4)),

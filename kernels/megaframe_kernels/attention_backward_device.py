@@ -1,0 +1,345 @@
+"""Device code of attention's backward pass, in two passes over the tiles or in one.
+
+The shape legend and what is shared with the forward pass are in `attention_device.py`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megaframe_kernels.attention_device import (
+    find_visits,
+    load_rows,
+    scale_scores,
+    share_programs,
+)
+from megaframe_kernels.device_math import LOG2_E, product
+
+PADDING = tl.constexpr(128)
+"""What the backward pass keeps of each query is padded to a multiple of this many queries, which
+every block divides: no program needs a mask to read it or to add to it."""
+
+
+@triton.jit
+def _slope(d_s: tl.tensor, s: tl.tensor, cap: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
+    """Gradient of the products from that of capped scores."""
+    if CAP:
+        bent = s / (cap * LOG2_E)
+        return d_s * (1.0 - bent * bent)
+    return d_s
+
+
+@triton.jit
+def prepare_backward(
+    d_out: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    d_lse: tl.tensor,
+    shift: tl.tensor,
+    delta: tl.tensor,
+    queries: tl.tensor,
+    heads: tl.tensor,
+    width: tl.tensor,
+    d_batch: tl.tensor,
+    d_stride: tl.tensor,
+    d_head: tl.tensor,
+    M: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """What scores need of each query, padded: p = exp2(s - shift) and d_s = p (d_p - delta).
+
+    shift: the log-sum-exp in units of log 2, infinite where nothing is seen and p must be 0.
+    delta: sum(d_out out) - d_lse.
+    """
+    padded = tl.cdiv(queries, PADDING) * PADDING
+    blocks = padded // M
+    query = (tl.program_id(0) % blocks) * M + tl.arange(0, M)
+    pair = (tl.program_id(0) // blocks).to(tl.int64)
+    head, batch = pair % heads, pair // heads
+    column = tl.arange(0, WIDTH)
+    real = query < queries
+    inside = real[:, None] & (column[None, :] < width)
+    at = batch * d_batch + query[:, None].to(tl.int64) * d_stride + head * d_head + column[None, :]
+    given = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32)
+    at = ((batch * queries + query)[:, None] * heads + head) * width + column[None, :]
+    mean = tl.sum(given * tl.load(out + at, mask=inside, other=0.0).to(tl.float32), 1)
+    if d_lse is not None:
+        mean -= tl.load(d_lse + pair * queries + query, mask=real, other=0.0)
+    tl.store(delta + pair * padded + query, mean)
+    total = tl.load(lse + pair * queries + query, mask=real, other=-float("inf"))
+    total = tl.where(total == -float("inf"), float("inf"), total * LOG2_E)
+    tl.store(shift + pair * padded + query, total)
+
+
+@triton.jit
+def _query_gradient(
+    d_q: tl.tensor,
+    q: tl.tensor,
+    d_out: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    sums: tl.tensor,
+    less: tl.tensor,
+    block: tl.tensor,
+    start: tl.tensor,
+    stop: tl.tensor,
+    keys: tl.tensor,
+    width: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    CAP: tl.constexpr,
+    MASK: tl.constexpr,
+    N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    key = block * N + tl.arange(0, N)
+    k_ND = load_rows(k, block, k_stride, keys, width, MASK, N, WIDTH, EVEN)
+    v_ND = load_rows(v, block, v_stride, keys, width, MASK, N, WIDTH, EVEN)
+    s = scale_scores(product(q, tl.trans(k_ND), None, PRECISION), scale, cap, CAP)
+    p = tl.exp2(s - sums[:, None])
+    if MASK:
+        seen = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
+        p = tl.where(seen, p, 0.0)
+    d_p = product(d_out, tl.trans(v_ND), None, PRECISION)
+    d_s = _slope(p * (d_p - less[:, None]), s, cap, CAP)
+    return product(d_s.to(k_ND.dtype), k_ND, d_q, PRECISION)
+
+
+@triton.jit
+def backward_queries(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    d_out: tl.tensor,
+    shift: tl.tensor,
+    delta: tl.tensor,
+    starts: tl.tensor,
+    stops: tl.tensor,
+    d_q: tl.tensor,
+    queries: tl.tensor,
+    keys: tl.tensor,
+    together: tl.tensor,
+    heads: tl.tensor,
+    per_group: tl.tensor,
+    width: tl.tensor,
+    q_batch: tl.tensor,
+    q_stride: tl.tensor,
+    q_head: tl.tensor,
+    k_batch: tl.tensor,
+    k_stride: tl.tensor,
+    k_head: tl.tensor,
+    v_batch: tl.tensor,
+    v_stride: tl.tensor,
+    v_head: tl.tensor,
+    d_batch: tl.tensor,
+    d_stride: tl.tensor,
+    d_head: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    CAP: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    blocks = tl.cdiv(queries, M)
+    turn, head, sample = share_programs(blocks, together, heads)
+    mine = blocks - 1 - turn
+    query = mine * M + tl.arange(0, M)
+    group = (head // per_group).to(tl.int64)
+    head, batch = head.to(tl.int64), sample.to(tl.int64)
+    inside = query < queries
+    start = tl.load(starts + batch * queries + query, mask=inside, other=0)
+    stop = tl.load(stops + batch * queries + query, mask=inside, other=0)
+    low, high, whole_low, whole_high = find_visits(start, stop, inside, keys, N)
+    q_rows, d_rows = q + batch * q_batch + head * q_head, d_out + batch * d_batch + head * d_head
+    q_MD = load_rows(q_rows, mine, q_stride, queries, width, True, M, WIDTH, EVEN)
+    d_out_MD = load_rows(d_rows, mine, d_stride, queries, width, True, M, WIDTH, EVEN)
+    at = (batch * heads + head) * (tl.cdiv(queries, PADDING) * PADDING) + query
+    sums, less = tl.load(shift + at), tl.load(delta + at)
+    k_rows, v_rows = k + batch * k_batch + group * k_head, v + batch * v_batch + group * v_head
+    result = tl.zeros([M, WIDTH], tl.float32)
+    left = whole_low - low
+    for visit in range(0, left + high - whole_high):
+        block = tl.where(visit < left, low + visit, whole_high + visit - left)
+        result = _query_gradient(
+            result, q_MD, d_out_MD, k_rows, v_rows, sums, less, block, start, stop, keys, width,
+            k_stride, v_stride, scale, cap, CAP, True, N, WIDTH, EVEN, PRECISION,
+        )  # fmt: skip
+    for block in range(whole_low, whole_high):
+        result = _query_gradient(
+            result, q_MD, d_out_MD, k_rows, v_rows, sums, less, block, start, stop, keys, width,
+            k_stride, v_stride, scale, cap, CAP, False, N, WIDTH, EVEN, PRECISION,
+        )  # fmt: skip
+    column = tl.arange(0, WIDTH)
+    at = d_q + ((batch * queries + query)[:, None] * heads + head) * width + column[None, :]
+    written = inside[:, None] & (column[None, :] < width)
+    tl.store(at, (result * scale).to(d_q.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def _add_rows(
+    sums: tl.tensor,
+    row: tl.tensor,
+    rows: tl.tensor,
+    BULK: tl.constexpr,
+    M: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Add rows [M, D] to those of a matrix in global memory, in fp32 and as one of many programs.
+    BULK: `sums` is a descriptor, and the copy engine adds while the program goes on."""
+    if BULK:
+        sums.atomic_add([row.to(tl.int32), 0], rows)
+    else:
+        place = tl.arange(0, M)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        tl.atomic_add(sums + row * WIDTH + place, rows, sem="relaxed")
+
+
+@triton.jit
+def _key_gradients(
+    d_k: tl.tensor,
+    d_v: tl.tensor,
+    d_q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    q: tl.tensor,
+    d_out: tl.tensor,
+    shift: tl.tensor,
+    delta: tl.tensor,
+    kept: tl.tensor,
+    block: tl.tensor,
+    edge: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    queries: tl.tensor,
+    width: tl.tensor,
+    q_stride: tl.tensor,
+    d_stride: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    CAP: tl.constexpr,
+    BULK: tl.constexpr,
+    M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Add what a block of queries contributes to the gradients of keys and values, and with `d_q`
+    also what these keys contribute to those of the queries, as unscaled sums.
+
+    Scores are transposed here, [N, M]: the products for keys and values then need no transpose of
+    what was computed. Tiles of 64 x 128 just fit into registers, so as little as possible may live
+    across a product: the numbers of a query are loaded where they are used, the slope is applied
+    before d_p exists, and only tiles at an `edge` are masked, in a branch.
+    """
+    query = block * M + tl.arange(0, M)
+    q_MD = load_rows(q, block, q_stride, queries, width, True, M, WIDTH, EVEN)
+    d_out_MD = load_rows(d_out, block, d_stride, queries, width, True, M, WIDTH, EVEN)
+    s = scale_scores(product(k, tl.trans(q_MD), None, PRECISION), scale, cap, CAP)
+    sums = tl.load(shift + kept + query)
+    p = tl.exp2(s - sums[None, :])
+    if edge:
+        seen = (query[None, :] >= first[:, None]) & (query[None, :] < last[:, None])
+        p = tl.where(seen, p, 0.0)
+    d_v = product(p.to(d_out_MD.dtype), d_out_MD, d_v, PRECISION)
+    slope = _slope(p, s, cap, CAP)
+    d_p = product(v, tl.trans(d_out_MD), None, PRECISION)
+    less = tl.load(delta + kept + query)
+    d_s = (slope * (d_p - less[None, :])).to(q_MD.dtype)
+    d_k = product(d_s, q_MD, d_k, PRECISION)
+    if d_q is not None:
+        rows = product(tl.trans(d_s), k, None, PRECISION)
+        _add_rows(d_q, kept + block * M, rows, BULK, M, WIDTH)
+    return d_k, d_v
+
+
+@triton.jit
+def backward_keys(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    d_out: tl.tensor,
+    shift: tl.tensor,
+    delta: tl.tensor,
+    firsts: tl.tensor,
+    lasts: tl.tensor,
+    d_k: tl.tensor,
+    d_v: tl.tensor,
+    d_q: tl.tensor,
+    queries: tl.tensor,
+    keys: tl.tensor,
+    together: tl.tensor,
+    heads: tl.tensor,
+    per_group: tl.tensor,
+    width: tl.tensor,
+    q_batch: tl.tensor,
+    q_stride: tl.tensor,
+    q_head: tl.tensor,
+    k_batch: tl.tensor,
+    k_stride: tl.tensor,
+    k_head: tl.tensor,
+    v_batch: tl.tensor,
+    v_stride: tl.tensor,
+    v_head: tl.tensor,
+    d_batch: tl.tensor,
+    d_stride: tl.tensor,
+    d_head: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
+    CAP: tl.constexpr,
+    BULK: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """All query heads of a group in one program: the sums of keys and values have one order, and
+    need no atomics. d_q: what each block of keys adds to the queries' gradients, unscaled and in no
+    fixed order; None where `backward_queries` computes those."""
+    blocks, groups = tl.cdiv(keys, N), heads // per_group
+    # The first keys are seen by most.
+    mine, group, sample = share_programs(blocks, together, groups)
+    key = mine * N + tl.arange(0, N)
+    batch = sample.to(tl.int64)
+    inside = key < keys
+    first = tl.load(firsts + batch * keys + key, mask=inside, other=0)
+    last = tl.load(lasts + batch * keys + key, mask=inside, other=0)
+    low, high, whole_low, whole_high = find_visits(first, last, inside, queries, M)
+    if mine * N + N > keys:  # nor may a query see what is no key
+        whole_high = whole_low
+    wide = group.to(tl.int64)
+    k_rows, v_rows = k + batch * k_batch + wide * k_head, v + batch * v_batch + wide * v_head
+    k_ND = load_rows(k_rows, mine, k_stride, keys, width, True, N, WIDTH, EVEN)
+    v_ND = load_rows(v_rows, mine, v_stride, keys, width, True, N, WIDTH, EVEN)
+    k_sum, v_sum = tl.zeros([N, WIDTH], tl.float32), tl.zeros([N, WIDTH], tl.float32)
+    head = wide * per_group
+    q_rows = q + batch * q_batch + head * q_head
+    d_rows = d_out + batch * d_batch + head * d_head
+    padded = tl.cdiv(queries, PADDING) * PADDING
+    kept = (batch * heads + head) * padded
+    block = low
+    for _ in range(0, per_group * (high - low)):  # one loop, whose loads run ahead across heads
+        edge = (block < whole_low) | (block >= whole_high)
+        k_sum, v_sum = _key_gradients(
+            k_sum, v_sum, d_q, k_ND, v_ND, q_rows, d_rows, shift, delta, kept, block, edge, first,
+            last, queries, width, q_stride, d_stride, scale, cap, CAP, BULK, M, WIDTH, EVEN,
+            PRECISION,
+        )  # fmt: skip
+        block += 1
+        done = block == high
+        block = tl.where(done, low, block)
+        q_rows += tl.where(done, q_head, 0)
+        d_rows += tl.where(done, d_head, 0)
+        kept += tl.where(done, padded, 0)
+    column = tl.arange(0, WIDTH)
+    at = ((batch * keys + key)[:, None] * groups + group) * width + column[None, :]
+    written = inside[:, None] & (column[None, :] < width)
+    tl.store(d_k + at, (k_sum * scale).to(d_k.dtype.element_ty), mask=written)
+    tl.store(d_v + at, v_sum.to(d_v.dtype.element_ty), mask=written)
