@@ -47,7 +47,7 @@ def main() -> None:
     if given.action == "write":
         write(dict(np.load(given.arrays)), given.prefix, given.vocab)
     else:
-        np.savez(given.arrays, **read(given.prefix))
+        np.savez(given.arrays, allow_pickle=False, **read(given.prefix))
     print(json.dumps({"seconds": time.perf_counter() - start}))
 
 
