@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ def write(arrays: dict[str, np.ndarray], prefix: str, vocab: int) -> None:
     builder.finalize(f"{prefix}.idx")
 
 
-def read(prefix: str) -> dict[str, np.ndarray]:
+def read(prefix: str) -> dict[str, Any]:
     dataset = IndexedDataset(prefix)
     sequences = [dataset[number] for number in range(len(dataset))]
     return {
@@ -47,7 +48,7 @@ def main() -> None:
     if given.action == "write":
         write(dict(np.load(given.arrays)), given.prefix, given.vocab)
     else:
-        np.savez(given.arrays, allow_pickle=False, **read(given.prefix))
+        np.savez(given.arrays, **read(given.prefix))
     print(json.dumps({"seconds": time.perf_counter() - start}))
 
 
