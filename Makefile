@@ -27,7 +27,7 @@ test: .venv/ready
 test-engines: .venv/engines
 	$(BIN)/python -m pytest $(ENGINES)
 
-# Tests and measures the kernels on the GPU that is here, with the Python that has its torch;
+# Tests and measures kernels and whole steps on the GPU that is here, with the Python that has its torch;
 # ARGS=--skip-training and ARGS=--only-training each have the whole of its time.
 gpu-check:
 	$(PYTHON) benchmarks/gpu_check.py $(ARGS)

@@ -1,12 +1,13 @@
-"""Tests the kernels on the available GPU and measures them: `make gpu-check`.
+"""Tests the kernels and whole steps on the available GPU and measures them: `make gpu-check`.
 
 One command takes under 8 minutes and writes one file, `results/<chip>.json`. It contains the
-ceilings of this GPU; for every kernel, each implementation's time, share of the ceiling and error;
-whole training steps compared with plain PyTorch (`training_gpu.py`); and which goals are met. It is
-written after every number, and lists what did not fit into the time. `--skip-training` and
-`--only-training` each use the whole time, and the second adds to the first one's results of the
-same commit. `--choose` writes the measured order into the table from which implementations are
-chosen. `--dry` runs everything in tiny sizes, also on a CPU, and measures nothing.
+outcome of the tests; the ceilings of this GPU; for every kernel, each implementation's time, share
+of the ceiling and error; whole training steps compared with plain PyTorch (`training_gpu.py`); and
+which goals are met. It is written after every number, and lists what did not fit into the time.
+`--skip-training` and `--only-training` each use the whole time, and the second adds to the first
+one's results of the same commit. `--choose` writes the measured order into the table from which
+implementations are chosen. `--dry` runs everything in tiny sizes, also on a CPU, and measures
+nothing.
 """
 
 from __future__ import annotations
@@ -32,15 +33,13 @@ from kernel_bench import Measurement  # noqa: E402
 from limited import LAST, run_limited, told, write_json  # noqa: E402
 
 _MINUTES = 7.8
-_OF_TESTS, _OF_TRAINING = 0.25, 0.5
-"""Shares of the time: the most that tests get, and what is reserved for the whole steps after
-kernels."""
+_OF_TRAINING = 0.5
+"""Share of the time that is reserved for the whole steps after kernels."""
 _QUIET_SECONDS = 60.0
 """Limit for one implementation on one case, which may have to be compiled first."""
 _LEAST_SECONDS = 12.0
 """With less time left, no process would get to its first measurement."""
 _OF_KERNELS: dict[str, Any] = {
-    "tests": {"outcome": "skipped"},
     "ceilings": None,
     "active": {},
     "measurements": [],
@@ -58,17 +57,56 @@ GROUPS = (
 )
 """Kernels that are measured in one process; those with goals come first."""
 NAMES = tuple(name for group in GROUPS for name in group)
+_ON_A_GPU = "test_graphs.py::test_a_step_on_a_gpu_is_the_same_to_the_bit_as_a_graph"
 
 
-def run_tests(target: Path, seconds: float, dry: bool) -> dict[str, Any]:
-    """Run the tests on this GPU. Return the outcome, the counts, and the end of the output."""
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-rfE", "--tb=short"]
-    command += ["-p", "no:cacheprovider", str(target)]
-    if not dry:
+@dataclass(frozen=True)
+class Tests:
+    """Tests that run before measurements.
+
+    share:   the most that they get of the time.
+    targets: files, folders or tests, as pytest takes them.
+    tiny:    the target of a dry run.
+    workers: number of processes that run one file each; None for one process per spare processor,
+             each running one test at a time.
+    """
+
+    share: float
+    targets: Sequence[str]
+    tiny: str
+    workers: int | None = None
+
+    def command(self, dry: bool) -> list[str]:
+        """Return the command that runs them."""
+        found = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-rfE", "--tb=short"]
+        found += ["-p", "no:cacheprovider"]
+        if dry:
+            return [*found, str(ROOT / self.tiny)]
         # That test runs this script, which already runs for real on this GPU.
-        command.append(f"--ignore={ROOT / 'tests' / 'kernels' / 'test_gpu_check.py'}")
-        if importlib.util.find_spec("xdist"):  # most of their time is Triton's compiler
-            command += ["-n", str(max(2, (os.cpu_count() or 1) - 4))]
+        found.append(f"--ignore={ROOT / 'tests' / 'kernels' / 'test_gpu_check.py'}")
+        if importlib.util.find_spec("xdist"):
+            spare = max(2, (os.cpu_count() or 1) - 4)
+            found += ["-n", str(self.workers or spare)]
+            found += ["--dist", "loadfile"] if self.workers else []
+        return [*found, *(str(ROOT / target) for target in self.targets)]
+
+
+TESTS = {
+    # Most of their time is Triton's compiler.
+    "kernels": Tests(0.25, ["tests/kernels"], "tests/kernels/test_spans.py"),
+    # Graphs, and ranks that share the GPU; each file starts four processes of its own on it.
+    "steps": Tests(
+        0.2,
+        [f"tests/parity/{_ON_A_GPU}", "tests/parity/test_shared.py"],
+        f"tests/parity/{_ON_A_GPU}",
+        2,
+    ),
+}
+"""By the name of what is measured after them."""
+
+
+def run_tests(command: Sequence[str], seconds: float) -> dict[str, Any]:
+    """Run tests on this GPU. Return the outcome, the counts, and the end of the output."""
     done = run_limited(command, seconds)
     return {
         "outcome": {0: "passed", None: done.trouble()}.get(done.code, "failed"),
@@ -170,13 +208,14 @@ def begin(path: Path | None, dry: bool) -> Results:
     from megaframe_kernels.selection import chip_name
 
     about = {"chip": chip_name(), "commit": commit(), "versions": versions(), "dry": dry}
+    nothing = {**_OF_KERNELS, "tests": {}, "training": []}
     try:
         before = json.loads(path.read_text(encoding="utf-8")) if path else {}
     except (OSError, ValueError):
         before = {}
     if any(before.get(key) != value for key, value in about.items()):
         before = {}
-    return Results({**about, **_OF_KERNELS, "training": [], **before}, path)
+    return Results({**about, **nothing, **before}, path)
 
 
 def measure_group(
@@ -203,6 +242,17 @@ def measure_group(
         if results.at < first:
             return
     results.leave_out([": ".join(label) for label in results.todo[results.at + 1 :]])
+
+
+def check_tests(results: Results, name: str, whole: float, until: float, dry: bool) -> None:
+    """Run the tests of `TESTS` with this name, within their share of `whole` seconds."""
+    tests = TESTS[name]
+    seconds = min(tests.share * whole, until - time.monotonic())
+    found = {"outcome": "left out for time"}
+    if seconds > _LEAST_SECONDS:
+        found = run_tests(tests.command(dry), seconds)
+    results.add(tests={**results.known["tests"], name: found})
+    print(f"tests of {name}: {found['outcome']} {found.get('counts', '')}", flush=True)
 
 
 def check_kernels(results: Results, only: Sequence[str], until: float, dry: bool) -> None:
@@ -263,7 +313,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the command. The status is 1 if tests fail or there is no GPU to check."""
+    """Run the command. The status is 1 if tests have not passed or there is no GPU to check."""
     begun = time.monotonic()
     given = parse_arguments()
     # On SIGTERM exit normally, which also ends the processes that run in groups of their own.
@@ -287,15 +337,13 @@ def main() -> int:
     if not given.only_training:
         results.known |= _OF_KERNELS
         if not given.skip_tests:
-            folder = ROOT / "tests" / "kernels"
-            target = folder / "test_spans.py" if given.dry else folder
-            results.add(tests=run_tests(target, _OF_TESTS * whole, given.dry))
-        tests = results.known["tests"]
-        print(f"tests: {tests['outcome']} {tests.get('counts', '')}", flush=True)
+            check_tests(results, "kernels", whole, until, given.dry)
         alone = given.skip_training or given.only
         kernels_until = until if alone else until - _OF_TRAINING * whole
         check_kernels(results, given.only, kernels_until, given.dry)
     if not given.skip_training and not given.only:
+        if not given.skip_tests:
+            check_tests(results, "steps", whole, until, given.dry)
         check_training(results, given.rows, until, given.dry)
     results.add(seconds=time.monotonic() - begun)
     for left in results.known["left_out_for_time"]:
@@ -304,7 +352,7 @@ def main() -> int:
     print(f"{f'wrote {path}' if path else 'done'} after {results.known['seconds']:.0f} s")
     if given.choose:
         choose(results.known, TABLE)
-    return 0 if results.known["tests"]["outcome"] in ("passed", "skipped") else 1
+    return 0 if all(one["outcome"] == "passed" for one in results.known["tests"].values()) else 1
 
 
 if __name__ == "__main__":

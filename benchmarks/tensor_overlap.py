@@ -131,7 +131,7 @@ def measure(given: argparse.Namespace) -> Seconds:
             symmetric=False,
             labels_T=torch.zeros(given.rows, dtype=torch.int64),
             experts=Places(),
-            scale=1.0,
+            scale=None,
             tally=Tally(),
         )
         for way in WAYS

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from megaframe.comm.place import Place
+from megaframe.comm.recording import keep_order
 from megaframe.config import RunConfig
 from megaframe.device import be_deterministic
 from megaframe.errors import LostRanks, leave
@@ -31,6 +32,8 @@ def train(config: RunConfig, layout: Layout, notes: Sequence[str] = ()) -> None:
     """
     if config.run.deterministic:
         be_deterministic()  # before the mesh: NCCL groups read this setting when they are made
+    if config.train.cuda_graph:
+        keep_order()  # NCCL reads this setting once, too
     often, last, launcher = 0, -1, Launcher()
     while True:
         mesh = Mesh(

@@ -68,7 +68,7 @@ class End:
         self._ahead: Tensor | None = None
 
     def forward(
-        self, x: Tensor, microbatch: Microbatch, frame: Frame, scale: float, values: Values
+        self, x: Tensor, microbatch: Microbatch, frame: Frame, scale: Tensor, values: Values
     ) -> tuple[Tensor, Kept]:
         """Compute all losses with their gradients.
 
@@ -89,14 +89,14 @@ class End:
             self._ahead = mean if self._ahead is None else self._ahead + mean
         return loss, kept
 
-    def _losses(self, kept: Kept, scale: float) -> list[Tensor]:
+    def _losses(self, kept: Kept, scale: Tensor) -> list[Tensor]:
         """Return the loss sum of each depth, beginning with the next token."""
         labels = [kept.microbatch.labels_BS, *(labels for _, labels in kept.microbatch.ahead)]
         losses: list[Tensor] = []
         for norm, leaf, wanted in zip(self.head.norms, kept.leaves, labels, strict=True):
             normed = norm(leaf, kept.frame.kernels)
-            share = self._share if losses else 1.0
-            result = self.head.loss(normed, wanted, scale * share, kept.frame)
+            share = scale * self._share if losses else scale
+            result = self.head.loss(normed, wanted, share, kept.frame)
             assert result.d_hidden is not None
             kept.normed.append(get_gradient_edge(normed))
             kept.d_normed.append(result.d_hidden)

@@ -94,27 +94,28 @@ class Engine:
         for stage in self.stages.values():
             stage.start_step(step)
 
-        def compute(inputs: Sequence[Microbatch]) -> Passed:
-            return self._pass(schedule, inputs, scale, paired, by_block)
+        def compute(inputs: Sequence[Microbatch], scaling: Tensor) -> Passed:
+            return self._pass(schedule, inputs, scaling, paired, by_block)
 
+        scaling = torch.full((), scale, dtype=torch.float64, device=self.mesh.device)
         if self.graph is None or by_block:
-            passed = compute(microbatches)
+            passed = compute(microbatches, scaling)
         else:
-            passed = self._by_graph(self.graph, compute, microbatches, scale)
+            passed = self._by_graph(self.graph, compute, microbatches, scaling)
         update = self._update(schedule.ranks[self.rank][-1])
         self._finish()
         return Outcome(passed.loss, passed.ahead, update, passed.signs, passed.tallies)
 
     def _by_graph(
-        self, graph: Graph, compute: Compute, microbatches: Sequence[Microbatch], scale: float
+        self, graph: Graph, compute: Compute, microbatches: Sequence[Microbatch], scale: Tensor
     ) -> Passed:
         """Run everything but the update through `graph`, which may launch it as one CUDA graph.
         Before it starts, the last update's values have arrived and values that are not always on
         this rank are dropped, so the pass does not depend on what ran before. It ends by waiting
         for its transfers."""
 
-        def whole(inputs: Sequence[Microbatch]) -> Passed:
-            passed = compute(inputs)
+        def whole(inputs: Sequence[Microbatch], scaling: Tensor) -> Passed:
+            passed = compute(inputs, scaling)
             self.optimizer.wait()
             return passed
 
@@ -125,7 +126,7 @@ class Engine:
         self,
         schedule: Schedule,
         microbatches: Sequence[Microbatch],
-        scale: float,
+        scale: Tensor,
         paired: Mapping[Action, Action],
         by_block: bool,
     ) -> Passed:
@@ -193,7 +194,7 @@ class _Passes:
         engine: Engine,
         schedule: Schedule,
         microbatches: Sequence[Microbatch],
-        scale: float | None,
+        scale: Tensor | None,
     ) -> None:
         self._engine, self._microbatches = engine, microbatches
         self._scale = scale

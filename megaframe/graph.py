@@ -1,12 +1,14 @@
 """Graph: all passes of a step as one CUDA graph, which the host starts with one call.
 
-The graph is of the microbatches' shapes and of the scale of the gradients. Tokens are copied to
-where it reads them, and what it computes lies where it did before, so that what outlives the step
-is copied. The update is not in it: learning rates and the number of the step are the host's.
+A graph is made for the shapes of a step's microbatches. Before each run their tokens and the scale
+of the gradients are copied to where it reads them, and since its results always lie in the same
+memory, those that outlive the step are copied. The update is not in it: learning rates and the
+number of the step are the host's.
 
-Transfers are in it, of one communicator. Whoever started one outside has waited for it before, and
-those that start inside are waited for inside. Whether a step is recorded, run again or neither
-follows from what all ranks have alike, and so is the same on each of them, as NCCL demands.
+Transfers are in it, in the order in which all ranks start them. Those that were started outside
+have been waited for before, and those that start inside are waited for inside. Whether a step is
+recorded, run again or neither follows from what all ranks have alike, and so is the same on each of
+them, as NCCL demands.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.comm.recording import Recording
+from megaframe.comm.recording import Recording, unordered
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.kernels import Kernels
@@ -54,7 +56,8 @@ class Passed:
         )
 
 
-Compute = Callable[[Sequence[Microbatch]], Passed]
+Compute = Callable[[Sequence[Microbatch], Tensor], Passed]
+"""All passes of a step over its microbatches, with gradients times the given scalar."""
 Record = Callable[[Callable[[], Passed]], tuple[Passed, Callable[[], None]]]
 """Records what a function launches: what it returns, and what runs it into the same place. Whether
 it also runs while it is recorded makes no difference."""
@@ -76,7 +79,7 @@ def _pool() -> Any:
 
 @dataclass(frozen=True)
 class _Recorded:
-    inputs: Sequence[Microbatch]
+    inputs: Sequence[Tensor]
     passed: Passed
     run: Callable[[], None]
     told: Recording
@@ -94,26 +97,25 @@ class Graph:
         self._told = False
         mesh.before_close.append(self._recorded.clear)  # NCCL's groups end when no graph has them
 
-    def run(self, compute: Compute, microbatches: Sequence[Microbatch], scale: float) -> Passed:
-        """What `compute` makes of the microbatches; scale: that of the gradients in it."""
-        kind = (scale, *(_kind_of(one) for one in microbatches))
+    def run(self, compute: Compute, microbatches: Sequence[Microbatch], scale: Tensor) -> Passed:
+        """What `compute` returns for the microbatches and the scale, an fp64 scalar."""
+        kind = tuple(_kind_of(one) for one in microbatches)
         found = self._recorded.get(kind)
         if found is not None:
-            for static, given in zip(found.inputs, microbatches, strict=True):
-                for into, x in zip(_tensors(static), _tensors(given), strict=True):
-                    into.copy_(x, non_blocking=True)
+            for into, x in zip(found.inputs, _inputs(microbatches, scale), strict=True):
+                into.copy_(x, non_blocking=True)
             found.told.run(found.run)
             return found.passed.copied()
         times = self._met[kind] = self._met.get(kind, 0) + 1
         if times <= _EAGER:
-            return compute(microbatches)
+            return compute(microbatches, scale)
         if len(self._recorded) == _MOST:
-            self._say(f"there are {_MOST} graphs for other shapes or numbers of valid tokens")
-            return compute(microbatches)
-        inputs = [_copied(one) for one in microbatches]
+            self._say(f"there are {_MOST} graphs for other shapes")
+            return compute(microbatches, scale)
+        copies, scaling = [_copied(one) for one in microbatches], scale.clone()
         with self._mesh.recording("the graph of all passes") as told:
-            passed, run = self._record(lambda: compute(inputs))
-        self._recorded[kind] = _Recorded(inputs, passed, run, told)
+            passed, run = self._record(lambda: compute(copies, scaling))
+        self._recorded[kind] = _Recorded(_inputs(copies, scaling), passed, run, told)
         told.run(run)
         return passed.copied()
 
@@ -128,8 +130,8 @@ def refuse(config: RunConfig, mesh: Mesh, kernels: Kernels) -> None:
     found = [*graph_reasons(config, mesh.layout.sizes)]
     if mesh.device.type != "cuda":
         found.append(f"CUDA graphs need a GPU, and this runs on a {mesh.device.type}")
-    elif mesh.communicators > 1:
-        found.append(f"the passes may exchange over {mesh.communicators} communicators")
+    elif mesh.communicators > 1 and (reason := unordered()):
+        found.append(f"the passes use {mesh.communicators} communicators, and {reason}")
     if config.model.moe is not None:
         needed = {"experts": "grouped_product"}
         if config.train.fp8 != "none":
@@ -145,6 +147,10 @@ def refuse(config: RunConfig, mesh: Mesh, kernels: Kernels) -> None:
 
 def _kind_of(microbatch: Microbatch) -> tuple[Any, ...]:
     return tuple((tuple(x.shape), x.dtype) for x in _tensors(microbatch))
+
+
+def _inputs(microbatches: Sequence[Microbatch], scale: Tensor) -> list[Tensor]:
+    return [*(x for one in microbatches for x in _tensors(one)), scale]
 
 
 def _tensors(microbatch: Microbatch) -> list[Tensor]:

@@ -178,7 +178,7 @@ class Head(Module):
         """The final norm of the next token, then those of the tokens further ahead."""
         return [self.norm, *self.norms_ahead]
 
-    def loss(self, y: Tensor, labels_BS: Tensor, scale: float | None, frame: Frame) -> HeadResult:
+    def loss(self, y: Tensor, labels_BS: Tensor, scale: Tensor | None, frame: Frame) -> HeadResult:
         """Return the loss sum of normalised hidden states y [rows, hidden], with gradients times
         `scale`; see `head_loss`. Without a scale there are no gradients, and the loss is
         cross-entropy alone."""

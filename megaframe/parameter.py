@@ -102,16 +102,14 @@ class Parameter:
         else:
             grad.copy_(gradient)
 
-    def add_product(
-        self, left_TO: Tensor, right_TI: Tensor, scale: float = 1.0, of: int | None = None
-    ) -> None:
-        """grad += scale * left^T right, the gradient of a matrix [O, I] over T tokens. of: as in
+    def add_product(self, left_TO: Tensor, right_TI: Tensor, of: int | None = None) -> None:
+        """grad += left^T right, the gradient of a matrix [O, I] over T tokens. of: as in
         `add`."""
         if self.frozen:
             return
         grad, add = self._begin(of)
         grad_OI = grad.view(left_TO.shape[-1], right_TI.shape[-1])
-        product_into(grad_OI, left_TO.t(), right_TI, scale=scale, add=add)
+        product_into(grad_OI, left_TO.t(), right_TI, add=add)
 
     def add_grouped(
         self, left_NO: Tensor, right_NI: Tensor, ends_E: Tensor, kernels: Kernels = NO_KERNELS

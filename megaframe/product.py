@@ -68,21 +68,19 @@ def wide_products(left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
         matmul.fp32_precision = before
 
 
-def product_into(
-    out_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, scale: float = 1.0, add: bool
-) -> None:
-    """Compute out = scale * left right, or with `add`, out += scale * left right.
+def product_into(out_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, add: bool) -> None:
+    """Compute out = left right, or with `add`, out += left right.
 
     `out` may have a higher precision than the operands. Its old content matters with `add` only.
     """
     if left_MK.is_cuda and out_MN.dtype is torch.float32 and _sums_wide(left_MK.dtype):
         beta = 1.0 if add else 0.0
         wide = torch.ops.aten.addmm.dtype_out
-        wide(out_MN, left_MK, right_KN, torch.float32, beta=beta, alpha=scale, out=out_MN)
+        wide(out_MN, left_MK, right_KN, torch.float32, beta=beta, out=out_MN)
         return
     if out_MN.dtype == left_MK.dtype and not _by_onednn(left_MK):
         beta = 1.0 if add else 0.0
-        torch.addmm(out_MN, left_MK, right_KN, beta=beta, alpha=scale, out=out_MN)
+        torch.addmm(out_MN, left_MK, right_KN, beta=beta, out=out_MN)
         return
     rows, columns = out_MN.shape
     by_rows = rows > columns
@@ -96,11 +94,9 @@ def product_into(
         else:
             into, made = out_MN[:, piece], product(left_MK, right_KN[:, piece])
         if add:
-            into.add_(made, alpha=scale)
-        elif scale == 1.0:
-            into.copy_(made)
+            into.add_(made)
         else:
-            torch.mul(made, scale, out=into)
+            into.copy_(made)
 
 
 @lru_cache
@@ -112,10 +108,10 @@ def _sums_wide(dtype: torch.dtype) -> bool:
     left = torch.ones(16, 16, dtype=dtype, device="cuda")
     out = torch.ones(16, 16, dtype=torch.float32, device="cuda")
     try:
-        torch.ops.aten.addmm.dtype_out(out, left, left, torch.float32, beta=1.0, alpha=2.0, out=out)
+        torch.ops.aten.addmm.dtype_out(out, left, left, torch.float32, beta=1.0, out=out)
     except (AttributeError, RuntimeError):
         return False
-    return bool((out == 33.0).all())
+    return bool((out == 17.0).all())
 
 
 def _by_onednn(left: Tensor) -> bool:

@@ -183,7 +183,7 @@ class Stage:
         self,
         number: int,
         microbatch: Microbatch,
-        scale: float,
+        scale: Tensor,
         x: Tensor | None = None,
         done: Done | None = None,
         following: Module | None = None,
@@ -191,7 +191,7 @@ class Stage:
     ) -> Tensor:
         """Run the forward pass of microbatch `number` and keep what its backward needs.
 
-        scale: gradients are those of scale * (loss sum).
+        scale: an fp64 scalar; gradients are those of scale * (loss sum).
         x: [rows, hidden], the output of the previous stage; None on the first stage.
         done: called with the head, whose weight gradient is complete after this pass.
         following: the unit whose values are needed first after this pass.
@@ -358,7 +358,9 @@ class Stage:
         taken, self._tally = self._tally, Tally()
         return taken
 
-    def _frame(self, microbatch: Microbatch, keys: Keys | None, scale: float = 1.0) -> Frame:
+    def _frame(
+        self, microbatch: Microbatch, keys: Keys | None, scale: Tensor | None = None
+    ) -> Frame:
         return make_frame(
             self.config.model,
             microbatch,

@@ -1,4 +1,4 @@
-"""What several tests share: a small random model with its optimizer, in this process."""
+"""Fixtures that several tests share: a small random model, a pool of ranks, a corpus, overrides."""
 
 import gc
 import os
@@ -7,21 +7,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-# One thread each, here and in every process that a test starts: test files run side by side, and
-# threads that wait for each other by spinning take from them four times what they give. It is also
-# part of the order of sums. Torch reads it when it is imported.
+# One thread in this process and in every process that a test starts: test files run in parallel,
+# and spinning threads cost the others four times what they gain. The number of threads also affects
+# the order of sums. Torch reads it when it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# Torch asks for the name of each address that it connects to. When an answer is lost on its way, it
-# is asked for again after 5 seconds; this way it goes on without after one.
+# Torch looks up the name of each address that it connects to. By default a lost answer is asked for
+# again after 5 seconds; with these options torch continues without it after one.
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
-# As the entry has it, for processes that are forked after torch has been imported.
+# The entry sets this too, but too late for processes that are forked after torch is imported.
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, as transformers do
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything (such as transformers) imports Triton
 
 from pool import RARELY, Pool
 
@@ -82,16 +82,18 @@ _LONGEST = (
 
 
 def pytest_collection_modifyitems(items):
-    """The files that take longest come first, so that workers end at about the same time: beside
-    the documents, which need one core, those that do not need two, then by turns those that wait
-    for most of their time and those with many ranks."""
+    """Put the files that take longest first, so that workers end at about the same time: next to
+    the documents, which need one core, those that need no second one; then, alternating, those that
+    mostly wait and those with many ranks."""
     order = {name: place for place, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 def pytest_collection_finish():
-    """What was imported is never looked at again, as in the workers of the pool, where that saves a
-    quarter of the time of small worlds."""
+    """Exclude imported objects from garbage collection, as the pool's workers do.
+
+    There it saves a quarter of the time of small worlds.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(RARELY)
@@ -122,7 +124,7 @@ def build():
 
 @pytest.fixture
 def make_microbatch():
-    """make_microbatch(config, seed=0, documents=False) with some labels ignored."""
+    """make_microbatch(config, seed=0, documents=False) -> microbatch with some labels ignored."""
 
     def make(config, seed=0, documents=False):
         generator = torch.Generator().manual_seed(seed)
@@ -145,7 +147,7 @@ def make_microbatch():
 
 @pytest.fixture(scope="session")
 def pool():
-    """Up to four ranks."""
+    """Return a pool of up to four ranks."""
     workers = Pool(4)
     yield workers
     workers.close()
@@ -153,7 +155,7 @@ def pool():
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """Prefix of token files with 40 documents of a language that can be learned, 61 ids."""
+    """Return the prefix of token files: 40 documents of a learnable language with 61 token ids."""
     prefix = str(tmp_path_factory.mktemp("corpus") / "tokens")
     generator = np.random.default_rng(0)
     with TokenFileWriter(prefix, np.dtype(np.uint16)) as writer:

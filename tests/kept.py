@@ -1,12 +1,12 @@
-"""How many bytes autograd really keeps of one block, counted in storages."""
+"""The bytes that autograd really keeps of one block, counted in storages."""
 
 import torch
 
 
 def kept_by_block(stage, microbatch, buckets):
-    """Bytes that the first block keeps beside its input, its weights, the rotary tables
-    and single numbers."""
-    frame = stage._frame(microbatch, None)
+    """Return the bytes that the first block keeps, not counting its input, its weights, the rotary
+    tables and scalars."""
+    frame = stage._frame(microbatch, None, torch.ones((), dtype=torch.float64))
     rows = frame.filled // frame.tensor.size
     leaf = torch.randn(rows, stage.config.model.hidden).to(stage.precision.compute)
     leaf.requires_grad_()
@@ -26,5 +26,5 @@ def kept_by_block(stage, microbatch, buckets):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = stage.blocks[0](leaf, frame)
     kept.pop(output.untyped_storage().data_ptr(), None)
-    turned = {table.shape for table in tables}  # backward turns the other way: a negated table
+    turned = {table.shape for table in tables}  # also skips the negated table for backward
     return sum(size for size, tensor in kept.values() if tensor.shape not in turned)

@@ -1,5 +1,5 @@
-"""Runs on a CPU whose optimizer's state and master weights are away, as they are from a GPU, whose
-streams copy as late as they may: when something has to wait for the copy, and nothing behind it.
+"""Offload of optimizer state and master weights on a CPU, as for a GPU whose streams copy as late
+as they may: only when something waits for the copy, and nothing that was queued after it.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ PLAIN_COPY = route.copy
 
 
 class Stream:
-    """Work in its order, done when somebody waits for it."""
+    """A queue of work that is done in order, and only when something waits for it."""
 
     def __init__(self, device=None):
         self._work = deque()
@@ -56,7 +56,7 @@ class Event:
 
 
 class Computing(Stream):
-    """The CPU, which does at once what it is given."""
+    """The CPU's own stream, which does all work immediately."""
 
     def give(self, work):
         work()
@@ -66,7 +66,7 @@ HERE = Computing()
 
 
 class LateRoute(GpuRoute):
-    """That of a GPU, but for its memory."""
+    """The route of a GPU, with memory of the CPU."""
 
     def keep(self, made):
         return HostRoute.keep(self, made)
@@ -77,7 +77,7 @@ class LateRoute(GpuRoute):
 
 @contextmanager
 def late():
-    """There are streams."""
+    """Replace CUDA's streams by `Stream`, and copy within them."""
     at = [HERE]
 
     @contextmanager
@@ -100,7 +100,7 @@ def late():
 
 @contextmanager
 def kept_away():
-    """`optim.offload=true` is heeded, in chunks so small that a bucket has many."""
+    """Make `optim.offload=true` work on a CPU, with chunks so small that a bucket has many."""
 
     def route_of(optim, device):
         return LateRoute(device) if optim.offload else STAYS

@@ -15,7 +15,7 @@ from contextlib import closing
 
 _TIMEOUT = 120.0
 RARELY = 50_000
-"""New objects between two looks for garbage, which took a seventh of the time at 700."""
+"""New objects between two garbage collections. With 700, they took a seventh of the time."""
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "megaframe.trainer"])
 
@@ -32,7 +32,8 @@ class Pool:
 
     def _begin(self):
         self._ports = defaultdict(free_port)
-        """Of a world of each size: its ranks meet once, and stay in touch from world to world."""
+        """Port for each size of a world. Ranks connect once, and keep the connection for later
+        worlds of that size."""
         self._ends = [self._start() for _ in range(self._workers)]
 
     def _start(self):
@@ -45,7 +46,7 @@ class Pool:
         try:
             return self._run(world, function, *args)
         except BaseException:
-            self.close()  # what is left of a world that failed would be in the way of the next
+            self.close()  # leftovers of a failed world would disturb the next
             self._begin()
             raise
 
@@ -70,7 +71,7 @@ class Pool:
 
 
 def _serve(end):
-    gc.freeze()  # what was imported is never looked at
+    gc.freeze()  # imported objects are not collected
     gc.set_threshold(RARELY)
     while True:
         try:
@@ -85,14 +86,14 @@ def _serve(end):
             MASTER_PORT=str(port),
         )
         try:
-            # As bytes: torch would open a file in shared memory for each tensor.
+            # Pickled here, because torch would send each tensor as a file in shared memory.
             answer = pickle.dumps((True, function(*args)))
         except BaseException:
             answer = pickle.dumps((False, f"rank {rank} of {world}:\n{traceback.format_exc()}"))
         end.send_bytes(answer)
         del answer
-        gc.collect()  # what refers to itself holds connections, threads and buffers of a world
-        gc.freeze()  # what is left was imported since
+        gc.collect()  # cycles keep a world's connections, threads and buffers alive
+        gc.freeze()  # what remains was imported since
 
 
 def free_port():

@@ -1,5 +1,5 @@
-"""Ranks that a test can stop, end and wait for: processes of their own, forked from the server of
-the pool, which has imported torch, so that one starts in a tenth of a second and not in two."""
+"""Ranks that a test can stop, end and wait for. Each is its own process, forked from the pool's
+server, which has imported torch, so it starts in a tenth of a second instead of two."""
 
 import os
 import signal
@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 class Program:
-    """A process that calls function(*arguments) with `words` as its command line, says nothing, and
-    writes errors into a file; to be ended by who starts it. function is importable."""
+    """A process that calls function(*arguments) with `words` as its command line. Its output is
+    discarded, its errors go to a file. Whoever starts it must end it. `function` is importable."""
 
     def __init__(self, function, *arguments, words=(), environment=None, errors=os.devnull):
         given = (function, arguments, [str(word) for word in words], environment or {}, str(errors))
@@ -22,28 +22,28 @@ class Program:
         self._process.start()
 
     def wait(self, timeout=None):
-        """Its status, negative for a signal. Raises `TimeoutError`."""
+        """Wait for its end; return the status, negative for a signal. Raises `TimeoutError`."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise TimeoutError(f"it has not ended in {timeout} s")
         return self._process.exitcode
 
     def poll(self):
-        """Its status, or None while it runs."""
+        """Return its status, or None while it runs."""
         return self._process.exitcode
 
     def send_signal(self, number):
         os.kill(self._process.pid, number)
 
     def kill(self):
-        """End it, if it has not ended."""
+        """Kill it, if it has not ended."""
         if self.poll() is None:
             self.send_signal(signal.SIGKILL)
             self.wait()
 
 
 def places(world):
-    """The environment of each rank of a world, as a launcher gives it."""
+    """Yield the environment of each rank of a world, as a launcher sets it."""
     port = str(free_port())
     for rank in range(world):
         yield {
@@ -56,7 +56,7 @@ def places(world):
 
 
 def stuck_after(step):
-    """The entry, on a rank that trains so many steps and then hangs in its own code."""
+    """Run the entry on a rank that hangs in its own code after `step` steps."""
     import pretrain_gpt
     from megaframe.trainer import Trainer
 

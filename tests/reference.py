@@ -1,7 +1,6 @@
-"""A GPT in plain torch autograd, written apart from the package: what its layers are held to.
-
-Takes the package's weights by name and a config, and returns what is optimised, per valid
-token.
+"""A GPT in plain torch autograd, written independently of the package, as the reference of its
+layers. It takes the package's weights by name and a config, and returns the optimised loss per
+valid token.
 """
 
 import math
@@ -25,7 +24,7 @@ def loss(weights, config, microbatch):
         x = x + weights["embedding.positions.weight"][positions]
     listed = model.window if isinstance(model.window, tuple) else [model.window]
     masks = [_mask(window, microbatch, batch, length) for window in listed]
-    masks *= model.layers + model.mtp_depth  # layer after layer; more than there are
+    masks *= model.layers + model.mtp_depth  # one per layer, and more than needed
     counted, aside = microbatch.labels_BS != IGNORE, 0.0
     for layer in range(model.layers):
         x, losses = _block(weights, model, layer, x, masks[layer], positions, counted)
@@ -51,7 +50,7 @@ def loss(weights, config, microbatch):
 
 
 def _further(microbatch, depth):
-    """Tokens and labels `depth` further on, one by one."""
+    """Return tokens and labels `depth` places further ahead, one by one."""
     tokens, labels = (torch.zeros_like(microbatch.tokens_BS) for _ in range(2))
     labels += IGNORE
     documents = microbatch.documents_BS
@@ -65,7 +64,7 @@ def _further(microbatch, depth):
 
 
 def _block(weights, model, layer, x, mask, positions, counted):
-    """What leaves a block, and the losses that its experts add."""
+    """Return the output of a block, and the losses that its experts add."""
     name = f"blocks.{layer}"
     attention = _attention if model.latent is None else _latent_attention
     x = x + attention(weights, model, name, x, mask, positions)
@@ -76,7 +75,7 @@ def _block(weights, model, layer, x, mask, positions, counted):
 
 
 def _losses(weights, config, x, labels):
-    """Sum over valid tokens."""
+    """Return the loss of a head's input `x`, summed over valid tokens."""
     model = config.model
     head = weights["embedding.tokens.weight" if model.tie_embeddings else "head.weight"]
     logits = x @ head.T
@@ -127,7 +126,7 @@ def _attention(weights, model, name, x, mask, positions):
 
 
 def _latent_attention(weights, model, name, x, mask, positions):
-    """Each head spelled out, after the formulas of the paper (DeepSeek-V2, 2024, eq. 9-19)."""
+    """Compute each head separately, by the formulas of the paper (DeepSeek-V2, 2024, eq. 9-19)."""
     latent = model.latent
     y = _norm(weights, model, f"{name}.attention_norm", x, model.norm)
     down = weights[f"{name}.attention.down.weight"]
@@ -171,7 +170,7 @@ def _rotate(model, x, positions):
 
 
 def _experts(weights, model, name, x, counted):
-    """Every token on its own, every one of its experts on its own; and the sum of the losses."""
+    """Compute every token and every one of its experts separately; return output and losses."""
     moe, y = model.moe, _norm(weights, model, f"{name}.mlp_norm", x, model.norm)
     logits = y @ weights[f"{name}.moe.router.weight"].T
     scores = torch.sigmoid(logits) if moe.score == "sigmoid" else logits.softmax(-1)

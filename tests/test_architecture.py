@@ -1,5 +1,5 @@
-"""Style and types; imports point downward, kernels stand alone, floor 0 has no torch, the design
-names every module, and the config stays small."""
+"""Rules of the repository: style and types, imports point downward, kernels are independent, floor
+0 has no torch, the design names every module, and the config stays small."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""parallel.auto: the layout is chosen, said, kept by the run and by its resume."""
+"""parallel.auto: the layout is chosen, reported, and kept when the run resumes."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Whole runs with compressed gradients: resume, and what a change of layout leaves."""
+"""Whole runs with compressed gradients: resuming, also under another layout."""
 
 import pytest
 from test_pretrain import lines, losses, train

@@ -1,4 +1,4 @@
-"""What a rank asks of its host."""
+"""Settings that a rank requests from its host."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ def test_no_thread_of_a_rank_takes_the_processor_of_another(pool):
 
 
 def of_threads():
-    """The policies of this thread and of those that carry messages."""
+    """Return the scheduling policies of the threads that a mesh starts to carry messages."""
     before = set(os.listdir("/proc/self/task")) - {str(os.getpid())}
     mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
     made = set(os.listdir("/proc/self/task")) - before

@@ -1,4 +1,5 @@
-"""Every command of the README and of the guides is run, in order, in a copy of what git tracks."""
+"""Every command of the README and of the guides runs, in order, in a copy of what git tracks.
+Links, keys and names in the documents are right."""
 
 import ast
 import importlib.util
@@ -38,9 +39,9 @@ GUIDES = (
     "clusters",
     "gpu",
 )
-"""In this order, of docs/."""
+"""Guides in docs/, in the order in which their commands run."""
 SMALLER = "train.seq=64 train.global_batch=4 train.microbatch=2 train.eval_samples=4"
-"""What is added to every run on the demo's data: an eighth of its work, less to evaluate on."""
+"""Overrides for every run on the demo's data: an eighth of the work, and a shorter evaluation."""
 SHORTER = {"make demo": f'make demo OVERRIDES="train.steps=5 train.eval_every=5 {SMALLER}"'}
 
 
@@ -51,20 +52,20 @@ def commands(text):
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """A copy of what git tracks, beside this environment."""
+    """Return a copy of what git tracks, linked to this environment."""
     folder = copy_tracked(tmp_path_factory.mktemp("clone"))
     (folder / ".venv").symlink_to(sys.prefix)
     return folder
 
 
 def shorter(command):
-    """The same command with less to compute."""
+    """Return the same command with less to compute."""
     trains = "pretrain_gpt.py --config configs/demo" in command and "--dry-run" not in command
     return SHORTER.get(command, f"{command} {SMALLER}" if trains else command)
 
 
 def run_all(found, clone):
-    """Run commands one after the other; the last message if one fails."""
+    """Run commands one after the other, and assert that each succeeds."""
     environment = {**os.environ, "PYTHONPATH": str(clone)}
     for command in found:
         if command in NOT_HERE:
@@ -97,12 +98,12 @@ def documents():
 
 
 def prose(document):
-    """What stands outside of blocks of code."""
+    """Return a document without its code blocks."""
     return re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
 
 
 def headings(document):
-    """Anchors of a document, as GitHub makes them."""
+    """Yield the anchors of a document's headings, as GitHub makes them."""
     for title in re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE):
         yield re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
@@ -137,12 +138,12 @@ def test_the_table_of_options_is_what_the_schema_says():
 FILES = ("run.log", "model.py", "plan.html", "data.py", "train.py")
 """Names of files that look like keys."""
 PAST = ("log", "CHANGELOG", "prediction")
-"""Documents that tell of their own time."""
+"""Documents that record the past, and may name keys and files that no longer exist."""
 
 
 def named_keys(document):
-    """What stands between backticks and begins like a key; on the page for those who come from
-    elsewhere only in the last column of tables, as the first has the keys of others."""
+    """Yield what looks like a key between backticks. On the page for users of other trainers only
+    the last column of tables counts, because the first has those trainers' keys."""
     text = document.read_text()
     if document.stem == "coming":
         rows = [line.strip("| ").rpartition(" | ")[2] for line in text.splitlines()]
@@ -160,17 +161,17 @@ BESIDE = {
     ],
     "parallel.compress": ["parallel.data_replicate=2"],
 }
-"""Keys that others need beside them."""
+"""Overrides that are needed together with keys of these prefixes."""
 
 
 def mistake(name):
-    """What is wrong with a key, or with the value that it is given."""
+    """Return what is wrong with a key or its value, or None."""
     key, equals, value = name.partition("=")
     if key not in keys():
         return "no such key"
     beside = [more for part, some in BESIDE.items() if key.startswith(part) for more in some]
     try:
-        if equals and not value.isupper():  # capitals stand for something
+        if equals and not value.isupper():  # capitals are a placeholder
             load(None, [*beside, name])
     except UserError as error:
         return str(error)
@@ -184,7 +185,7 @@ def test_keys_that_documents_name_exist_and_take_what_is_given():
 
 
 def defined(path):
-    """Names of functions, classes, methods (with their class) and values of a module."""
+    """Yield the names of a module's functions, classes, methods (with their class) and values."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             yield node.name
@@ -196,7 +197,7 @@ def defined(path):
 
 
 def test_what_guides_say_is_in_a_file_is_there():
-    """Behind a link to a module: functions with (), classes and values in capitals."""
+    """Names after a link to a module exist there: functions with (), and capitalised names."""
     found = 0
     for document in ROOT.glob("docs/*.md"):
         for path, after in re.findall(r"\]\(([^)]+\.py)\)((?:(?!\]\().)*)", document.read_text()):

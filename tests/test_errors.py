@@ -1,5 +1,5 @@
-"""How a program ends with an error: one message, one status, the same words in torchrun's summary,
-and no wait where it must not wait for anybody."""
+"""How a program ends with an error: one message, one exit status, the same text in torchrun's
+summary, and no wait for ranks that may never come."""
 
 import subprocess
 import sys

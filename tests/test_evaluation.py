@@ -1,4 +1,4 @@
-"""Held-out text: every token counts once, for the loss that the trainer's evaluation gives."""
+"""Evaluation on held-out text: every token counts once, and the loss equals the trainer's."""
 
 import base64
 import importlib.util
@@ -56,7 +56,7 @@ def numbers(seed, length, below):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """A checkpoint of a model of bytes that has learned nothing, made by one rank."""
+    """Return checkpoints of a byte-level model after one step on one rank."""
     folder = tmp_path_factory.mktemp("alone")
     data = write(folder / "data", [numbers(n, 40, 257) for n in range(10)])
     config = RunConfig(
@@ -121,7 +121,7 @@ def test_the_loss_is_that_of_the_trainers_evaluation(layout, heed, pool, overrid
 
 
 def test_an_evaluation_without_a_label_is_said_and_the_run_goes_on(pool, overrides, tmp_path):
-    """Documents of one token, whose labels are all the first of a document."""
+    """The validation documents have one token each, so every label begins a document."""
     seen = [np.append(numbers(n, 30, 60), 60) for n in range(80)]
     source = write(tmp_path / "all", [*seen, *([60] for _ in range(20))])
     every = {"train__steps": 2, "train__eval_every": 1, "data__mask_eod": True}
@@ -186,7 +186,7 @@ def test_the_tool_prints_files_and_all_of_them(alone, tmp_path, monkeypatch, cap
     found = json.loads(capsys.readouterr().out)["text"]
     assert (
         found["data"]["tokens"] == 79
-    )  # two documents of 40 tokens, and the first has none before
+    )  # of two documents of 40 tokens; the first token is not predicted
     assert found["all"]["tokens"] == 79 + found[str(one)]["tokens"]
 
 

@@ -1,4 +1,4 @@
-"""The default balance on a stream that is skewed: experts get equally busy, and nothing is lost."""
+"""The default balance on skewed data: experts become equally busy, and the loss does not suffer."""
 
 import numpy as np
 import pytest
@@ -15,8 +15,8 @@ ROWS, SEQ, VOCAB, STEPS, LAST = 32, 32, 61, 300, 20
 
 
 def skewed(step):
-    """Sequences that count in steps of one of four sizes, from a start after Zipf's law, with a
-    tenth of noise."""
+    """Return a microbatch of sequences that count by one of four strides, from a start that follows
+    Zipf's law, with a tenth of noise."""
     generator = np.random.default_rng(step)
     often = 1 / np.arange(1, VOCAB)
     start = generator.choice(VOCAB - 1, (ROWS, 1), p=often / often.sum())
@@ -31,7 +31,8 @@ def skewed(step):
 
 
 def trained(balance):
-    """Mean loss, and maximum over mean load of the layer with the worst, of the last steps."""
+    """Return, over the last steps, the mean loss and the worst layer's largest load relative to the
+    mean."""
     config = RunConfig(
         model={
             **{"layers": 2, "hidden": 32, "heads": 2, "vocab": VOCAB},

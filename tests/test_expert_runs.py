@@ -1,4 +1,4 @@
-"""Whole runs with experts: a checkpoint of one layout goes on under others, and what is metered."""
+"""Whole runs with experts: resuming under other layouts, metrics, and starts from dense runs."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ LAYOUTS = (
 
 
 def test_a_run_goes_on_under_other_layouts_of_experts(pool, overrides, tmp_path):
-    """Weights, optimizer state and what routers know of the load; and the load that is metered."""
+    """Weights, optimizer state, the routers' knowledge of the load, and the metered load agree."""
     steps = 2 * len(LAYOUTS)
     pool.run(1, train, overrides(run__dir=tmp_path / "whole", train__steps=steps, **EXPERTS))
     for part, (ranks, parallel) in enumerate(LAYOUTS, 1):
@@ -50,7 +50,7 @@ def test_a_run_goes_on_under_other_layouts_of_experts(pool, overrides, tmp_path)
             assert sum(row) == 2 * line["tokens"]
             worst = max(row) / (sum(row) / 6)
             assert line["experts"]["max_load"][int(place)] == pytest.approx(worst)
-            # Of six experts some of four ranks have two.
+            # With six experts, some of four ranks have two.
             assert 1.0 <= line["experts"]["rank_load"][int(place)] <= worst * 4 / 3 + 1e-9
     assert other["experts"]["rank_load"] == [1.0] * 4
 
@@ -108,7 +108,7 @@ def test_experts_that_start_from_a_dense_run_answer_as_it_did(
     more = {f"parallel__{key}": value for key, value in parallel.items()}
     upcycled = overrides(
         model__moe="{experts: 4, top_k: 2}",
-        checkpoint__weights=tmp_path / "dense/checkpoints",  # its latest
+        checkpoint__weights=tmp_path / "dense/checkpoints",  # its latest checkpoint
         optim__lr=1e-12,
         optim__min_lr=0,
         train__steps=1,
@@ -138,7 +138,7 @@ def test_narrow_experts_start_from_parts_in_turn(pool, overrides, tmp_path):
 
 
 def whole(path):
-    """All weights of a checkpoint."""
+    """Return all weights of a checkpoint."""
     with open_checkpoint(path) as checkpoint:
         tensors = {
             name: torch.empty(saved.shape, dtype=torch.float64)
@@ -170,6 +170,6 @@ def test_what_cannot_be_upcycled_is_said_at_once(pool, overrides, tmp_path):
 
 
 def refused(keys):
-    """The mistake itself, not the line that the entry prints of it."""
+    """Build the trainer directly, so that a mistake is raised and not printed by the entry."""
     config = resolve(load(None, keys))
     Trainer(config, Mesh(Layout(), device="cpu"))

@@ -1,5 +1,5 @@
-"""How many graphs a run keeps and when it lets them go, what a watch and a meter are told of them,
-and where they are refused. What comes of a recorded step is tested in parity/test_graphs.py.
+"""CUDA graphs of a run: how many it keeps, when it drops them, what watch and meter are told, and
+where graphs are refused. parity/test_graphs.py tests the results of recorded steps.
 """
 
 import sys
@@ -12,13 +12,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "parity"))
 from training import MODELS, run
 
 from megaframe.comm.place import Place
-from megaframe.comm.recording import recording
+from megaframe.comm.recording import _ORDER, keep_order, recording, unordered
 from megaframe.comm.traffic import Traffic
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.graph import _EAGER, _MOST, Graph
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
+from megaframe.microbatch import Microbatch
 from megaframe.plan.check import check
 
 
@@ -27,12 +28,13 @@ class Nothing:
         return self
 
 
-def test_a_scale_that_keeps_changing_is_said_once_and_graphs_go_before_groups_end():
+def test_shapes_that_keep_changing_are_said_once_and_graphs_go_before_groups_end():
     told, mesh = [], Mesh(Layout(), device="cpu")
     graph = Graph(mesh, told.append, lambda compute: (compute(), lambda: None))
-    for scale in range(_MOST + 3):
-        for _ in range(_EAGER + 1):
-            graph.run(lambda _: Nothing(), [], float(scale))
+    for length in range(_MOST + 3):
+        x = torch.zeros(1, length, dtype=torch.int64)
+        for times in range(_EAGER + 1):
+            graph.run(lambda *_: Nothing(), [Microbatch(x, x, x[0])], torch.tensor(float(times)))
     assert len(graph._recorded) == _MOST and len(told) == 1
     assert "some steps run without one" in told[0]
     mesh.close()
@@ -63,7 +65,7 @@ def test_of_what_is_recorded_others_are_told_when_it_runs():
     for _ in range(2):
         told.run(lambda: None)
         assert traffic.take() == (100, 1)
-    place._given.popleft()  # what was before
+    place._given.popleft()  # the work before the graph
     place.act("", "UPDATE")
     waiting = "waiting in all_reduce over data with rank 1"
     assert str(place.seen(0)) == f"step 7, the graph on its device, {waiting}"
@@ -72,11 +74,8 @@ def test_of_what_is_recorded_others_are_told_when_it_runs():
 @pytest.mark.parametrize(
     ("world", "sections", "reasons"),
     [
-        (4, {"parallel": {"tensor": 2}}, ["parallel.data=2 exchange over several"]),
-        (2, {"parallel": {"pipeline": 2}}, ["pipeline=2 exchange"]),
-        (2, {"parallel": {"context": 2}}, ["context=2 exchange"]),
-        (4, {"parallel": {"data_replicate": 2}}, ["data_replicate=2 sums"]),
-        (4, {"parallel": {"tensor": 4}, "model": {"kv_heads": 2}}, ["kv_heads=2 over a second"]),
+        (2, {"parallel": {"pipeline": 2}}, ["pipeline=2 sends"]),
+        (4, {"parallel": {"context": 2, "tensor": 2}}, ["context=2 sends"]),
         (2, {"parallel": {"tensor": 2, "symmetric_memory": "auto"}}, ["symmetric_memory=auto"]),
         (2, {"parallel": {"compress": "topk"}}, ["compress=topk"]),
         (2, {"run": {"device": "shared"}}, ["run.device=shared"]),
@@ -111,11 +110,26 @@ def test_what_a_graph_can_hold_is_not_refused():
     moe = {"experts": 2, "top_k": 1, "normalise": False}
     model = {"vocab": 128, "heads": 4, "hidden": 64, "dropout": 0.1, "moe": moe}
     train = {"cuda_graph": True, "global_batch": 8}
-    for parallel in ({"zero": 3}, {"tensor": 2}, {"reduce_precision": "bf16"}):
+    for parallel in ({"zero": 3}, {"tensor": 2}, {"data_replicate": 2, "zero": 2}):
         config = RunConfig(
             model=model, train=train, parallel=parallel, data={"reset_attention": True}
         )
-        check(config, 2, data=False)
+        check(config, 4, data=False)
+
+
+def test_several_communicators_need_an_order_of_nccl(monkeypatch):
+    monkeypatch.setenv(_ORDER, "0")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    keep_order()
+    assert unordered().endswith(
+        "with NCCL_LAUNCH_ORDER_IMPLICIT=0; use NCCL_LAUNCH_ORDER_IMPLICIT=1"
+    )
+    monkeypatch.delenv(_ORDER)
+    assert "IMPLICIT=; use" in unordered()
+    keep_order()
+    assert unordered() is None
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 25, 1))
+    assert unordered() == "NCCL 2.25.1 keeps no order among them; use NCCL 2.26 or later"
 
 
 def test_a_run_on_a_cpu_says_so():

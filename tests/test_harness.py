@@ -1,4 +1,4 @@
-"""lm-evaluation-harness over a checkpoint: its tasks from local files give what our scores give."""
+"""lm-evaluation-harness on a checkpoint: tasks from local files agree with megaframe's scores."""
 
 import json
 
@@ -32,7 +32,7 @@ TEXTS = ["one text", "and a longer one, which takes more than one window of the 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """A folder with three tasks: questions to choose an answer to, texts to score, and to end."""
+    """Return a folder with three tasks: multiple choice, scoring of texts, and generation."""
     folder = tmp_path_factory.mktemp("tasks")
     for name, rows in (("questions", QUESTIONS), ("texts", [{"t": text} for text in TEXTS])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""Initial weights do not depend on how the tensor is cut."""
+"""Initial weights do not depend on how a tensor is divided."""
 
 import torch
 from hypothesis import given, settings

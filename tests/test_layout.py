@@ -1,4 +1,4 @@
-"""Layout: every rank has one place in each view, and groups cut the world into equal pieces."""
+"""Layout: every rank has one place in each view, and groups divide the world into equal parts."""
 
 import math
 from itertools import chain, combinations
@@ -90,7 +90,7 @@ def test_both_views_cover_the_same_ranks_of_a_stage(layout):
     assert dense == layout.groups("expert_tensor", "expert", "expert_data")
     assert len(dense) == layout.pipeline
     assert layout.groups("data") == layout.groups("data_shard", "data_replicate")
-    # Tensor is the fastest axis and pipeline the slowest, in whole runs of ranks.
+    # Tensor is the fastest axis, and pipeline the slowest: a stage's ranks are consecutive.
     assert layout.groups("tensor")[0] == tuple(range(layout.tensor))
     stage = layout.world // layout.pipeline
     assert dense == tuple(tuple(range(p * stage, (p + 1) * stage)) for p in range(layout.pipeline))

@@ -1,4 +1,4 @@
-"""Ranks that die, stop or never come: the others end in time, and name the one at fault."""
+"""Ranks that die, stop or never start: the others end in time, and name the one at fault."""
 
 import signal
 import sys
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pretrain_gpt
 
 MARGIN = 12.0
-"""Seconds beyond the timeout in which everybody has ended."""
+"""Seconds after the timeout within which all ranks must end."""
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def wait_for_steps(folder, processes):
 
 
 def told(folder, processes):
-    """What each rank wrote to standard error."""
+    """Return what each rank wrote to standard error."""
     return [(folder / str(rank)).read_text() for rank in range(len(processes))]
 
 
@@ -70,7 +70,8 @@ def end(processes, limit):
     ],
 )
 def test_a_rank_that_is_lost_is_named_by_all_others(axes, victim, how, name, launch, tmp_path):
-    """Also by ranks that talk only to others who have left, and without the store of rank 0."""
+    """This includes ranks that communicate only with ranks that have left, and the loss of rank 0,
+    which has the store."""
     pipeline, data, chunks = axes
     timeout = 5 if how is signal.SIGSTOP else 15
     world = pipeline * data
@@ -93,7 +94,7 @@ def test_a_rank_that_is_lost_is_named_by_all_others(axes, victim, how, name, lau
         if rank != victim:
             assert text.startswith(f"error: rank {rank}: {name}"), text
             assert "Traceback" not in text and text.count(" is gone") == 1
-    if how is signal.SIGSTOP:  # and a rank that wakes up among none does not stay
+    if how is signal.SIGSTOP:  # a rank that wakes up alone ends, too
         lost.send_signal(signal.SIGCONT)
         end([lost], timeout + MARGIN)
 
@@ -133,7 +134,7 @@ ranks = st.integers(0, 7)
     groups=st.lists(st.sets(ranks, min_size=2), min_size=1, max_size=8),
 )
 def test_the_dead_are_at_fault_and_never_those_who_lost_them_or_answer(dead, late, groups):
-    """Every group with a dead rank in it loses contact with all its other members."""
+    """In every group with a dead rank, members lose contact with all others."""
     alive = set(range(8)) - dead
     reporting = alive - late
     lost = {}

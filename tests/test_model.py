@@ -1,4 +1,4 @@
-"""The model's loss and gradients against a plain autograd GPT, in fp64."""
+"""The model's loss and gradients, compared with a plain autograd GPT in fp64."""
 
 import math
 
@@ -80,7 +80,8 @@ def gradients(build, microbatch, train):
     built = build
     valid = int((microbatch.labels_BS != IGNORE).sum())
     built.optimizer.start_step()
-    loss = built.stage.forward(0, microbatch, 1.0 / valid) / valid
+    scale = torch.tensor(1.0 / valid, dtype=torch.float64)
+    loss = built.stage.forward(0, microbatch, scale) / valid
     ahead = built.stage.end.take_ahead()
     if ahead is not None:
         loss += built.config.train.mtp_weight * ahead / valid
@@ -88,7 +89,7 @@ def gradients(build, microbatch, train):
 
     def tell(part):
         owner = next((unit for unit in built.stage.units if unit.late is part), None)
-        if owner is not None:  # it can leave while the rest of the unit is computed
+        if owner is not None:  # it can be sent while the rest of the unit computes
             assert not any(p.fresh for p in matrices(part))
             assert all(p.fresh for p in matrices(owner) if p not in {*part.parameters()})
         done.append(part)
@@ -139,7 +140,7 @@ def test_loss_and_gradients_equal_autograd(name, recompute, documents, build, ma
 def test_evaluation_is_the_plain_training_loss_without_dropout(build, make_microbatch):
     built = build()
     microbatch = make_microbatch(built.config)
-    loss = built.stage.forward(0, microbatch, 1.0)
+    loss = built.stage.forward(0, microbatch, torch.ones((), dtype=torch.float64))
     torch.testing.assert_close(built.stage.evaluate(microbatch), loss, rtol=1e-14, atol=0)
 
 

@@ -1,4 +1,4 @@
-"""Whole runs with what an optimizer can be told: resumed, of another type, averaged, in words."""
+"""Whole runs with options of optimizers: resuming, types of state, averages, and the dry run."""
 
 import sys
 
@@ -89,7 +89,7 @@ def test_state_that_is_not_saved_is_named_and_starts_anew():
     ]
     assert list(new_state(slices[:3], saved)) == []
     missing = [Slice("c", (2,), (0,), tensor)]
-    assert without_missing(missing, saved) == missing  # a weight must be there, and will be missed
+    assert without_missing(missing, saved) == missing  # a missing weight fails later, in the load
 
 
 def test_a_checkpoint_in_8_bits_holds_what_any_run_can_load(pool, overrides, tmp_path):

@@ -1,4 +1,4 @@
-"""Gradient sums: fresh or not, in one piece or many, in either precision."""
+"""Sums of gradients: the first or a later addition, in one piece or many, in either precision."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def make(shape, dtype, master):
     box = Box((0,) * len(shape), shape)
     parameter.bind(box, lambda: None)
     parameter.value = torch.zeros(shape, dtype=dtype)
-    parameter.grad = torch.full(shape, torch.nan, dtype=master)  # what an earlier step may leave
+    parameter.grad = torch.full(shape, torch.nan, dtype=master)  # as an earlier step may leave it
     return parameter
 
 
@@ -24,19 +24,19 @@ def test_products_add_up(dtype, piece, monkeypatch):
     monkeypatch.setattr(product_module, "PIECE_BYTES", piece)
     parameter = make((2, 3, 5), dtype, torch.float32)
     left, right = torch.randn(4, 6).to(dtype), torch.randn(4, 5).to(dtype)
-    parameter.add_product(left, right, 0.5)
-    parameter.add_product(left, right, 0.25)
-    wanted = 0.75 * (left.double().T @ right.double()).view(2, 3, 5)
+    parameter.add_product(left, right)
+    parameter.add_product(left, right)
+    wanted = 2.0 * (left.double().T @ right.double()).view(2, 3, 5)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(parameter.grad.double(), wanted, rtol=4 * eps, atol=8 * eps)
 
 
 @pytest.mark.parametrize("then", ["finish", "add", "add_product"])
 def test_matrices_one_by_one(then):
-    """Those that nothing was added to are zero, however the sum goes on."""
+    """Matrices without an addition are zero, whatever is added next."""
     parameter = make((3, 4, 5), torch.float64, torch.float64)
     left, right = torch.randn(6, 4).double(), torch.randn(6, 5).double()
-    for step in range(2):  # what is missing in one step is none of the next
+    for step in range(2):  # each step leaves out other matrices
         parameter.fresh = True
         parameter.add_product(left, right, of=2 * step)
         parameter.add(torch.ones(4, 5), of=2 * step)

@@ -1,4 +1,4 @@
-"""Whole runs through the entry: resume, ranks, evaluation, and what a user's mistake looks like."""
+"""Whole runs through the entry: resuming, layouts, evaluation, and the messages for mistakes."""
 
 import json
 import math
@@ -24,13 +24,13 @@ LEARN = {"train__steps": 60, "train__global_batch": 32, "train__microbatch": 16,
 
 
 def train(overrides):
-    """Run the entry in this process, as a worker of the pool does under any number of ranks."""
+    """Run the entry in this process, which may be a worker of the pool."""
     sys.argv = ["pretrain_gpt.py", *overrides]
     pretrain_gpt.main()
 
 
 SOMETIMES = {"time_max", "time_min", "stages", "stragglers", "bandwidth", "resumed_after"}
-"""What a line has only of several ranks, or behind a resume."""
+"""Keys that a line has only with several ranks, or after a resume."""
 
 
 def lines(folder):
@@ -63,7 +63,7 @@ def test_a_run_learns_and_leaves_its_records(pool, overrides, tmp_path):
 
 @pytest.mark.parametrize("documents", [False, True])
 def test_ranks_do_not_change_the_run(documents, pool, overrides, tmp_path):
-    """Same data order, same losses, same evaluation, with masks and a growing batch."""
+    """Data order, losses and evaluation stay the same, with masks and a growing batch."""
     runs = {}
     for ranks, microbatch in ((1, 8), (2, 2), (4, 1)):
         folder = tmp_path / f"run{ranks}"
@@ -142,7 +142,7 @@ def wait_for_lines(path, count, process):
         if path.exists() and path.read_text().count("\n") >= count:
             return
         time.sleep(0.002)
-    # A fast machine may have finished; then there was nothing to kill and the curves agree anyway.
+    # On a fast machine the run may have ended; then nothing is killed, and the curves agree anyway.
 
 
 def test_resume_under_other_ranks_and_a_longer_run(pool, overrides, tmp_path):
@@ -170,7 +170,7 @@ LAYOUTS = (
 
 
 def test_resume_under_other_layouts(pool, overrides, tmp_path):
-    """Each part of a run under another layout and schedule; tied weights are saved once."""
+    """Each part of the run has another layout and schedule; tied weights are saved once."""
     every = {
         "model__layers": 6,
         "model__tie_embeddings": True,
@@ -232,7 +232,7 @@ def test_checkpoint_every_0_saves_none(pool, overrides, tmp_path):
 
 
 class TestMistakes:
-    """One message on standard error, exit status 2, nothing half-written."""
+    """A mistake gives one message on standard error, exit status 2, and no half-written files."""
 
     @pytest.fixture
     def mistake(self, overrides, capsys, monkeypatch):
@@ -290,7 +290,7 @@ class TestMistakes:
     def test_missing_checkpoint(self, mistake, tmp_path):
         mistake("absent", checkpoint__resume=tmp_path / "absent")
         mistake("absent", checkpoint__weights=tmp_path / "absent")
-        # Only a run's own folder has a latest: weights never silently start from nothing.
+        # `latest` is for resuming only: missing weights never become a silent fresh start.
         mistake("checkpoint.weights=latest", "no such folder", checkpoint__weights="latest")
         assert not (tmp_path / "run").exists()
 
@@ -342,7 +342,7 @@ def test_dry_run_prints_and_touches_nothing(overrides, capsys, monkeypatch, tmp_
 
 
 def test_a_warm_up_longer_than_the_run_is_a_warning(overrides, pool, tmp_path):
-    """A few steps of a config that warms up for thousands is what everybody tries first."""
+    """It is no error, because a first try is often a few steps of a config with a long warm-up."""
     pool.run(1, train, overrides(train__steps=2, optim__warmup=8))
     found = [line["lr"] for line in lines(tmp_path / "run")]
     assert found == pytest.approx([0.01 / 9, 0.02 / 9])
@@ -362,14 +362,14 @@ def test_explain_and_help(capsys, monkeypatch):
 
 
 def rewrite(path, change):
-    """Change the config in a checkpoint, as another version would have written it."""
+    """Change the config in a checkpoint to what another version would have written."""
     manifest = decode((path / MANIFEST).read_bytes(), path)
     change(manifest.state["config"])
     (path / MANIFEST).write_bytes(encode(manifest))
 
 
 def test_a_checkpoint_from_before_a_key_was_there(pool, overrides, tmp_path):
-    """A key that was added since has its default, by which the run trains as it did before."""
+    """A key that was added later gets its default, with which the run trains as before."""
     constant = {"optim__schedule": "constant", "checkpoint__every": 6}
     pool.run(1, train, overrides(run__dir=tmp_path / "whole", **constant))
     pool.run(1, train, overrides(**constant, train__steps=6))

@@ -1,4 +1,4 @@
-"""A rank that plays alone counts what the same rank counts among real ones over gloo."""
+"""A rehearsed rank counts the same as this rank in a real world over gloo."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def made(model, train, parallel, optim=None):
 
 
 def among_others(*sections):
-    """What a rank of a real world counts."""
+    """Return what a rank of a real world counts."""
     config = made(*sections)
     mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
     with Ledger() as ledger:
@@ -74,8 +74,8 @@ def test_alone_or_among_others_a_rank_counts_the_same(name, pool):
         assert alone.traffic == found.traffic
         assert (alone.buffers, alone.optimizer) == (found.buffers, found.optimizer)
         assert alone.actions == found.actions
-        # A CPU keeps the statistics of layernorm in fewer bits, and gloo what was sent until the
-        # end of the step.
+        # A CPU keeps layernorm's statistics in fewer bits; gloo keeps sent messages until the end
+        # of the step.
         sent = found.traffic.get("pipeline", 0)
         assert 0.99 * found.kept - sent <= alone.kept <= 1.01 * found.kept
 
@@ -101,13 +101,13 @@ def test_what_is_put_away_is_not_counted_and_what_needs_a_gpu_is_left_out():
         config = made(LLAMA, {"recompute": "full", **train}, {})
         return rehearse(config, Layout(), 0).kept
 
-    inputs = 2 * 32 * 64 * 2  # of each block in bf16
+    inputs = 2 * 32 * 64 * 2  # two blocks, in bf16
     assert kept() - kept(offload=True) == inputs
     assert kept(cuda_graph=True, compile="inductor") == kept()
 
 
 def test_shapes_that_do_not_fit_are_found_again_and_again():
-    """Also after calls that fit, and where nothing is made."""
+    """Also after calls with valid shapes, and for calls in place."""
     with Hollow():
         for right in (torch.empty(3), torch.empty(4), torch.empty(4)):
             left = torch.empty(2, 3)
@@ -121,7 +121,7 @@ def test_shapes_that_do_not_fit_are_found_again_and_again():
 
 @pytest.mark.parametrize("rank", [0, 3000, 4095])
 def test_any_rank_of_a_large_world(rank):
-    """A thousandth of it is allocated here."""
+    """The gigabytes of the rank are counted, but not allocated."""
     config = RunConfig(
         model={"layers": 16, "hidden": 8192, "heads": 64, "vocab": 50000, **LLAMA},
         train={"seq": 4096, "global_batch": 512, "microbatch": 1, "recompute": "selective"},

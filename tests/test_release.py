@@ -1,4 +1,4 @@
-"""A wheel has all that a run needs, and works in an environment of its own, from any folder."""
+"""A wheel has everything that a run needs, and works in a fresh environment, from any folder."""
 
 import email
 import json
@@ -39,12 +39,12 @@ def run(command, **given):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """What git tracks."""
+    """Return a copy of what git tracks."""
     return copy_tracked(tmp_path_factory.mktemp("source"))
 
 
 def wheel_of(source, folder, **given):
-    """The wheel of a source, made in a folder."""
+    """Build the wheel of a source tree in `folder`; return its path."""
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
     run([*pip, "--no-index", "-w", folder, source], **given)
     (built,) = folder.glob("*.whl")
@@ -103,7 +103,7 @@ def test_the_version_stands_in_one_place_and_is_in_the_changes(wheel):
 
 
 def test_it_runs_in_an_environment_of_its_own_from_another_folder(wheel, tmp_path):
-    """All but megaframe itself is that of this environment: it would take minutes to install."""
+    """Only megaframe is installed there; other packages are this environment's, to save minutes."""
     venv.create(tmp_path / "fresh", with_pip=False)
     python = tmp_path / "fresh/bin/python"
     (here,) = (tmp_path / "fresh/lib").glob("python*/site-packages")

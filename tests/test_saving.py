@@ -1,5 +1,5 @@
-"""Saves beside training hold the state of their step, however long the copy takes; one that fails
-ends no run.
+"""Saves that run beside training: they hold the state of their step, however long the copy takes,
+and a failed one does not end the run.
 """
 
 import resource
@@ -27,7 +27,8 @@ KEYS = {
 
 
 def train(keys, seconds=0.0, after=None):
-    """A run whose copies take so many seconds. after: is called with the trainer after a step."""
+    """Run training with copies that take `seconds` longer. after: called with the trainer after
+    each step."""
     config = load(None, keys)
     mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
     trainer = Trainer(config, mesh)
@@ -80,7 +81,7 @@ def test_the_update_waits_for_a_copy_that_takes_longer_than_a_step(pool, overrid
 
 
 def no_room(trainer):
-    """Files cannot become as large as that of step 2; those after it can."""
+    """Limit the size of files so that the save of step 2 fails, and lift the limit after it."""
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     if trainer.step == 2:
         trainer.saving._writer._thread.join()  # the save of step 1
@@ -99,7 +100,7 @@ def test_a_save_that_fails_is_said_and_the_run_goes_on(pool, overrides, tmp_path
 
 
 def dawdle(trainer):
-    """The second save finds the first one under way for a while."""
+    """Delay the first save, so that the second one has to wait for it."""
     if trainer.step == 1:
         lead = Writer._lead
         Writer._lead = lambda *given: (time.sleep(1.3), lead(*given))

@@ -1,4 +1,4 @@
-"""What follows from a spec: slices that tile the tensor, and runs of elements as boxes."""
+"""What follows from a spec: slices that tile a tensor, and boxes of consecutive elements."""
 
 from itertools import product
 from math import prod

@@ -1,5 +1,5 @@
-"""The bench of whole steps on a GPU, in a tiny size on a CPU: both contenders train the same model,
-and every row has a config that a run would take.
+"""The benchmark of whole steps on a GPU, in a tiny size on a CPU: both contenders train the same
+model, and every row's config is one that a run accepts.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def test_ratios_are_of_rows_of_one_model():
 
 
 def script(tmp_path, monkeypatch, text):
-    """Puts another contender in the place of ours."""
+    """Run `text` as the script of a contender."""
     (tmp_path / "one.py").write_text(f"import json, os, sys\n{text}\n")
     monkeypatch.setattr(training_gpu, "PEERS", tmp_path)
     return training_gpu.contender("one.py", training_gpu.ROWS[0], dry=True, seconds=30.0)

@@ -1,4 +1,4 @@
-"""A copy of what git tracks, to build and to run in."""
+"""A copy of what git tracks, in which tests build and run."""
 
 import shutil
 import subprocess
@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def copy_tracked(folder):
-    """Put all tracked files, and new ones that git does not ignore, into the folder."""
+    """Copy all tracked files, and new ones that git does not ignore, into `folder`; return it."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Look at checkpoints, verify and compare them, and write them into other files; without a GPU.
+"""Inspect, verify, compare and convert checkpoints, without a GPU.
 
 python tools/checkpoint.py inspect runs/demo/checkpoints
 python tools/checkpoint.py verify runs/demo/checkpoints/step-00000300
@@ -28,7 +28,7 @@ from megaframe.config import load as load_config
 from megaframe.errors import UserError, reported
 
 EXIT_DIFFERENT = 1
-"""Something is damaged, or two checkpoints differ."""
+"""Exit status if something is damaged, or two checkpoints differ."""
 _STATE = "optimizer."
 
 
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def inspect(given: argparse.Namespace) -> int:
-    """Say what a checkpoint holds."""
+    """Show what a checkpoint contains."""
     with open_checkpoint(_checkpoint(given.path)) as checkpoint:
         tensors = checkpoint.tensors.values()
         files = {piece.file for tensor in tensors for piece in tensor.slices}
@@ -83,7 +83,7 @@ def _tensors(checkpoint: Checkpoint) -> Table:
 
 
 def verify(given: argparse.Namespace) -> int:
-    """Read everything, and name every file and tensor that is not as it was saved."""
+    """Read everything, and list every file and tensor that is damaged."""
     path = _checkpoint(given.path)
     whole = True
     for problem in damage(path):
@@ -99,7 +99,7 @@ def verify(given: argparse.Namespace) -> int:
 
 
 def diff(given: argparse.Namespace) -> int:
-    """Compare all tensors of two checkpoints, whatever layouts wrote them."""
+    """Compare all tensors of two checkpoints, which may have been written by different layouts."""
     table = Table(box=None)
     for title in ("tensor", "largest distance", "relative to largest"):
         table.add_column(title, no_wrap=True, justify="left" if title == "tensor" else "right")
@@ -123,7 +123,7 @@ def diff(given: argparse.Namespace) -> int:
 
 
 def reshard(given: argparse.Namespace) -> int:
-    """Write the same checkpoint into another number of files."""
+    """Write a checkpoint again with another number of files."""
     if given.files < 1:
         raise UserError(f"--files={given.files}: use 1 or more")
     with open_checkpoint(_checkpoint(given.path)) as checkpoint:
@@ -142,7 +142,7 @@ def export_hf(given: argparse.Namespace) -> int:
 
 
 def import_hf(given: argparse.Namespace) -> int:
-    """Write the model in a folder of Hugging Face transformers as a checkpoint of step 0."""
+    """Write a model in the folder format of Hugging Face as a checkpoint of step 0."""
     from megaframe.huggingface.folder import load
 
     print(f"wrote {load(Path(given.path), place(given.to))}")
@@ -151,7 +151,7 @@ def import_hf(given: argparse.Namespace) -> int:
 
 def export_dcp(given: argparse.Namespace) -> int:
     """Write all tensors, and the state of the run, as a folder of torch.distributed.checkpoint."""
-    from megaframe import dcp  # takes as long to import as torch
+    from megaframe import dcp  # imported here, because it takes as long to import as torch
 
     with open_checkpoint(_checkpoint(given.path)) as checkpoint:
         dcp.export(checkpoint, Path(given.to))
@@ -177,7 +177,7 @@ def import_dcp(given: argparse.Namespace) -> int:
 
 
 def _checkpoint(given: str) -> Place:
-    """The checkpoint itself, or the latest in a folder of them."""
+    """Return the checkpoint at a path or URL, or the latest one in a folder of checkpoints."""
     return locate(place(given)) or place(given)
 
 
@@ -186,7 +186,7 @@ def _print(table: Table) -> None:
 
 
 _FOLDERS = {import_hf: "a model's folder", import_dcp: "a folder of torch.distributed.checkpoint"}
-"""What commands read that read no checkpoint."""
+"""Help for the argument of commands that do not read a checkpoint."""
 
 
 def _arguments() -> argparse.Namespace:

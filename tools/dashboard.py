@@ -1,4 +1,4 @@
-"""Draw runs as a page: one file that needs nothing else, or live.
+"""Show runs as a page: one self-contained file, or live.
 
 python tools/dashboard.py runs/demo
 python tools/dashboard.py runs/demo runs/other --serve
@@ -20,7 +20,7 @@ from megaframe.plan.beside import beside_or_why
 
 
 def main() -> None:
-    """Write the page, or serve it until interrupted."""
+    """Write the page, serve it until interrupted, or save a workspace of Weights & Biases."""
     arguments = parse_arguments()
     with reported():
         runs = [Run(folder) for folder in arguments.runs]
@@ -40,7 +40,8 @@ def main() -> None:
 
 
 def predicted(runs: list[Run], arguments: argparse.Namespace) -> dict | None:
-    """What was given, or what the planner says of a run that is shown alone."""
+    """Return the prediction that was given, or for a single run that of the planner; None if there
+    is none."""
     if arguments.prediction or len(runs) > 1:
         return read_prediction(arguments.prediction)
     found, why = beside_or_why(runs[0].folder, runs[0].environment, arguments.cluster)
@@ -50,7 +51,7 @@ def predicted(runs: list[Run], arguments: argparse.Namespace) -> dict | None:
 
 
 def project(run: Run) -> str:
-    """Of Weights & Biases, in which the run is."""
+    """Return the run's project of Weights & Biases. Raises `UserError` if it has none."""
     name = value_of(run.config, "meter.wandb")
     if not name:
         raise UserError(f"{run.folder} has no meter.wandb in its config: it is in no project")
@@ -58,7 +59,7 @@ def project(run: Run) -> str:
 
 
 def serve(runs: list[Run], arguments: argparse.Namespace, prediction: dict | None) -> None:
-    """Say where, and stay there."""
+    """Print the address, and serve until interrupted."""
     server = Server(runs, host=arguments.host, port=arguments.port, prediction=prediction)
     print(server.address, flush=True)
     try:
@@ -68,7 +69,7 @@ def serve(runs: list[Run], arguments: argparse.Namespace, prediction: dict | Non
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

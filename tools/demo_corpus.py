@@ -1,7 +1,7 @@
 """Make a corpus from the sources of Python's standard library, which every machine has.
 
-One document per file, in the order of their paths, tests left out (much of them is data, and some
-systems do not ship them). One Python installation always gives the same corpus.
+Each file is a document, in the order of paths. Tests are left out, because much of them is data and
+some systems do not ship them. The same Python installation always gives the same corpus.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ def main() -> None:
 
 
 def write(library: Path, output: Path, limit: int) -> tuple[int, int]:
-    """Write the corpus whole or not at all; returns its documents and their bytes.
+    """Write the corpus, completely or not at all, and return the number of documents and of bytes.
 
-    Raises `UserError` when there is no source under the limit, or the file cannot be written.
+    library: folder of the sources. limit: bytes at most. Raises `UserError` if no source is below
+    the limit, or the file cannot be written.
     """
     documents = size = 0
     temporary = output.with_name(f"{output.name}.{os.getpid()}.unfinished")
@@ -58,7 +59,7 @@ def write(library: Path, output: Path, limit: int) -> tuple[int, int]:
 
 
 def _sources(library: Path) -> Iterator[tuple[str, str]]:
-    """Name and text of each source that is UTF-8 and not empty."""
+    """Yield the name and text of each source that is UTF-8 and not empty."""
     for path in sorted(library.rglob("*.py")):
         name = path.relative_to(library)
         if _LEFT_OUT & set(name.parts):

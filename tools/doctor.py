@@ -1,7 +1,7 @@
-"""Say what this machine can do for a run, and what stands in its way: `python tools/doctor.py`.
+"""Say what this machine can do for a run, and what prevents a run: `python tools/doctor.py`.
 
-Status 1 says that a run cannot start. Everything is looked at even where something is broken, and
-what broke is a line of its own: that is when one calls a doctor.
+Status 1 means that a run cannot start. All checks are made even if some of them fail; a check that
+breaks is a line of its own.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ _SLOWED = {
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
-"""Bits of the throttle reasons that slow a GPU; idle, power cap and the rest are everyday."""
+"""Throttle reasons that are worth a warning, by bit; idle, power cap and the rest are normal."""
 _TRIAL = 256 * 2**20
 _LEAST_FREE = 2**30
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the report. level: ok, warning (slow or odd), or error (no run can start)."""
+    """A line of the report. what: its subject. level: ok, warning (slow or unusual), or error (no
+    run can start)."""
 
     what: str
     said: str
@@ -54,13 +55,13 @@ class Finding:
 
 
 def read_gpus(text: str) -> list[dict[str, str]]:
-    """What nvidia-smi was asked for, a dictionary for each GPU."""
+    """Parse the output of nvidia-smi into a dictionary for each GPU, by the fields of `_QUERY`."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line]
     return [dict(zip(_QUERY, row, strict=True)) for row in rows if len(row) == len(_QUERY)]
 
 
 def judge_gpu(gpu: Mapping[str, str]) -> Iterator[Finding]:
-    """State of one GPU: clocks, memory in use, errors of its memory."""
+    """Yield findings on the state of one GPU: clocks, memory in use, memory errors."""
     what = f"GPU {gpu['index']}"
     clocks = f"{gpu['clocks.sm']} of {gpu['clocks.max.sm']} MHz, {gpu['temperature.gpu']} C"
     yield Finding(what, f"{gpu['name']}, driver {gpu['driver_version']}, {clocks}")
@@ -81,12 +82,12 @@ def judge_gpu(gpu: Mapping[str, str]) -> Iterator[Finding]:
 def _number(text: str) -> int:
     try:
         return int(text, 0)
-    except ValueError:  # [N/A]: not every GPU tells everything
+    except ValueError:  # [N/A]: not every GPU reports every field
         return 0
 
 
 def look_at_smi() -> list[dict[str, str]]:
-    """The GPUs that the driver knows; none without one."""
+    """Return the GPUs that nvidia-smi lists; none without it."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
@@ -95,7 +96,7 @@ def look_at_smi() -> list[dict[str, str]]:
 
 
 def judge_software() -> Iterator[Finding]:
-    """Versions, and whether torch can use the GPUs that the driver knows."""
+    """Yield versions, the state of GPUs, and whether torch can use those that the driver knows."""
     import torch
     from megaframe_kernels.installed import versions
 
@@ -140,7 +141,7 @@ def _level(right: bool) -> str:
 
 
 def judge_links() -> Iterator[Finding]:
-    """Bandwidth from the first GPU to each other one."""
+    """Yield the bandwidth from the first GPU to each other one."""
     import torch
 
     for other in range(1, torch.cuda.device_count()):
@@ -161,7 +162,7 @@ def judge_links() -> Iterator[Finding]:
 
 
 def judge_kernels() -> Iterator[Finding]:
-    """What runs for each kernel, and why not what would come before it."""
+    """Yield for each kernel the implementation that is used, and why preferred ones are not."""
     from megaframe_kernels.registry import KERNELS
     from megaframe_kernels.selection import chip_name, select
 
@@ -173,7 +174,7 @@ def judge_kernels() -> Iterator[Finding]:
 
 
 def judge_disk(folder: Path) -> Iterator[Finding]:
-    """Free room and the speed of a durable write."""
+    """Yield the free space of a folder's disk, and the speed of a durable write."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
@@ -196,7 +197,7 @@ def judge_disk(folder: Path) -> Iterator[Finding]:
 
 
 def examine(checks: Sequence[Callable[[], Iterator[Finding]]]) -> Iterator[Finding]:
-    """All findings; a check that breaks is one."""
+    """Yield the findings of all checks; a check that raises an exception is a finding itself."""
     for check in checks:
         try:
             yield from check()
@@ -206,7 +207,7 @@ def examine(checks: Sequence[Callable[[], Iterator[Finding]]]) -> Iterator[Findi
 
 
 def main() -> int:
-    """The command."""
+    """Print all findings; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--folder", type=Path, default=Path("runs"), help="where runs will be written"

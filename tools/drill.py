@@ -1,11 +1,11 @@
-"""Breaks runs on purpose, and looks whether they notice, go on by themselves, and lose nothing.
+"""Break runs on purpose, and check that they notice, recover by themselves, and lose nothing.
 
 python tools/drill.py --ranks 4 --faults kill,stop,link --rounds 5 --folder runs/drill
 
-Each round starts a small run, does one thing to it at a random moment, and waits for the end of the
-run. What was done must be named, and the losses must be those of a run that nobody disturbed:
-bitwise, or to 1e-10 where the layout changed. What numbers, memory and code of a rank can do wrong
-needs to be done inside of its process: tests/faults does that.
+Each round starts a small run, causes one fault at a random moment, and waits for the end of the
+run. The run must report the fault, and its losses must equal those of an undisturbed run: bitwise,
+or to 1e-10 if the layout changed. Faults inside a rank's process (wrong numbers, memory, code) are
+not covered here but in tests/faults.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from drill_runs import (
 )
 
 LATEST = STEPS - 20
-"""The last step after which something is done."""
+"""Faults are caused after a random step below this one."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """What was done, and what was said of it. seconds: from there to the next step, None where the
-    run has gone on all the time."""
+    """Result of a round. what: the fault. said: how the run reported it. seconds: from the fault to
+    the next step; None if that was not measured."""
 
     what: str
     said: str
@@ -57,7 +57,7 @@ class Round:
 
 
 def struck(drill: Drill, draw: random.Random, number: signal.Signals) -> Round:
-    """One rank gets a signal."""
+    """Send a signal to a random rank at a random moment."""
     process = drill.launch()
     step = drill.reached(draw.randrange(1, LATEST), process)
     time.sleep(draw.random() * 0.2)
@@ -75,12 +75,12 @@ def kill(drill: Drill, draw: random.Random) -> Round:
 
 
 def stop(drill: Drill, draw: random.Random) -> Round:
-    """a rank hangs, and heeds nothing"""
+    """a rank hangs, and does not react to anything"""
     return struck(drill, draw, signal.SIGSTOP)
 
 
 def save(drill: Drill, draw: random.Random) -> Round:
-    """kill -9 of a rank in a save"""
+    """kill -9 of a rank during a save"""
     process = drill.launch(checkpoint__memory_every=0)
     drill.reached(draw.randrange(1, LATEST), process)
     home = drill.run / "checkpoints"
@@ -95,7 +95,7 @@ def save(drill: Drill, draw: random.Random) -> Round:
 
 
 def load(drill: Drill, draw: random.Random) -> Round:
-    """kill -9 of a rank, and of one while the run starts again and loads"""
+    """kill -9 of a rank, and again of a rank while the run restarts and loads"""
     process = drill.launch()
     drill.reached(draw.randrange(1, LATEST), process)
     first = workers(process.pid)
@@ -115,7 +115,7 @@ def _others(process: Process, before: dict[int, int]) -> int:
 
 
 def term(drill: Drill, draw: random.Random) -> Round:
-    """the launcher is asked to leave, as before a node is taken away, and started again"""
+    """the launcher gets SIGTERM, as before a node is taken away, and is started again"""
     process = drill.launch()
     step = drill.reached(draw.randrange(1, LATEST), process)
     asked_at = time.monotonic()
@@ -129,7 +129,7 @@ def term(drill: Drill, draw: random.Random) -> Round:
 
 
 def fewer(drill: Drill, draw: random.Random) -> Round:
-    """a rank is killed, one fewer comes back, and later all of them"""
+    """a rank is killed, the run continues with one rank fewer, and later with all of them"""
     process = drill.launch(restarts=0)
     drill.reached(draw.randrange(1, STEPS // 2), process)
     rank = draw.randrange(drill.ranks)
@@ -147,7 +147,7 @@ def fewer(drill: Drill, draw: random.Random) -> Round:
 
 
 def slow(drill: Drill, draw: random.Random) -> Round:
-    """a rank stands still for two thirds of the time"""
+    """a rank is stopped for two thirds of the time"""
     process = drill.launch(faults__straggler_factor=2)
     drill.reached(1, process)
     rank = draw.randrange(drill.ranks)
@@ -180,7 +180,7 @@ def read_only(drill: Drill, draw: random.Random) -> Round:
     def remount(how: str) -> None:
         command = ["mount", "-o", f"remount,{how}", str(drill.run / "checkpoints")]
         while subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode:
-            time.sleep(0.01)  # a file is open for writing
+            time.sleep(0.01)  # fails while a file is open for writing
 
     return _without_disk(drill, draw, lambda: remount("ro"), lambda: remount("rw"))
 
@@ -224,7 +224,7 @@ def damage(drill: Drill, draw: random.Random) -> Round:
 
 
 def link(drill: Drill, draw: random.Random) -> Round:
-    """the link over which hosts exchange tensors is down, that to the store is not"""
+    """the link over which hosts exchange tensors goes down, while that to the store stays up"""
     with hosts() as both:
         first, *_ = both.start(drill)
         step = drill.reached(draw.randrange(1, LATEST), first)
@@ -239,7 +239,7 @@ def link(drill: Drill, draw: random.Random) -> Round:
 
 
 def network(drill: Drill, draw: random.Random) -> Round:
-    """two hosts lose each other altogether, and are started again later"""
+    """two hosts lose all links between them, and the run is started again later"""
     with hosts() as both:
         changes = {"parallel__timeout": 10}
         first, *_ = both.start(drill, **changes)
@@ -274,7 +274,7 @@ KINDS: dict[str, Callable[[Drill, random.Random], Round]] = {
 
 
 def main() -> None:
-    """Run the drill; ends with status 1 if a run did not survive."""
+    """Run the drill; exit with status 1 if a run did not survive or did not report its fault."""
     arguments = parse_arguments()
     folder, draw = arguments.folder.absolute(), random.Random(arguments.seed)
     shutil.rmtree(folder, ignore_errors=True)
@@ -311,7 +311,10 @@ def main() -> None:
 
 
 def judged(drill: Drill, expected: Sequence[float], limit: float) -> tuple[bool, str]:
-    """Whether the losses are those of the undisturbed run, and what they differ by, in words."""
+    """Return whether the losses are those of the undisturbed run, and in words how they differ.
+
+    limit: largest relative difference that is accepted.
+    """
     found = drill.losses
     if len(found) != len(expected):
         return False, f"{len(drill.steps)} steps instead of {len(expected)}"
@@ -322,7 +325,8 @@ def judged(drill: Drill, expected: Sequence[float], limit: float) -> tuple[bool,
 def measured(
     lost: dict[str, list[dict[str, float]]], importing: float
 ) -> dict[str, dict[str, float]]:
-    """The median seconds that a fault of each kind cost, by cause."""
+    """Return the median seconds that each kind of fault cost, by cause, and the seconds of
+    importing torch."""
     found: dict[str, dict[str, float]] = {"import": {"torch": round(importing, 2)}}
     for fault, rounds in lost.items():
         found[fault] = {cause: round(median(r[cause] for r in rounds), 3) for cause in rounds[0]}
@@ -330,7 +334,7 @@ def measured(
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line. words: its words; None for those of the process."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="faults:\n" + "\n".join(f"  {n:<10} {kind.__doc__}" for n, kind in KINDS.items()),

@@ -1,5 +1,8 @@
-"""Two hosts on one machine: network namespaces with two links between them that can be taken down:
-`data`, over which ranks exchange tensors, and `control`, over which they reach their store."""
+"""Two emulated hosts on one machine, for drills: network namespaces with two links between them.
+
+The link `data` carries tensors between ranks, and `control` their connection to the store. Each can
+be taken down on its own.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ LINKS = {"control": "10.213.77", "data": "10.213.78"}
 
 
 class Hosts:
-    """Ranks of a run are divided among them, the first half on the first. Each is a process that
-    nothing starts again."""
+    """The two hosts. The first half of a run's ranks is on the first host. Each rank is a process
+    that no launcher restarts. Raises `Skipped` if such hosts cannot be made here."""
 
     def __init__(self) -> None:
         if os.geteuid() or shutil.which("ip") is None:
@@ -42,19 +45,19 @@ class Hosts:
             raise Skipped(f"no network namespaces here: {error.stderr.strip()}") from None
 
     def set(self, link: str, to: str) -> None:
-        """Take a link `down`, on both ends, or `up`."""
+        """Set both ends of a link `up` or `down`."""
         for name in self._names:
             _ip("-n", name, "link", "set", link, to)
 
     def start(self, drill: Drill, **changes: object) -> list[Process]:
-        """All ranks of a run."""
+        """Start all ranks of a run, and return their processes. changes: as in `Drill.keys`."""
         ranks = drill.ranks
         place: dict[str, object] = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks // 2}
         place |= {"MASTER_ADDR": f"{LINKS['control']}.1", "MASTER_PORT": free_port()}
         self._processes = []
         for rank in range(ranks):
             host, local = divmod(rank, ranks // 2)
-            memory = drill.folder / f"memory-{host}"  # /dev/shm would be that of both
+            memory = drill.folder / f"memory-{host}"  # both hosts would share /dev/shm
             memory.mkdir(exist_ok=True)
             command = ["ip", "netns", "exec", self._names[host], sys.executable]
             command += [str(ROOT / "pretrain_gpt.py"), *drill.keys(**changes)]
@@ -64,7 +67,7 @@ class Hosts:
         return self._processes
 
     def finish(self) -> list[int]:
-        """The statuses of all ranks; what does not end is ended."""
+        """Wait for all ranks, kill those that do not end, and return the exit statuses."""
         for process in self._processes:
             try:
                 process.wait(LIMIT)
@@ -74,7 +77,7 @@ class Hosts:
         return [process.returncode for process in self._processes]
 
     def close(self) -> None:
-        """Remove them."""
+        """Kill all ranks and remove the hosts."""
         for process in self._processes:
             process.kill()
             process.wait()
@@ -85,7 +88,7 @@ class Hosts:
 
 @contextmanager
 def hosts() -> Iterator[Hosts]:
-    """Two hosts, which are gone at the end. Raises `Skipped` where there can be none."""
+    """Make two hosts, and remove them on exit. Raises `Skipped` if they cannot be made here."""
     made = Hosts()
     try:
         yield made
@@ -95,8 +98,8 @@ def hosts() -> Iterator[Hosts]:
 
 @contextmanager
 def small_disk(path: Path, size: str) -> Iterator[None]:
-    """A file system of its own in `path`, and of this size. Raises `Skipped` where there can be
-    none."""
+    """Mount a separate file system of this size at `path`, and remove it on exit. size: as in
+    `mount`. Raises `Skipped` if it cannot be mounted."""
     path.mkdir(parents=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
     found = subprocess.run(command, capture_output=True, text=True, check=False)

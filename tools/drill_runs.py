@@ -1,4 +1,4 @@
-"""Runs for the drill: how they are started, what they have done, and what is left of them."""
+"""Runs for the drill: start them, follow their progress, and read what they have left behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megaframe.data.indexed import TokenFileWriter
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, EVERY, LIMIT = 60, 5, 240.0
-"""Steps of a run, steps between its saves, and seconds after which a round has failed."""
+"""Steps of a run, steps between its checkpoints, and seconds after which a wait is given up."""
 COPY_EVERY = 2
 """Steps between copies in memory."""
 KEYS = {
@@ -50,33 +50,34 @@ Process = subprocess.Popen[bytes]
 
 
 class Skipped(Exception):
-    """This machine cannot do this; the text is why."""
+    """Raised if this machine cannot run a drill; the text is the reason."""
 
 
 @dataclass(frozen=True)
 class Drill:
-    """One run of a drill. folder: of all runs. run: that of this one, with this many ranks."""
+    """One run of a drill. folder: folder of all runs. run: folder of this run. ranks: number of its
+    ranks."""
 
     folder: Path
     run: Path
     ranks: int
 
     def keys(self, **changes: object) -> list[str]:
-        """The overrides of the run."""
+        """Return the overrides of the run. changes: further keys, with `__` for the dot."""
         keys = {**KEYS, "run.dir": self.run}
         keys["data.sources"] = f"[{{path: {self.folder / 'tokens'}}}]"
         keys |= {name.replace("__", "."): value for name, value in changes.items()}
         return [f"{name}={value}" for name, value in keys.items()]
 
     def launch(self, ranks: int | None = None, restarts: int = 3, **changes: object) -> Process:
-        """The run under torchrun."""
+        """Start the run under torchrun. restarts: its `--max-restarts`."""
         command = [sys.executable, "-m", "torch.distributed.run"]
         command += ["--nproc-per-node", str(ranks or self.ranks), "--max-restarts", str(restarts)]
         command += ["--master-port", str(free_port()), str(ROOT / "pretrain_gpt.py")]
         return self.start([*command, *self.keys(**changes)], {})
 
     def start(self, command: Sequence[str], variables: Mapping[str, object]) -> Process:
-        """A process of the run; what it says goes into the run's folder."""
+        """Start a process of the run, with its output in the run's folder."""
         self.run.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
@@ -85,44 +86,46 @@ class Drill:
             return subprocess.Popen(command, stdout=console, stderr=console, env=environment)
 
     def reached(self, step: int, process: Process) -> int:
-        """Wait for a step; the last one then."""
+        """Wait until the run has done a step, and return its last step by then."""
         wait_for(lambda: self.steps[-1:] >= [step], process)
         return self.steps[-1]
 
     def goes_on(self, process: Process) -> float:
-        """Wait until the run has continued from what it saved, and made a step; the moment."""
+        """Wait until the run has resumed and done a step, and return the time
+        (`time.monotonic`)."""
         starts = len(self.starts)
         wait_for(lambda: len(self.starts) > starts, process)
         return wait_for(lambda: self.steps[-1:] > self.starts[-1:], process)
 
     @property
     def steps(self) -> list[int]:
-        """Of the lines that the run has written."""
+        """The steps of all metrics lines that the run has written."""
         return [line["step"] for line in self.lines()]
 
     @property
     def losses(self) -> list[float]:
-        """In the order of the steps; empty where steps are missing or twice there."""
+        """The losses in the order of the steps; empty if steps are missing or repeated."""
         found = list(self.lines())
         right = [line["step"] for line in found] == list(range(1, STEPS + 1))
         return [line["loss"] or math.nan for line in found] if right else []
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Whole lines of the metrics."""
+        """Yield the complete lines of the metrics."""
         return _whole_lines(self.run / "metrics.jsonl")
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Of the ledger."""
+        """Yield the events of the run's ledger of faults."""
         return _whole_lines(self.run / "faults/ledger.jsonl")
 
     @property
     def starts(self) -> list[int]:
-        """The steps after which the run has continued."""
+        """The steps from which the run has started or resumed."""
         return [event["step"] for event in self.events() if event["event"] == "start"]
 
     @property
     def lost(self) -> dict[str, float]:
-        """Seconds by cause, since the run began; `again`: what first steps took more than usual."""
+        """Seconds lost since the run began, by cause. `again`: how much longer than usual the first
+        steps after a resume took."""
         lost = dict.fromkeys(("detection", "restart", "load", "repeat", "save"), 0.0)
         first = True
         for event in self.events():
@@ -135,30 +138,31 @@ class Drill:
 
     @property
     def stall(self) -> float:
-        """Seconds that steps waited for each save, copies in memory and checkpoints alike."""
+        """Mean seconds that steps waited for a save, counting copies in memory and checkpoints."""
         saves = sum(not step % COPY_EVERY or not step % EVERY for step in range(1, STEPS + 1))
         return self.lost["save"] / saves
 
     @property
     def newest(self) -> Path:
-        """The checkpoint that the pointer names."""
+        """The checkpoint that the pointer `latest` names."""
         home = self.run / "checkpoints"
         return home / (home / "latest").read_text().strip()
 
     def text(self, name: str) -> str:
-        """Of a file of the run: run.log, console.txt."""
+        """Return the text of a file of the run, such as run.log; empty if there is none."""
         path = self.run / name
         return path.read_text(errors="replace") if path.exists() else ""
 
     def verdict(self) -> str:
-        """What the run, or its launcher, said about the fault."""
+        """Return the first line in which the run, or else its launcher, reports the fault; empty if
+        none does."""
         text = self.text("console.txt").splitlines()
         said = [line for line in text if line.startswith("error: ")]
         said += [line for line in text if "exitcode" in line and "failed" in line]
         return said[0] if said else ""
 
     def noted(self, words: str) -> str:
-        """The first line of the run log with these words."""
+        """Return the first line of the run log that contains `words`; empty if none does."""
         found = (line for line in self.text("run.log").splitlines() if words in line)
         return next(found, "")
 
@@ -171,7 +175,7 @@ def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def finish(process: Process) -> None:
-    """Wait for the end; what does not end is ended."""
+    """Wait for a process to end, and kill it with its ranks if it does not."""
     try:
         process.wait(LIMIT)
     except subprocess.TimeoutExpired:
@@ -179,7 +183,7 @@ def finish(process: Process) -> None:
 
 
 def end(process: Process) -> None:
-    """End a launcher and its ranks at once, as when the power fails."""
+    """Kill a launcher and its ranks at once, as a power failure would."""
     for pid in [process.pid, *workers(process.pid).values()]:
         with suppress(ProcessLookupError):
             os.kill(pid, 9)
@@ -187,7 +191,8 @@ def end(process: Process) -> None:
 
 
 def wait_for(there: Callable[[], bool], process: Process, pause: float = 0.02) -> float:
-    """Return when it is so, or the process or the time has ended; the moment."""
+    """Wait until `there()` is true, the process has ended, or `LIMIT` has passed; return the time
+    (`time.monotonic`)."""
     deadline = time.monotonic() + LIMIT
     while process.poll() is None and time.monotonic() < deadline and not there():
         time.sleep(pause)
@@ -195,7 +200,7 @@ def wait_for(there: Callable[[], bool], process: Process, pause: float = 0.02) -
 
 
 def workers(launcher: int) -> dict[int, int]:
-    """Process of each rank that a launcher has started."""
+    """Return the process id of each rank that a launcher has started."""
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -210,14 +215,14 @@ def workers(launcher: int) -> dict[int, int]:
 
 
 def import_seconds() -> float:
-    """Seconds that a process needs to import torch."""
+    """Return the seconds that a process takes to import torch."""
     start = time.monotonic()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     return time.monotonic() - start
 
 
 def corpus(prefix: Path) -> None:
-    """Documents that can be learned."""
+    """Write a token file of documents with a pattern that a model can learn."""
     draw = np.random.default_rng(0)
     with TokenFileWriter(str(prefix), np.dtype(np.uint16)) as writer:
         for _ in range(200):
@@ -227,7 +232,7 @@ def corpus(prefix: Path) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody has."""
+    """Return a free port."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

@@ -35,7 +35,7 @@ machine. A task file can name Python code to run: only run task files from sourc
 
 
 def main() -> None:
-    """Load, score, print."""
+    """Load the model, score the texts and tasks, and print the results."""
     arguments = _arguments()
     with reported():
         if not (arguments.text or arguments.split or arguments.tasks):
@@ -63,7 +63,8 @@ def main() -> None:
 def _on_texts(
     arguments: argparse.Namespace, config: RunConfig, stage: Stage, context: int
 ) -> dict[str, Any]:
-    """Score each file, and each source of the split, and all of them."""
+    """Score each file and each source of the split, and if there are several, all together. Return
+    the numbers by name."""
     named = arguments.tokenizer or config.data.tokenizer
     tokenizer: Tokenizer | None = tokenizer_of(config, named) if named else None
     reading = Reading(arguments.key, arguments.format, arguments.split_blank_lines)
@@ -96,11 +97,11 @@ def _on_texts(
 def _on_tasks(
     arguments: argparse.Namespace, config: RunConfig, stage: Stage, context: int
 ) -> dict[str, Any]:
-    # The harness imports a package that has the name of this file.
+    # The harness imports a package `evaluate`, which this file must not shadow.
     here = Path(__file__).resolve().parent
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != here]
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"):
-        os.environ.setdefault(name, "1")  # read when they are imported
+        os.environ.setdefault(name, "1")  # must be set before the libraries are imported
     from megaframe.harness import Tasks, evaluate_tasks
 
     names = arguments.tasks.split(",")

@@ -1,11 +1,11 @@
-"""What of a step's transfers nothing hides, and how long each GPU does nothing.
+"""Show how much of a step's transfers is exposed, and how long each GPU is idle.
 
 python pretrain_gpt.py --config run.yaml meter.profile=[20]
 python tools/exposed.py runs/default/profile
 
-Reads what torch's profiler wrote of the steps in `meter.profile`: files, or all of a folder. A
-transfer is hidden as long as the same GPU computes; compute, exposed communication, exposed copies
-and idle time add up to the span from the first to the last thing that it did.
+It reads the traces that torch's profiler wrote for the steps in `meter.profile`: files, or all of a
+folder. A transfer is hidden while the same GPU computes. Compute, exposed communication, exposed
+copies and idle time sum to the span from the start of the first operation to the end of the last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megaframe.meter.exposed import Exposed, exposed
 
 
 def main() -> None:
-    """Print the table, or its numbers as JSON."""
+    """Print a summary, the table and the longest gaps, or the numbers as JSON."""
     given = parse_arguments()
     with reported():
         found = [(path, one) for path in traces(given.traces) for one in exposed(path, given.gaps)]
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def traces(paths: Iterable[Path]) -> Iterator[Path]:
-    """Each file, and each trace of a folder. Raises `UserError` where there is none."""
+    """Yield each file, and each trace of a folder. Raises `UserError` if a folder has none."""
     for path in paths:
         if not path.is_dir():
             yield path
@@ -54,7 +54,7 @@ def traces(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def worst(found: Sequence[tuple[Path, Exposed]]) -> str:
-    """In words, what there is to gain at most."""
+    """Return a sentence about the GPU that computes for the smallest share of its time."""
     path, one = max(found, key=lambda each: 1 - each[1].compute / each[1].span)
     return (
         f"{path.stem}, GPU {one.device}, computes least: {one.compute / one.span:.1%} of its time; "
@@ -65,7 +65,7 @@ def worst(found: Sequence[tuple[Path, Exposed]]) -> str:
 
 
 def table(found: Iterable[tuple[Path, Exposed]]) -> Table:
-    """Milliseconds of each GPU and trace."""
+    """Return the table of milliseconds for each trace and GPU."""
     made = Table("trace", "GPU", box=None, header_style="bold")
     for name in ("span ms", "compute", "communication", "exposed", "copies", "exposed", "idle"):
         made.add_column(name, justify="right")
@@ -77,7 +77,7 @@ def table(found: Iterable[tuple[Path, Exposed]]) -> Table:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -16,7 +16,7 @@ from megaframe.sampling import load_model, sample, tokenizer_of
 
 
 def main() -> None:
-    """Load, sample, print as it comes."""
+    """Load the model, sample from it, and print the text as it is sampled."""
     arguments = _arguments()
     with reported():
         config, stage = load_model(place(arguments.checkpoint), ema=arguments.ema)
@@ -35,7 +35,7 @@ def main() -> None:
             stop=tokenizer.eod,
             generator=generator,
         ):
-            # The whole text is decoded each time: a token may be a part of a character.
+            # Decode the whole text each time, because a token may be a part of a character.
             text = tokenizer.decode(ids)
             if not text.endswith("�"):
                 sys.stdout.write(text[len(shown) :])

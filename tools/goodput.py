@@ -1,10 +1,10 @@
-"""What share of its time a run makes progress, and how often to save: failures as published,
-against costs as measured.
+"""Compute the share of time in which a run makes progress, and how often it should save, from
+published failures and measured costs.
 
 python tools/goodput.py --mix llama3 --ranks 16384 --costs restart=15,load=10,stall=0.2
 python tools/goodput.py --ranks 16384 100000 --measured benchmarks/results/drill.json --target 0.93
 
-What a drill has measured (tools/drill.py --write) is told apart from what is assumed beside it.
+Costs that a drill has measured (tools/drill.py --write) are listed apart from those assumed.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def main() -> None:
 
 
 def measured(path: Path) -> dict[str, float]:
-    """Costs from what a drill has written. There a crash is noticed within `restart`, which begins
-    with the last step. Raises `UserError` for a file that is none of a drill."""
+    """Return the costs in a file that a drill has written. `crash` is 0, because there the time to
+    notice a crash is a part of `restart`, which begins with the last step. Raises `UserError` if
+    the file is not from a drill."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         kill = {cause: float(found["kill"][cause]) for cause in ("restart", "load", "again")}
@@ -53,7 +54,8 @@ def measured(path: Path) -> dict[str, float]:
 
 
 def changed(costs: Costs, text: str) -> Costs:
-    """Costs with some of them set, from NAME=SECONDS,... Raises `UserError` for what is none."""
+    """Return the costs with some of them set from NAME=SECONDS,... Raises `UserError` for unknown
+    names and invalid numbers."""
     names = [field.name for field in fields(costs)]
     for pair in filter(None, text.split(",")):
         name, _, value = pair.partition("=")
@@ -70,13 +72,13 @@ def changed(costs: Costs, text: str) -> Costs:
 
 
 def shown(costs: Costs, names: set[str] | None = None) -> str:
-    """Costs, of these names or all, as they are given."""
+    """Return the costs in the format of --costs. names: which of them; None for all."""
     chosen = [field.name for field in fields(costs) if names is None or field.name in names]
     return ", ".join(f"{name}={getattr(costs, name):g}" for name in chosen)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

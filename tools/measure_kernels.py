@@ -1,8 +1,8 @@
-"""Measure a few kernels of this machine's chip, and print the constants that explain them.
+"""Measure a few kernels on this machine's chip, and print the constants that explain them.
 
-Products of several sizes give the share of the peak and what a product's beginning costs; a large
-addition the bandwidth of memory; attention its own rate; an empty kernel the host's launches. The
-planner takes the result as `Constants(...)`.
+Products of several sizes give the share of the peak and the cost of starting a tile, a large
+addition gives the memory bandwidth, attention its own rate, and a tiny kernel the time of a launch.
+The result, `Constants(...)`, is what the planner uses for a chip.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from megaframe.product import product
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _AGAIN = 0.2
-"""Seconds for which each kernel is repeated."""
+"""Least seconds for which each kernel is repeated."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """constants: those found. errors: of the products, relative, predicted by them."""
+    """The result. constants: those found. errors: relative error of each product's predicted
+    time."""
 
     constants: Constants
     errors: tuple[float, ...]
 
 
 def seconds_of(kernel: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of one call."""
+    """Return the median seconds of one call of `kernel`."""
     kernel()
     found: list[float] = []
     end = time.perf_counter() + _AGAIN
@@ -55,7 +56,7 @@ def seconds_of(kernel: Callable[[], object], device: torch.device) -> float:
 def product_times(
     sizes: list[tuple[int, int, int]], kind: torch.dtype, device: torch.device
 ) -> list[float]:
-    """Seconds of products of (rows, outputs, terms)."""
+    """Return the seconds of a product for each size (rows, outputs, terms)."""
     found = []
     for rows, outputs, terms in sizes:
         left = torch.randn(rows, terms, device=device).to(kind)
@@ -67,8 +68,11 @@ def product_times(
 def explained(
     chip: Chip, kind: str, sizes: list[tuple[int, int, int]], taken: list[float], at: Constants
 ) -> Measured:
-    """The share of the peak and the start that explain these products best, tried on a grid: the
-    model is no straight line where memory bounds a product."""
+    """Return the constants whose `product` and `start` explain these products best, by a search on
+    a grid: the model is not linear where memory bounds a product.
+
+    sizes: as in `product_times`. taken: measured seconds. at: the other constants.
+    """
     best = Measured(at, (np.inf,))
     for start in (0.0, *np.geomspace(4, 1024, 33)):
         for share in np.geomspace(0.02, 1.5, 120):
@@ -84,7 +88,8 @@ def explained(
 
 
 def measure(chip: Chip, kind: str, device: torch.device, largest: int) -> Measured:
-    """All constants of this chip that one process can measure; the others stay as they are."""
+    """Measure all constants of this chip that one process can measure; the others are those already
+    known. largest: width of the largest product."""
     known = constants_of(chip.family)
     widths = [size for size in (256, 512, 1024, 2048, 4096, 8192) if size <= largest]
     sizes = [(width, width, width) for width in widths] + [(largest, largest, 64)]
@@ -98,7 +103,7 @@ def measure(chip: Chip, kind: str, device: torch.device, largest: int) -> Measur
     attending = seconds_of(
         lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True), device
     )
-    flops = 2.0 * heads * length * length * width  # half of both products
+    flops = 2.0 * heads * length * length * width  # both products, half of them masked
     sustained = chip.sustained(kind)
     if sustained is None:
         raise UserError(f"chip {chip.name} has no figure for {kind}; use {', '.join(chip.peaks)}")
@@ -108,7 +113,7 @@ def measure(chip: Chip, kind: str, device: torch.device, largest: int) -> Measur
 
 
 def main() -> None:
-    """The command line."""
+    """Measure, and print the constants."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 8 tools/measure_links.py --chip h100 --write cluster.yaml
     torchrun ... tools/measure_links.py --tensor 8 --pipeline 2      each axis of a layout
 
-Without a layout the ranks of a node are one tier, and ranks of the same number of all nodes the
-next. A collective of n bytes takes A + n B; A and B are fitted with the least relative squares, and
-become the latency and the bandwidth that the ring's closed form explains them by. Bus bandwidth is
-what a link carried, comparable between operations and numbers of ranks.
+Without a layout, the ranks of a node are one tier, and ranks with the same number in all nodes are
+the next. A collective of n bytes takes A + n B seconds. A and B are fitted by least squares of
+relative errors, and converted to the latency and bandwidth that give them in the formula for a
+ring. Bus bandwidth is what a link carried, comparable between operations and numbers of ranks.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ OPERATIONS: Mapping[str, Callable[[Tensor, Group], Tensor]] = {
     "reduce_scatter": lambda whole, group: reduce_scatter(whole, group).wait(),
     "all_to_all": lambda whole, group: all_to_all(whole, group).wait(),
 }
-"""By name, on a buffer of as many bytes as the closed forms count."""
+"""Operations to measure, by name. The buffer has n bytes as `plan.collectives` counts them."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """One operation on one group of ranks. alpha: seconds of a message, bandwidth: bytes/s of a
-    rank, by the ring. error: largest relative one of the line. bus: bytes/s on the largest size."""
+    """The fit of one operation on one group of ranks. what: name of the group. alpha, bandwidth:
+    seconds per message and bytes/s of a rank, by the formula for a ring. error: largest relative
+    error of the fitted line. bus: bus bandwidth of the largest size, in bytes/s."""
 
     what: str
     operation: str
@@ -71,7 +72,8 @@ HEAD = (
 def seconds_of(
     operation: Callable[[Tensor, Group], Tensor], size: int, group: Group, mesh: Mesh, times: int
 ) -> float:
-    """Median seconds of the slowest rank of the group."""
+    """Return the seconds of an operation on `size` bytes: the slowest rank of the group, and of
+    `times` repetitions the median."""
     whole = torch.zeros(size // 4, device=mesh.device)
     found = []
     for turn in range(times + 1):
@@ -82,13 +84,14 @@ def seconds_of(
             torch.cuda.synchronize()
         taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=mesh.device)
         slowest = all_reduce(taken, group, "max").wait()
-        if turn:  # the first one makes connections
+        if turn:  # the first operation makes the connections
             found.append(float(slowest))
     return statistics.median(found)
 
 
 def measure(what: str, group: Group, mesh: Mesh, sizes: list[int], times: int) -> list[Fit]:
-    """All operations on one group. All ranks call it, each with its group of this kind."""
+    """Measure and fit all operations on one group. All ranks call it together, each with its own
+    group of this kind."""
     ranks, found = group.size, []
     for name, operation in OPERATIONS.items():
         rounded = [max(1, size // (4 * ranks)) * 4 * ranks for size in sizes]
@@ -106,11 +109,13 @@ def measure(what: str, group: Group, mesh: Mesh, sizes: list[int], times: int) -
 def tiers(
     fits: Mapping[str, list[Fit]], sizes: Mapping[str, int], constants: Constants
 ) -> list[dict[str, object]]:
-    """Tiers of a description, from what the gathers of each level showed: they are what a run does
-    most. An outer tier that measured faster than the one inside it is given that one's speed.
+    """Return the tiers of a description, from the all-gathers of each tier, which are the most
+    frequent operation of a run. An outer tier that measured faster than the one inside it gets the
+    bandwidth of the latter.
 
-    constants: with the shares of a bandwidth that the planner lets collectives reach; what was
-    measured is that.
+    fits: measurements by tier. sizes: ranks of each tier. constants: those of the chip. Measured
+    bandwidth is divided by the share that the planner lets collectives reach (`Constants.links`).
+    Raises `UserError` if no bandwidth can be derived.
     """
     made: list[dict[str, object]] = []
     fastest = float("inf")
@@ -137,7 +142,7 @@ def tiers(
 def describe(
     path: Path, chip: str, made: list[dict[str, object]], given: argparse.Namespace
 ) -> None:
-    """Write the description, and read it back."""
+    """Write the description, and read it back as a check."""
     content = {
         "chip": chip,
         "tiers": made,
@@ -150,7 +155,7 @@ def describe(
 
 
 def arguments() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line. Raises `UserError` for an unknown chip or impossible sizes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -176,7 +181,7 @@ def arguments() -> argparse.Namespace:
 
 
 def run(given: argparse.Namespace) -> None:
-    """The measurement, on every rank."""
+    """Measure on every rank, and print and write the result on the first one."""
     world = world_size()
     if world < 2:
         raise UserError("links need 2 ranks or more; start with torchrun --nproc-per-node 2")

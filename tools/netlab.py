@@ -1,11 +1,11 @@
-"""Run a command on several hosts that are all on this machine, joined by links of a given rate.
+"""Run a command on several emulated hosts on this machine, connected by links of a given rate.
 
 python tools/netlab.py --hosts 2 --ranks 2 --link 200mbit -- pretrain_gpt.py --config RUN.yaml
 
 Hosts are network namespaces (`megaframe/lab`), so placement, overlap, compression, lost links and
-slow hosts can be measured where there is no cluster. A command whose first word is a Python file
-is started through `torchrun` on each host; any other as it is, with what `torchrun` needs in its
-environment. Linux, with the rights of root.
+slow hosts can be measured without a cluster. If the first word of the command is a Python file, it
+is started through `torchrun` on each host. Any other command is started as it is, with the
+variables that `torchrun` needs in its environment. Needs Linux and root.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def main() -> None:
-    """The command; ends with the status of the first host that failed."""
+    """Run the command on the hosts, and exit with the status of the first host that failed."""
     arguments = parse_arguments()
     with reported():
         links = links_of(arguments)
@@ -47,7 +47,7 @@ def main() -> None:
         run = run_folder(arguments.command)
         command = started_by(arguments.command, arguments.max_restarts)
         for number in _SIGNALS:
-            signal.signal(number, _leave)  # so that hosts are removed
+            signal.signal(number, _leave)  # exit in an orderly way, so that hosts are removed
         began = time.time()
         with hosts(links) as made:
             outcome = run_on(
@@ -58,7 +58,7 @@ def main() -> None:
         (arguments.folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
         print(report(links, outcome, steps))
         print(f"output of every host and {SUMMARY}: {arguments.folder}")
-    # A signal has a negative number, which would come out as another one.
+    # A negative status is a signal, which a shell reports as 128 plus its number.
     sys.exit(outcome.status if outcome.status >= 0 else 128 - outcome.status)
 
 
@@ -67,8 +67,7 @@ def _leave(number: int, _: FrameType | None) -> None:
 
 
 def links_of(arguments: argparse.Namespace) -> list[Link]:
-    """The link of each host. Raises `UserError` for hosts that are not there and rates that are
-    none."""
+    """Return the link of each host. Raises `UserError` for unknown hosts and invalid rates."""
     if arguments.hosts < 1 or arguments.ranks < 1:
         asked = f"--hosts {arguments.hosts} --ranks {arguments.ranks}"
         raise UserError(f"{asked}: both are 1 or more")
@@ -84,7 +83,8 @@ def links_of(arguments: argparse.Namespace) -> list[Link]:
 
 
 def drop_of(text: str, count: int) -> Drop:
-    """A link that is lost, from HOST@SECONDS[:SECONDS]. Raises `UserError`."""
+    """Parse HOST@SECONDS[:SECONDS] into the loss of a link. count: number of hosts. Raises
+    `UserError` if the text is not of this form, or there is no such host."""
     found = _DROP.fullmatch(text)
     try:
         if found is None:
@@ -104,8 +104,8 @@ def _host(what: str, number: str, count: int) -> int:
 
 
 def run_folder(command: Sequence[str]) -> Path | None:
-    """Where the run that the command starts writes its metrics; None of another command. Raises
-    `UserError` for a mistake in its config, before any host is made."""
+    """Return the folder of the run that the command starts, or None if it starts something else.
+    Raises `UserError` for a mistake in the run's config, before any host is made."""
     if Path(command[0]).name != ENTRY:
         return None
     parser = argparse.ArgumentParser(prog=ENTRY)
@@ -116,7 +116,8 @@ def run_folder(command: Sequence[str]) -> Path | None:
 
 
 def started_by(command: Sequence[str], restarts: int) -> list[str]:
-    """The command line of a host. Raises `UserError` where there is no such Python file."""
+    """Return the command line for each host, with `torchrun` in front of a Python file. restarts:
+    its `--max-restarts`. Raises `UserError` if there is no such file."""
     if not command[0].endswith(".py"):
         return list(command)
     if not Path(command[0]).is_file():
@@ -126,8 +127,11 @@ def started_by(command: Sequence[str], restarts: int) -> list[str]:
 
 
 def steps_of(run: Path, since: float) -> dict[str, Any]:
-    """What the metrics say of the steps since a moment: medians of the length of a step and of its
-    parts in seconds, and of the bytes that a rank handed over by axis. The first step warms up."""
+    """Return medians over the steps since a time: seconds of a step and of its parts, and bytes
+    handed over by axis. The first step is left out as a warm-up. Empty if there are no steps.
+
+    since: seconds since the epoch.
+    """
     metrics = Metrics(run / "metrics.jsonl")
     metrics.read()
     recent = np.flatnonzero(metrics.column("at") >= since)
@@ -152,7 +156,7 @@ def steps_of(run: Path, since: float) -> dict[str, Any]:
 
 
 def report(links: Sequence[Link], outcome: Outcome, steps: Mapping[str, Any]) -> str:
-    """What is printed at the end."""
+    """Return the text that is printed at the end."""
     lines = [f"{'':<8}{'link':>10}{'sent MB':>12}{'received MB':>13}{'status':>8}"]
     for number, (link, moved) in enumerate(zip(links, outcome.moved, strict=True)):
         sent, received = (count / 1e6 for count in moved)
@@ -177,7 +181,7 @@ def report(links: Sequence[Link], outcome: Outcome, steps: Mapping[str, Any]) ->
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line. words: its words; None for those of the process."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

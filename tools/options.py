@@ -1,4 +1,4 @@
-"""Print all options of a run as Markdown: what docs/options.md holds.
+"""Print all options of a run as Markdown: the content of docs/options.md.
 
 python tools/options.py > docs/options.md
 """
@@ -17,7 +17,7 @@ same for one key. A `derived` default depends on other keys, as the description 
 
 
 def table() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [_BEGIN]
     for name, section in keys().items():
         inner = [key for key in keys().values() if key.name.rpartition(".")[0] == name]
@@ -41,7 +41,7 @@ def _cells(key: Key) -> list[str]:
 
 
 def main() -> None:
-    """Print it."""
+    """Print the page."""
     print(table(), end="")
 
 

@@ -1,4 +1,4 @@
-"""Know before you run: does it fit, how fast, which layout, why; `python tools/plan.py --help`."""
+"""Predict a run: does it fit, how fast is it, which layout is best and why."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ examples:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked. fixed: sizes of the layout that were given."""
+    """What to plan. fixed: layout keys given on the command line, which a search must keep."""
 
     config: RunConfig
     gpus: int
@@ -51,7 +51,7 @@ class Question:
 
 
 def main() -> None:
-    """Answer on the console, as JSON or as a page."""
+    """Print the plan as text or JSON, and write the files that were asked for."""
     arguments = parse_arguments()
     with reported():
         question = asked(arguments)
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def asked(arguments: argparse.Namespace) -> Question:
-    """The question of a command line."""
+    """Return the question of a command line. Raises `UserError` if it has no answer."""
     config = load(arguments.config, arguments.overrides)
     if config.model.vocab is None:
         raise UserError("model.vocab is not set, and a plan reads no tokenizer; give model.vocab=N")
@@ -105,7 +105,7 @@ def asked(arguments: argparse.Namespace) -> Question:
 
 
 def predicted(question: Question) -> Choice:
-    """What is predicted of the layout that the config has."""
+    """Return the config's own layout with its prediction."""
     config, gpus = question.config, question.gpus
     check(config, gpus, data=False)
     layout = Layout.from_parallel(config.parallel, gpus)
@@ -114,7 +114,7 @@ def predicted(question: Question) -> Choice:
 
 
 def show(question: Question, choice: Choice, found: Found | None) -> None:
-    """Words first, tables second."""
+    """Print the plan: words first, tables second."""
     console, cluster = Console(highlight=False, soft_wrap=True), question.cluster
     console.print(
         f"[bold]{question.gpus} GPUs ({cluster.chip.name}) of {cluster.name}, "
@@ -168,7 +168,7 @@ def _ranked(found: Found) -> Table:
 
 
 def record(question: Question, choice: Choice, found: Found | None) -> dict[str, object]:
-    """For JSON."""
+    """Return the plan for JSON."""
     prediction = choice.prediction
     whole: dict[str, object] = {
         "cluster": question.cluster.name,
@@ -202,7 +202,7 @@ def record(question: Question, choice: Choice, found: Found | None) -> dict[str,
 
 
 def layout_keys(choice: Choice) -> dict[str, object]:
-    """The keys of a config that make its layout."""
+    """Return the keys of the config that determine its layout, with their values."""
     parallel = {
         name: getattr(choice.config.parallel, name)
         for name in FREE
@@ -214,13 +214,13 @@ def layout_keys(choice: Choice) -> dict[str, object]:
 
 
 def write(path: Path, choice: Choice) -> None:
-    """The config with the layout, ready for pretrain_gpt.py."""
+    """Write the config with the layout, ready for pretrain_gpt.py."""
     head = f"# {choice.layout}: {choice.prediction.step_seconds:.3g} s a step by the plan.\n"
     path.write_text(head + dump(choice.config), encoding="utf-8")
 
 
 def dry_run(choice: Choice, rank: int, *, as_json: bool) -> None:
-    """Play one rank alone, and compare what it counts with the plan."""
+    """Rehearse one rank alone, and print what it counts next to the plan."""
     from megaframe.rehearsal import rehearse
     from megaframe.rehearsal.compare import compared
 
@@ -244,7 +244,7 @@ def dry_run(choice: Choice, rank: int, *, as_json: bool) -> None:
 
 
 def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line. given: its words; None for those of the process."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )

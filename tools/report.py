@@ -1,4 +1,4 @@
-"""Write the report of a run: what it was, how fast, what was lost where, what to try next.
+"""Write the report of a run: what it was, how fast it was, where time was lost, what to try next.
 
 python tools/report.py runs/demo
 """
@@ -17,7 +17,7 @@ from megaframe.plan.beside import beside_or_why
 
 
 def main() -> None:
-    """Write report.md and report.html, and print the first."""
+    """Write report.md and report.html, and print the former."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -37,7 +37,9 @@ example: python tools/schedule.py --schedule zb-v --stages 4 --chunks 2 --microb
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked about one schedule. costs: of a rank's whole share of the model."""
+    """The parameters of one schedule. name: as in `generate`. group: microbatches per turn
+    (interleaved). costs: those of a rank's whole share of the model. memory_limit: most activations
+    (search), in units of a microbatch on a rank."""
 
     name: str
     ranks: int
@@ -50,14 +52,14 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """A schedule that has passed the checker, and what it costs."""
+    """A schedule that has passed the checker, with its simulated timeline."""
 
     question: Question
     schedule: Schedule
     timeline: Timeline
 
     def record(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the answer for JSON."""
         asked, found = self.question, self.timeline
         return {
             "schedule": asked.name,
@@ -123,7 +125,8 @@ def _answer(asked: Question, lowered: bool = False) -> Answer:
 
 
 def _compare(asked: Question, as_json: bool) -> None:
-    """All schedules on the same ranks, each with the number of chunks nearest to the given one."""
+    """Print all schedules on the same ranks, each with the valid number of chunks nearest to the
+    given one."""
     answers, mistakes = [], []
     for name in NAMES:
         chunks = LIMITS[name].nearest_chunks(asked.chunks)
@@ -172,7 +175,7 @@ def _check_size(asked: Question) -> None:
 
 
 def _write(path: str, text: str) -> None:
-    """Whole or not at all."""
+    """Write a file, completely or not at all."""
     partial = Path(f"{path}.{os.getpid()}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -183,13 +186,13 @@ def _write(path: str, text: str) -> None:
 
 
 def _plain(value: Seconds) -> int | float:
-    """A number that JSON has; exact whole ones without a point."""
+    """Return a number as JSON has it: an int if it is an exact integer, otherwise a float."""
     whole = not isinstance(value, float) and Fraction(value).denominator == 1
     return int(value) if whole else float(value)
 
 
 def _units(text: str) -> Fraction:
-    """--memory-limit"""
+    """Parse the value of --memory-limit."""
     try:
         value = float(text)
     except ValueError:

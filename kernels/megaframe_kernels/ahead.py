@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
+from io import StringIO
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -43,7 +43,6 @@ _TYPES = {
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.float8_e5m2: "*fp8e5",
 }
-_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,11 @@ def _compile(one: Launch, example: str, chip: int) -> Usage:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(one.kernel, signature, constants, attributes)
     options = {"num_warps": one.warps, "num_stages": one.stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
-    return _read(one.kernel.__name__, example, chip, compiled)
+    # The assembler reports only when it runs, not when its result is found in a cache.
+    with knobs.compilation.scope(), knobs.nvidia.scope(), redirect_stdout(StringIO()) as report:
+        knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
+    return _read(one.kernel.__name__, example, chip, compiled, report.getvalue())
 
 
 def _describe(value: Any, constant: bool, special: bool) -> tuple[str, bool]:
@@ -107,15 +109,8 @@ def _describe(value: Any, constant: bool, special: bool) -> tuple[str, bool]:
     return "fp32", False
 
 
-def _read(kernel: str, example: str, chip: int, compiled: Any) -> Usage:
-    """Assemble the kernel's PTX again with -v, and read the assembler's report."""
-    arch = re.findall(r"\.target (\w+)", compiled.asm["ptx"])[0]
-    tool = _TOOLS / ("ptxas-blackwell" if chip >= 100 else "ptxas")
-    with tempfile.TemporaryDirectory() as folder:
-        ptx = Path(folder, "kernel.ptx")
-        ptx.write_text(compiled.asm["ptx"])
-        command = (str(tool), "-v", "--gpu-name", arch, str(ptx), "-o", f"{ptx}.o")
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+def _read(kernel: str, example: str, chip: int, compiled: Any, report: str) -> Usage:
+    """Read the report of the assembler that Triton called."""
     matrix = [m for m in ("wgmma", "tcgen05.mma", "mma.sync") if m in compiled.asm["ptx"]]
     return Usage(
         kernel,

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from typing import Any
 
-import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -51,9 +51,9 @@ def _replace_language_once_per_launch() -> None:
 
 def _look_types_up() -> None:
     find = interpreter._get_np_dtype
-    known: dict[str, np.dtype[Any]] = {}
+    known: dict[str, Any] = {}
 
-    def look_up(dtype: Any) -> np.dtype[Any]:
+    def look_up(dtype: Any) -> Any:
         scalar = dtype.scalar
         if scalar.name not in known:
             known[scalar.name] = find(scalar)
@@ -77,12 +77,10 @@ def _describe_shapes_once() -> None:
 
 
 def _check_overflow_with_numpy() -> None:
-    operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
-
     def check(left: Any, right: Any, operation: Any) -> None:
         kind, name = left.type.scalar, operation.__name__
         if kind.int_bitwidth < 64:
-            found = operations[name](*(x.handle.data.astype(np.int64) for x in (left, right)))
+            found = getattr(operator, name)(*(x.handle.data.astype("int64") for x in (left, right)))
             low, high = kind.get_int_min_value(), kind.get_int_max_value()
             inside = low <= found.min(initial=high) and found.max(initial=low) <= high
             assert inside, f"int{kind.int_bitwidth} overflow in {name}"

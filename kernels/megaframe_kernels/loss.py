@@ -29,9 +29,11 @@ def reference(
     vocab: int | None = None,
     join: Join | None = None,
     gradient: bool = True,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Loss of each token, at least fp32 [T], and the logits, which with `gradient` have become that
-    of the sum of the losses. Negative labels have no loss; options as of cross_entropy."""
+    of the sum of the losses, times the scalar `scale` if there is one. Negative labels have no
+    loss; options as of cross_entropy."""
     options: dict[str, Any] = {
         "label_smoothing": label_smoothing,
         "z_loss": z_loss,
@@ -45,7 +47,8 @@ def reference(
         leaf = logits_TV.detach().clone().requires_grad_()
         losses = cross_entropy.reference(leaf, labels_T, **options)
         if gradient:
-            (made,) = torch.autograd.grad(losses.sum(), leaf)
+            total = losses.sum() if scale is None else losses.sum() * scale
+            (made,) = torch.autograd.grad(total, leaf)
             logits_TV.copy_(made)
     return losses.detach(), logits_TV
 
@@ -81,16 +84,19 @@ def run_triton(
     vocab: int | None = None,
     join: Join | None = None,
     gradient: bool = True,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As the reference."""
+    """As the reference. The scale is multiplied in fp32, before the gradient is rounded."""
     rest = (start, vocab or logits_TV.shape[1], label_smoothing, softcap)
     own, own_label = _parts_op(logits_TV, labels_T, *rest)
     whole, label = (own, own_label) if join is None else join(own.clone(), own_label.clone())
     valid = (labels_T >= 0).to(own.dtype)
     if gradient:
         # exp(z - whole), the share of the whole vocabulary, needs no join of gradients.
-        scale = valid * (1.0 + 2.0 * z_loss * whole)
-        _gradient_op(scale, -valid, logits_TV, labels_T, whole, *rest)
+        weight = valid if scale is None else valid * scale
+        _gradient_op(
+            weight * (1.0 + 2.0 * z_loss * whole), -weight, logits_TV, labels_T, whole, *rest
+        )
     return (whole - label + z_loss * whole.square()) * valid, logits_TV
 
 

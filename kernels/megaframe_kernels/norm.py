@@ -29,8 +29,8 @@ from megaframe_kernels.kernel import Implementation, Kernel, never, refuse_types
 _WIDEST = 16384
 _WHOLE = 8192
 """Widest row that the backward pass keeps in registers."""
-_TILE = 4096
-"""If rows are narrow, a program's tile has a quarter of this many elements."""
+_TILE = 1024
+"""Elements of a program's tile if rows are narrow."""
 
 
 def reference(
@@ -57,12 +57,15 @@ def reference(
     return y.to(total.dtype), total
 
 
-def _shape(width: int) -> tuple[int, int, int]:
-    """Return the rows and width of a tile, and its number of warps, for 16 to 32 elements per
-    thread."""
-    padded = power_of_2(max(width, 16))
-    rows = max(1, _TILE // 4 // padded)
-    return rows, padded, min(16, max(1, rows * padded // 512))
+def _shape(x: Tensor) -> tuple[int, int, int]:
+    """Return the rows and width of a tile of x [rows, width], and its number of warps, for 16 to 32
+    elements per thread."""
+    padded = power_of_2(max(x.shape[1], 16))
+    rows = max(1, _TILE // padded)
+    warps = min(16, max(1, rows * padded // 512))
+    if padded > _WHOLE and x.dtype == torch.float32:
+        warps *= 2  # fp32 takes twice the loads of 16 bytes, whose addresses need registers too
+    return rows, padded, warps
 
 
 def launch_forward(
@@ -77,7 +80,7 @@ def launch_forward(
     total = x.new_empty(0) if added is None else torch.empty_like(y)
     scales = x.new_empty(rows, dtype=torch.float32)
     means = torch.empty_like(scales) if center else scales.new_empty(0)
-    tile_rows, tile_width, warps = _shape(width)
+    tile_rows, tile_width, warps = _shape(flat)
     launch(
         norm_device.forward,
         (ceil_div(rows, tile_rows),),
@@ -115,10 +118,8 @@ def launch_backward(
     flat, d_flat = rows_of(total), rows_of(d_y)
     d_added = None if d_total is None else rows_of(d_total)
     rows, width = flat.shape
-    tile_rows, tile_width, warps = _shape(width)
+    tile_rows, tile_width, warps = _shape(flat)
     wide = tile_width > _WHOLE
-    if wide and total.dtype == torch.float32:
-        warps *= 2  # fp32 takes twice the loads of 16 bytes, whose addresses need registers too
     programs = min(processors(total) * max(1, 16 // warps), max(1, ceil_div(rows, tile_rows)))
     d_x = torch.empty_like(total, memory_format=torch.contiguous_format)
     d_gain = scales.new_empty(programs, width) if rows else scales.new_zeros(programs, width)

@@ -187,9 +187,11 @@ def backward_wide(
         mean = 0.0
         if CENTER:
             mean = tl.load(means + row)
-        _, _, normed, inner = _read_half(y_row, t_row, gain, mean, scale, 0, width, HALF)
+        _, given, normed, inner = _read_half(y_row, t_row, gain, mean, scale, 0, width, HALF)
+        low_gain += given * normed
         slope, shift = tl.sum(inner * normed, 0), tl.sum(inner, 0)
-        _, _, normed, inner = _read_half(y_row, t_row, gain, mean, scale, HALF, width, HALF)
+        _, given, normed, inner = _read_half(y_row, t_row, gain, mean, scale, HALF, width, HALF)
+        high_gain += given * normed
         slope = (slope + tl.sum(inner * normed, 0)) / width
         shift = (shift + tl.sum(inner, 0)) / width
         if not CENTER:
@@ -197,13 +199,9 @@ def backward_wide(
         # Without the barrier, the compiler would keep the halves in registers instead of reading
         # them again.
         tl.debug_barrier()
-        column, given, normed, inner = _read_half(y_row, t_row, gain, mean, scale, 0, width, HALF)
-        low_gain += given * normed
+        column, _, normed, inner = _read_half(y_row, t_row, gain, mean, scale, 0, width, HALF)
         _finish_half(added, x_row, column, inner, normed, slope, shift, scale, width)
-        column, given, normed, inner = _read_half(
-            y_row, t_row, gain, mean, scale, HALF, width, HALF
-        )
-        high_gain += given * normed
+        column, _, normed, inner = _read_half(y_row, t_row, gain, mean, scale, HALF, width, HALF)
         _finish_half(added, x_row, column, inner, normed, slope, shift, scale, width)
     mine = tl.program_id(0) * width
     low, high = tl.arange(0, HALF), HALF + tl.arange(0, HALF)

@@ -19,7 +19,7 @@ from megaframe_kernels.direct import direct
 from megaframe_kernels.installed import missing_nothing
 from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 
-_TILE = 2048
+_TILE = 1024
 _MOST_EXPERTS = 1024
 
 

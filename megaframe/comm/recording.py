@@ -3,16 +3,27 @@
 Normally the host reports each transfer when it starts it, to the counters of bytes and to the
 watch. When recorded work runs, the host starts no transfers. It then reports all transfers that
 were started while the work was recorded.
+
+Ranks that start transfers of several communicators in different orders can wait for each other
+forever. All ranks here start theirs in the same order, but in a graph NCCL keeps the order of each
+communicator only, unless it is told to keep that of the host (NCCL's user guide, "Using multiple
+NCCL communicators concurrently").
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
 from megaframe.comm.place import Place, Waiting
 from megaframe.comm.traffic import Traffic
+
+_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+_OLDEST = (2, 26)
 
 
 @dataclass
@@ -53,3 +64,20 @@ def recording(name: str, place: Place, traffics: Sequence[Traffic]) -> Iterator[
     ]
     for traffic, size, calls in made.moved:
         traffic.add(-size, -calls)
+
+
+def keep_order() -> None:
+    """Tell NCCL to start transfers in the order in which this process does, whatever their
+    communicator. Call it before process groups are made. A setting of the environment stays."""
+    os.environ.setdefault(_ORDER, "1")
+
+
+def unordered() -> str | None:
+    """Return why NCCL does not keep the order of several communicators, or None if it does."""
+    if (value := os.environ.get(_ORDER)) != "1":
+        return f"NCCL keeps no order among them with {_ORDER}={value or ''}; use {_ORDER}=1"
+    version = torch.cuda.nccl.version()
+    if version < _OLDEST:
+        given, least = (".".join(map(str, one)) for one in (version, _OLDEST))
+        return f"NCCL {given} keeps no order among them; use NCCL {least} or later"
+    return None

@@ -148,9 +148,8 @@ class Train(Section):
     sums) with this torch.compile backend, except where `kernels` names a kernel. aot_eager is for
     testing."""
     cuda_graph: bool = False
-    """Launch all passes of a step as one CUDA graph. Needs GPUs along one axis, data or tensor,
-    experts that each rank has, and the same number of valid tokens in each step. What a config
-    cannot record is refused with the reason."""
+    """Launch all passes of a step as one CUDA graph. Works with data and tensor ranks, and
+    with experts that each rank has. What a config cannot record is refused with the reason."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the target probability spread over the vocabulary."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0

@@ -18,7 +18,7 @@ def is_url(text: str) -> bool:
 
 
 def url_mistake(text: str) -> str | None:
-    """Return why a URL is refused, without repeating a password or query in it; else None."""
+    """Return why a URL is refused, without repeating anything of it but its scheme; else None."""
     if not _REMOTE.match(text):
         return "it is a URL without a scheme, such as s3://"
     scheme = text.partition("://")[0]
@@ -36,5 +36,5 @@ def url_mistake(text: str) -> str | None:
     if "::" in text:
         return f"{scheme}://... is a chain of URLs; use one"
     if any(part in (".", "..") for part in text.partition("://")[2].split("/")):
-        return f"{text} has . or .. in it; write the full path"
+        return f"{scheme}://... has . or .. in it; write the full path"
     return None

@@ -215,7 +215,8 @@ class Guard:
         """Describe which gradients of a step were not finite, and where that began. Collective."""
         names = self._pipeline.optimizer.sick(outcome.update)
         what = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
-        return f"gradients of {what} are not finite ({self._place(outcome.signs, data)})"
+        what = f"gradients of {what} are" if names else "the norm of all gradients together is"
+        return f"{what} not finite ({self._place(outcome.signs, data)})"
 
     def _place(self, signs: Sequence[Sign], data: Sequence[Microbatch] | Sequence[Tensor]) -> str:
         samples = [one.samples_B if isinstance(one, Microbatch) else one for one in data]

@@ -1,5 +1,5 @@
-"""The network lab: several hosts on one machine, joined by links of a given rate, for what depends
-on the network. It imports no torch: it only starts other programs."""
+"""The network lab: several emulated hosts on one machine, connected by links of a given rate, for
+whatever depends on the network. It only starts other programs, so it imports no torch."""
 
 from megaframe.lab.hosts import Host, Link, hosts
 from megaframe.lab.launch import Drop, Outcome, run_on

@@ -1,13 +1,13 @@
-"""Hosts on one machine, joined by links of a given rate.
+"""Emulated hosts on one machine, connected by links of a given rate. Needs Linux and root.
 
-Each host is a network namespace whose only way out is a link to a switch, a bridge in a namespace
-of its own, so nothing of the machine's own network is touched and all is gone with the namespaces.
-Links are shaped in both directions by token buckets (`tc tbf`): a transfer takes as long as on a
-wire of that rate, and the processor sleeps meanwhile. Linux, with the rights of root.
+Each host is a network namespace with a single link to a switch, which is a bridge in another
+namespace. The machine's own network is not touched, and everything disappears with the namespaces.
+Token buckets (`tc tbf`) shape the links in both directions: a transfer takes as long as on a wire
+of that rate, while the processor sleeps.
 
-Programs of a host live in a process namespace whose first process dies with this one: nothing is
-left running even where this process is killed. Its empty network namespaces then stay, and the
-next lab removes them, for their names tell whose they were.
+A host's programs run in a process namespace whose first process dies with this process, so nothing
+keeps running even if this process is killed. Its empty network namespaces then remain. The next lab
+removes them; their names contain the process that made them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pathlib import Path
 from megaframe.errors import UserError
 
 BURST, QUEUE = "128kb", "4mb"
-"""What a link sends at once before its rate holds, and what waits in front of it."""
+"""Bytes that a link sends at once before the rate applies, and bytes of its queue, for `tc`."""
 UPLINK = "uplink"
-"""Name of each host's end of its link."""
+"""Name of the network interface at each host's end of its link."""
 MOST_HOSTS = 100
 _TOOLS = ("ip", "tc", "unshare", "setpriv")
 _RATE = re.compile(r"[0-9]+(\.[0-9]+)?([kmg]bit)", re.IGNORECASE)
@@ -38,8 +38,9 @@ _OURS = re.compile(r"netlab-([0-9]+)-([0-9]+)-")
 
 @dataclass(frozen=True)
 class Link:
-    """Between a host and the switch. rate: in each direction, as `tc` writes it, such as 500mbit.
-    latency: of what the host sends, such as 1ms, or None; needs `netem` in the kernel."""
+    """A link between a host and the switch. rate: of each direction, in the format of `tc`, such as
+    500mbit. latency: delay of what the host sends, such as 1ms, or None; needs `netem` in the
+    kernel."""
 
     rate: str
     latency: str | None = None
@@ -47,7 +48,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """A host: `command` in front of one's own runs that there."""
+    """A host. A command line prefixed with `command` runs on it.
+
+    name: its network namespace. switch: the switch's namespace. port: the switch's end of the link.
+    """
 
     name: str
     address: str
@@ -57,29 +61,30 @@ class Host:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Prefix of a command line. gloo and NCCL are told which of the interfaces is theirs."""
+        """Prefix of a command line. It also tells gloo and NCCL which network interface to use."""
         interfaces = (f"GLOO_SOCKET_IFNAME={UPLINK}", f"NCCL_SOCKET_IFNAME={UPLINK}")
         alive = ("setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", self.name)
         apart = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "env", *interfaces)
         return (*alive, *apart)
 
     def bytes_moved(self) -> tuple[int, int]:
-        """Bytes that the host has sent and received over its link, as the interface counts them:
-        with all headers."""
+        """Return the bytes that the host has sent and received over its link, as counted by the
+        interface, headers included."""
         text = _run("ip", "-n", self.name, "-s", "-j", "link", "show", UPLINK)
         counted = json.loads(text)[0]["stats64"]
         return counted["tx"]["bytes"], counted["rx"]["bytes"]
 
     def connect(self, up: bool) -> None:
-        """Pull the cable out of the switch, or put it back."""
+        """Connect the host's link to the switch, or cut it."""
         _run("ip", "-n", self.switch, "link", "set", self.port, "up" if up else "down")
 
 
 @contextmanager
 def hosts(links: Sequence[Link]) -> Iterator[list[Host]]:
-    """A host for each link. At the end, however it comes, what still runs on them is killed.
+    """Make a host for each link. On exit, for whatever reason, all processes on the hosts are
+    killed.
 
-    Raises `UserError`, with nothing made, where this machine or the links do not allow it.
+    Raises `UserError` before anything is made if the machine or the links do not allow it.
     """
     check(links)
     remove_left_overs()
@@ -90,7 +95,7 @@ def hosts(links: Sequence[Link]) -> Iterator[list[Host]]:
         made = []
         for number, link in enumerate(links):
             name = stack.enter_context(_namespace(f"host{number}"))
-            # Addresses of one width: torchrun orders nodes by theirs as text.
+            # All addresses have the same length, because torchrun orders nodes by address as text.
             address = f"10.0.0.{100 + number}"
             made.append(Host(name, address, link, switch, f"port{number}"))
             _join(made[-1])
@@ -98,7 +103,7 @@ def hosts(links: Sequence[Link]) -> Iterator[list[Host]]:
 
 
 def check(links: Sequence[Link]) -> None:
-    """Raise `UserError` where such a lab cannot be made here."""
+    """Raise `UserError` if a lab with these links cannot be made on this machine."""
     if not 1 <= len(links) <= MOST_HOSTS:
         raise UserError(f"{len(links)} hosts; use 1 to {MOST_HOSTS}")
     for link in links:
@@ -123,14 +128,14 @@ def check(links: Sequence[Link]) -> None:
 
 
 def check_rate(rate: str) -> None:
-    """Raise `UserError` where it is none."""
+    """Raise `UserError` if `rate` is not a rate above 0 in kbit, mbit or gbit."""
     if not _RATE.fullmatch(rate) or not float(rate[:-4]):
         raise UserError(f"rate {rate!r} is not a number above 0 with kbit, mbit or gbit: 200mbit")
 
 
 def remove_left_overs() -> list[str]:
-    """Remove the namespaces of labs whose process is gone, with what still runs in them, and
-    return their names."""
+    """Remove the namespaces of labs whose process is gone, kill what still runs in them, and return
+    their names."""
     found = []
     for line in _run("ip", "netns", "list").splitlines():
         name = line.split()[0] if line.split() else ""
@@ -142,8 +147,8 @@ def remove_left_overs() -> list[str]:
 
 
 def _refused(*discipline: str) -> str | None:
-    """What the kernel says to a queueing discipline; None where it takes it. Tried in a namespace
-    without a name, which ends with the command."""
+    """Return the kernel's error message for a queueing discipline, or None if it accepts it. It is
+    tried in an unnamed namespace, which ends with the command."""
     command = ("unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", *discipline)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     said = " ".join(done.stderr.split())
@@ -151,7 +156,7 @@ def _refused(*discipline: str) -> str | None:
 
 
 def _join(host: Host) -> None:
-    """Give the host its link to the switch."""
+    """Make the host's link to the switch, and shape it."""
     ends = ((host.name, UPLINK), (host.switch, host.port))
     pair = ("type", "veth", "peer", "name", host.port, "netns", host.switch)
     _run("ip", "link", "add", UPLINK, "netns", host.name, *pair)
@@ -171,7 +176,8 @@ def _join(host: Host) -> None:
 
 @contextmanager
 def _namespace(name: str) -> Iterator[str]:
-    """A network namespace of this process's own, gone at the end with all that runs in it."""
+    """Make a network namespace that belongs to this process, and yield its name. On exit it is
+    removed, and all processes in it are killed."""
     name = f"netlab-{os.getpid()}-{_started(os.getpid())}-{name}"
     try:
         _run("ip", "netns", "add", name)
@@ -182,7 +188,7 @@ def _namespace(name: str) -> Iterator[str]:
 
 
 def _remove(name: str) -> None:
-    """Remove a namespace, where it is there, and kill what runs in it."""
+    """Remove a namespace, if it exists, and kill all processes in it."""
     if not (Path("/run/netns") / name).exists():
         return
     for process in _run("ip", "netns", "pids", name).split():
@@ -192,8 +198,8 @@ def _remove(name: str) -> None:
 
 
 def _started(process: int) -> int | None:
-    """When a process began, in ticks since the machine did, for numbers of processes are used
-    again; None where there is no such process."""
+    """Return when a process started, in clock ticks since boot, or None if there is no such
+    process. It tells processes apart, because process ids are reused."""
     try:
         text = Path(f"/proc/{process}/stat").read_text()
     except OSError:
@@ -204,8 +210,8 @@ def _started(process: int) -> int | None:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Let signals wait, for this process and what it runs: ctrl-C reaches both, some send SIGTERM
-    twice."""
+    """Defer SIGINT and SIGTERM for this process and its children: ctrl-C reaches both, and some
+    launchers send SIGTERM twice."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
         yield
@@ -214,7 +220,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _run(*command: str) -> str:
-    """What a command says; `UserError` with its complaint where it fails."""
+    """Run a command and return its output. Raises `UserError` with its error output if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"{' '.join(command)}: {' '.join(done.stderr.split())}")

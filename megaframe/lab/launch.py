@@ -1,7 +1,7 @@
-"""Running one command on all hosts of a lab, as a launcher on a real cluster would.
+"""Runs one command on all hosts of a lab, as a launcher on a real cluster would.
 
-Every host writes into a file of its own, and what the first one writes is also shown as it comes:
-files rather than pipes, so that a host that says much never waits for its reader.
+The output of each host goes to a file, and that of the first host is also shown as it appears. They
+are files rather than pipes so that a host with much output never waits for a reader.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from megaframe.errors import UserError
 from megaframe.lab.hosts import Host
 
 PORT = 29400
-"""Where the first host waits for the others. Each lab has ports of its own."""
+"""Port on which the first host waits for the others; free, because a lab has its own network."""
 PATIENCE = 60.0
-"""Seconds that hosts have to end by themselves after another has failed."""
+"""Seconds that hosts have to end on their own after another one has failed."""
 _PAUSE = 0.05
 
 
 @dataclass(frozen=True)
 class Drop:
-    """The link of a host is lost so many seconds after the start, and comes back after `length`
-    seconds, None for never."""
+    """A loss of the link of host number `host`, `after` seconds after the start and for `length`
+    seconds; None for ever."""
 
     host: int
     after: float
@@ -37,8 +37,9 @@ class Drop:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended. statuses: of each host, negative for a signal; those that were given up
-    have -9. moved: bytes that each host has sent and received over its link meanwhile."""
+    """How a command ended. statuses: exit status of each host, negative for a signal; -9 for hosts
+    that were killed after `PATIENCE`. moved: bytes that each host sent and received over its link
+    meanwhile."""
 
     statuses: tuple[int, ...]
     seconds: float
@@ -46,7 +47,7 @@ class Outcome:
 
     @property
     def status(self) -> int:
-        """The first one that is not 0."""
+        """The first exit status that is not 0, or 0."""
         return next((status for status in self.statuses if status), 0)
 
 
@@ -61,8 +62,9 @@ def run_on(
 ) -> Outcome:
     """Run a command on every host and return when all have ended.
 
-    ranks: on each host, as it is told to `torchrun`. folder: for the files host-0.txt ... in which
-    each host writes.
+    ranks: number of ranks per host, passed to `torchrun`. folder: where the files host-0.txt ...
+    with the output of each host are written. drops: links to cut meanwhile. shown: where the output
+    of the first host is copied to. Raises `UserError` if the folder cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +77,7 @@ def run_on(
         environment = {**os.environ, **variables(place, hosts, ranks)}
         with open(folder / f"host-{place}.txt", "wb") as file:
             line = (*host.command, *command)
-            # A session of its own: ctrl-C is for this process, which ends them.
+            # In a session of its own, so that ctrl-C only reaches this process, which kills it.
             processes.append(
                 subprocess.Popen(
                     line,
@@ -107,7 +109,8 @@ def _wait(
     first: TextIO,
     shown: TextIO,
 ) -> None:
-    """Return when all have ended, or those that had to have not; links are lost meanwhile."""
+    """Return when all hosts have ended, or `PATIENCE` seconds after one has failed; meanwhile cut
+    and restore links, and copy the first host's output."""
     due = sorted(
         [(drop.after, drop.host, False) for drop in drops]
         + [(drop.after + drop.length, drop.host, True) for drop in drops if drop.length is not None]
@@ -131,10 +134,10 @@ def _wait(
 
 
 def variables(place: int, hosts: Sequence[Host], ranks: int) -> Mapping[str, str]:
-    """What programs of a host find in their environment: `torchrun` takes those that begin with
-    PET_ for its options, others read where they are and whom to ask.
+    """Return the environment variables for programs on a host. `torchrun` reads those that start
+    with PET_ as its options; other launchers read the rest to find their place and the first host.
 
-    place: the host's number. ranks: on each host.
+    place: number of the host. ranks: number of ranks per host.
     """
     here, first = hosts[place], hosts[0]
     asked = {
@@ -143,7 +146,7 @@ def variables(place: int, hosts: Sequence[Host], ranks: int) -> Mapping[str, str
         "PET_RDZV_BACKEND": "c10d",
         "PET_RDZV_ENDPOINT": f"{first.address}:{PORT}",
         "PET_RDZV_ID": "netlab",
-        # Its guess from host names fails, as all hosts have the machine's.
+        # torchrun's guess from host names fails, because all hosts have that of the machine.
         "PET_RDZV_CONF": f"is_host={int(place == 0)}",
         "PET_LOCAL_ADDR": here.address,
         "NNODES": len(hosts),
@@ -152,7 +155,8 @@ def variables(place: int, hosts: Sequence[Host], ranks: int) -> Mapping[str, str
         "MASTER_ADDR": first.address,
         "MASTER_PORT": PORT,
     }
-    # Unless whoever starts the lab has set them. torch would warn of names that no host has.
+    # Defaults; the caller's environment goes first. Without the second, torch warns about host
+    # names that cannot be resolved.
     usual = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     usual |= {name: os.environ[name] for name in usual if name in os.environ}
     return {name: str(value) for name, value in asked.items()} | usual

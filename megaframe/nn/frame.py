@@ -103,7 +103,7 @@ class Frame:
                (`comm/symmetric.py`).
     labels_T:  labels of all tokens.
     experts:   the ranks that hold experts.
-    scale:     factor of the gradients of losses.
+    scale:     factor of the gradients of losses, an fp64 scalar; None in evaluation.
     tally:     collects counts and losses of the layers.
     later:     computes or keeps the weight gradients of this microbatch's backward pass.
     turn:      layers call it before they wait for a transfer.
@@ -125,7 +125,7 @@ class Frame:
     symmetric: bool
     labels_T: Tensor
     experts: Places
-    scale: float
+    scale: Tensor | None
     tally: Tally
     later: Later = field(default_factory=Later)
     turn: Turn = field(default_factory=Turn)
@@ -208,7 +208,7 @@ def make_frame(
     chunks: int,
     symmetric: bool,
     experts: Places,
-    scale: float,
+    scale: Tensor | None,
     tally: Tally,
     seam: Seam,
     scratch: Scratch,

@@ -4,10 +4,12 @@ A chunk of tokens at a time, the logits are made, turned into probabilities in p
 back into the gradients of the hidden state and of the weight; then their buffer is used again. The
 gradient is therefore ready when the forward pass is, and nothing is computed twice.
 
-The gradient of the loss with respect to the logits of one token is probability minus target; the
-constant in front of it (1 / valid tokens, times the loss scale) is applied to the small products
-instead, which spares a pass over the chunk. Shape legend: T tokens of a chunk, V vocabulary, H
-hidden.
+The gradient of the loss with respect to the logits of one token is probability minus target, times
+a scale (1 / valid tokens, times the loss scale). The scale is a tensor: only a number that the
+device reads can change from one run of a CUDA graph to the next. The logits' gradient is multiplied
+by it before it is rounded, so scaling costs no precision as long as the type has the range (in fp16
+that is what the loss scale is for), and tokens without a label get zeros.
+Shape legend: T tokens of a chunk, V vocabulary, H hidden.
 """
 
 from __future__ import annotations
@@ -54,15 +56,15 @@ def head_loss(
     labels_T: Tensor,
     weight: Parameter,
     options: LossOptions,
-    scale: float | None,
+    scale: Tensor | None,
     tensor: Group,
     kernels: Kernels = NO_KERNELS,
 ) -> HeadResult:
     """Sum of the losses of all tokens whose label is not IGNORE.
 
-    hidden: this rank's rows. labels: of the rows of all tensor ranks. With a `scale`, also
-    scale * d(loss sum)/d(hidden), and scale * d(loss sum)/d(weight) is added to the weight's
-    gradient. Without one, nothing but the loss.
+    hidden: this rank's rows. labels: of the rows of all tensor ranks. With a `scale`, an fp64
+    scalar on the same device, also scale * d(loss sum)/d(hidden), and scale * d(loss sum)/d(weight)
+    is added to the weight's gradient. Without one, nothing but the loss.
     """
     hidden_TH = all_gather(hidden_TH, tensor).wait()
     tokens, vocab = hidden_TH.shape[0], weight.value.shape[0]
@@ -71,19 +73,19 @@ def head_loss(
     buffer = hidden_TH.new_empty(rows, vocab)
     loss = torch.zeros((), dtype=torch.float64, device=hidden_TH.device)
     d_hidden = None if scale is None else torch.empty_like(hidden_TH)
+    if scale is not None:
+        scale = scale.to(torch.promote_types(hidden_TH.dtype, torch.float32))
     part = _Part(weight.box.offset[0], weight.spec.shape[0], tensor)
     for start in range(0, tokens, rows):
         piece = slice(start, min(start + rows, tokens))
         chunk_TH, chunk_labels = hidden_TH[piece], labels_T[piece]
-        valid = chunk_labels != IGNORE
         logits_TV = buffer[: len(chunk_labels)]
         product_into(logits_TV, chunk_TH, weight.value.t(), add=False)
-        losses = _losses(logits_TV, chunk_labels, part, options, scale is not None, kernels)
-        loss += torch.where(valid, losses, 0.0).sum(dtype=torch.float64)
-        if scale is not None and d_hidden is not None:
-            product_into(d_hidden[piece], logits_TV, weight.value, scale=scale, add=False)
-            d_hidden[piece].mul_(valid[:, None])
-            weight.add_product(logits_TV, chunk_TH * valid[:, None], scale)
+        losses = _losses(logits_TV, chunk_labels, part, options, scale, kernels)
+        loss += torch.where(chunk_labels == IGNORE, 0.0, losses).sum(dtype=torch.float64)
+        if d_hidden is not None:
+            product_into(d_hidden[piece], logits_TV, weight.value, add=False)
+            weight.add_product(logits_TV, chunk_TH)
     if d_hidden is not None:
         d_hidden = reduce_scatter(d_hidden, tensor).wait()
     return HeadResult(loss if tensor.index == 0 else torch.zeros_like(loss), d_hidden)
@@ -103,11 +105,11 @@ def _losses(
     labels_T: Tensor,
     part: _Part,
     options: LossOptions,
-    gradient: bool,
+    scale: Tensor | None,
     kernels: Kernels,
 ) -> Tensor:
-    """Loss of each token in at least fp32; with `gradient`, the logits become d(loss)/d(logits). Of
-    tokens without a label both mean nothing."""
+    """Loss of each token in at least fp32, meaningless for tokens without a label. With a `scale`
+    the logits become scale * d(loss)/d(logits), which is zero for those tokens."""
     join = None
     if part.tensor.size > 1:
 
@@ -115,24 +117,30 @@ def _losses(
             return _over_the_vocabulary(partition_T, label_T, part.tensor)
 
     how = {**asdict(options), "start": part.start, "vocab": part.vocab, "join": join}
-    if run := kernels.find("loss", logits_TV, labels_T, **how, gradient=gradient):
-        return run(logits_TV, labels_T, **how, gradient=gradient)[0]
-    return _plain_losses(logits_TV, labels_T.clamp_min(0), part, options, gradient)
+    how |= {"gradient": scale is not None, "scale": scale}
+    if run := kernels.find("loss", logits_TV, labels_T, **how):
+        return run(logits_TV, labels_T, **how)[0]
+    return _plain_losses(logits_TV, labels_T, part, options, scale)
 
 
 def _plain_losses(
-    logits_TV: Tensor, targets_T: Tensor, part: _Part, options: LossOptions, gradient: bool
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    part: _Part,
+    options: LossOptions,
+    scale: Tensor | None,
 ) -> Tensor:
     """In at least fp32, a few rows at a time: where a target's probability is near 1, its loss and
     its gradient are what rounding would take away. So probabilities are rounded where they lie, and
     the target's gradient when it is known."""
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     cap, smooth = options.softcap, options.label_smoothing
-    here_T = targets_T - part.start
+    here_T = labels_T.clamp_min(0) - part.start
     inside_T = (here_T >= 0) & (here_T < logits_TV.shape[1])
     here_T = here_T.masked_fill(~inside_T, 0)
-    own_T, label_T, hit_T = (torch.empty_like(targets_T, dtype=wide) for _ in range(3))
-    slope_TV = torch.empty_like(logits_TV) if gradient and cap is not None else None
+    own_T, label_T, hit_T = (torch.empty_like(labels_T, dtype=wide) for _ in range(3))
+    weight_T = None if scale is None else torch.where(labels_T == IGNORE, 0.0, scale)
+    slope_TV = None if weight_T is None or cap is None else torch.empty_like(logits_TV)
     for rows, x in _widened(logits_TV, wide):
         if cap is not None:
             x.div_(cap).tanh_()
@@ -148,18 +156,19 @@ def _plain_losses(
         # The largest probability is exp(0) / sum, so its logarithm gives the sum.
         own_T[rows] = top - x.amax(-1).log()
         hit_T[rows] = x[at_target]
-        if gradient:
-            logits_TV[rows].copy_(x)
+        if weight_T is not None:
+            logits_TV[rows].copy_(x.mul_(weight_T[rows, None]))
     partition_T, label_T = _over_the_vocabulary(own_T, label_T, part.tensor)
     losses = partition_T - label_T + options.z_loss * partition_T.square()
-    if not gradient:
+    if weight_T is None:
         return losses
+    spread_T = smooth / part.vocab * weight_T
     factor_T = (own_T - partition_T).exp() * (1.0 + 2.0 * options.z_loss * partition_T)
     if part.tensor.size > 1 or options.z_loss or smooth or slope_TV is not None:
         for rows, x in _widened(logits_TV, wide):
-            x.mul_(factor_T[rows, None]).sub_(smooth / part.vocab)
+            x.mul_(factor_T[rows, None]).sub_(spread_T[rows, None])
             logits_TV[rows].copy_(x if slope_TV is None else x.mul_(slope_TV[rows]))
-    hit_T = hit_T * factor_T - smooth / part.vocab - (1.0 - smooth)
+    hit_T = (hit_T * factor_T - smooth / part.vocab - (1.0 - smooth)) * weight_T
     at_target = torch.arange(len(here_T), device=here_T.device), here_T
     if slope_TV is not None:
         hit_T *= slope_TV[at_target]

@@ -408,7 +408,8 @@ class Optimizer:
 
     def sick(self, update: Update) -> tuple[str, ...]:
         """Return the names of parameters whose gradients of an update were not finite, on the first
-        rank that has any. All ranks call it, and get the same names."""
+        rank that has any; none if only their norm overflows. All ranks call it, and get the same
+        names."""
         norms = update.landed()[1].tolist()
         found = {
             name: None
@@ -419,8 +420,7 @@ class Optimizer:
         first = torch.tensor(group.index if found else group.size, device=self._mesh.device)
         first = all_reduce(first, group, "min").wait()
         text = ",".join(found).encode()[:_NAMES] if int(first) == group.index else b""
-        names = torch.tensor([*text.ljust(_NAMES, b" ")], dtype=torch.int32)
-        if not text:
-            names.zero_()
+        names = torch.tensor([*text.ljust(_NAMES, b"\0")], dtype=torch.int32)
         names = all_reduce(names.to(self._mesh.device), group).wait()
-        return tuple(bytes(names.tolist()).decode(errors="replace").strip().split(","))
+        text = bytes(names.tolist()).rstrip(b"\0")
+        return tuple(text.decode(errors="replace").split(",")) if text else ()

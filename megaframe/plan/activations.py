@@ -1,6 +1,6 @@
-"""Activations: what forward passes keep for backward ones, and these for weight passes.
+"""Activations: bytes that forward passes keep for backward passes, and these for weight passes.
 
-Exact for what megaframe keeps between two actions.
+They are exact for what megaframe keeps between two actions.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from megaframe.schedule import Action, Kind
 def activations(
     config: RunConfig, plans: Sequence[StagePlan], actions: Sequence[Action]
 ) -> tuple[int, int]:
-    """Most bytes kept between passes at any time, with everything of a block while it runs again;
-    and how much more are messages, from the posting of a receive, or their producer, to the end of
-    their consumer or to their send."""
+    """Return the largest number of bytes kept at any time, and how much messages add to it.
+
+    The first counts what is kept between passes, and all of a block while it is recomputed. A
+    message exists from the posting of its receive (from its producer, if that is on this rank) to
+    the end of its consumer, or to its send. plans: the stages of this rank. actions: its list.
+    """
     size = {plan.number: _stage_bytes(config, plan) for plan in plans}
     left = {plan.number: _stage_left(config, plan) for plan in plans}
     again = {plan.number: _again_bytes(config, plan) for plan in plans}
@@ -39,7 +42,7 @@ def activations(
             before = kept
             kept += (left[stage] if (Kind.W, stage, number) in listed else 0) - size[stage]
             if again[stage]:
-                within = max(before, kept) + again[stage]  # in its first block, or in its last
+                within = max(before, kept) + again[stage]  # at its first block, or at its last
                 most, together = max(most, within), max(together, within + waiting)
         elif kind is Kind.W:
             kept -= left[stage]
@@ -57,34 +60,38 @@ def activations(
 
 
 def _again_bytes(config: RunConfig, plan: StagePlan) -> int:
-    """Most bytes of a block of a stage that runs again, while it does."""
+    """Return the largest number of bytes of a stage's recomputed block while it is recomputed, 0 if
+    none is; with the inputs that offload has brought back for up to two blocks."""
     blocks = [block_bytes(config, layer) for layer in plan.blocks[: plan.recomputed]]
     if config.train.recompute == "full" and plan.last:
         blocks += [predictor_bytes(config, index) for index in range(config.model.mtp_depth)]
     brought = 0
-    if config.train.offload and blocks:  # the one in use and the one that comes before it
+    if config.train.offload and blocks:  # inputs of the block in use and of the one before it
         tokens = config.train.microbatch * config.train.seq
         brought = min(2, len(blocks)) * tokens * config.model.hidden
     return max(blocks, default=0) + brought * WIDTH[config.train.precision]
 
 
 _MESSAGES = {Kind.F: (Kind.RECV_F, Kind.SEND_F, 1), Kind.B: (Kind.RECV_B, Kind.SEND_B, -1)}
-"""How a pass gets what it takes, where what it makes goes, and how much further the next stage is,
-which may be on the same rank."""
+"""For each kind of pass: the action that receives its input, the action that sends its output, and
+the distance to the next stage in its direction (which may be on the same rank)."""
 
 
 def _stage_bytes(config: RunConfig, plan: StagePlan) -> int:
-    """Bytes that a stage keeps of one microbatch: each block's input, all else of the blocks that
-    do not run again, the tables of rotation, and for each depth the head's input with its gradient,
-    and all else of the predictors."""
+    """Return the bytes that a stage keeps of one microbatch.
+
+    These are the input of each block, everything else of the blocks that are not recomputed, and
+    the rotary tables. On the last stage, also the head's input and its gradient, once for the model
+    and once per predictor, and everything else of the predictors.
+    """
     tokens = config.train.microbatch * config.train.seq
     stream = tokens * config.model.hidden * WIDTH[config.train.precision]
     whole = sum(block_bytes(config, layer) for layer in plan.blocks[plan.recomputed :])
     depth = config.model.mtp_depth * plan.last
     streams = len(plan.blocks) + 2 * (plan.last + depth)
     if config.train.offload:
-        streams -= plan.recomputed  # which are in the host's memory
-    # Every tensor rank has the tables of rotation, all of them.
+        streams -= plan.recomputed  # the inputs of recomputed blocks are in host memory
+    # Every tensor rank has the whole rotary tables; the result is divided by tensor ranks later.
     whole += config.parallel.tensor * rotary_bytes(config)
     predictors = depth * tokens * _norm_bytes(config)
     if config.train.recompute != "full":
@@ -93,7 +100,7 @@ def _stage_bytes(config: RunConfig, plan: StagePlan) -> int:
 
 
 def _stage_left(config: RunConfig, plan: StagePlan) -> int:
-    """Bytes that a stage's backward of one microbatch leaves for its weight pass."""
+    """Return the bytes that a stage's backward of one microbatch leaves for its weight pass."""
     model = config.model
     joins = 3 * model.mtp_depth * plan.last * model.hidden * WIDTH[config.train.precision]
     joins *= config.train.microbatch * config.train.seq
@@ -102,8 +109,8 @@ def _stage_left(config: RunConfig, plan: StagePlan) -> int:
 
 
 def left_bytes(config: RunConfig, layers: Sequence[int]) -> int:
-    """Bytes of one microbatch that the backward of the blocks of these layers leaves for their
-    weight pass: of all linears the inputs, and the gradients of what came of them."""
+    """Return the bytes of one microbatch that the backward of the blocks of `layers` leaves for
+    their weight pass: the inputs of all linears, and the gradients of their outputs."""
     if config.model.emulate is not None:
         return 0
     tokens = config.train.microbatch * config.train.seq
@@ -111,14 +118,15 @@ def left_bytes(config: RunConfig, layers: Sequence[int]) -> int:
 
 
 def _block_left(config: RunConfig, layer: int) -> int:
-    """Bytes of a token of one block."""
+    """Return the bytes per token that the backward of one block leaves for its weight pass."""
     model, width = config.model, WIDTH[config.train.precision]
     hidden, latent = model.hidden, model.latent
     query, value = head_widths(model)
     if latent is None:
         heads = _queries_keys_values(config)
     else:
-        again = model.hidden * (config.train.recompute == "selective")  # normalised for both
+        # Under selective recompute the queries' product normalises its input again.
+        again = model.hidden * (config.train.recompute == "selective")
         heads = latent_width(latent) + latent.kv_rank + (latent.query_rank or again)
         heads += model.heads * (query + latent.head_dim + value)
     elements = 2 * hidden + heads + model.heads * value
@@ -133,7 +141,7 @@ def _block_left(config: RunConfig, layer: int) -> int:
 
 
 def rotary_bytes(config: RunConfig) -> int:
-    """Bytes of the cosines and sines of a microbatch, which are alike for all of its samples."""
+    """Return the bytes of the cosines and sines of a microbatch, which all its samples share."""
     model = config.model
     if model.position != "rotary" or model.emulate is not None:
         return 0
@@ -144,9 +152,13 @@ def rotary_bytes(config: RunConfig) -> int:
 
 
 def predictor_bytes(config: RunConfig, index: int) -> int:
-    """Bytes that a predictor keeps of a microbatch beside the stream that it starts from: that
-    after the norm of the depth before, the embeddings ahead, both normalised, what they are joined
-    into, and all that its block and three norms keep."""
+    """Return the bytes that predictor number `index` keeps of a microbatch, besides the stream that
+    it starts from.
+
+    These are five streams (the output of the preceding depth's norm, the embeddings of the tokens
+    ahead, both of them normalised, and the result of joining them), and what its block and three
+    norms keep.
+    """
     tokens = config.train.microbatch * config.train.seq
     streams = 5 * config.model.hidden * WIDTH[config.train.precision]
     block = block_bytes(config, config.model.layers + index)
@@ -154,19 +166,19 @@ def predictor_bytes(config: RunConfig, index: int) -> int:
 
 
 def _norm_bytes(config: RunConfig) -> int:
-    """Statistics that a norm keeps of a token: one in at least fp32, or the two of layernorm, which
-    on a CPU are as wide as a value."""
+    """Return the bytes of statistics that a norm keeps per token: one number in at least fp32, or
+    two for layernorm, which on a CPU are as wide as a value."""
     width = WIDTH[config.train.precision]
     return 2 * width if config.model.norm == "layernorm" else max(4, width)
 
 
 def block_bytes(config: RunConfig, layer: int) -> int:
-    """Bytes that one block keeps of a microbatch beside its input.
+    """Return the bytes that one block keeps of a microbatch besides its input.
 
-    What attention keeps, the stream between attention and MLP, and the MLP before its activation;
-    unless they are computed again, also both norms' outputs with their statistics, and the MLP
-    after its activation. Statistics are in at least fp32, but for those of layernorm on a CPU. Of
-    experts as if all were equally busy, and without what their routes take.
+    These are what attention keeps, the stream between attention and MLP, and the MLP's values
+    before the activation; and unless they are recomputed, the outputs of both norms with their
+    statistics, and the MLP's values after the activation. Statistics are in at least fp32, except
+    those of layernorm on a CPU. Experts count as equally loaded, and without their routes.
     """
     model, width = config.model, WIDTH[config.train.precision]
     tokens = config.train.microbatch * config.train.seq
@@ -188,22 +200,25 @@ def block_bytes(config: RunConfig, layer: int) -> int:
 
 
 def _expert_bytes(config: RunConfig, up: int, inner: int) -> int:
-    """Bytes that experts and their router keep of a token beside what it normalises. up, inner:
-    times that an expert and a shared one keep their inner width."""
+    """Return the bytes per token that experts and their router keep, besides the normalised input.
+
+    up, inner: how often a routed and a shared expert keep a value of their inner width.
+    """
     model, width = config.model, WIDTH[config.train.precision]
     moe = model.moe
     assert moe is not None
     of_one = moe.ffn or model.ffn
     parallel = config.parallel
-    copies = parallel.expert_tensor  # each of these has the rows of all, and part of a width
+    copies = parallel.expert_tensor  # each of these ranks has the rows of all, and part of a width
     arrive = moe.top_k * copies
     if parallel.expert * copies == 1:
-        arrive = 0  # experts pick from the rows that are normalised
+        arrive = 0  # experts select from the normalised rows
     elif parallel.dispatch == "all_gather" and copies == 1:
         arrive = parallel.expert
     elements = arrive * model.hidden + moe.top_k * (copies + up * of_one)
     elements += moe.shared * inner * of_one
-    if moe.jitter:  # rows that travel are not kept as they were normalised, but for shared experts
+    # Jitter keeps its factors and its result; the normalised rows only where experts use them here.
+    if moe.jitter:
         elements += (1 + (arrive == 0 or moe.shared > 0)) * model.hidden
     balanced = moe.balance_loss > 0 and moe.balance != "none"
     scores = moe.experts * (1 + balanced) + balanced
@@ -212,18 +227,20 @@ def _expert_bytes(config: RunConfig, up: int, inner: int) -> int:
 
 
 def _attention_keeps(config: RunConfig) -> tuple[int, int]:
-    """Elements and statistics of a token: what attention takes and gives, with one log-sum-exp a
-    head, and the product before it while norms of queries and keys, or attention, see parts of it
-    as they lie there."""
+    """Return the elements and the statistics per token that attention keeps.
+
+    These are its inputs and its output, with one log-sum-exp per head. The output of the product
+    before it counts too, where norms of queries and keys, or attention, use views of it.
+    """
     model, tensor = config.model, config.parallel.tensor
     sharing = exchanging_ranks(config.parallel)
     ring = config.parallel.context > sharing
     turned, normed = model.position == "rotary", model.qk_norm
     each, groups = model.heads // model.kv_heads, max(model.kv_heads, tensor)
     queries, keys = model.heads * model.head_dim, groups * model.head_dim
-    apart = each > 1 and groups > tensor  # queries of one group do not lie beside those of the next
+    apart = each > 1 and groups > tensor  # the queries of several groups are not contiguous
     made = turned or normed or apart
-    if sharing > 1:  # what is exchanged is new, and so is what goes round a ring
+    if sharing > 1:  # exchanged tensors are new ones, and so are those that a ring passes on
         copies = max(1, sharing * tensor // groups)
         elements, seen = queries + 2 * keys * copies * (1 + ring), normed
     elif ring:
@@ -232,21 +249,21 @@ def _attention_keeps(config: RunConfig) -> tuple[int, int]:
         elements = queries * made + keys * (turned or normed) + keys * turned
         seen = normed or not turned
     elements += _queries_keys_values(config) * seen + queries * (apart and normed)
-    elements += queries * (1 + (sharing > 1))  # given, and given back
+    elements += queries * (1 + (sharing > 1))  # the output, before and after the exchange back
     return elements, model.heads + normed * (model.heads + groups)
 
 
 def _queries_keys_values(config: RunConfig) -> int:
-    """Elements of a token that come of the product before attention; where there are fewer groups
-    than tensor ranks, neighbours make the same ones."""
+    """Return the elements per token of queries, keys and values, summed over tensor ranks. With
+    fewer groups than tensor ranks, neighbouring ranks compute the same group."""
     model = config.model
     groups = max(model.kv_heads, config.parallel.tensor)
     return groups * (model.heads // model.kv_heads + 2) * model.head_dim
 
 
 def _latent_attention_keeps(config: RunConfig) -> tuple[int, int]:
-    """The same; of the latents too, and unless they are computed again those that are normalised,
-    with a statistic each."""
+    """Return what `_attention_keeps` does, for latent attention: with the latents, and unless these
+    are recomputed, with the normalised latents and a statistic for each."""
     model, latent = config.model, config.model.latent
     assert latent is not None
     query, value = head_widths(model)

@@ -1,7 +1,7 @@
 """Advice: the decision of a search in words, and what every other choice would cost.
 
-A choice is judged by the best that can be made of its value, all else being free; so a sentence
-never blames an axis for what another one should have done.
+The value of an axis is judged by the best layout with this value, where everything else is free. So
+a sentence never blames one axis for a bad choice of another.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _AXES = (
 )
 _NAMES = {"schedule": SCHEDULES, "recompute": RECOMPUTE}
 _NOTHING = 0.0005
-"""Share of a step that is as good as nothing."""
+"""Share of a step below which a difference is ignored."""
 
 
 def decision(found: Found, cluster: Cluster) -> Iterator[str]:
-    """The best layout in a few sentences."""
+    """Yield a few sentences about the best layout of a search."""
     every = found.candidates
     yield f"Use {in_words(every, found.best.place)}."
     yield from said(found.best, cluster)
@@ -48,7 +48,7 @@ def decision(found: Found, cluster: Cluster) -> Iterator[str]:
 
 
 def said(choice: Choice, cluster: Cluster) -> Iterator[str]:
-    """What is predicted of a layout, and what a run then takes."""
+    """Yield the prediction of a layout in words, and the duration and cost of the run."""
     prediction, train = choice.prediction, choice.config.train
     used = sum(prediction.memory_bytes.values()) / _GIB
     mfu = "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%}"
@@ -70,7 +70,8 @@ def said(choice: Choice, cluster: Cluster) -> Iterator[str]:
 
 
 def alternatives(found: Found, cluster: Cluster) -> Iterator[str]:
-    """What other values of each axis would cost, the nearest on either side."""
+    """Yield what other values of each axis would cost: the nearest ones on either side, or all of
+    schedule and recompute; and whether more memory would help."""
     every, estimates, best = found.candidates, found.estimates, found.best.place
     fits = leaves_room(estimates.memory_bytes, cluster.chip)
     for name in _AXES:
@@ -97,13 +98,16 @@ def alternatives(found: Found, cluster: Cluster) -> Iterator[str]:
 
 
 def _beside(values: Array, chosen: int) -> Array:
-    """The next smaller and the next larger one."""
+    """Return the next smaller and the next larger value."""
     below, above = values[values < chosen][-1:], values[values > chosen][:1]
     return np.concatenate([below, above])
 
 
 def _compared(found: Found, cluster: Cluster, name: str, value: int, which: Array) -> str | None:
-    """What the best layout with this value costs more; None where none fits."""
+    """Return how much longer the best layout with this value takes; None if none fits.
+
+    which: mask of the candidates with this value that fit.
+    """
     if not which.any():
         return None
     column = getattr(found.candidates, name)

@@ -1,7 +1,7 @@
-"""Again: how many blocks of each stage are computed again in backward, as few as memory allows.
+"""Again: how many blocks of each stage are recomputed in backward, as few as memory allows.
 
-A rank's stages keep what their own microbatches in flight need, so each rank is decided by itself:
-the first stages of a pipeline, which keep most, compute most again.
+Each rank is decided on its own, because its memory depends on its own microbatches in flight. The
+first stages of a pipeline keep most, and so recompute most.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from megaframe.schedule import Schedule, lower
 
 
 def settled(config: RunConfig, layout: Layout, chip: Chip) -> RunConfig:
-    """The config, with numbers in the place of `train.recompute_blocks=auto`."""
+    """Return the config with numbers in place of `train.recompute_blocks=auto`."""
     if config.train.recompute_blocks != "auto":
         return config
     return _with_blocks(config, fewest_again(config, layout, chip))
 
 
 def fewest_again(config: RunConfig, layout: Layout, chip: Chip) -> tuple[int, ...]:
-    """Blocks of each stage: so many that each rank leaves room on the chip by its planned memory,
-    and one fewer of any stage does not. All of a rank's where even that is too few."""
+    """Return the number of recomputed blocks of each stage: the fewest with which the planned
+    memory of each rank leaves room on the chip (one fewer on any stage would not). All blocks of a
+    rank if even that does not suffice."""
     plain = _with_blocks(config, 0)
     many = config.train.global_batch // (config.train.microbatch * layout.data)
     schedule = lower(step_schedule(plain, many))
@@ -42,7 +43,8 @@ def fewest_again(config: RunConfig, layout: Layout, chip: Chip) -> tuple[int, ..
 def _of_rank(
     config: RunConfig, layout: Layout, chip: Chip, schedule: Schedule, rank: int
 ) -> dict[int, int]:
-    """Those of the stages of one rank: as many of each, and then of single ones fewer."""
+    """Return the number for each stage of one rank: first the same for all stages, then fewer on
+    single ones."""
     plans = stage_plans(config)
     blocks = {stage: len(plans[stage].blocks) for stage in schedule.stages(rank)}
 
@@ -57,7 +59,7 @@ def _of_rank(
         if fits(counts):
             break
         counts = {stage: min(limit, most) for stage, most in blocks.items()}
-    for stage in reversed(counts):  # later stages keep less, and need it least
+    for stage in reversed(counts):  # later stages keep less, and need recompute least
         while counts[stage] and fits(fewer := {**counts, stage: counts[stage] - 1}):
             counts = fewer
     return counts

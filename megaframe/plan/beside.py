@@ -1,7 +1,7 @@
-"""The planner beside a run that has been: what it would have said of it, and what it would try.
+"""The planner applied to a past run: what it predicts for the run, and which layout it would try.
 
-The machine is that of the config, or one that the run's device is likely to be of. A device that is
-not known has no prediction rather than one of another chip.
+The cluster is that of the config, or the likely one for the run's device. An unknown device gets no
+prediction rather than that of another chip.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from megaframe.plan.search import Choice, search
 from megaframe.plan.step import predict
 
 _SIMULATED = 8
-"""Layouts that are simulated: a report is not waited for."""
+"""Number of layouts that are simulated; few, so that a report is quick."""
 _WORTH = 0.02
 """Share of a step that another layout must save to be named."""
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What is predicted of the layout that a run had."""
+    """The layout of a run with its prediction, and the cluster that it is for."""
 
     choice: Choice
     cluster: Cluster
 
     def record(self) -> dict[str, Any]:
-        """For JSON, under the names of `tools/plan.py --json`."""
+        """Return the prediction for JSON, under the names of `tools/plan.py --json`."""
         prediction = self.choice.prediction
         return {
             "cluster": self.cluster.name,
@@ -45,7 +45,8 @@ class Beside:
         }
 
     def tries(self) -> Iterator[str]:
-        """The best layout of as many ranks in a sentence, and why it is."""
+        """Yield a sentence with the best layout for as many ranks, and then its reasons; or only
+        that no layout would save enough."""
         config, ranks, cluster = self.choice.config, self.choice.layout.world, self.cluster
         found = search(
             config, ranks, cluster, constants_of(cluster.chip.family), simulated=_SIMULATED
@@ -67,7 +68,8 @@ class Beside:
 def beside_or_why(
     folder: Path, environment: Mapping[str, Any], cluster: str | None = None
 ) -> tuple[Beside | None, str]:
-    """As `beside` of a run's folder and an empty text, or None and why there is none."""
+    """Return the result of `beside` for a run's folder and an empty text, or None and the reason
+    why there is no prediction."""
     try:
         return beside(folder / "config.yaml", environment, cluster), ""
     except UserError as error:
@@ -75,8 +77,12 @@ def beside_or_why(
 
 
 def beside(config: Path, environment: Mapping[str, Any], cluster: str | None = None) -> Beside:
-    """What the planner says of a run with this config and environment, on the cluster if one is
-    named. Raises `UserError` where it can say nothing."""
+    """Return the prediction for a run with this config file and environment.
+
+    cluster: name of the cluster to assume, if given. Raises `UserError` if there can be no
+    prediction: the number of ranks, the cluster or `model.vocab` is unknown, or the config is not
+    valid.
+    """
     given, ranks = load(str(config)), environment.get("ranks")
     if not isinstance(ranks, int) or ranks < 1:
         raise UserError("the run's environment.json does not say how many ranks it had")

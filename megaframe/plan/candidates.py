@@ -1,4 +1,4 @@
-"""Candidates: many layouts of one config as arrays, a whole number in each for each of them."""
+"""Candidates: many layouts of one config as arrays of integers, one element per layout."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ SCHEDULES = (
     "dualpipe-v",
 )
 CIRCLING = ("interleaved", "breadth-first")
-"""Those that go round all ranks before they come to a rank's next stage."""
+"""Schedules that go through all ranks before they come to a rank's next stage."""
 
 
 @dataclass(frozen=True)
 class Candidates:
     """Layouts to estimate; they must be valid.
 
-    recompute: index into `sizes.RECOMPUTE`. schedule: index into `SCHEDULES`. `train.global_batch`,
-    precision, model and optimizer are those of the config for all.
+    recompute: index into `sizes.RECOMPUTE`. schedule: index into `SCHEDULES`. Everything else,
+    such as `train.global_batch`, precision, model and optimizer, is that of the config.
     """
 
     tensor: Array
@@ -51,11 +51,11 @@ class Candidates:
         return len(self.tensor)
 
     def taken(self, which: Array | slice) -> Candidates:
-        """Those at these places."""
+        """Return the candidates at these indices, or where this mask is true."""
         return Candidates(**{f.name: getattr(self, f.name)[which] for f in fields(self)})
 
     def sizes(self, config: RunConfig) -> Sizes:
-        """As the arithmetic of costs has them."""
+        """Return the sizes for the cost arithmetic."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "schedule"}
         microbatches = config.train.global_batch // (self.microbatch * self.data)
         return Sizes(**given, microbatches=microbatches)

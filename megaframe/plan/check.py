@@ -1,4 +1,4 @@
-"""Mistakes that no section can see alone, all found before anything is built.
+"""Checks of a config that no section can make alone, all made before anything is built.
 
 Each rule yields a message with both numbers, the keys and the nearest valid values.
 """
@@ -31,8 +31,8 @@ TOKENIZERS = ("sentencepiece", "hf", "tiktoken")
 
 
 def check(config: RunConfig, world: int, *, data: bool = True) -> None:
-    """Raise one `UserError` with every mistake of a config that is to run on `world` ranks; see
-    `mistakes`."""
+    """Raise a `UserError` with all mistakes of a config that is to run on `world` ranks, if there
+    are any. data: as in `mistakes`."""
     found = mistakes(config, world, data=data)
     if found:
         count = "1 mistake" if len(found) == 1 else f"{len(found)} mistakes"
@@ -40,7 +40,10 @@ def check(config: RunConfig, world: int, *, data: bool = True) -> None:
 
 
 def warnings(config: RunConfig, layout: Layout, node_size: int) -> list[str]:
-    """What works, but hardly as meant. node_size: ranks of a node."""
+    """Return warnings about settings that work, but probably not as intended.
+
+    node_size: ranks per node.
+    """
     found = (
         crossing(config, layout, node_size),
         _still_rising(config.optim, config.train.steps),
@@ -49,9 +52,9 @@ def warnings(config: RunConfig, layout: Layout, node_size: int) -> list[str]:
 
 
 def mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[str]:
-    """Why a config cannot run on `world` ranks, empty if it can.
+    """Return the reasons why a config cannot run on `world` ranks; empty if it can.
 
-    Without `data` it may name no sources yet: a dry run reads none.
+    data: whether the config must name data sources; a dry run needs none.
     """
     sizes, layout = axis_sizes(config.parallel, world)
     return [
@@ -204,7 +207,7 @@ def _schedule(config: RunConfig, data: int) -> Iterator[str]:
         )
     sizes = {train.global_batch} | ({train.batch_ramp.start} if train.batch_ramp else set())
     together = train.microbatch * data
-    found: dict[str, None] = {}  # in order; most mistakes are those of every batch size
+    found: dict[str, None] = {}  # ordered; most mistakes are the same for every batch size
     for size in sorted(sizes):
         if size % together == 0:
             found |= dict.fromkeys(
@@ -295,7 +298,7 @@ def _learning_rate(optim: Optim, steps: int) -> Iterator[str]:
 
 
 def _optimizer(optim: Optim) -> Iterator[str]:
-    """What is said of an optimizer that another one has."""
+    """Yield mistakes in keys that only some optimizers have."""
     with_momentum = ("muon", "sgd")
     for key, value in (("momentum", optim.momentum), ("nesterov", optim.nesterov)):
         if value is not None and optim.name not in with_momentum:
@@ -336,7 +339,7 @@ def _data(config: RunConfig) -> Iterator[str]:
         if source.split is not None:
             splits[f"data.sources[{number}].split"] = source.split
     if len(splits) > len(data.sources) > 0:
-        del splits["data.split"]  # every source has its own
+        del splits["data.split"]  # unused, because every source has its own split
     totals = {key: sum(split) for key, split in splits.items()}
     wrong = {key: total for key, total in totals.items() if abs(total - 1) > 1e-6}
     for key, total in wrong.items():

@@ -1,7 +1,7 @@
-"""Chips: what a device can do at most, and how far its power lets it.
+"""Chips: the peak figures of devices, and what their power limit leaves of them.
 
-Peaks are dense, with fp32 accumulation, as vendors state them; what of a peak a product reaches is
-no property of the chip alone and stands in `constants`.
+Peaks are dense, with fp32 accumulation, as vendors state them. The share of a peak that a matrix
+product reaches is not a property of the chip alone; it is in `constants`.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from megaframe.config.numbers import either
 
 WIDTH = {"fp8": 1, "fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
-"""Bytes of a value by its type, as `train.precision` names it."""
+"""Bytes of a value by type, under the names of `train.precision`."""
 CLOCK_EXPONENT = 0.4
-"""A clock grows as the power that it takes to this exponent, voltage rising with it."""
+"""The clock grows as power to this exponent, because voltage must rise with the clock."""
 
 
 @dataclass(frozen=True)
 class Chip:
     """One device.
 
-    peaks: dense FLOP/s by type (`train.precision`, and `fp8` where there is one). memory: bytes.
-    bandwidth: of that memory, bytes/s. units: processors that share the tiles of a product.
-    watts: its limit. product_watts: what large products would take at the clock of the peak.
-    idle_watts: what it takes doing nothing. family: whose `constants` it has. host_link: bytes/s to
-    the host's memory, and as many back at the same time; None where that is not known.
+    family: key into `constants.CONSTANTS`. peaks: dense FLOP/s by type (those of `train.precision`,
+    and `fp8` if the chip has it). memory: bytes. bandwidth: bytes/s of that memory. units:
+    processors that share the tiles of a product. watts: power limit. product_watts: power that
+    large products would draw at the peak's clock. idle_watts: power when idle. host_link: bytes/s
+    to or from the host's memory, in both directions at the same time; None if unknown.
     """
 
     name: str
@@ -41,17 +41,18 @@ class Chip:
 
     @property
     def is_host(self) -> bool:
-        """Whether its memory is the host's."""
+        """Whether the device's memory is the host's memory, as on a CPU."""
         return self.family == "cpu"
 
     @property
     def power_share(self) -> float:
-        """Share of its peak clock that large products hold within the limit of power."""
+        """Share of the peak clock that large products sustain within the power limit, at most 1."""
         wanted = self.product_watts - self.idle_watts
         return min(1.0, ((self.watts - self.idle_watts) / wanted) ** CLOCK_EXPONENT)
 
     def sustained(self, kind: str) -> float | None:
-        """FLOP/s of the type `kind` that power allows; None where the chip has no such type."""
+        """Return the FLOP/s of the type `kind` within the power limit, or None if the chip lacks
+        this type."""
         peak = self.peaks.get(kind)
         return None if peak is None else peak * self.power_share
 
@@ -64,21 +65,22 @@ def _peaks(bf16: float, fp32: float, fp64: float, fp8: float | None = None) -> d
 
 
 _PCIE4, _PCIE5 = 31.5e9, 63.0e9
-"""PCI Express of 16 lanes: 16 or 32 GT/s each, of which 128 bits in 130 are data (PCI-SIG, base
-specifications 4.0 and 5.0). Which of them, datasheets of NVIDIA say."""
+"""Bytes/s of 16 lanes of PCI Express at 16 or 32 GT/s each, where 128 of 130 bits are data
+(PCI-SIG, base specifications 4.0 and 5.0). NVIDIA's datasheets say which version a chip has."""
 _C2C = 225e9
-"""NVLink-C2C: 900 GB/s there and back together (datasheet of the GB200), which two GPUs share."""
+"""Bytes/s of NVLink-C2C: 900 GB/s for both directions together (datasheet of the GB200), which two
+GPUs share."""
 _A100, _H100 = _peaks(312, 156, 19.5), _peaks(989.4, 494.7, 67, 1978.9)
 _B200, _GB200 = _peaks(2250, 1100, 37, 4500), _peaks(2500, 1250, 40, 5000)
 _GB = 2.0**30
 CHIPS: Mapping[str, Chip] = {
     chip.name: chip
     for chip in (
-        # fp32 is what products of fp32 are made in by default: TF32 where there are tensor cores.
+        # The fp32 peak is that of the default for fp32 products: TF32 where there are tensor cores.
         Chip("a100-40gb", "a100", _A100, 40 * _GB, 1.555e12, 108, 400, 400, 60, _PCIE4),
         Chip("a100-80gb", "a100", _A100, 80 * _GB, 2.039e12, 108, 400, 400, 60, _PCIE4),
         Chip("h100", "h100", _H100, 80 * _GB, 3.35e12, 132, 700, 1000, 100, _PCIE5),
-        # Parts with slower memory and a limit of 500 W, as torchtitan's tables were made on.
+        # A variant with slower memory and a limit of 500 W, on which torchtitan's tables were made.
         Chip("h100-500w", "h100", _H100, 96 * _GB, 2.4e12, 132, 500, 1000, 100, _PCIE5),
         Chip("h200", "h200", _H100, 141 * _GB, 4.8e12, 132, 700, 1000, 100, _PCIE5),
         Chip("b200", "b200", _B200, 180 * _GB, 8e12, 148, 1000, 1300, 140, _PCIE5),
@@ -87,11 +89,12 @@ CHIPS: Mapping[str, Chip] = {
         Chip("cpu", "cpu", _peaks(0.9, 0.4, 0.1), 4 * _GB, 10e9, 1, 100, 100),
     )
 }
-"""Known chips by name."""
+"""All known chips, by name."""
 
 
 def nearest_chips(name: str) -> str:
-    """Names of known chips that look like `name`, for a message; all where none does."""
+    """Return the names of known chips that resemble `name`, for a message; all names if none
+    does."""
     from difflib import get_close_matches
 
     near = get_close_matches(name.lower(), CHIPS, n=3, cutoff=0.3)

@@ -1,8 +1,8 @@
-"""Cluster: the machine that a run is planned for, as data: chips, tiers of links, failures, price.
+"""Cluster: the machine that a run is planned for, as data: chip, tiers of links, failures, price.
 
 `load_cluster("h100-ib")` reads `configs/clusters/h100-ib.yaml`; a path reads any such file. A tier
-is everything within which ranks reach each other at one speed, and a rank's bandwidth is what it
-has while all others use theirs, so that no formula needs to know who shares an adapter.
+is a set of ranks that reach each other at the same speed. A rank's bandwidth is what it gets while
+all other ranks use theirs, so no formula needs to know which ranks share an adapter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megaframe.errors import UserError
 from megaframe.plan.chips import CHIPS, Chip, nearest_chips
 
 DEFAULT = "h100-ib"
-"""Cluster of a plan that names none: H100 SXM nodes of 8, 400 Gb/s InfiniBand per GPU."""
+"""Cluster of a plan that names none: nodes of 8 H100 SXM with 400 Gb/s InfiniBand per GPU."""
 _BY_NAME = {
     "A100": "a100-ib",
     "H100": "h100-ib",
@@ -31,24 +31,25 @@ _BY_NAME = {
     "B200": "b200-ib",
     "CPU": "cpu",
 }
-"""Clusters by a part of the name of a device."""
+"""Likely cluster of a device whose name contains the key."""
 FOLDER = CONFIGS / "clusters"
 _MAX_BYTES = 100_000
 _OF_CHIP = ("memory", "bandwidth", "watts", "host_link")
 
 TierKind = Literal["switch", "rail", "torus"]
-"""switch: any rank of the tier reaches any other alike. rail: only the rank of the same number in
-another node, others through a neighbour. torus: neighbours in a grid of `dims` dimensions, each of
-which has an equal part of the bandwidth."""
+"""switch: every rank of the tier reaches every other in the same way. rail: a rank reaches only the
+rank with the same number in another node; others are reached through a neighbour in the node.
+torus: a rank reaches its neighbours in a grid of `dims` dimensions, which have equal parts of the
+bandwidth."""
 _Above = Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True)
 class Tier:
-    """Ranks within reach of each other: `size` of them, consecutive.
+    """A tier: `size` consecutive ranks that reach each other at the same speed.
 
-    latency: seconds of a message (alpha). bandwidth: bytes/s of one rank in one direction (1/beta).
-    reduces: whether its switches add numbers up themselves.
+    latency: seconds per message (alpha). bandwidth: bytes/s of one rank in one direction (1/beta).
+    dims: dimensions of a torus. reduces: whether the switches can sum (in-network reduction).
     """
 
     name: str
@@ -62,12 +63,14 @@ class Tier:
 
 @dataclass(frozen=True)
 class Cluster:
-    """tiers: from the innermost to the outermost, whose size is the whole cluster.
+    """A cluster of equal chips. Raises `UserError` if the tiers do not fit together.
 
-    failure_hours: mean hours between failures of one chip with its share of all around it.
-    restart_seconds: from a failure until training goes on. storage: bytes/s of one rank's
-    checkpoint. price: of a chip and hour, in dollars. jitter: share by which the slowest of the
-    ranks is behind the mean at 1,000 ranks (it grows with the root of the logarithm).
+    tiers: from the innermost to the outermost, whose size is that of the whole cluster.
+    failure_hours: mean hours between failures of one chip, including its share of everything around
+    it. price: dollars per chip and hour. restart_seconds: time from a failure until training
+    continues. storage: bytes/s at which one rank writes a checkpoint. jitter: share by which the
+    slowest of 1,000 ranks lags behind the mean; it grows with the root of the logarithm of the
+    number of ranks.
     """
 
     name: str
@@ -86,17 +89,17 @@ class Cluster:
 
     @property
     def size(self) -> int:
-        """Ranks of the whole cluster."""
+        """Number of ranks of the whole cluster."""
         return self.tiers[-1].size
 
     @property
     def node(self) -> int:
-        """Ranks of the innermost tier."""
+        """Number of ranks of the innermost tier."""
         return self.tiers[0].size
 
 
 def _tier_mistakes(tiers: tuple[Tier, ...]) -> list[str]:
-    """What of the tiers cannot be."""
+    """Return a message for each figure of the tiers that is impossible."""
     found = [] if tiers else ["tiers is empty; give at least one"]
     for number, tier in enumerate(tiers):
         for key, value in (("latency", tier.latency), ("bandwidth", tier.bandwidth)):
@@ -146,16 +149,16 @@ class _ClusterFile(Section):
 
 
 def likely_cluster(device: str) -> str | None:
-    """Name of the cluster that a device of this name is likely to be of; None for one that is not
-    known."""
+    """Return the name of the cluster that a device with this name is likely to belong to, or None
+    if the device is unknown."""
     return next((cluster for part, cluster in _BY_NAME.items() if part in device), None)
 
 
 def load_cluster(name: str = DEFAULT) -> Cluster:
-    """The cluster of a file: `configs/clusters/NAME.yaml`, or a path.
+    """Read a cluster from `configs/clusters/NAME.yaml`, or from a path.
 
-    `memory`, `bandwidth`, `watts`, `host_link` and `peaks` (of types) replace those of the chip
-    that it names. Raises `UserError` with every mistake.
+    `memory`, `bandwidth`, `watts`, `host_link` and `peaks` (by type) in the file override those of
+    the chip that it names. Raises `UserError` with all mistakes.
     """
     path = (
         Path(name) if "/" in name or name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
@@ -189,7 +192,7 @@ def load_cluster(name: str = DEFAULT) -> Cluster:
 
 
 def cluster_names() -> tuple[str, ...]:
-    """Names that `load_cluster` knows."""
+    """Return the names that `load_cluster` knows."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
 
 
@@ -213,7 +216,7 @@ def _read(name: str, path: Path) -> Any:
 
 
 def _told(error: Any) -> str:
-    """A pydantic error in our words."""
+    """Return a pydantic error as a message in this project's style."""
     where = ".".join(map(str, error["loc"])) or "the file"
     if error["type"] == "missing":
         return f"{where}: missing; give the figure"

@@ -1,12 +1,12 @@
-"""Collectives: seconds by message size, group and algorithm, from a latency and a bandwidth a tier.
+"""Collectives: seconds by message size, group and algorithm, given each tier's alpha and bandwidth.
 
-A message of n bytes takes alpha + n / bandwidth on one tier. A group is a list of `Level`s, inner
-first: how many of its members (or of the groups inside) meet on each tier; formulas take numbers or
-numpy arrays. n is always the whole buffer: what each rank ends with (all-gather, all-reduce,
-broadcast), begins with (reduce-scatter) or sends in all (all-to-all). Formulas: Thakur,
-Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH"; the
-tree is the double binary one of Sanders, Speck and Traeff 2009, which keeps both directions of a
-link busy.
+A message of n bytes takes alpha + n / bandwidth on one tier; beta is 1 / bandwidth. A group is a
+list of `Level`s from the innermost tier: how many of its members (or of the groups inside) meet on
+each tier. Formulas take numbers or numpy arrays. n is always the whole buffer: what each rank ends
+with (all-gather, all-reduce, broadcast), begins with (reduce-scatter) or sends in total
+(all-to-all). Formulas: Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective
+Communication Operations in MPICH"; the tree is the double binary tree of Sanders, Speck and Traeff
+2009, which keeps both directions of a link busy.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Number = Any
 
 @dataclass(frozen=True)
 class Level:
-    """members: that meet on this tier. alpha: seconds of a message. bandwidth: bytes/s that each
-    rank has there, in one direction. rails: whether only ranks of the same number meet. reduces:
-    whether the switches add."""
+    """The part of a group that meets on one tier. members: how many meet there. alpha: seconds per
+    message. bandwidth: bytes/s of each rank in one direction. rails: whether only ranks with the
+    same number in their nodes are connected. reduces: whether the switches can sum."""
 
     members: Number
     alpha: float
@@ -37,19 +37,18 @@ class Level:
 
 
 def on_tier(shares: Sequence[float], number: int) -> float:
-    """That of tier `number`, of which the last one is for all beyond."""
+    """Return the share of tier `number`; the last share applies to all further tiers."""
     return shares[min(number, len(shares) - 1)]
 
 
 def levels(
     cluster: Cluster, stride: Number, size: Number, shares: Sequence[float] = (1.0,)
 ) -> list[Level]:
-    """The levels of a group of `size` ranks that are `stride` apart, a level for each tier of the
-    cluster (of one member where the group does not use it).
+    """Return the levels of a group of `size` ranks that are `stride` apart: one for each tier of
+    the cluster, with one member where the group does not use the tier.
 
-    shares: of the bandwidths that a collective reaches, by tier, the last one for all beyond. On a
-    torus a group along one dimension has the links of that one; larger ones have those of as many
-    as they fill.
+    shares: share of the bandwidth that collectives reach, by tier; the last one applies to all
+    further tiers. On a torus a group has the links of as many dimensions as it extends over.
     """
     found, inside = [], np.ones_like(np.asarray(size, dtype=float))
     for number, tier in enumerate(cluster.tiers):
@@ -70,7 +69,7 @@ def levels(
 
 
 def members(group: Sequence[Level]) -> Number:
-    """Ranks of a group."""
+    """Return the number of ranks of a group."""
     product: Number = 1.0
     for level in group:
         product = product * level.members
@@ -78,10 +77,12 @@ def members(group: Sequence[Level]) -> Number:
 
 
 def _flat(group: Sequence[Level]) -> tuple[Number, Number, Number]:
-    """(ranks, alpha, bandwidth) of a group taken as one ring: the slowest hop sets the pace, but a
-    message that goes round waits on each hop for the latency of that one, on average `alpha`. Every
-    member inside a node has an adapter, and as many rings run as there are members, so that what
-    leaves a node has all of their bandwidth."""
+    """Return (ranks, alpha, bandwidth) of a group taken as one ring.
+
+    The slowest hop determines the bandwidth; alpha is the mean latency of the hops. Every member
+    inside a node has an adapter, and as many rings run as there are members, so traffic that leaves
+    a node uses the bandwidth of all adapters.
+    """
     count: Number = 1.0
     closing: Number = 0.0
     latency: Number = 0.0
@@ -97,28 +98,29 @@ def _flat(group: Sequence[Level]) -> tuple[Number, Number, Number]:
 
 
 def naive_all_reduce(size: Number, group: Sequence[Level]) -> Number:
-    """To one rank, one after the other, and back: 2 (p-1) (alpha + n beta)."""
+    """All ranks send to one rank in turn, which sends the sum back: 2 (p-1) (alpha + n beta)."""
     p, alpha, bandwidth = _slowest(group)
     return 2 * (p - 1) * (alpha + size / bandwidth)
 
 
 def ring_all_reduce(size: Number, group: Sequence[Level]) -> Number:
-    """Reduce-scatter and all-gather round a ring: 2 (p-1) alpha + 2 n beta (p-1)/p."""
+    """Reduce-scatter and all-gather on a ring: 2 (p-1) alpha + 2 n beta (p-1)/p."""
     return 2 * ring_all_gather(size, group)
 
 
 def tree_all_reduce(size: Number, group: Sequence[Level]) -> Number:
-    """Up and down a double binary tree: 2 log2(p) alpha + 2 n beta, of a tree of trees on several
-    tiers with the latency of each."""
+    """Up and down a double binary tree: 2 log2(p) alpha + 2 n beta. On several tiers it is a tree
+    of trees, with the latency of each tier."""
     p, _, bandwidth = _flat(group)
     latency = sum(_log2(level.members) * level.alpha for level in group)
     return np.where(p > 1, 2 * latency + 2 * size / bandwidth, 0.0)
 
 
 def halving_doubling_all_reduce(size: Number, group: Sequence[Level]) -> Number:
-    """Recursive halving and doubling: 2 log2(p) alpha + 2 n beta (p-1)/p; with p no power of two
-    the ranks beyond hand their whole share to another and get it back: 2 (alpha + n beta) more.
-    Partners of half of the rounds are far away, so that the slowest tier carries all of them."""
+    """Recursive halving and doubling: 2 log2(p) alpha + 2 n beta (p-1)/p. If p is not a power of
+    two, each surplus rank sends its whole buffer to another rank and gets the result back:
+    2 (alpha + n beta) more. Everything is charged to the slowest tier, because in half of the
+    rounds partners are far apart."""
     p, alpha, bandwidth = _slowest(group)
     below = 2.0 ** np.floor(np.log2(p))
     core = 2 * np.log2(below) * alpha + 2 * size / bandwidth * (below - 1) / below
@@ -126,14 +128,14 @@ def halving_doubling_all_reduce(size: Number, group: Sequence[Level]) -> Number:
 
 
 def hierarchical_all_reduce(size: Number, group: Sequence[Level]) -> Number:
-    """Reduce-scatter on each tier, inner first, and all-gather back: each tier carries only what
-    is left of the message after those inside it."""
+    """Reduce-scatter on each tier from the innermost, then all-gather back: each tier carries only
+    what the tiers inside it have left of the message."""
     return 2 * hierarchical_all_gather(size, group)
 
 
 def in_network_all_reduce(size: Number, group: Sequence[Level]) -> Number:
-    """Switches add: every rank sends and receives its message once, 2 alpha + n beta. Where the
-    switches of a tier do not add, infinite."""
+    """Reduction in the switches: every rank sends and receives its message once, 2 alpha + n beta.
+    Infinite if the switches of a tier cannot sum."""
     total: Number = 0.0
     left = size
     for level in group:
@@ -145,7 +147,7 @@ def in_network_all_reduce(size: Number, group: Sequence[Level]) -> Number:
 
 
 def ring_all_gather(size: Number, group: Sequence[Level]) -> Number:
-    """(p-1) alpha + n beta (p-1)/p; reduce-scatter takes the same."""
+    """All-gather on a ring: (p-1) alpha + n beta (p-1)/p. Reduce-scatter takes as long."""
     p, alpha, bandwidth = _flat(group)
     return (p - 1) * alpha + size / bandwidth * (p - 1) / p
 
@@ -157,7 +159,8 @@ def doubling_all_gather(size: Number, group: Sequence[Level]) -> Number:
 
 
 def hierarchical_all_gather(size: Number, group: Sequence[Level]) -> Number:
-    """Outer tiers first, each among ranks of the same number, the inner ones last with all."""
+    """All-gather tier by tier from the outermost, among ranks of the same number; the innermost
+    tier comes last and carries the whole buffer."""
     total: Number = 0.0
     left = size
     for level in group:
@@ -168,9 +171,9 @@ def hierarchical_all_gather(size: Number, group: Sequence[Level]) -> Number:
 
 
 def pairwise_all_to_all(size: Number, group: Sequence[Level]) -> Number:
-    """Every rank sends 1/p of its n bytes to each: (p-1) alpha, and on each tier what goes to ranks
-    that are reached over it; on rails that cross to another number first go to the neighbour of
-    that number, on the tier inside."""
+    """Every rank sends 1/p of its n bytes to each other rank: (p-1) alpha, and on each tier the
+    time of the bytes for ranks that are reached over it. On rails, bytes for ranks of another
+    number first go to the neighbour of that number, on the tier inside."""
     p = members(group)
     total: Number = 0.0
     inside: Number = 1.0
@@ -187,8 +190,8 @@ def pairwise_all_to_all(size: Number, group: Sequence[Level]) -> Number:
 
 
 def hierarchical_all_to_all(size: Number, group: Sequence[Level]) -> Number:
-    """Each tier exchanges all that is left for ranks elsewhere, in messages as few as its members:
-    (m-1) alpha + n beta (m-1)/m for each tier."""
+    """All-to-all tier by tier: each tier exchanges everything that goes elsewhere on it, in one
+    message per member: (m-1) alpha + n beta (m-1)/m on a tier of m members."""
     total: Number = 0.0
     for level in group:
         m = level.members
@@ -197,13 +200,13 @@ def hierarchical_all_to_all(size: Number, group: Sequence[Level]) -> Number:
 
 
 def tree_broadcast(size: Number, group: Sequence[Level]) -> Number:
-    """ceil(log2 p) (alpha + n beta)."""
+    """Broadcast down a binomial tree: ceil(log2 p) (alpha + n beta)."""
     p, alpha, bandwidth = _slowest(group)
     return _log2(p) * (alpha + size / bandwidth)
 
 
 def scatter_broadcast(size: Number, group: Sequence[Level]) -> Number:
-    """Scattered down a tree and gathered round a ring (van de Geijn):
+    """Broadcast as a scatter down a tree and an all-gather on a ring (van de Geijn):
     (log2 p + p - 1) alpha + 2 n beta (p-1)/p."""
     p, alpha, bandwidth = _flat(group)
     return (_log2(p) + p - 1) * alpha + 2 * size / bandwidth * (p - 1) / p
@@ -232,11 +235,12 @@ ALGORITHMS: Mapping[str, Mapping[str, Formula]] = {
     "all_to_all": {"pairwise": pairwise_all_to_all, "hierarchical": hierarchical_all_to_all},
     "broadcast": {"tree": tree_broadcast, "scatter": scatter_broadcast},
 }
-"""Formulas by operation and algorithm."""
+"""Formula of each algorithm, by operation."""
 
 
 def hop_seconds(size: Number, group: Sequence[Level]) -> Number:
-    """From one member to the next, the slowest such hop: alpha + n beta; 0 in a group of one."""
+    """Return the seconds of a message from one member to the next over the slowest tier of the
+    group: alpha + n beta; 0 for a group of one rank."""
     p, alpha, bandwidth = _slowest(group)
     return np.where(p > 1, alpha + size / bandwidth, 0.0)
 
@@ -244,8 +248,8 @@ def hop_seconds(size: Number, group: Sequence[Level]) -> Number:
 def collective_seconds(
     operation: str, size: Number, group: Sequence[Level], known: Sequence[str] = ()
 ) -> Number:
-    """Seconds of `operation` by the algorithm that is best for this size and group, of those that
-    are `known`, or of all; 0 for a group of one rank."""
+    """Return the seconds of `operation` by the fastest algorithm for this size and group; 0 for a
+    group of one rank. known: names of the algorithms to choose from; empty for all."""
     best: Number = np.inf
     for name, formula in ALGORITHMS[operation].items():
         if not known or name in known:
@@ -254,19 +258,21 @@ def collective_seconds(
 
 
 def choose(operation: str, size: float, group: Sequence[Level]) -> str:
-    """The name of that algorithm."""
+    """Return the name of the fastest of all algorithms of `operation` for this size and group."""
     formulas = ALGORITHMS[operation]
     return min(formulas, key=lambda name: float(formulas[name](size, group)))
 
 
 def ring_tree_crossover(members: int, alpha: float, bandwidth: float) -> float:
-    """Bytes from which on a ring reduces faster than a tree: p (p - 1 - log2 p) alpha / beta."""
+    """Return the size in bytes above which a ring all-reduce is faster than a tree:
+    p (p - 1 - log2 p) alpha / beta."""
     return max(0.0, members * (members - 1 - float(_log2(members)))) * alpha * bandwidth
 
 
 def crossover(operation: str, first: str, second: str, group: Sequence[Level]) -> float | None:
-    """Bytes from which on `first` beats `second`, which is better below; None where there is no
-    such size up to 2**50. All formulas are straight lines in the size, so two points tell."""
+    """Return the size in bytes above which `first` is faster than `second`, which is faster below;
+    None if there is no such size up to 2**50. All formulas are linear in the size, so two points
+    determine it."""
     one, two = (ALGORITHMS[operation][name] for name in (first, second))
     at_zero = float(one(0.0, group) - two(0.0, group))
     far = 2.0**50
@@ -277,13 +283,15 @@ def crossover(operation: str, first: str, second: str, group: Sequence[Level]) -
 
 
 def bus_bandwidth(operation: str, size: float, members: int, seconds: float) -> float:
-    """Bytes/s that a link carried: what is compared with its figure, for any number of ranks."""
+    """Return the bus bandwidth in bytes/s: what a link carried, which can be compared with the
+    link's nominal bandwidth for any number of ranks."""
     factor = {"all_reduce": 2.0, "broadcast": members / max(1, members - 1)}.get(operation, 1.0)
     return factor * size * (members - 1) / members / seconds
 
 
 def shared_ends(sizes: Sequence[float], bandwidth: float) -> list[float]:
-    """When transfers that start together on one link, which they share equally, end."""
+    """Return the seconds after which each of several transfers ends, if they start together on one
+    link and share it equally. sizes: their bytes."""
     order = sorted(range(len(sizes)), key=lambda number: sizes[number])
     ends, now, sent = [0.0] * len(sizes), 0.0, 0.0
     for done, number in enumerate(order):
@@ -293,7 +301,7 @@ def shared_ends(sizes: Sequence[float], bandwidth: float) -> list[float]:
 
 
 def _slowest(group: Sequence[Level]) -> tuple[Number, Number, Number]:
-    """(ranks, alpha, bandwidth) where the slowest tier that is used carries every message."""
+    """Return (ranks, alpha, bandwidth) as if the slowest tier in use carried every message."""
     count: Number = 1.0
     alpha: Number = 0.0
     bandwidth: Number = np.inf

@@ -1,8 +1,8 @@
-"""Constants: what a chip really reaches, six numbers for a generation; and what software does.
+"""Constants: what chips of a generation achieve, as six numbers; and what trainers do.
 
-The six are fitted to one half of published tables (`benchmarks/published.py --fit`) or measured
-(`tools/measure_kernels.py`); everything in `Software` is a fact of a trainer that can be read in
-its paper or its source, and is never fitted.
+The six numbers are fitted to one half of the published tables (`benchmarks/published.py --fit`) or
+measured (`tools/measure_kernels.py`). Everything in `Software` is a fact from a trainer's paper or
+source code, and is never fitted.
 """
 
 from __future__ import annotations
@@ -15,45 +15,50 @@ from megaframe.errors import UserError
 from megaframe.plan.collectives import on_tier
 
 NCCL = ("ring", "tree", "in_network", "pairwise", "scatter")
-"""Algorithms of NCCL's collectives."""
+"""Algorithms that NCCL has for collectives, as named in `collectives.ALGORITHMS`."""
 
 
 @dataclass(frozen=True)
 class Software:
-    """What a trainer does, beside what the keys of a config say.
+    """What a trainer does that no config key expresses.
 
-    fused_attention: scores never leave the chip; else masked, normalised and dropped out in
-    kernels that move `score_bytes` for each in forward and `score_backward_bytes` in backward.
-    attention_speed: of its fused attention beside FlashAttention-2's.
-    causal_skip: the half of the scores that is masked is not computed.
-    sequence_parallel: norms and residuals are divided among tensor ranks.
-    stream_passes, inner_passes: times that the elementwise kernels of a block read or write a value
-    of width `hidden` and of the MLP's inner width in forward; backward does so twice as often.
-    gradient_bytes: of an element, as it is summed over data ranks; None: of master precision.
-    gradients_of: what leaves together, the gradients of a `block` or of a `chunk`.
-    copy_engines: whether the tensor axis's transfers are made by engines of their own, so that they
-    do not delay the compute beside them.
-    overlap_data, overlap_tensor, overlap_pipeline: whether these transfers run beside compute.
-    scatter_pipeline: whether tensor ranks each send their part of what goes to the next stage.
-    selective: what `train.recompute=selective` computes again: norms and activations, or attention.
-    kernels: launched in the forward of a block; backward launches `backward_kernels` times as many.
-    pass_kernels: launched for a pass before the device computes, where the host waited for the
-    transfer before it (no `overlap_pipeline`), so that nothing was launched ahead.
-    end_kernels: launched in forward for embedding and loss; backward launches as for a block.
-    step_kernels: launched once a step, for the norm, the update and what is logged.
-    collectives: algorithms that its library has.
-    head_backward: whether the head makes its gradients in backward instead of in forward.
-    state_bytes: that the update of an element reads and writes.
-    accumulate_bytes: that adding a microbatch's gradient of a weight to the sum moves besides the
-    product, 0 where the product adds.
-    products: type of the products where it is not `train.precision`: fp8.
-    parts: into which transfers beside forward products are cut; None: `parallel.tensor_chunks`.
-    logit_bytes: that the loss moves for each logit.
-    data_tail: parts that data ranks' transfers come in, the last of which nothing hides.
-    parallel_block: whether attention and MLP start from the same rows, so that a block has half of
-    the tensor axis's transfers.
-    steps_meet: whether a rank begins its next step before others end this one, so that a step is as
-    long as the longest span of a rank.
+    fused_attention: whether the scores stay on the chip; otherwise the kernels that mask, normalise
+    and drop out move `score_bytes` per score in forward and `score_backward_bytes` in backward.
+    attention_speed: speed of the fused attention relative to FlashAttention-2.
+    causal_skip: whether the masked half of the scores is skipped.
+    sequence_parallel: whether norms and residuals are divided among tensor ranks.
+    stream_passes, inner_passes: how often the elementwise kernels of a block read or write a value
+    of width `hidden`, and one of the MLP's inner width, in forward; in backward it is twice that.
+    gradient_bytes: bytes per gradient element in the sum over data ranks; None: those of master
+    precision, or 2 with `parallel.reduce_precision=bf16`.
+    gradients_of: which gradients are sent together, those of a `block` or of a `chunk`.
+    copy_engines: whether copy engines do the transfers of the tensor axis, so that concurrent
+    compute is not delayed.
+    overlap_data, overlap_tensor, overlap_pipeline: whether these transfers overlap with compute.
+    scatter_pipeline: whether each tensor rank sends only its part of a message to the next stage.
+    selective: what `train.recompute=selective` recomputes: `norms` (with activations) or
+    `attention`.
+    kernels: kernels launched in the forward of a block; backward launches `backward_kernels` times
+    as many.
+    pass_kernels: kernels launched at the start of a pass while the device idles, because without
+    `overlap_pipeline` the host waits for the preceding transfer and launches nothing ahead.
+    end_kernels: kernels launched in forward for embedding and loss; in backward `backward_kernels`
+    times as many.
+    step_kernels: kernels launched once per step, for the norm, the update and logging.
+    collectives: algorithms of the trainer's communication library.
+    head_backward: whether the head computes its gradients in backward instead of in forward.
+    state_bytes: bytes that the update reads and writes per element.
+    accumulate_bytes: bytes per element moved to add a microbatch's weight gradient to the sum, on
+    top of the product; 0 if the product itself accumulates.
+    products: type of the matrix products if it is not `train.precision`, for example fp8.
+    parts: number of parts in which rows are transferred during forward products; None:
+    `parallel.tensor_chunks`.
+    logit_bytes: bytes that the loss moves per logit.
+    data_tail: number of parts of the transfers between data ranks; the last part is never hidden.
+    parallel_block: whether attention and MLP start from the same rows, which halves the tensor
+    axis's transfers of a block.
+    steps_meet: whether a rank begins its next step before others finish this one, so that a step
+    takes as long as the longest span of any rank.
     """
 
     name: str = "megaframe"
@@ -90,7 +95,7 @@ class Software:
     steps_meet: bool = False
 
     def tensor_parts(self, config: RunConfig) -> float:
-        """Parts in which rows travel beside forward products."""
+        """Return the number of parts in which rows are transferred during forward products."""
         return float(self.parts or config.parallel.tensor_chunks)
 
 
@@ -99,18 +104,18 @@ MEGAFRAME = Software()
 
 @dataclass(frozen=True)
 class Constants:
-    """The six numbers of a generation, and the software.
+    """The six fitted numbers of a chip generation, its link efficiency, and the software.
 
-    product: share of the sustained peak that an endless product reaches.
-    start: rows, columns or terms that a tile's beginning and end cost: a sum over k terms takes as
-    long as one over k + `start` (multiplied by what the last, unfilled wave of tiles costs).
-    attention: share of the sustained peak of fused attention.
-    memory: share of its bandwidth that elementwise kernels reach.
-    launch: seconds of the host for each kernel.
-    contention: by how much a transfer beside compute delays that, as a share of the time that the
-    bytes would take on the innermost tier.
-    links: share of a link's bandwidth that collectives reach, by tier, the innermost first and the
-    last one for all beyond; as NCCL was seen to reach them, not fitted.
+    product: share of the sustained peak that an infinitely large product reaches.
+    start: cost of a tile's prologue and epilogue, in terms of the sum: a sum over k terms takes as
+    long as k + `start` terms would. The last, partly filled wave of tiles is charged separately.
+    attention: share of the sustained peak that fused attention reaches.
+    memory: share of the memory bandwidth that elementwise kernels reach.
+    launch: seconds of the host per kernel launch.
+    contention: how much a concurrent transfer delays compute, as a share of the time that its bytes
+    take on the innermost tier.
+    links: share of a link's bandwidth that collectives reach, by tier from the innermost; the last
+    one applies to all further tiers. Taken from NCCL measurements, not fitted.
     """
 
     product: float = 0.85
@@ -123,13 +128,13 @@ class Constants:
     software: Software = field(default=MEGAFRAME)
 
     def link(self, tier: int) -> float:
-        """That share on the tier of this number."""
+        """Return the share of its bandwidth that collectives reach on tier number `tier`."""
         return on_tier(self.links, tier)
 
 
-# NCCL's all-reduce of large messages on 8 A100 carries 233 of 300 GB/s (VIA-Research/vTrain,
-# trace/a100), its rings on 8 H100 370 of 450 (NVIDIA/nccl-tests, issue 212); between nodes it was
-# seen to carry 85 to 96% of HDR adapters and 92 to 96% of NDR (issues 119 and 290).
+# NCCL's all-reduce of large messages reaches 233 of 300 GB/s on 8 A100 (VIA-Research/vTrain,
+# trace/a100), and its rings 370 of 450 GB/s on 8 H100 (NVIDIA/nccl-tests, issue 212). Between nodes
+# it reached 85 to 96% of HDR adapters and 92 to 96% of NDR (issues 119 and 290).
 _H100 = Constants(0.778, 1104.0, 0.328, 1.000, 1.2e-05, 0.474, (0.82, 0.9))
 CONSTANTS: Mapping[str, Constants] = {
     "a100": Constants(0.878, 467.0, 0.520, 0.909, 4.5e-05, 3.6, (0.775, 0.9)),
@@ -138,12 +143,13 @@ CONSTANTS: Mapping[str, Constants] = {
     "tpu": _H100,
     "cpu": Constants(0.9, 0.0, 0.4, 0.8, 5e-6, 1.0),
 }
-"""By family of chips. Fitted: a100, h100 (but for its `launch`, of which its tables tell nothing).
-The others are guesses, those of h100, until kernels are measured on them."""
+"""Constants by chip family. Those of a100 and h100 are fitted, except `launch` of h100, which its
+tables do not determine. The others are guesses (b200 and tpu use those of h100) until kernels are
+measured on such chips."""
 
 
 def constants_of(family: str) -> Constants:
-    """The constants of a family of chips. Raises `UserError` for one that is not known."""
+    """Return the constants of a chip family. Raises `UserError` if the family is unknown."""
     if family not in CONSTANTS:
         raise UserError(
             f"no constants are known of chips of the family {family}; use one of "

@@ -1,4 +1,4 @@
-"""Context ranks as the config wants them, and why attention could not be divided that way."""
+"""How context ranks divide attention, and checks of the config keys that say so."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megaframe.config.schema import Parallel, RunConfig
 
 
 def exchanging_ranks(parallel: Parallel) -> int:
-    """How many neighbours on the context axis exchange heads for tokens; the groups of them form a
-    ring."""
+    """Return how many neighbours on the context axis exchange heads for tokens. The groups of such
+    neighbours form a ring."""
     if parallel.context_kind == "ring":
         return 1
     if parallel.context_kind == "all_to_all":
@@ -20,7 +20,7 @@ def exchanging_ranks(parallel: Parallel) -> int:
 
 
 def context_mistakes(config: RunConfig) -> Iterator[str]:
-    """What of parallel.context_kind and parallel.context_heads does not fit."""
+    """Yield a message for each mistake in parallel.context_kind and parallel.context_heads."""
     parallel = config.parallel
     context, kind, given = parallel.context, parallel.context_kind, parallel.context_heads
     if kind != "nested":
@@ -77,9 +77,9 @@ def _fits(config: RunConfig, ranks: int) -> bool:
 
 
 def _shares(model: Model, tensor: int, ranks: int) -> bool:
-    """Whether so many ranks can have equally many query heads with the key and value heads that
-    belong to them, of what one tensor rank has; where tensor ranks do not fit, that is said
-    elsewhere, and the fewest heads that each could have are counted."""
+    """Return whether `ranks` ranks can have equally many of one tensor rank's query heads, with the
+    key and value heads that belong to them. A `tensor` that does not divide the heads is reported
+    elsewhere; here its quotient is rounded down, to at least one head."""
     heads = max(1, model.heads // tensor)
     groups = max(1, model.kv_heads // tensor)
     return heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)

@@ -1,6 +1,6 @@
 """Costs: seconds of one block on one rank, for one microbatch.
 
-One arithmetic for a single run and for arrays of layouts: nothing here branches on a size.
+The same arithmetic serves a single run and arrays of layouts, so nothing here branches on a size.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ Number = Any
 """A float, or a numpy array of them."""
 
 _CAST_BYTES = 6.0
-"""To find the largest of a tensor's values, to read them again, and to write them in eight bits as
-they are and transposed."""
+"""Bytes moved per element to convert a tensor to 8 bits: read it to find the maximum, read it again
+(2 bytes each), and write it in 8 bits twice, as it is and transposed."""
 
 
 def kinds(model: Model) -> list[tuple[bool, int | None]]:
-    """Of each layer what its costs depend on: whether it has experts, and its window in tokens."""
+    """Return for each layer what its costs depend on: whether it has experts, and its window in
+    tokens."""
     moe = model.moe
     return [
         (moe is not None and has_experts(moe, layer), window_of(model, layer))
@@ -35,7 +36,7 @@ def kinds(model: Model) -> list[tuple[bool, int | None]]:
 
 
 def block(machine: Machine, layer: int) -> Part:
-    """One block."""
+    """Return the seconds of the block of a layer."""
     model, sizes, rate = machine.config.model, machine.sizes, machine.rate
     emulated = model.emulate
     if emulated is not None:
@@ -58,13 +59,14 @@ def block(machine: Machine, layer: int) -> Part:
     full = sizes.recompute == 2
     tensor = tensor + Passes(0.0, np.where(full, tensor.forward, 0.0), 0.0)
     context = context_traffic(machine, attention)
-    # Host: launches are counted for the pass as a whole, and where it is the slower one it waits
-    # for no transfer either.
+    # Launches of the host are compared with the whole pass, exposed transfers included: while the
+    # device waits for a transfer, the host catches up.
     return Part(_hosted(machine, compute, tensor, rate), tensor, context, expert)
 
 
 def _hosted(machine: Machine, compute: Passes, tensor: Passes, rate: Rates) -> Passes:
-    """Compute, or what of the host's launches is longer than it and the exposed transfers."""
+    """Return the compute of each pass, extended to what the host's launches take beyond the exposed
+    transfers if that is longer."""
     software = machine.software
     forward = software.kernels * rate.launch
     extra = np.where(machine.sizes.recompute == 2, 1.0, 0.0)
@@ -93,7 +95,7 @@ def _three(
 
 
 def _attention_linears(machine: Machine) -> Passes:
-    """Projections before and after attention."""
+    """Return the seconds of the projections before and after attention."""
     model, tensor = machine.config.model, machine.sizes.tensor
     latent = model.latent
     if latent is None:
@@ -103,7 +105,7 @@ def _attention_linears(machine: Machine) -> Passes:
             machine, model.hidden, queries
         )
     query, value = head_widths(model)
-    own = machine.tokens / tensor  # latents are made of a rank's own rows
+    own = machine.tokens / tensor  # a rank computes the latents of its own rows
     parts = _three(machine, latent_width(latent), model.hidden, own)
     parts = parts + _three(machine, model.heads * query / tensor, latent.query_rank or model.hidden)
     heads = model.heads * (latent.head_dim + value) / tensor
@@ -112,7 +114,8 @@ def _attention_linears(machine: Machine) -> Passes:
 
 
 def _joined_linears(machine: Machine) -> Passes:
-    """Those of a block whose attention and MLP start from the same rows: two products in all."""
+    """Return the seconds of the linears of a block whose attention and MLP start from the same
+    rows: two products in total."""
     model, tensor = machine.config.model, machine.sizes.tensor
     up = 2 if model.activation == "swiglu" else 1
     queries = model.heads * model.head_dim / tensor
@@ -130,14 +133,15 @@ def _mlp(machine: Machine, width: Number) -> Passes:
 
 
 def _expert_mlp(machine: Machine) -> Passes:
-    """Experts as equally busy ones, router and shared ones beside them."""
+    """Return the seconds of the experts, assumed to be equally loaded, with the router, the shared
+    experts, and the permutation of rows."""
     model, sizes = machine.config.model, machine.sizes
     moe = model.moe
     assert moe is not None
     width = (moe.ffn or model.ffn) / sizes.expert_tensor
     up = 2 if model.activation == "swiglu" else 1
     here = np.maximum(1.0, moe.experts / sizes.expert)
-    # The rows of all ranks that send here, dealt to the experts that are here.
+    # Rows per expert: those of all ranks that send to this one, spread over all experts.
     own = machine.tokens / sizes.tensor
     rows = own * moe.top_k * sizes.expert * sizes.expert_tensor / moe.experts
     found = _three(machine, up * width, model.hidden, rows, here)
@@ -151,7 +155,7 @@ def _expert_mlp(machine: Machine) -> Passes:
 
 
 def _attention(machine: Machine, layer: int) -> Passes:
-    """Scores and what is made with them."""
+    """Return the seconds of attention itself: the scores and the weighted sum of values."""
     model, sizes, rate = machine.config.model, machine.sizes, machine.rate
     software, seq = machine.software, machine.config.train.seq
     query, value = head_widths(model)
@@ -160,7 +164,7 @@ def _attention(machine: Machine, layer: int) -> Passes:
         keys = mean_keys(seq, window_of(model, layer)) if software.causal_skip else seq
         flops = 2.0 * machine.tokens * keys * heads * (query + value)
         forward = flops / (rate.attention * software.attention_speed)
-        # Backward makes scores again: five products in place of two (Dao 2023, section 3.1).
+        # Backward recomputes the scores: five products instead of two (Dao 2023, section 3.1).
         return Passes(forward, 2.5 * forward, 0.0)
     groups = sizes.microbatch * heads
     rows, keys = seq / sizes.context, float(seq)
@@ -172,7 +176,7 @@ def _attention(machine: Machine, layer: int) -> Passes:
 
 
 def _elementwise(machine: Machine) -> Passes:
-    """Norms, residuals, activations."""
+    """Return the seconds of norms, residuals and activations."""
     model, sizes, software = machine.config.model, machine.sizes, machine.software
     divided = sizes.tensor if software.sequence_parallel else 1.0
     stream = software.stream_passes * model.hidden / divided
@@ -186,7 +190,7 @@ def _elementwise(machine: Machine) -> Passes:
 
 
 def _again(machine: Machine, linears: Passes, attention: Passes, stream: Passes) -> Number:
-    """Seconds of what backward computes again."""
+    """Return the seconds of what backward recomputes."""
     recompute = machine.sizes.recompute
     of_attention = machine.software.selective == "attention"
     part = attention.forward if of_attention else stream.forward

@@ -1,7 +1,7 @@
-"""Division: how many blocks each rank has, in closed form for many layouts at once.
+"""Division: the number of blocks of a rank, in closed form for many layouts at once.
 
-`stages.divide` makes the largest stage as small as it can be and all as even as they can be; with
-blocks that are alike the same follows from a few whole numbers.
+`stages.divide` minimises the largest stage and then makes all stages as even as possible. For equal
+blocks the same result follows from a few whole numbers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Division:
-    """Blocks of a rank. middle: of the one that has most. end: of the one with the last stage."""
+    """Blocks per rank. middle: of the rank that has most. end: of the rank with the last stage."""
 
     middle: Array
     end: Array
 
 
 def division(config: RunConfig, sizes: Sizes) -> Division:
-    """How the layers are divided, the head counted as so many blocks as it is work."""
+    """Return how the layers are divided, where the head counts as many blocks as it has work."""
     layers, stages = config.model.layers, sizes.pipeline * sizes.chunks
     weight = _head_weight(config, sizes)
     above, below = np.ceil(weight), np.floor(weight)
@@ -37,7 +37,7 @@ def division(config: RunConfig, sizes: Sizes) -> Division:
     wanted = np.rint((layers + weight) / stages - weight)
     last = np.clip(wanted, 0.0, np.maximum(0.0, np.floor(largest - weight + 1e-9)))
     last = np.where(stages > 1, last, layers)
-    # The others are as even as they can be; those with one block more follow each other.
+    # The other stages are as even as possible; those with one block more are consecutive.
     others = np.maximum(1, stages - 1)
     low = np.floor((layers - last) / others)
     more = np.ceil((layers - last - low * others) / sizes.pipeline)
@@ -48,7 +48,7 @@ def division(config: RunConfig, sizes: Sizes) -> Division:
 
 
 def _head_weight(config: RunConfig, sizes: Sizes) -> Array:
-    """Work of the head, in blocks, as `plan.stages` divides layers by it."""
+    """Return the work of the head in units of a block's work, as `plan.stages` counts it."""
     works = [block_work(config, layer) for layer in range(config.model.layers)]
     forward = sum(work.forward for work in works) / len(works)
     others = sum(work.backward + work.weight for work in works) / len(works)

@@ -1,8 +1,8 @@
-"""Elastic: a layout for as many ranks as there are.
+"""Elastic: a layout for the available ranks when nodes have been lost or have come back.
 
-A config names the layout that is wanted; nodes are lost and come back. Whatever fits is as right as
-any other, since the layout changes no answer, so the rule is simple: of all layouts for the same
-global batch that the checks accept, the one that changes least, data ranks first.
+The layout does not change the answer, so any layout that fits is correct. The rule is: of all
+layouts for the same global batch that the checks accept, choose the one that changes least, and
+change the number of data ranks first.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from megaframe.errors import UserError
 from megaframe.plan.check import mistakes
 
 _MODEL_AXES = ("tensor", "pipeline", "context", "expert", "expert_tensor")
-"""Axes that divide the model or samples, and so decide on the memory of a rank."""
+"""Axes that divide the model or samples, and so determine a rank's memory."""
 
 
 def fitted(config: RunConfig, world: int) -> tuple[RunConfig, int]:
-    """The config with a layout for `world` ranks, and how many of them it uses. It is the config
-    itself where that fits.
+    """Return the config with a layout for at most `world` ranks, and the number of ranks that it
+    uses. If the config's own layout fits, the config is returned unchanged.
 
-    Raises `UserError` when none does.
+    Raises `UserError` if no layout fits.
     """
     if not mistakes(config, world, data=False):
         return config, world
@@ -39,8 +39,8 @@ def fitted(config: RunConfig, world: int) -> tuple[RunConfig, int]:
 
 
 def _candidates(parallel: Parallel, world: int) -> Iterator[Mapping[str, int]]:
-    """Sizes to try, best first: those that divide the model as it was, with the most data ranks;
-    then those that divide it less and less."""
+    """Yield sizes of axes to try, best first: those that divide the model as `parallel` does, with
+    the most data ranks first; then those that divide it less and less."""
     wanted = [getattr(parallel, axis) for axis in _MODEL_AXES]
     choices = [divisors(size) for size in wanted]
     shapes = sorted(product(*choices), key=lambda sizes: _loss(sizes, wanted))
@@ -54,8 +54,8 @@ def _candidates(parallel: Parallel, world: int) -> Iterator[Mapping[str, int]]:
 
 
 def _loss(shape: tuple[int, ...], wanted: list[int]) -> tuple[float, ...]:
-    """How much less than wanted a shape divides the model: in all, and then which axes, the last
-    ones given up first."""
+    """Return a sort key: how much less than wanted a shape divides the model in total, and for
+    equal totals by axis, where the last axes are reduced first."""
     shares = [now / then for now, then in zip(shape, wanted, strict=True)]
     in_all = 1.0
     for share in shares:
@@ -64,7 +64,8 @@ def _loss(shape: tuple[int, ...], wanted: list[int]) -> tuple[float, ...]:
 
 
 def _with(config: RunConfig, sizes: Mapping[str, int]) -> RunConfig:
-    """The config with these sizes; what was said of single stages goes when they are others."""
+    """Return the config with these sizes. If the number of pipeline ranks changes, per-stage layers
+    are dropped, and per-stage recompute blocks become their maximum for all stages."""
     changes: dict[str, object] = dict(sizes)
     if sizes["pipeline"] != config.parallel.pipeline:
         changes["layers_per_stage"] = None

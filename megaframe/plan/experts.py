@@ -1,4 +1,4 @@
-"""Experts: which layers have them, how a node's ranks share them, and what does not fit."""
+"""Experts: which layers have them, how a node's ranks share them, and checks of their config."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ from megaframe.config.schema import Parallel, RunConfig
 
 
 def has_experts(moe: Moe, layer: int) -> bool:
-    """Whether a layer has experts: after the first dense ones, every so many-th."""
+    """Return whether a layer has experts: after `moe.first` dense layers, every `moe.every`-th."""
     return layer >= moe.first and (layer - moe.first) % moe.every == moe.every - 1
 
 
 def has_mlp(model: Model, layer: int) -> bool:
-    """Whether all rows of a layer go through an MLP, which tensor ranks divide: of a layer with
-    experts its shared ones. Rows go to the others from the rank that has them."""
+    """Return whether all rows of a layer go through an MLP that tensor ranks divide. In a layer
+    with experts that is the shared experts; a row goes to routed experts from the rank that has
+    it, without a transfer over tensor ranks."""
     moe = model.moe
     return moe is None or moe.shared > 0 or not has_experts(moe, layer)
 
 
 def expert_layers(model: Model) -> int:
-    """Number of layers that have experts."""
+    """Return the number of layers that have experts."""
     return sum(model.moe is not None and has_experts(model.moe, i) for i in range(model.layers))
 
 
 def near_experts(parallel: Parallel, node_size: int) -> int:
-    """Neighbours on the expert axis that share a node."""
+    """Return how many neighbours on the expert axis share a node."""
     return gcd(parallel.expert, max(1, node_size // parallel.expert_tensor))
 
 
 def expert_mistakes(config: RunConfig) -> Iterator[str]:
-    """What of model.moe, parallel.expert and parallel.expert_tensor does not fit."""
+    """Yield a message for each mistake in model.moe, parallel.expert, parallel.expert_tensor and
+    parallel.expert_overlap."""
     model, parallel = config.model, config.parallel
     moe = model.moe
     if moe is None:

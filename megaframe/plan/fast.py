@@ -1,8 +1,8 @@
 """Estimates of many layouts of one config at a time, by closed forms on arrays.
 
-The costs of blocks and transfers are those of `predict`, computed for all candidates at once. What
-a simulation would find is replaced by closed forms: stages as `plan.stages` divides them, the
-bubbles of the named schedules, the activations that they keep.
+The costs of blocks and transfers are those of `predict`, computed for all candidates at once. The
+division into stages, the bubble of each named schedule and the activations that it keeps come from
+closed forms instead of a simulation.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from megaframe.plan.update import (
 from megaframe.plan.worst import memory_bytes
 
 _AT_ONCE = 1 << 15
-"""Candidates of a round, whose arrays stay in cache."""
+"""Candidates per round, few enough that their arrays stay in cache."""
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """Of each candidate: seconds of a step, bytes of the worst rank, whether these fit, and the
-    seconds by part, named as in `Prediction.breakdown`."""
+    """For each candidate: seconds of a step, bytes on the rank that needs most, whether these fit,
+    and the seconds by part under the names of `Prediction.breakdown`."""
 
     step_seconds: Array
     memory_bytes: Array
@@ -53,7 +53,7 @@ class Estimates:
 def estimate(
     config: RunConfig, cluster: Cluster, constants: Constants, candidates: Candidates
 ) -> Estimates:
-    """Estimates of all candidates at once; at least 100,000 a second."""
+    """Estimate all candidates, at least 100,000 per second."""
     rounds = [
         _estimate(config, cluster, constants, candidates.taken(slice(start, start + _AT_ONCE)))
         for start in range(0, len(candidates), _AT_ONCE)
@@ -89,7 +89,7 @@ def _estimate(
 
 
 def _mean_block(machine: Machine) -> tuple[Part, Owned]:
-    """Costs and parameters of a layer, on average over all kinds of them."""
+    """Return the mean costs and parameters of a layer."""
     every = kinds(machine.config.model)
     whole, owned = Part(Passes()), Owned()
     for kind, number in Counter(every).items():
@@ -101,14 +101,14 @@ def _mean_block(machine: Machine) -> tuple[Part, Owned]:
 
 @dataclass(frozen=True)
 class Share:
-    """blocks: of the rank that has most to do. heads: 1 where that is the one with the head."""
+    """What the rank with most work has. blocks: its blocks. heads: 1 if it has the head, else 0."""
 
     blocks: Array
     heads: Array
 
 
 def _share(machine: Machine, one: Part, end: Part) -> Share:
-    """What the largest rank has: either so many blocks, or some blocks and the head."""
+    """Return what the rank with most work has: the most blocks, or fewer blocks and the head."""
     divided = division(machine.config, machine.sizes)
     middle, last = divided.middle, divided.end
     ends = last * one.whole.total + end.whole.total > middle * one.whole.total
@@ -117,19 +117,22 @@ def _share(machine: Machine, one: Part, end: Part) -> Share:
 
 
 def _tables(config: RunConfig, sizes: Sizes) -> Array:
-    """Tables of a rank that has most of them."""
+    """Return the number of vocabulary tables of the rank that has most of them."""
     both = 1.0 if config.model.tie_embeddings else 2.0
     return np.where(sizes.pipeline == 1, both, 1.0)
 
 
 def bubble(schedule: Array, sizes: Sizes, passes: Passes) -> Array:
-    """Seconds that a rank waits in the whole step, from its start to the last rank's end; passes:
-    of a rank's whole share. Of zb-h2, zb-v and dualpipe-v these are more than the papers count,
-    because ranks begin and end apart; v-half's is exact for equal passes and even ranks."""
+    """Return the seconds that a rank is idle in a step, from its start to the end of the last rank.
+
+    For zb-h2, zb-v and dualpipe-v this is more than in the papers, because ranks start and end at
+    different times. For v-half it is exact if all passes are equal and the number of ranks is even.
+    passes: seconds of all of a rank's stages for one microbatch.
+    """
     before = sizes.pipeline - 1
     forward, backward, weight = passes.forward, passes.backward, passes.weight
     whole = before * passes.total
-    # Fewer microbatches than ranks leave some idle in every round of chunks.
+    # With fewer microbatches than ranks, some ranks are idle in every round of chunks.
     short = np.maximum(0, sizes.pipeline - sizes.microbatches) * passes.total
     rounds = (sizes.chunks - 1) / sizes.chunks
     forms = {

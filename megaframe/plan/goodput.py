@@ -1,9 +1,8 @@
-"""Goodput: what share of its time a run makes progress that lasts, from how often what fails.
+"""Goodput: the share of time in which a run makes lasting progress, given its failures.
 
-Published mixes of failures are replayed against costs that were measured: how long each kind of
-failure takes to be noticed, and what restart, reload and saves take. Failures come without memory,
-so there is a closed form (Daly 2006) for every interval between saves; the simulation is there to
-check it, and for whoever does not believe in closed forms.
+Published mixes of failures are replayed with measured costs: how long each kind of failure takes to
+be noticed, and how long restart, reload and saves take. Failures are memoryless, so there is a
+closed form for every interval between saves (Daly 2006); the simulation checks it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 Kind = Literal["crash", "hang", "silent", "planned"]
-"""crash: a process or node dies, and its neighbours and the launcher see it. hang: nothing moves
+"""crash: a process or node dies, which its neighbours and the launcher notice. hang: nothing moves
 until a timeout. silent: numbers are wrong until somebody compares. planned: there is time to save.
 """
 _DAY = 86400.0
@@ -23,7 +22,8 @@ _DAY = 86400.0
 
 @dataclass(frozen=True)
 class Cause:
-    """What failed how many times. spare: whether the node has to be replaced."""
+    """A cause of failures. count: how often it occurred. spare: whether the node must be
+    replaced."""
 
     name: str
     count: int
@@ -33,8 +33,8 @@ class Cause:
 
 @dataclass(frozen=True)
 class Mix:
-    """The failures of a run of so many ranks and days. Failures are taken to be as frequent on any
-    rank."""
+    """The failures of a run with `ranks` ranks that took `days` days. All ranks are assumed to fail
+    equally often."""
 
     name: str
     ranks: int
@@ -42,7 +42,7 @@ class Mix:
     causes: tuple[Cause, ...]
 
     def rate(self, ranks: int) -> float:
-        """Failures a second of a run of `ranks`."""
+        """Return the failures per second of a run with `ranks` ranks."""
         return sum(cause.count for cause in self.causes) / (self.days * _DAY) * ranks / self.ranks
 
 
@@ -73,19 +73,22 @@ LLAMA3 = Mix(
     ),
 )
 """The Llama 3 Herd of Models (2024), table 5 and section 3.3.4: 466 interruptions, of which 47 were
-planned; above 90% effective. The kinds are ours: the paper names causes."""
+planned; above 90% effective. The paper names causes only; their kinds are assigned here."""
 MEGASCALE = Mix("megascale", 12288, 28, (Cause("any", 100, "crash"),))
 """MegaScale (Jiang et al. 2024), section 6.3: over 100 recoveries in several weeks on more than
-10,000 GPUs, above 90% effective. `Several weeks` are taken as four, on the 12,288 of its tables."""
+10,000 GPUs, above 90% effective. Taken as four weeks on the 12,288 GPUs of its tables."""
 MIXES = {mix.name: mix for mix in (LLAMA3, MEGASCALE)}
 
 
 @dataclass(frozen=True)
 class Costs:
-    """In seconds. crash, hang, silent: until such a failure is noticed. restart: from there to
-    loading. load: the last save, of any kind. swap: more of that where a node is replaced, 0 with
-    spares that are warm. stall: what steps wait for a save. again: the first steps are slower by so
-    much in all."""
+    """Costs of failures and saves, in seconds.
+
+    crash, hang, silent: time until such a failure is noticed. restart: from then until loading.
+    load: time to load the last save of any kind. swap: further time if a node is replaced; 0 with
+    warm spares. stall: how long steps wait for a save. again: total time lost because the first
+    steps are slower.
+    """
 
     crash: float = 5.0
     hang: float = 60.0
@@ -97,7 +100,7 @@ class Costs:
     again: float = 10.0
 
     def down(self, cause: Cause) -> float:
-        """From a failure to the next step."""
+        """Return the seconds from a failure to the next step."""
         noticed = 0.0 if cause.kind == "planned" else getattr(self, cause.kind)
         replaced = self.swap if cause.spare else 0.0
         return noticed + replaced + self.restart + self.load + self.again
@@ -106,12 +109,13 @@ class Costs:
 PUBLISHED = Costs(
     crash=60, hang=1800, silent=3600, restart=300, load=120, swap=120, stall=10, again=60
 )
-"""About what such runs were before: a collective's timeout of half an hour, minutes to start."""
+"""Rough costs of published large runs: a collective timeout of half an hour, minutes to start."""
 
 
 def daly_interval(stall: float, mean_between: float) -> float:
-    """Seconds of work between two saves that lose least, where one stalls work for `stall` seconds
-    and failures are `mean_between` seconds apart (Daly 2006, equation 37)."""
+    """Return the seconds of work between two saves that lose least, if a save stalls work for
+    `stall` seconds and failures are `mean_between` seconds apart on average (Daly 2006,
+    equation 37)."""
     if stall >= 2 * mean_between:
         return mean_between
     ratio = math.sqrt(stall / (2 * mean_between))
@@ -119,17 +123,17 @@ def daly_interval(stall: float, mean_between: float) -> float:
 
 
 def young_interval(stall: float, mean_between: float) -> float:
-    """The same to first order (Young 1974)."""
+    """Return the interval of `daly_interval` to first order (Young 1974)."""
     return math.sqrt(2 * stall * mean_between)
 
 
 def effective(mix: Mix, ranks: int, costs: Costs, interval: float) -> float:
-    """Share of the time of `ranks` in which work is done that lasts, with saves after every
-    `interval` seconds of work; the expectation over all failures.
+    """Return the expected share of time in which a run on `ranks` ranks does lasting work, with a
+    save after every `interval` seconds of work.
 
-    To get through work w with its save s takes E[e^(rD)] (e^(r(w+s)) - 1) / r seconds at r failures
-    a second, each of which costs D seconds that may fail too, and all since the last save. A
-    planned stop costs no work, because it saves first.
+    Work of w seconds and its save of s seconds take E[e^(rD)] (e^(r(w+s)) - 1) / r seconds at r
+    failures per second. Each failure costs D seconds of downtime, during which failures may occur
+    too, and all work since the last save. A planned stop costs no work, because it saves first.
     """
     rate = mix.rate(ranks)
     total = sum(cause.count for cause in mix.causes)
@@ -147,12 +151,12 @@ def effective(mix: Mix, ranks: int, costs: Costs, interval: float) -> float:
 
 
 def _grown(x: float) -> float:
-    """(e^x - 1) / x."""
+    """Return (e^x - 1) / x, with x limited to 700 in the exponent."""
     return math.expm1(min(x, 700.0)) / x if x > 0 else 1.0
 
 
 def best_interval(mix: Mix, ranks: int, costs: Costs) -> float:
-    """The interval with the largest effective share, by golden section; seconds."""
+    """Return the interval in seconds with the largest effective share, by golden-section search."""
     low, high = 1e-3, 10 / mix.rate(ranks)
     ratio = (math.sqrt(5) - 1) / 2
     for _ in range(100):
@@ -166,7 +170,8 @@ def best_interval(mix: Mix, ranks: int, costs: Costs) -> float:
 
 @dataclass(frozen=True)
 class Simulated:
-    """effective: share of time. lost: share of time by what it was lost to."""
+    """Result of a simulation. effective: share of time with lasting work. lost: shares of time that
+    were lost, by cause. failures: how many were simulated."""
 
     effective: float
     lost: Mapping[str, float]
@@ -176,7 +181,8 @@ class Simulated:
 def simulate(
     mix: Mix, ranks: int, costs: Costs, interval: float, *, failures: int = 10000, seed: int = 0
 ) -> Simulated:
-    """Replay so many failures one after the other."""
+    """Replay `failures` random failures one after the other, with a save after every `interval`
+    seconds of work."""
     draw = random.Random(seed)
     rate, weights = mix.rate(ranks), [cause.count for cause in mix.causes]
     cycle = interval + costs.stall
@@ -208,7 +214,8 @@ def simulate(
 def _downtime(
     mix: Mix, costs: Costs, cause: Cause, rate: float, weights: Sequence[int], draw: random.Random
 ) -> float:
-    """From a failure to the next step, which another failure may put off; planned ones wait."""
+    """Return the seconds from a failure to the next step. Another failure meanwhile starts the
+    downtime anew; a planned stop waits."""
     total = 0.0
     while True:
         down, gap = costs.down(cause), draw.expovariate(rate)
@@ -222,8 +229,8 @@ def _downtime(
 
 
 def gains(mix: Mix, ranks: int, costs: Costs) -> list[tuple[str, float]]:
-    """What halving each cost would add to the effective share at its best interval, the most first:
-    what to improve first."""
+    """Return how much halving each cost would add to the effective share at the best interval,
+    largest gain first."""
 
     def share(costs: Costs) -> float:
         return effective(mix, ranks, costs, best_interval(mix, ranks, costs))
@@ -237,8 +244,8 @@ def gains(mix: Mix, ranks: int, costs: Costs) -> list[tuple[str, float]]:
 
 
 def room(mix: Mix, ranks: int, costs: Costs, share: float) -> float:
-    """Seconds that a restart may take for this effective share at the best interval, by bisection;
-    0 where it is out of reach with any."""
+    """Return how many seconds a restart may take to reach the effective share `share` at the best
+    interval, by bisection; 0 if no restart time reaches it."""
 
     def reached(restart: float) -> bool:
         now = replace(costs, restart=restart)
@@ -252,8 +259,9 @@ def room(mix: Mix, ranks: int, costs: Costs, share: float) -> float:
 
 
 def table(mix: Mix, costs: Costs, sizes: Sequence[int], seed: int = 0) -> Iterator[str]:
-    """Lines for people: for each number of ranks the time between failures, the best interval, the
-    effective share by formula and by simulation, and what to improve first."""
+    """Yield the lines of a table: for each number of ranks the time between failures, the best
+    interval and Daly's, the effective share by formula and by simulation, and what to improve
+    first."""
     head = ("ranks", "between failures", "save every", "Daly", "effective", "simulated", "next")
     yield _row(head)
     for ranks in sizes:

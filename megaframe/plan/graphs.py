@@ -4,20 +4,16 @@ What is recorded is done again with the same shapes, in the same memory, without
 nothing in it may depend on a number that the host has to learn on the way, and what changes from
 step to step has to reach it as a tensor.
 
-Transfers are recorded like all else. NCCL does those of one communicator in the order in which they
-were recorded, on every rank; between several it keeps no order unless told to
-(NCCL_LAUNCH_ORDER_IMPLICIT), and two ranks that begin with different ones can wait for each other
-forever. Data ranks alone, or tensor ranks alone, have one.
+Collectives are recorded like all else, in the same order on every rank, and NCCL starts them in
+that order (`comm/recording.py`). Messages between two ranks are not recorded: torch's flight
+recorder keeps their events and would query them later, which an event of a graph does not allow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megaframe.config.numbers import TIMES
 from megaframe.config.schema import RunConfig
-
-_ONE_COMMUNICATOR: tuple[list[str], ...] = ([], ["data"], ["tensor"])
 
 
 def graph_reasons(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
@@ -31,22 +27,12 @@ def graph_reasons(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
 def _transfers(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
     parallel, tensor = config.parallel, sizes["tensor"]
     axes = [axis for axis in ("tensor", "context", "data", "pipeline") if sizes[axis] > 1]
-    if axes not in _ONE_COMMUNICATOR:
-        given = TIMES.join(f"parallel.{axis}={sizes[axis]}" for axis in axes)
-        yield (
-            f"{given} exchange over several communicators, among which NCCL keeps no order in a "
-            "graph; use data ranks alone, or tensor ranks alone"
-        )
-    if sizes["data_replicate"] > 1:
-        yield (
-            f"parallel.data_replicate={sizes['data_replicate']} sums over a second communicator; "
-            "use 1"
-        )
-    if config.model.kv_heads and 1 < tensor // config.model.kv_heads < tensor:
-        yield (
-            f"parallel.tensor={tensor} ranks share model.kv_heads={config.model.kv_heads} over a "
-            f"second communicator; use parallel.tensor={config.model.kv_heads} or fewer"
-        )
+    for axis in ("context", "pipeline"):
+        if axis in axes:
+            yield (
+                f"parallel.{axis}={sizes[axis]} sends messages between two ranks, whose events "
+                "torch's flight recorder would query later; use data and tensor ranks"
+            )
     if axes and config.run.device == "shared":
         yield "run.device=shared exchanges through the host's memory; use cuda"
     if tensor > 1 and parallel.symmetric_memory != "off":

@@ -1,7 +1,8 @@
 """Held: the parameters of one rank, counted from the config alone.
 
-It says in integers what the layers declare in their specs; a test holds both together. Counted for
-the first rank of its tensor and expert axes, which has what does not divide evenly.
+The counts repeat in integers what the layers declare in their specs; a test compares the two. They
+are those of the first rank of the tensor and expert axes, which has the larger part of whatever
+does not divide evenly.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megaframe.schedule import Schedule
 
 @dataclass
 class _Count:
-    """Elements of a part of a block, by what divides them."""
+    """Elements of a part of a block, by how they are divided; fields as in `memory.Held`."""
 
     vectors: int = 0
     split: int = 0
@@ -31,7 +32,7 @@ class _Count:
 
 
 def held(config: RunConfig, layout: Layout, plans: Sequence[StagePlan]) -> Held:
-    """What a rank with the stages of `plans` has of the parameters."""
+    """Return the parameters of a rank that has the stages of `plans`."""
     model = config.model
     if model.emulate is not None:
         counts = []
@@ -56,7 +57,7 @@ def held(config: RunConfig, layout: Layout, plans: Sequence[StagePlan]) -> Held:
         if not model.tie_embeddings:
             tables.append(table)
     parts = [*counts, *predictors]
-    if layout.tensor == 1:  # then these travel together
+    if layout.tensor == 1:  # then whole and split matrices share a bucket
         for part in parts:
             part.split, part.whole = part.split + part.whole, 0
     copies = _copies(model.kv_heads, layout.tensor) if model.latent is None else 1
@@ -82,8 +83,11 @@ def rank_memory(
     *,
     host: bool = False,
 ) -> Memory:
-    """Memory of the first ranks of pipeline coordinate `rank`. schedule: lowered, or its messages
-    are not counted. host: as in `memory`."""
+    """Return the memory of the first of the ranks with pipeline coordinate `rank`.
+
+    plans: all stages. schedule: if it is not lowered, messages are not counted. host: as in
+    `memory`.
+    """
     here = [plans[stage] for stage in schedule.stages(rank)]
     return memory(
         config,
@@ -97,7 +101,7 @@ def rank_memory(
 
 
 def _block(model: Model, layer: int, layout: Layout) -> tuple[_Count, _Count]:
-    """Attention with both norms, and what comes after it."""
+    """Return the counts of attention with the block's two norms, and of the late part."""
     found, late = _Count(vectors=2 * _norm(model)), _Count()
     (_attention if model.latent is None else _latent)(model, layout.tensor, found)
     moe = model.moe
@@ -157,10 +161,10 @@ def _norm(model: Model) -> int:
 
 
 def dealt(total: int, parts: int) -> int:
-    """Of `total` things what the first of so many ranks has."""
+    """Return how many of `total` things the first of `parts` ranks has."""
     return -(-total // (parts // _copies(total, parts)))
 
 
 def _copies(total: int, parts: int) -> int:
-    """As `spec.copies_of`."""
+    """Return how many neighbouring ranks have the same thing, as `spec.copies_of` does."""
     return parts // total if 0 < total < parts else 1

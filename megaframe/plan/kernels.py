@@ -1,8 +1,8 @@
-"""Kernels: seconds of each class of kernel on a chip, a roofline with what keeps them from it.
+"""Kernels: seconds of each class of kernel on a chip, by a roofline with corrections.
 
-All sizes are numbers or numpy arrays. A product takes the longer of computing and of moving its
-operands; the host launches a kernel each so many seconds and runs ahead of the device, so of a
-whole pass the longer of both counts.
+All sizes are numbers or numpy arrays. A product takes the longer of computing and moving its
+operands. The host launches kernels at a fixed rate and runs ahead of the device, so launches are
+compared with compute for a whole pass, not here.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ Number = Any
 """A float, or a numpy array of them."""
 
 _TILE = 128 * 256
-"""Elements of a tile that one unit of a chip makes at a time: that of the fast kernels of GPUs."""
+"""Elements of the tile that one unit of a chip computes at a time, in fast kernels of GPUs."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What kernels reach. flops: of endless products. start: terms that begin and end a tile. wave:
-    elements that are made in vain in the last wave of tiles, on average half of it. attention:
-    FLOP/s of fused attention. memory: bytes/s of elementwise kernels. read: bytes/s of the operands
-    of products. launch: seconds of the host. width: bytes of a value."""
+    """What kernels reach. flops: FLOP/s of infinitely large products. start: overhead of a tile, in
+    terms of its sum. wave: elements wasted in the last wave of tiles, on average half a wave.
+    attention: FLOP/s of fused attention. memory: bytes/s of elementwise kernels. read: bytes/s at
+    which products move their operands. launch: seconds of the host per kernel. width: bytes of a
+    value."""
 
     flops: float
     start: float
@@ -42,7 +43,7 @@ class Rates:
 
 
 def rates(chip: Chip, constants: Constants, kind: str) -> Rates:
-    """Rates of a chip in the type `kind`. Raises `UserError` where the chip has no such type."""
+    """Return the rates of a chip in the type `kind`. Raises `UserError` if the chip lacks it."""
     sustained = chip.sustained(kind)
     if sustained is None:
         raise UserError(
@@ -62,8 +63,8 @@ def rates(chip: Chip, constants: Constants, kind: str) -> Rates:
 
 
 def product_seconds(rate: Rates, rows: Number, outputs: Number, terms: Number) -> Number:
-    """A product of [rows, terms] and [terms, outputs]: 2 (terms + start) (rows outputs + wave)
-    operations' time, or that of moving its operands."""
+    """Return the seconds of a product of [rows, terms] and [terms, outputs]: the time of
+    2 (terms + start) (rows outputs + wave) operations, or of moving the operands if longer."""
     computing = 2.0 * (terms + rate.start) * (rows * outputs + rate.wave) / rate.flops
     moved = rate.width * (rows * terms + terms * outputs + rows * outputs)
     return np.maximum(computing, moved / rate.read)
@@ -72,7 +73,8 @@ def product_seconds(rate: Rates, rows: Number, outputs: Number, terms: Number) -
 def grouped_product_seconds(
     rate: Rates, groups: Number, rows: Number, outputs: Number, terms: Number
 ) -> Number:
-    """So many products of the same size in one kernel: one last wave for all."""
+    """Return the seconds of `groups` products of the same size in one kernel, which has only one
+    last wave."""
     computing = 2.0 * (terms + rate.start) * (groups * rows * outputs + rate.wave) / rate.flops
     moved = rate.width * groups * (rows * terms + terms * outputs + rows * outputs)
     return np.maximum(computing, moved / rate.read)
@@ -81,7 +83,10 @@ def grouped_product_seconds(
 def three_products(
     rate: Rates, rows: Number, outputs: Number, terms: Number, groups: Number = 1.0
 ) -> tuple[Number, Number, Number]:
-    """Forward, input gradient and weight gradient of a linear layer."""
+    """Return the seconds of a linear layer's forward, input gradient and weight gradient.
+
+    groups: number of such layers in one kernel.
+    """
     return (
         grouped_product_seconds(rate, groups, rows, outputs, terms),
         grouped_product_seconds(rate, groups, rows, terms, outputs),
@@ -90,18 +95,21 @@ def three_products(
 
 
 def moving_seconds(rate: Rates, size: Number) -> Number:
-    """Elementwise kernels that read and write `size` bytes."""
+    """Return the seconds of elementwise kernels that read and write `size` bytes in total."""
     return size / rate.memory
 
 
 def roofline(intensity: float, flops: float, bandwidth: float) -> float:
-    """FLOP/s that can be had at so many operations per byte (Williams et al. 2009)."""
+    """Return the attainable FLOP/s at `intensity` operations per byte (Williams et al. 2009)."""
     return min(flops, intensity * bandwidth)
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float, float]:
-    """(alpha, beta, largest relative error) of seconds = alpha + size beta, with the least relative
-    squares, so that small sizes count as much as large ones; neither is below 0."""
+    """Fit seconds = alpha + size beta, and return (alpha, beta, largest relative error).
+
+    The fit minimises the squares of relative errors, so that small sizes count as much as large
+    ones. Neither alpha nor beta is negative.
+    """
     x, y = np.asarray(sizes, float), np.asarray(seconds, float)
     table = np.stack([1.0 / y, x / y], axis=1)
     best = (np.inf, 0.0, 0.0)

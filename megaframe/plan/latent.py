@@ -1,7 +1,7 @@
-"""Why a model could not have latent attention as its config wants it.
+"""Checks of a config with latent attention.
 
-Keys of ordinary attention are refused beside `model.latent` where their value is not the default,
-not where they were given one: a config that was written out in full names them all.
+Config keys of ordinary attention are refused next to `model.latent` if their value is not the
+default, not if they are merely given: a config that was written out in full contains all keys.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megaframe.config.model import Latent, Model
 
 
 def latent_mistakes(model: Model, latent: Latent) -> Iterator[str]:
-    """What of model.latent does not fit the rest of the model."""
+    """Yield a message for each mistake in model.latent and in keys that it cannot go with."""
     if model.kv_heads != model.heads:
         yield (
             f"model.kv_heads={model.kv_heads} has no effect with model.latent, which computes keys "

@@ -1,9 +1,10 @@
-"""Lent: buffers of whole gradients and values where ZeRO divides them, as a rank's list uses them.
+"""Lent: the buffers of whole gradients and values that ZeRO 2 and 3 lend to the passes of a rank.
 
-A pass takes one for the gradients of each bucket to which it adds, and gives it back when the
-reduction is done, for which a later one waits; values are here for the unit that computes and for
-the one that comes next. So what is in use at once depends on the order of all passes, and is
-followed through it. Passes of a stage that begin alike are alike, and are followed once.
+A pass borrows a buffer for the gradients of each bucket that it adds to. The buffer is returned
+when the bucket's reduction is done, which a later reduction waits for. Values are present for the
+unit that computes and for the next one. How many buffers are in use at once therefore depends on
+the order of all passes, which this module walks through. Equal passes that start from the same
+state are walked through once.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from typing import NamedTuple
 from megaframe.schedule import Action, Kind
 
 WAITED = 2
-"""Reductions that are started until a transfer of the first of them is waited for."""
+"""Number of reductions in flight: when one more starts, a transfer of the oldest is waited for."""
 BLOCKS = 2
-"""Whose values are here: the one that computes, and the next one."""
+"""Number of blocks whose values are present: the one that computes, and the next one."""
 _VECTORS = -1
-"""In the name of what holds the gains and biases of a stage, whose gradients stay whole."""
+"""Kind, in a bucket's name, of the gains and biases of a stage, whose gradients stay whole."""
 
 
 class Bucket(NamedTuple):
-    """Of parameters that travel together: which one of the rank, and its elements."""
+    """A bucket. name: (part of the rank's blocks, kind), unique on the rank. size: elements."""
 
     name: tuple[int, int]
     size: int
@@ -32,8 +33,8 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """The buckets of a part of the model: matrices of its late part, the rest of them, and tables.
-    own: those of the tables whose gradients leave with it."""
+    """The buckets of a unit. late: matrices of its late part. rest: its other matrices. tables:
+    tables that it uses. own: the tables whose gradients it reduces."""
 
     late: tuple[Bucket, ...] = ()
     rest: tuple[Bucket, ...] = ()
@@ -42,20 +43,20 @@ class Unit:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """All."""
+        """All buckets whose values the unit needs."""
         return (*self.late, *self.rest, *self.tables)
 
 
 @dataclass(frozen=True)
 class StageUnits:
-    """Those of a stage. blocks: predictors among them, behind the others."""
+    """The units of a stage. blocks: its blocks, followed by its predictors."""
 
     embedding: Unit | None
     blocks: tuple[Unit, ...]
     head: Unit | None
 
     def units(self, *, backward: bool) -> tuple[Unit, ...]:
-        """Those whose values a pass needs, in its order."""
+        """Return the units whose values a forward or backward pass needs, in its order."""
         if backward:
             return self.blocks[::-1]
         ends = [() if unit is None else (unit,) for unit in (self.embedding, self.head)]
@@ -73,9 +74,12 @@ def lent(
     values: bool,
     alike: bool = False,
 ) -> tuple[int, int]:
-    """Elements of the buffers of values and of gradients that a rank makes for its list. transfers:
-    one after the other, of which a reduction consists until it needs no buffer. values: there are
-    buffers of these too. alike: of one type with those of gradients, which are then the same."""
+    """Return the elements of the buffers of values and of gradients that a rank allocates.
+
+    stages: the rank's units, by stage. actions: its list. transfers: how many consecutive transfers
+    a reduction takes until it needs no buffer. values: whether values are lent too. alike: whether
+    values and gradients have the same type; they then share buffers, which count as gradients'.
+    """
     state = _State((), frozenset(), (), frozenset())
     known: dict[tuple[_State, _Pass], _State] = {}
     most: Counter[tuple[bool, int]] = Counter()
@@ -94,8 +98,9 @@ def lent(
 
 
 class _Pass(NamedTuple):
-    """kind, stage: of the action. split: its weight pass comes later. last: with it the gradients
-    of gains and biases leave. following: the unit whose values the next pass needs first."""
+    """A pass. kind, stage: those of the action. split: whether its weight pass comes later. last:
+    whether it is the stage's last pass that adds gradients, after which those of gains and biases
+    are reduced. following: the unit whose values the next pass needs first."""
 
     kind: Kind
     stage: int
@@ -105,7 +110,7 @@ class _Pass(NamedTuple):
 
 
 def _passes(stages: Stages, actions: Sequence[Action]) -> list[_Pass]:
-    """The list but for what computes nothing."""
+    """Return the passes of a list of actions, without the actions that compute nothing."""
     later = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.W}
     found: list[_Pass] = []
     following: Unit | None = None
@@ -124,9 +129,10 @@ def _passes(stages: Stages, actions: Sequence[Action]) -> list[_Pass]:
 
 
 class _State(NamedTuple):
-    """travelling: buckets whose reductions are not known to be done, by start. adding: those with
-    gradients that do not travel yet. blocks: whose values are here, the one used last behind. here:
-    all values that are."""
+    """State between two passes. travelling: the buckets of each reduction that may not be done, in
+    the order of their starts. adding: buckets with gradients whose reduction has not started.
+    blocks: blocks whose values are present, the most recently fetched last. here: all buckets whose
+    values are present."""
 
     travelling: tuple[tuple[Bucket, ...], ...]
     adding: frozenset[Bucket]
@@ -135,7 +141,8 @@ class _State(NamedTuple):
 
 
 class _Walk:
-    """One pass, in the order in which `Stage` does things; `most` is what was in use."""
+    """Walks through one pass in the order in which `Stage` does things. `most` counts the buffers
+    that were in use at once, by (whether of values, size)."""
 
     def __init__(self, state: _State, waited: int, values: bool, alike: bool) -> None:
         self.most: Counter[tuple[bool, int]] = Counter()
@@ -145,7 +152,7 @@ class _Walk:
 
     @property
     def state(self) -> _State:
-        """As it is now."""
+        """The current state."""
         return _State(
             tuple(self._travelling),
             frozenset(self._adding),
@@ -154,7 +161,7 @@ class _Walk:
         )
 
     def go(self, stage: StageUnits, one: _Pass) -> None:
-        """Do the pass."""
+        """Walk through the pass."""
         if one.kind is Kind.F:
             self._forward(stage, one)
         elif one.kind is Kind.B:
@@ -172,7 +179,7 @@ class _Walk:
             self._reduce(stage.head.own)
 
     def _backward(self, stage: StageUnits, one: _Pass) -> None:
-        """Where weight passes come later it adds to tables only."""
+        """Walk through a backward pass; if its weight pass comes later, it adds to tables only."""
         for unit in self._in_turn(stage.units(backward=True), one.following):
             if not one.split:
                 self._add(unit.late)
@@ -181,35 +188,36 @@ class _Walk:
             self._add(unit.tables)
             if not one.split:
                 self._reduce(unit.rest + unit.own)
-        if stage.embedding is not None:  # which needs no values
+        if stage.embedding is not None:  # needs no values in backward
             self._add(stage.embedding.tables)
             if not one.split:
                 self._reduce(stage.embedding.own)
 
     def _weights(self, stage: StageUnits) -> None:
         for unit in stage.units(backward=True):
-            self._add(unit.late + unit.rest)  # all of it, and then its parts leave
+            self._add(unit.late + unit.rest)  # all gradients are added before any is reduced
             self._reduce(unit.late)
             self._reduce(unit.rest + unit.own)
         if stage.embedding is not None:
             self._reduce(stage.embedding.own)
 
     def _in_turn(self, units: Sequence[Unit], following: Unit | None) -> Iterator[Unit]:
-        """Each unit, whose values are here then, with those of the next one on their way."""
+        """Yield each unit when its values are present and those of the next one are fetched."""
         for unit, after in zip(units, [*units[1:], following], strict=False):
             self._fetch(unit)
             self._fetch(after)
             yield unit
-            if unit.tables:  # used once
+            if unit.tables:  # released as soon as they are used
                 self._here -= {*unit.buckets}
 
     def _add(self, buckets: Sequence[Bucket]) -> None:
-        """Add to their gradients."""
+        """Add to the gradients of these buckets."""
         self._adding |= {*buckets}
         self._count()
 
     def _reduce(self, buckets: tuple[Bucket, ...]) -> None:
-        """Start their reduction: that of others before has had its time, and theirs is done."""
+        """Start the reduction of these buckets. By then their previous reduction is done, and so
+        are all but the latest reductions of others."""
         if buckets:
             others = self._travelling[-self._waited + 1 :]
             others = [tuple(b for b in some if b not in buckets) for some in others]
@@ -217,7 +225,7 @@ class _Walk:
             self._adding -= {*buckets}
 
     def _fetch(self, unit: Unit | None) -> None:
-        """Bring its values, in place of those of the block that was used first."""
+        """Fetch the values of a unit; those of a block replace the values of the oldest block."""
         if unit is None or not self._values:
             return
         if not unit.tables:

@@ -1,8 +1,8 @@
-"""Machine: what a layout meets on a cluster, and the seconds that are made of it.
+"""Machine: the kernel rates and rank groups that a layout gets on a cluster, and types for seconds.
 
-Rates of kernels and groups of ranks, for one run or for arrays of layouts. Seconds come in three
-passes, as a schedule has them, and by what takes them: compute, and of each axis what no compute
-hides.
+It works for one run or for arrays of layouts. Seconds are kept apart by pass (`Passes`: forward,
+input gradient, weight gradient), as a schedule needs them, and by cause (`Part`: compute, and the
+exposed communication of each axis).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Number = Any
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of forward, of input gradient and of weight gradient."""
+    """Seconds of the forward pass, of the input gradient and of the weight gradient."""
 
     forward: Number = 0.0
     backward: Number = 0.0
@@ -40,19 +40,19 @@ class Passes:
         )
 
     def times(self, factor: Number) -> Passes:
-        """`factor` of these."""
+        """Return these seconds multiplied by `factor`."""
         return Passes(self.forward * factor, self.backward * factor, self.weight * factor)
 
     @property
     def total(self) -> Number:
-        """Sum of the three."""
+        """Sum of the three passes."""
         return self.forward + self.backward + self.weight
 
 
 @dataclass(frozen=True)
 class Part:
-    """Seconds of a part of the model by what takes them: `compute`, and exposed communication of
-    `tensor`, `context` and `expert`."""
+    """Seconds of a part of the model by cause: `compute`, and the exposed communication of the
+    axes `tensor`, `context` and `expert`."""
 
     compute: Passes
     tensor: Passes = Passes()
@@ -68,7 +68,7 @@ class Part:
         )
 
     def times(self, factor: Number) -> Part:
-        """`factor` of these."""
+        """Return these seconds multiplied by `factor`."""
         return Part(
             self.compute.times(factor),
             self.tensor.times(factor),
@@ -78,11 +78,11 @@ class Part:
 
     @property
     def whole(self) -> Passes:
-        """All of it."""
+        """Sum over all causes."""
         return self.compute + self.tensor + self.context + self.expert
 
     def named(self) -> Mapping[str, Passes]:
-        """By name of the axis, compute first."""
+        """Return the passes by cause: "compute", then the axes."""
         return {
             "compute": self.compute,
             "tensor": self.tensor,
@@ -92,7 +92,7 @@ class Part:
 
 
 class Machine:
-    """Rates and groups of one cluster for given sizes; everything below asks it."""
+    """Kernel rates and rank groups of one cluster for given sizes. All cost formulas use it."""
 
     def __init__(
         self, config: RunConfig, cluster: Cluster, constants: Constants, sizes: Sizes
@@ -116,25 +116,29 @@ class Machine:
         }
 
     def group(self, stride: Number, size: Number) -> list[Level]:
-        """Levels of a group, with the share of their bandwidth that collectives reach."""
+        """Return the levels of a group of `size` ranks that are `stride` apart; their bandwidth is
+        the share of the link's that collectives reach."""
         return levels(self.cluster, stride, size, self.constants.links)
 
     def buckets(self, chunks: Number, blocks: Number) -> Number:
-        """In which a rank's gradients of so many chunks and blocks leave."""
+        """Return the number of buckets in which a rank sends the gradients of its `chunks` chunks
+        or `blocks` blocks (`Software.gradients_of` says which), at least 1."""
         return np.maximum(1.0, chunks if self.software.gradients_of == "chunk" else blocks)
 
     def seconds(self, operation: str, size: Number, axis: str, times: Number = 1.0) -> Number:
-        """Collectives over the ranks of an axis, in so many `times` of together `size` bytes."""
+        """Return the seconds of `times` equal collectives over the ranks of an axis, which move
+        `size` bytes in total."""
         known = self.software.collectives
         return times * collective_seconds(operation, size / times, self.groups[axis], known)
 
     def delay(self, size: Number, axis: str) -> Number:
-        """Seconds by which compute is delayed by a collective of `size` bytes beside it."""
+        """Return by how many seconds a concurrent collective of `size` bytes delays compute."""
         many = members(self.groups[axis])
         return self.hop_delay(size * (many - 1) / many)
 
     def hop_delay(self, size: Number) -> Number:
-        """The same of `size` bytes that a rank sends and receives: what they take where links are
-        fastest, because memory and processors carry them, not wires."""
+        """Return by how many seconds compute is delayed while a rank sends and receives `size`
+        bytes. It is a share (`Constants.contention`) of the transfer's time on the innermost tier,
+        whichever tier it uses, because it competes for memory and processors, not for links."""
         busy = size / (self.cluster.tiers[0].bandwidth * self.constants.link(0))
         return self.constants.contention * busy

@@ -1,4 +1,4 @@
-"""Matrices of a block, one by one, and the widths that they have."""
+"""Shapes of the matrices of a block, and the widths of heads and latents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megaframe.plan.experts import has_experts
 
 
 class Matrix(NamedTuple):
-    """A whole one: its sides, and how many of them a block has."""
+    """A whole matrix of shape [outputs, inputs]. number: how many of them a block has."""
 
     outputs: int
     inputs: int
@@ -18,12 +18,13 @@ class Matrix(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Of all of them."""
+        """Elements of all `number` matrices."""
         return self.outputs * self.inputs * self.number
 
 
 def matrices(model: Model, layer: int) -> list[Matrix]:
-    """Those of the block of a layer; predictors' blocks count on behind the last one."""
+    """Return the matrices of the block of a layer; none with emulated blocks. Predictors' blocks
+    are numbered after the last layer."""
     if model.emulate is not None:
         return []
     moe, found = model.moe, [*_attention(model)]
@@ -35,7 +36,7 @@ def matrices(model: Model, layer: int) -> list[Matrix]:
 
 
 def attention_matrices(model: Model) -> int:
-    """Elements of the matrices of one block's attention."""
+    """Return the elements of the matrices of one block's attention."""
     return sum(matrix.elements for matrix in _attention(model))
 
 
@@ -61,12 +62,12 @@ def _mlp(model: Model, width: int, number: int = 1) -> list[Matrix]:
 
 
 def latent_width(latent: Latent) -> int:
-    """Elements of a token's latents, the rotated part of its keys among them."""
+    """Return the elements of a token's latents, including the rotated part of its keys."""
     return (latent.query_rank or 0) + latent.kv_rank + latent.rotary_dim
 
 
 def head_widths(model: Model) -> tuple[int, int]:
-    """Widths of a query or key head and of a value head."""
+    """Return the width of a query or key head, and that of a value head."""
     latent = model.latent
     if latent is None:
         return model.head_dim, model.head_dim

@@ -1,6 +1,6 @@
-"""Memory that a run allocates on one rank, by kind, before it runs.
+"""Memory of one rank, by kind, computed before the run.
 
-Exact for what megaframe itself keeps; the interpreter, torch and the temporaries of single
+It is exact for what megaframe itself keeps. The interpreter, torch and the temporaries of single
 operations come on top.
 """
 
@@ -20,20 +20,23 @@ from megaframe.schedule import Action
 
 
 def most_logits(*, host: bool) -> int:
-    """Logits that exist at once at most. On the host fewer make fp32 products slower (docs/log.md);
-    the products of a GPU want many rows of few words."""
+    """Return how many logits exist at once at most. On the host fewer would slow down fp32 products
+    (docs/log.md); a GPU's products need many rows even where the vocabulary per rank is small."""
     return 12_900_000 if host else 1 << 28
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank. weights: in master precision. values: what the model computes with beside
-    them. gradients: with what compression has not sent of them. activations: what the backward of
-    the microbatches in flight needs. logits: the chunk. messages: on their way between stages.
-    rooms: for gradients that arrive, on a CPU, and for what comes from the host's memory.
-    checkpoint: the copy that is written, where that is in the same memory. temporaries: of single
-    operations. overhead: what the device's software takes for itself, and what its allocator cannot
-    use. host: what is kept in the host's memory, where that is another."""
+    """Bytes on one rank, by kind.
+
+    weights: in master precision. values: what the model computes with, where it is not the weights
+    themselves. gradients: including what compression has not sent yet. activations: what the
+    backward passes of the microbatches in flight need. logits: one chunk. messages: in transit
+    between stages. rooms: buffers for arriving gradients on a CPU, and for offloaded data on its
+    way through the device. checkpoint: the copy that is being written, where it is in the same
+    memory. temporaries: of single operations. overhead: what the device's software takes, and what
+    its allocator cannot use. host: what is kept in host memory, where the device has its own.
+    """
 
     weights: int
     values: int
@@ -50,7 +53,7 @@ class Memory:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Those of the device by name."""
+        """Bytes on the device by kind, so without `host`."""
         return {kind: size for kind, size in asdict(self).items() if kind != "host"}
 
     @property
@@ -61,11 +64,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class Held:
-    """Parameters of one rank, undivided by ZeRO. vectors: all gains and biases. blocks: of each
-    part of a block, attention and what comes after it, the matrices that tensor ranks divide.
-    tables: each embedding table, and the head. experts: the matrices of experts in each part, 0
-    where there are none. whole: those that all `tensor` ranks have, as they have the table of
-    positions; shared: those that each `copies` neighbours of them have."""
+    """Numbers of parameters of one rank, before ZeRO divides them.
+
+    `blocks`, `experts`, `whole` and `shared` have an entry for each part of a block: attention, and
+    the late part after it. vectors: all gains and biases. blocks: the matrices that tensor ranks
+    divide. tables: each embedding table, and the head. experts: the matrices of experts, 0 where
+    there are none. whole: the matrices that all `tensor` ranks have whole. shared: the matrices
+    that groups of `copies` neighbouring tensor ranks have in common. positions: the table of
+    positions, which is whole on all tensor ranks as well.
+    """
 
     vectors: int
     blocks: tuple[int, ...]
@@ -79,27 +86,28 @@ class Held:
 
     @property
     def dense(self) -> int:
-        """All but the experts."""
+        """Number of parameters outside the experts."""
         matrices = (*self.blocks, *self.tables, *self.whole, *self.shared)
         return self.vectors + sum(matrices) + self.positions
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Number of all parameters."""
         return self.dense + sum(self.experts)
 
     @property
     def ends(self) -> int:
-        """Those that are no matrices of blocks."""
+        """Number of parameters that are not matrices of blocks."""
         return self.vectors + sum(self.tables) + self.positions
 
     def own_ends(self, ranks: int) -> int:
-        """What is left of these, as of `own`."""
+        """Return the number of `ends` in a rank's own part where `ranks` ranks divide a copy."""
         positions = -(-self.positions // (ranks * self.tensor))
         return -(-(self.vectors + sum(self.tables)) // ranks) + positions
 
     def own(self, ranks: int, expert_ranks: int) -> int:
-        """What is left of them where `ranks` ranks divide a copy, and `expert_ranks` experts."""
+        """Return the number of parameters in a rank's own part, where `ranks` ranks divide a copy
+        of the dense parameters and `expert_ranks` ranks one of the experts."""
         divided = self.vectors + sum(self.blocks) + sum(self.tables)
         return (
             -(-divided // ranks)
@@ -109,13 +117,13 @@ class Held:
         )
 
     def largest(self, ranks: int, expert_ranks: int) -> int:
-        """Of one bucket at most, where so many ranks divide a copy."""
+        """Return the largest size of a rank's own part of one bucket; arguments as in `own`."""
         tables = (*self.tables, self.positions)
         dense = max(self.vectors, *self.blocks, *tables, *self.whole, *self.shared)
         return max(-(-dense // ranks), -(-max(self.experts, default=0) // expert_ranks))
 
     def units(self, config: RunConfig, plans: Sequence[StagePlan]) -> dict[int, StageUnits]:
-        """The buckets of each of these stages, which are the rank's."""
+        """Return the units of each stage with their buckets. plans: the stages of this rank."""
         parts = zip(self.blocks, self.experts, self.whole, self.shared, strict=True)
         buckets = [_buckets(number, sizes) for number, sizes in enumerate(parts)]
         blocks = [Unit(late, rest) for rest, late in zip(buckets[::2], buckets[1::2], strict=True)]
@@ -123,7 +131,7 @@ class Held:
         tokens, tied = tables[:1], config.model.tie_embeddings
         first = any(plan.first for plan in plans)
         layers = sum(len(plan.blocks) for plan in plans)
-        # Who has the tokens first reduces them: the embedding, a predictor, or a tied head.
+        # The first user of the token table reduces it: the embedding, a predictor, or a tied head.
         predictors = [replace(unit, tables=tokens) for unit in blocks[layers:]]
         if predictors and not first:
             predictors[0] = replace(predictors[0], own=tokens)
@@ -142,12 +150,13 @@ class Held:
 
 
 def _buckets(part: int, sizes: Sequence[int]) -> tuple[Bucket, ...]:
-    """Those of a part of a rank that has so many elements of each kind."""
+    """Return the buckets of part number `part` of a rank; sizes: its elements of each kind."""
     return tuple(Bucket((part, kind), size) for kind, size in enumerate(sizes) if size)
 
 
 def _in_use(sizes: Sequence[int]) -> int:
-    """Elements of buffers of these sizes, one after the other, two of which are used at a time."""
+    """Return the elements of the buffers that serve requests of these sizes in order, where two
+    consecutive requests are active at a time and a buffer serves requests of its own size only."""
     windows = [sizes[i : i + 2] for i in range(max(1, len(sizes) - 1))]
     return sum(size * max(window.count(size) for window in windows) for size in set(sizes))
 
@@ -162,10 +171,13 @@ def memory(
     *,
     host: bool = False,
 ) -> Memory:
-    """Memory of a rank that has the parameters `held`, of which `ranks` ranks share one copy, and
-    `expert_ranks` one of the experts, and runs the stages of `plans`, in the order of its
-    `actions`. host: it is the host's, where transfers need room of their own and checkpoints are
-    copied."""
+    """Return the memory of one rank.
+
+    held: its parameters. ranks: how many ranks share one copy of the dense ones. expert_ranks: how
+    many share one copy of the experts. plans: the stages that it runs. actions: its list, in order.
+    host: whether the device is the host, where transfers need buffers and checkpoints are copied in
+    the same memory.
+    """
     width = WIDTH[config.train.precision]
     master = max(4, width)
     stage = config.parallel.zero
@@ -182,7 +194,8 @@ def memory(
         )
         gradients = held.vectors + lent_gradients + own - held.vectors // ranks
         values = held.vectors + lent_values if stage == 3 else values
-    if width == master:  # then the own weights are among the values, but for what is only lent
+    # With one precision the own weights are part of the whole values; lent values are apart.
+    if width == master:
         values -= -(-held.vectors // ranks) if stage == 3 else own
     unsent = _unsent(config.parallel, held, ranks, expert_ranks)
     gradients += unsent
@@ -192,7 +205,7 @@ def memory(
     chunk = min(tokens, max(1, most_logits(host=host) // max(1, vocab)))
     state = state_bytes(config.optim, own, ends, master)
     away = config.optim.offload and not host
-    rounded = away and width < master  # then what weights are rounded to is kept here instead
+    rounded = away and width < master  # weights are on the host, rounded values on the device
     if rounded and stage == 3:
         values += own
     rooms = _rooms(held, ranks, expert_ranks, stage) * master if host else 0
@@ -201,7 +214,7 @@ def memory(
         rooms += math.ceil(
             ROOMS * min(CHUNK, most) * passing_width(config.optim, master, weights=rounded)
         )
-    # Tokens are dealt to the context ranks; rows, heads and widths to the tensor ranks.
+    # Context ranks divide the tokens; tensor ranks divide rows, heads and widths.
     dealt = tensor * config.parallel.context
     kept, messages = activations(config, plans, actions)
     saved = 0
@@ -229,13 +242,13 @@ def memory(
 
 
 def _transfers(parallel: Parallel) -> int:
-    """One after the other, of which a reduction consists until a rank has its part."""
+    """Return how many consecutive transfers a reduction takes until a rank has its part."""
     return 2 if parallel.compress == "powersgd" and parallel.data_replicate == 1 else 1
 
 
 def widest(config: RunConfig) -> int:
-    """Elements of a token in the widest place of a block, which backward makes twice beside what is
-    kept."""
+    """Return the elements per token at the widest place of a block. Backward has two such tensors
+    on top of the kept activations."""
     model = config.model
     if model.emulate is not None:
         return model.hidden
@@ -246,7 +259,7 @@ def widest(config: RunConfig) -> int:
 
 
 def _rooms(held: Held, ranks: int, expert_ranks: int, stage: int) -> int:
-    """Elements of the buffers into which the other ranks' parts of gradients come."""
+    """Return the elements of the buffers that receive the other ranks' parts of gradients."""
     if not stage:
         return 0
 
@@ -259,15 +272,15 @@ def _rooms(held: Held, ranks: int, expert_ranks: int, stage: int) -> int:
         others(held.whole, ranks * held.tensor),
         others(held.shared, ranks * held.copies),
     )
-    # One part is still on its way when the next one starts.
+    # One part is still in transit when the next one starts.
     rest = others((*held.tables, held.vectors), ranks)
     rest += others((held.positions,), ranks * held.tensor)
     return sum(map(_in_use, parts)) + sum(set(rest))
 
 
 def _unsent(parallel: Parallel, held: Held, ranks: int, expert_ranks: int) -> int:
-    """Elements of what compression hands on from step to step: of all matrices what a rank sends,
-    which between replicas is its own part."""
+    """Return the elements of the residuals that compression carries from step to step: one for each
+    element of a matrix that a rank sends. Between replicas it sends only its own part."""
     if parallel.compress == "none":
         return 0
     if parallel.data_replicate > 1:
@@ -282,18 +295,22 @@ def _unsent(parallel: Parallel, held: Held, ranks: int, expert_ranks: int) -> in
 
 
 def state_bytes(optim: Optim, own: int, ends: int, master: int, *, saved: bool = False) -> int:
-    """Bytes that the optimizer remembers of so many parameters, of which `ends` are no matrices of
-    blocks; saved: as a checkpoint has them, which knows no blocks of numbers."""
+    """Return the bytes of optimizer state of `own` parameters, `ends` of which are not matrices of
+    blocks.
+
+    master: bytes of an element in master precision. saved: as in a checkpoint, which stores 8-bit
+    blocks as fp32.
+    """
     moment = 4.0 if saved and optim.state == "int8" else moment_width(optim, master)
     total = own * (moments(optim) * moment + (master if optim.ema is not None else 0))
-    if optim.name == "muon":  # what is no matrix is AdamW's
+    if optim.name == "muon":  # AdamW updates what is not a matrix
         total += ends * (2 - moments(optim)) * moment
     return math.ceil(total)
 
 
 def away_width(optim: Optim, precision: str) -> float:
-    """Bytes of each element that the host keeps (`optim.offload`): its state, under Muon that of
-    matrices, and the weight in master precision where the model computes with another."""
+    """Return the bytes per element that the host keeps under `optim.offload`: its state (under Muon
+    that of matrices), and the weight in master precision if the model computes in another one."""
     width = WIDTH[precision]
     master = max(4, width)
     return state_width(optim, master) + (master if width < master else 0)

@@ -1,7 +1,7 @@
 """Moved: bytes that a rank hands to collectives and links in a step, by axis, in closed form.
 
-What is summed for a number or two (norms, losses, counts) is left out: it is a millionth of the
-rest. Gradients and values count with the padding to whole parts left out as well.
+Reductions of a few numbers (norms, losses, counts) are left out; they are a millionth of the rest.
+Gradients and values count without the padding of buckets.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ _SENDS = (Kind.SEND_F, Kind.SEND_B)
 def moved(
     config: RunConfig, layout: Layout, plans: Sequence[StagePlan], actions: Sequence[Action]
 ) -> Mapping[str, float]:
-    """Bytes over `tensor`, `data` and `pipeline` of a rank with these stages and lowered actions.
+    """Return the bytes over `tensor`, `data` and `pipeline` of a rank with these stages and lowered
+    actions.
 
-    data: everything that gradients and values of dense parameters travel over, context ranks among
-    them; at ZeRO 3 as if every pass brought every value, which the blocks that stay spare.
+    "data" has the gradients and values of dense parameters, over data and context ranks. At ZeRO 3
+    it counts every value in every pass; in fact blocks whose values are still present are not
+    fetched again.
     """
     train, tensor = config.train, layout.tensor
     width = WIDTH[train.precision]
@@ -49,15 +51,18 @@ def moved(
 
 
 def _of_stage(config: RunConfig, plan: StagePlan) -> float:
-    """Elements of a token that travel over tensor ranks: each of two linears of attention and of an
-    MLP once in each direction, the input of one gathered again in backward, and those of forward
-    where a block runs again; at either end two more."""
+    """Return the elements per token that a stage moves over tensor ranks, for one microbatch.
+
+    Attention and the MLP have two linears each. Each linear moves the stream once in forward and
+    once in backward, and the input of one of the two is gathered again in backward. Recomputed
+    blocks repeat the transfers of forward. The embedding and the head move the stream twice each.
+    """
     model, layers = config.model, stage_layers(config.model, plan)
     attention, latent = 5 * model.hidden, model.latent
     if latent is not None:
         whole = model.hidden * (latent.query_rank is None)
         attention = 2 * model.hidden + 3 * (whole + latent_width(latent)) - latent.rotary_dim
-    depth = model.mtp_depth * plan.last  # each has both ends
+    depth = model.mtp_depth * plan.last  # each predictor has both an embedding and a head
     mlps = [has_mlp(model, layer) for layer in layers]
     again = 2 * model.hidden * (plan.recomputed + sum(mlps[: plan.recomputed]))
     ends = 2 * model.hidden * (plan.first + plan.last + 2 * depth)
@@ -65,8 +70,8 @@ def _of_stage(config: RunConfig, plan: StagePlan) -> float:
 
 
 def _for_weights(config: RunConfig, plan: StagePlan) -> int:
-    """Elements of a token that travel again for a weight pass that comes later: of a linear of
-    attention and of an MLP the gradients of what came of it."""
+    """Return the elements per token that a separate weight pass gathers again: the output gradients
+    of one linear of attention and of one of the MLP."""
     model = config.model
     return model.hidden * sum(1 + has_mlp(model, layer) for layer in stage_layers(model, plan))
 
@@ -74,12 +79,14 @@ def _for_weights(config: RunConfig, plan: StagePlan) -> int:
 def _data(
     config: RunConfig, layout: Layout, plans: Sequence[StagePlan], microbatches: int
 ) -> float:
-    """Gradients are reduced in master precision, or in bf16 where so asked, and values gathered."""
+    """Return the bytes of gradients, reduced in master precision or `parallel.reduce_precision`,
+    and of gathered values."""
     ranks, zero = layout.data_shard * layout.context, config.parallel.zero
     width = WIDTH[config.train.precision]
     wire = 2 if config.parallel.reduce_precision == "bf16" else max(4, width)
     here = held(config, layout, plans)
-    whole = sum(here.whole) + here.positions * (layout.tensor > 1)  # over these ranks as well
+    # Left out: what tensor ranks have whole is also reduced over them, so not over `data` alone.
+    whole = sum(here.whole) + here.positions * (layout.tensor > 1)
     vectors, rest = here.vectors, here.dense - here.vectors - whole
     share = (ranks - 1) / ranks
     if zero == 0:

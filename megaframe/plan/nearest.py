@@ -1,4 +1,4 @@
-"""The nearest thing that would work, and its price, where a model fits nowhere."""
+"""The nearest alternatives that would work, with their price, if a model or layout does not fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megaframe.plan.sizes import RECOMPUTE
 from megaframe.plan.valid import Fixed, candidates
 
 _MOST_TIMES = 1024
-"""GPUs that are tried, as a multiple of those that were asked for."""
+"""Largest number of GPUs to try, as a multiple of the requested number."""
 _GIB = 2.0**30
 
 
@@ -29,7 +29,8 @@ def nothing_fits(
     estimates: Estimates,
     fixed: Fixed | None = None,
 ) -> str:
-    """What to say: the least that the model takes there, with which layout, and what would do."""
+    """Return the message if nothing fits: the least memory that the model needs, the layout that
+    needs it, and what would work."""
     place = int(np.argmin(estimates.memory_bytes))
     needed, there = estimates.memory_bytes[place] / _GIB, cluster.chip.memory / _GIB
     asked = "".join(f", {key}={value}" for key, value in (fixed or {}).items())
@@ -42,8 +43,9 @@ def nothing_fits(
 
 
 def instead(config: RunConfig, gpus: int, cluster: Cluster, constants: Constants) -> Iterator[str]:
-    """What would work in the place of a layout that does not fit: the same axes with other
-    recompute, ZeRO and microbatch, any layout of as many GPUs, and what `nothing_fits` names."""
+    """Yield what would work in place of a layout that does not fit: the same axes with other
+    recompute, ZeRO and microbatch; otherwise another layout of as many GPUs; otherwise what
+    `nothing_fits` suggests."""
     parallel = config.parallel
     axes = ("tensor", "context", "pipeline", "expert", "expert_tensor", "data_replicate")
     same = {name: getattr(parallel, name) for name in axes}
@@ -58,7 +60,7 @@ def instead(config: RunConfig, gpus: int, cluster: Cluster, constants: Constants
 
 
 def in_words(every: Candidates, place: int) -> str:
-    """The layout at a place, as keys."""
+    """Return the layout of candidate number `place` in words."""
     axes = ("tensor", "context", "pipeline", "chunks", "data", "expert", "expert_tensor")
     sizes = {name: int(getattr(every, name)[place]) for name in axes}
     named = [f"{name} {size}" for name, size in sizes.items() if size > 1]
@@ -76,7 +78,8 @@ def in_words(every: Candidates, place: int) -> str:
 def _ways(
     config: RunConfig, gpus: int, cluster: Cluster, constants: Constants, fixed: Fixed | None
 ) -> Iterator[str]:
-    """What would do: more GPUs, fewer bytes of state, another chip."""
+    """Yield what would work: without the given keys, more GPUs, optimizer state in 8 bits, a chip
+    with more memory."""
     if fixed:
         free = _fitting(config, gpus, cluster, constants)
         if free:
@@ -104,7 +107,8 @@ def _ways(
 def _more(
     config: RunConfig, gpus: int, cluster: Cluster, constants: Constants, fixed: Fixed | None
 ) -> str | None:
-    """The fewest GPUs, in doublings, on which it fits."""
+    """Return the smallest number of GPUs, doubled repeatedly, on which the model fits, with its
+    layout; None if there is none."""
     times = 2
     while times <= _MOST_TIMES and gpus * times <= cluster.size:
         found = _fitting(config, gpus * times, cluster, constants, fixed)
@@ -117,8 +121,8 @@ def _more(
 def fastest(
     config: RunConfig, gpus: int, cluster: Cluster, constants: Constants, fixed: Fixed | None = None
 ) -> tuple[Candidates, int, float] | None:
-    """The place of the layout with the shortest step among all candidates, and its seconds, both as
-    estimated; None where none is valid and fits."""
+    """Return all candidates, the index of the one with the shortest estimated step that fits, and
+    its seconds; None if no layout is valid and fits."""
     every = candidates(config, gpus, cluster, fixed)
     if not len(every):
         return None
@@ -137,7 +141,7 @@ def _fitting(
     constants: Constants,
     fixed: Fixed | None = None,
 ) -> str | None:
-    """The fastest layout that fits, with step and price; None where none does."""
+    """Return the fastest layout that fits in words, with its step and price; None if none fits."""
     found = fastest(config, gpus, cluster, constants, fixed)
     if found is None:
         return None

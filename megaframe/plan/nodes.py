@@ -1,4 +1,4 @@
-"""Nodes: what it costs when ranks that talk all the time do not share one."""
+"""Nodes: what it costs when the tensor ranks of a group are not all in one node."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from megaframe.plan.chips import WIDTH
 from megaframe.plan.matrices import latent_width
 
 BETWEEN_NODES = 50e9
-"""Bytes a second of one rank to another node: a 400 Gb/s adapter per rank."""
+"""Bytes/s of one rank to another node: a 400 Gb/s adapter per rank."""
 WITHIN_NODE = 450e9
-"""Bytes a second of one rank to its neighbours: NVLink 4, one direction."""
+"""Bytes/s of one rank to ranks of its node: NVLink 4, one direction."""
 
 
 def crossing(config: RunConfig, layout: Layout, node_size: int) -> str | None:
-    """A warning when tensor ranks lie on several nodes of `node_size` ranks, with the predicted
-    cost; None when each group is within one.
+    """Return a warning with the predicted cost if tensor groups span several nodes of `node_size`
+    ranks; None if each group is within one node.
 
-    The tensor axis is the fastest, so a group is within a node when the nodes hold whole groups.
+    The tensor axis varies fastest, so this is the case if a node holds whole groups.
     """
     tensor = layout.tensor
     if tensor == 1 or node_size >= layout.world or node_size % tensor == 0:
@@ -35,13 +35,13 @@ def crossing(config: RunConfig, layout: Layout, node_size: int) -> str | None:
 
 
 def tensor_bytes(config: RunConfig, layout: Layout) -> float:
-    """Bytes that a rank moves over the tensor axis in a step, activations only.
+    """Return the bytes of activations that a rank moves over the tensor axis in a step.
 
-    Per layer and microbatch 10 (t-1)/t b s h elements: each of four linears once in each direction,
-    and the inputs of two gathered again in backward; the first and the last stage 2 more each.
-    Where layers run again in backward, 4 more for each of them are not counted. Latent attention
-    moves its latents in place of h elements, and their rotated part twice. A depth of multi-token
-    prediction is a layer and has both ends.
+    Per layer and microbatch these are 10 (t-1)/t b s h elements: each of four linears moves b s h
+    elements in forward and in backward, and two inputs are gathered again in backward. The
+    embedding and the head add 2 each. Recomputed layers would add 4 each, which are not counted.
+    Latent attention moves its latents in place of h elements, and their rotated part twice. A depth
+    of multi-token prediction is a layer with its own embedding and head.
     """
     model, train = config.model, config.train
     tokens = train.microbatch * train.seq / layout.context

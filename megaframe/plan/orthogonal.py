@@ -1,7 +1,7 @@
-"""Orthogonal: what Muon costs, which works on whole matrices (`optim.name=muon`).
+"""Orthogonal: the cost of Muon (`optim.name=muon`), which works on whole matrices.
 
-The ranks that hold one copy of a stage deal its matrices among them, by work. Pieces travel to
-their owner and what became of them travels back, once a step each, and nothing runs beside that.
+The ranks that hold one copy of a stage divide its matrices among themselves by work. Once per step,
+pieces are sent to the owners and the results are sent back; nothing overlaps with that.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from megaframe.plan.matrices import Matrix, matrices
 
 Number = Any
 _ITERATIONS = 5
-"""Of Newton and Schulz: each is the product of a matrix with itself, of that with itself, and of
-that with the matrix."""
+"""Newton-Schulz iterations. Each has three products: the matrix X times its transpose gives A, then
+A times A, and the sum of these times X."""
 
 
 def orthogonal_seconds(machine: Machine, layer: int) -> tuple[float, float]:
-    """Of all matrices of a layer on one owner, and of the one that takes longest."""
+    """Return the seconds to orthogonalise all matrices of a layer on one rank, and those of the
+    matrix that takes longest; zeros under other optimizers."""
     if machine.config.optim.name != "muon":
         return 0.0, 0.0
     found = matrices(machine.config.model, layer)
@@ -31,15 +32,18 @@ def orthogonal_seconds(machine: Machine, layer: int) -> tuple[float, float]:
 
 
 def seconds_of(rate: Rates, matrix: Matrix) -> float:
-    """Of one matrix on its owner."""
+    """Return the seconds to orthogonalise one matrix (a single one, whatever its `number`)."""
     few, many = sorted((matrix.outputs, matrix.inputs))
     products = ((few, few, many), (few, few, few), (few, many, few))
     return _ITERATIONS * float(sum(product_seconds(rate, *sizes) for sizes in products))
 
 
 def muon_seconds(machine: Machine, elements: Number, whole: Number, longest: Number) -> Number:
-    """What comes to an update of matrices, of which a rank has so many elements before data ranks
-    divide them. whole, longest: as `orthogonal_seconds` has them, of the rank's stages."""
+    """Return the seconds that Muon adds to the update; 0 under other optimizers.
+
+    elements: elements of a rank's matrices before data ranks divide them. whole, longest: the
+    results of `orthogonal_seconds` for the rank's stages.
+    """
     if machine.config.optim.name != "muon":
         return 0.0
     sizes = machine.sizes
@@ -51,7 +55,7 @@ def muon_seconds(machine: Machine, elements: Number, whole: Number, longest: Num
 
 
 def muon_bytes(machine: Machine, elements: Number) -> tuple[Number, Number]:
-    """What a rank gives to owners, its part of the gradients, and what it takes from them: all that
-    it keeps of the weights."""
+    """Return the bytes that a rank sends to owners (its part of the gradients), and those that it
+    gets back from them (for everything that it keeps of the weights). elements: as above."""
     size, sizes = machine.rate.width * elements, machine.sizes
     return size / sizes.shard, np.where(sizes.zero == 0, size, size / sizes.shard)

@@ -1,5 +1,6 @@
-"""A plan as one page with pictures, which works without a network: memory, the step, roofline,
-scaling from 8 to 100,000 GPUs. The library that draws is inside of the page.
+"""A plan as one HTML page with charts: memory, step time, roofline, scaling from 8 to 100,000 GPUs.
+
+The page works without a network, because it contains the plotting library.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ _SHOWN = {"responsive": True, "displayModeBar": False}
 def write_page(
     path: Path, choice: Choice, found: Found | None, cluster: Cluster, constants: Constants
 ) -> None:
-    """Write the page. Raises `UserError` where plotly is not installed."""
+    """Write the page to `path`. Raises `UserError` if plotly is not installed.
+
+    found: the search that made the choice, if any; with it the page lists the alternatives.
+    """
     try:
         import plotly.graph_objects as graph
         from plotly.offline import get_plotlyjs
@@ -94,7 +98,8 @@ def _listed(title: str, lines: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Picture:
-    """traces: what plotly draws, (kind, its data). axes: of the layout."""
+    """A chart. traces: what plotly draws, as (kind of trace, its data). axes: further arguments of
+    plotly's layout."""
 
     title: str
     traces: Sequence[tuple[str, dict[str, Any]]]
@@ -102,7 +107,7 @@ class Picture:
 
 
 def pictures(choice: Choice, cluster: Cluster, constants: Constants) -> Iterator[Picture]:
-    """Memory, step, roofline and scaling."""
+    """Yield the charts: memory, step, roofline and scaling."""
     memory = choice.prediction.memory_bytes
     total = cluster.chip.memory / _GIB
     yield Picture(
@@ -148,7 +153,8 @@ def _line(x: float) -> dict[str, Any]:
 
 
 def _roofline(choice: Choice, cluster: Cluster, constants: Constants) -> Picture:
-    """Work for each byte moved over each axis, under the roof of the tier that it moves on."""
+    """Return the roofline: the work per byte that each axis moves, below the roof of the tier that
+    it uses."""
     config = choice.config
     peak = cluster.chip.peaks[config.train.precision]
     intensity = np.logspace(0, 6, 61)
@@ -186,7 +192,8 @@ def _roofline(choice: Choice, cluster: Cluster, constants: Constants) -> Picture
 
 
 def _scaling(choice: Choice, cluster: Cluster, constants: Constants) -> Picture:
-    """Speed of one GPU as their number grows: with the same batch, and with one that grows too."""
+    """Return the speed per GPU for growing numbers of GPUs: with the same batch, and with a batch
+    that grows in proportion."""
     sizes = [gpus for gpus in _doublings(choice.layout.world) if gpus <= cluster.size]
     traces: list[tuple[str, dict[str, Any]]] = []
     for name, grows in (("the same batch", False), ("as many samples a GPU", True)):
@@ -203,7 +210,7 @@ def _scaling(choice: Choice, cluster: Cluster, constants: Constants) -> Picture:
 
 
 def _doublings(world: int) -> list[int]:
-    """Halves and doubles of a world from 8 to 100,000."""
+    """Return `world` halved and doubled repeatedly, within 8 to 100,000."""
     low = world
     while low % 2 == 0 and low // 2 >= 8:
         low //= 2
@@ -216,8 +223,9 @@ def _doublings(world: int) -> list[int]:
 def _speed(
     choice: Choice, gpus: int, cluster: Cluster, constants: Constants, *, grows: bool
 ) -> float | None:
-    """Tokens a second and GPU of the best layout with this one's schedule, experts, recompute and
-    ZeRO; None where none is valid and fits."""
+    """Return the tokens per second and GPU of the fastest layout on `gpus` GPUs that has the
+    choice's expert axes, recompute and ZeRO stage, without replicas. None if no such layout is
+    valid and fits. grows: whether the batch grows with the GPUs."""
     config, world = choice.config, choice.layout.world
     batch = config.train.global_batch
     if grows:

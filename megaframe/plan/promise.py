@@ -1,7 +1,7 @@
-"""The promise that layout never changes the answer: what of a config breaks it.
+"""The promise that layout never changes the answer, and the options of a config that break it.
 
-docs/design.md has the same list with what each changes, measured; `tests/parity/test_exceptions.py`
-holds both to what a run does.
+docs/design.md has the same list with the measured effect of each option;
+`tests/parity/test_exceptions.py` compares both with real runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megaframe.config.schema import RunConfig
 
 
 def exceptions(config: RunConfig) -> Iterator[str]:
-    """What a config sets under which layouts give different answers: key, value and why."""
+    """Yield each option of a config that makes answers depend on the layout: key, value, reason."""
     model, train, parallel, optim = config.model, config.train, config.parallel, config.optim
     if model.moe is not None and model.moe.capacity is not None:
         yield (
@@ -38,6 +38,6 @@ def exceptions(config: RunConfig) -> Iterator[str]:
 
 
 def promise_note(config: RunConfig) -> Iterator[str]:
-    """One line with all of them; none where there are none."""
+    """Yield one line with all such options; nothing if there are none."""
     if found := "; ".join(exceptions(config)):
         yield f"layout may change the answer: {found}"

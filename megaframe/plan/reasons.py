@@ -26,9 +26,12 @@ def reasons(
     needed: Mapping[str, int],
     host: int,
 ) -> Iterator[str]:
-    """Sentences about one predicted step: memory first, of the device and, where so many bytes lie
-    there, of the host, then what is not planned, then what takes more than a fiftieth of the step
-    beside compute, the longest first."""
+    """Yield sentences about a predicted step: memory of the device, memory of the host, what the
+    plan does not consider, compute, and then everything else that takes at least a fiftieth of the
+    step, the longest first.
+
+    breakdown: seconds by part. needed: bytes on the device by kind. host: bytes in host memory.
+    """
     step = sum(breakdown.values())
     total, there = sum(needed.values()), cluster.chip.memory
     kinds = sorted(needed, key=lambda kind: -needed[kind])[:2]
@@ -87,7 +90,7 @@ def _from_host(host: int, cluster: Cluster, seconds: float) -> str:
 
 
 def span(axis: str, layout: Layout) -> tuple[int, int]:
-    """(distance between neighbours, ranks) of an axis."""
+    """Return (distance between neighbours, number of ranks) of an axis."""
     inner = {
         "tensor": 1,
         "context": layout.tensor,
@@ -99,7 +102,7 @@ def span(axis: str, layout: Layout) -> tuple[int, int]:
 
 
 def outermost(cluster: Cluster, stride: int, size: int) -> Tier:
-    """The tier that ranks so far apart meet on."""
+    """Return the outermost tier that a group of `size` ranks, `stride` apart, uses."""
     for tier in cluster.tiers:
         if stride * size <= tier.size:
             return tier

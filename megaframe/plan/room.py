@@ -1,4 +1,4 @@
-"""Room: what of a chip's memory a run can have."""
+"""Room: how much of a chip's memory a run can use, and bytes of optimizer state per element."""
 
 from __future__ import annotations
 
@@ -8,47 +8,50 @@ from megaframe.config.schema import Optim
 from megaframe.plan.chips import Chip
 
 OVERHEAD = 2.0 * 2**30
-"""Bytes of the driver's context, of communication buffers and of what torch keeps for itself."""
+"""Bytes for the driver's context, communication buffers and what torch keeps for itself."""
 FRAGMENTS = 0.03
-"""Share of the rest that an allocator cannot give, because what is free is in pieces."""
+"""Share of the rest that the allocator cannot use because of fragmentation."""
 CHUNK, ROOMS = 1 << 21, 3
-"""Of what lies in the host's memory (`optim.offload`): elements that come at a time, long enough a
-copy that its start costs little, and chunks on the device at once: one that comes, one that is
-computed with, one that goes back."""
+"""For data in host memory (`optim.offload`): elements of a chunk, enough that the start of a copy
+costs little; and the number of chunks on the device at once: one arrives, one is computed with, one
+goes back."""
 _CHOSEN = 0.95
-"""Share of a chip's memory that a choice may take, by a plan that is good to a few percent."""
+"""Share of a chip's memory that a chosen layout may take; plans are good to a few percent."""
 
 
 def room(chip: Chip) -> float:
-    """Bytes that a run's own memory may take. A CPU has no such context."""
+    """Return the bytes that a run may use. A CPU has no driver's context."""
     overhead = 0.0 if chip.units == 1 else OVERHEAD
     return (chip.memory - overhead) * (1 - FRAGMENTS)
 
 
 def leaves_room(needed: Any, chip: Chip) -> Any:
-    """Whether a layout that needs so many bytes may be chosen; of an array, which of them may."""
+    """Return whether a layout that needs so many bytes may be chosen, elementwise for an array."""
     return needed <= _CHOSEN * chip.memory
 
 
 def moments(optim: Optim) -> int:
-    """Moments that an optimizer keeps of each element; those of matrices for muon."""
+    """Return the number of moments that the optimizer keeps per element; for Muon, of matrices."""
     return {"adamw": 2, "lion": 1}.get(optim.name, 1 if optim.momentum != 0 else 0)
 
 
 def moment_width(optim: Optim, master: int) -> float:
-    """Bytes of a moment of an element; int8 has a factor in fp32 for each 256."""
+    """Return the bytes of a moment per element; int8 has an fp32 scale for each 256 elements."""
     return {"bf16": 2.0, "int8": 1.0 + 4 / 256}.get(optim.state, float(master))
 
 
 def state_width(optim: Optim, master: int) -> float:
-    """Bytes of an optimizer's state for each element; those of matrices for muon."""
+    """Return the bytes of optimizer state per element; for Muon, of matrices."""
     kept = moments(optim) * moment_width(optim, master)
     return kept + (master if optim.ema is not None else 0)
 
 
 def passing_width(optim: Optim, master: int, *, weights: bool) -> float:
-    """Bytes of each element that comes to the device, where its state lies in the host's memory;
-    weights: with those. Muon has AdamW for what is no matrix, of which more comes at a time."""
+    """Return the bytes per element that offloaded state takes in a room on the device.
+
+    weights: whether the master weights come with it. Muon's rooms are those of AdamW, which updates
+    whatever is not a matrix and has more state per element.
+    """
     name = "adamw" if optim.name == "muon" else optim.name
     width = state_width(optim.model_copy(update={"name": name}), master)
     return width + (master if weights else 0)

@@ -1,9 +1,7 @@
-"""Figures of scaling: when a layout is bound by compute, what more ranks bring, what to do with the
-learning rate when the batch changes.
+"""Scaling: when a layout is bound by compute, what more ranks gain, and advice on batch sizes.
 
-Communication has a roofline as memory has one: a transfer stays hidden while the operations that
-run beside it, per byte that it moves, are at least the operations that the chip makes in the time
-of a byte: the ridge of the tier.
+Communication has a roofline, as memory has. A transfer can be hidden if the operations per byte
+moved are at least the operations that the chip does in the time of one byte, the ridge of the tier.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ from megaframe.plan.update import block_owned
 
 @dataclass(frozen=True)
 class Balance:
-    """One axis of a layout. tier: that its transfers go over. intensity: operations that a rank
-    makes per byte that it moves for this axis. ridge: operations in the time of a byte on the tier.
-    The axis is bound by compute where the first is larger."""
+    """The roofline of one axis of a layout. tier: the tier of its transfers. intensity: operations
+    of a rank per byte that it moves for this axis. ridge: operations in the time of one byte on the
+    tier. The axis is bound by compute if intensity is at least ridge."""
 
     axis: str
     tier: str
@@ -36,15 +34,18 @@ class Balance:
 
     @property
     def compute_bound(self) -> bool:
-        """Whether transfers can hide behind compute."""
+        """Whether compute can hide the transfers."""
         return self.intensity >= self.ridge
 
 
 def balances(
     config: RunConfig, layout: Layout, cluster: Cluster, constants: Constants
 ) -> Iterator[Balance]:
-    """The communication roofline of each axis that has more than one rank: bytes and operations of
-    the last block and a microbatch, of data ranks those of a whole step."""
+    """Yield the communication roofline of each axis that has more than one rank.
+
+    Bytes and operations are those of the last block for one microbatch. What data ranks exchange
+    once per step counts divided by the number of microbatches.
+    """
     machine = Machine(config, cluster, constants, sizes_of(config, layout))
     model, width = config.model, machine.rate.width
     work = block_work(config, model.layers - 1)
@@ -74,9 +75,9 @@ def balances(
 def compute_bound_batch(
     config: RunConfig, layout: Layout, cluster: Cluster, constants: Constants
 ) -> int | None:
-    """The least global batch, in samples, at which data ranks' transfers can hide behind compute:
-    they are made once a step, so what hides them grows with it. None where they are made in every
-    pass (`parallel.zero` 2 and 3), when no batch changes their ratio."""
+    """Return the smallest global batch, in samples, at which compute can hide the transfers of data
+    ranks. They happen once per step, so a larger batch has more compute to hide them. None if they
+    happen in every pass (`parallel.zero` 2 and 3), because then the batch makes no difference."""
     together = config.train.microbatch * layout.data
     if layout.data == 1:
         return together
@@ -90,19 +91,19 @@ def compute_bound_batch(
 
 
 def amdahl(serial: float, ranks: int) -> float:
-    """Speed-up of fixed work, of which a share `serial` does not divide: 1 / (s + (1-s)/n)
-    (Amdahl 1967)."""
+    """Return the speed-up of fixed work of which a share `serial` is not divided:
+    1 / (s + (1-s)/n) (Amdahl 1967)."""
     return 1 / (serial + (1 - serial) / ranks)
 
 
 def gustafson(serial: float, ranks: int) -> float:
-    """Speed-up where the work grows with the ranks: s + (1-s) n (Gustafson 1988)."""
+    """Return the speed-up if the work grows with the ranks: s + (1-s) n (Gustafson 1988)."""
     return serial + (1 - serial) * ranks
 
 
 def serial_share(one: float, many: float, ranks: int) -> float:
-    """The share that does not divide by which Amdahl's law explains `one` second on one rank and
-    `many` on `ranks` (Karp and Flatt 1990)."""
+    """Return the serial share with which Amdahl's law explains `one` seconds on one rank and `many`
+    seconds on `ranks` ranks (Karp and Flatt 1990)."""
     if ranks == 1:
         return 0.0
     return (many / one - 1 / ranks) / (1 - 1 / ranks)
@@ -111,15 +112,15 @@ def serial_share(one: float, many: float, ranks: int) -> float:
 def scaling_efficiency(
     base_ranks: int, base_tokens_per_second: float, ranks: int, tokens_per_second: float
 ) -> float:
-    """Tokens per second and rank, beside those of the base."""
+    """Return the tokens per second and rank, relative to those of the base."""
     return tokens_per_second / ranks / (base_tokens_per_second / base_ranks)
 
 
 @dataclass(frozen=True)
 class BatchAdvice:
-    """What another batch asks for. lr: learning rates by rule. steps: to reach the same loss.
-    tokens: relative to what the old batch needed. efficient: whether the batch is below the
-    critical one."""
+    """What another batch size needs. lr_linear, lr_root: learning rates by the linear and by the
+    root rule. steps: steps to the same loss. tokens: tokens relative to those that the old batch
+    needed. efficient: whether the batch is not above the critical one."""
 
     lr_linear: float
     lr_root: float
@@ -129,12 +130,12 @@ class BatchAdvice:
 
 
 def batch_advice(old: int, new: int, critical: float, lr: float, steps: int) -> BatchAdvice:
-    """Advice for going from a batch of `old` tokens to one of `new`.
+    """Return advice for changing from a batch of `old` tokens to one of `new` tokens.
 
-    critical: batch in tokens at which twice the tokens of the least are needed (McCandlish et al.
+    critical: batch in tokens at which twice the minimum of tokens is needed (McCandlish et al.
     2018: steps S = S_min (1 + B_crit / B), tokens E = E_min (1 + B / B_crit)). The learning rate
     grows with the batch (Goyal et al. 2017, for SGD) or with its root (for Adam; Malladi et al.
-    2022), and no further than that of the critical batch.
+    2022), but not beyond that of the critical batch. lr, steps: those of the old batch.
     """
     reach = min(new, max(old, critical)) / old
     return BatchAdvice(
@@ -147,6 +148,6 @@ def batch_advice(old: int, new: int, critical: float, lr: float, steps: int) -> 
 
 
 def with_batch(config: RunConfig, batch: int) -> RunConfig:
-    """The config with another global batch, without a ramp."""
+    """Return the config with another global batch and no batch ramp."""
     train = config.train.model_copy(update={"global_batch": batch, "batch_ramp": None})
     return config.model_copy(update={"train": train})

@@ -1,4 +1,4 @@
-"""The schedule that a config asks for, and what it comes to."""
+"""The schedule that a config asks for, and a summary of its bubble and stages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megaframe.schedule.simulate import simulate
 
 
 def step_schedule(config: RunConfig, microbatches: int) -> Schedule:
-    """The compute of one step of so many microbatches; equal arguments give equal schedules.
+    """Return the compute actions of one step; equal arguments give equal schedules.
 
-    `search` may not choose where stages lie, because they must not move while a batch ramp grows:
-    two chunks go to and fro, which puts the head beside the embedding; others go round. Raises
-    `UserError` as `generate` does.
+    `search` may not choose the placement of stages, because stages must stay where they are while a
+    batch ramp grows. Two chunks are placed V-shaped, which puts the head on the rank of the
+    embedding; any other number is placed as a loop. Raises `UserError` as `generate` does.
     """
     parallel = config.parallel
     searched = parallel.schedule == "search"
@@ -32,8 +32,8 @@ def step_schedule(config: RunConfig, microbatches: int) -> Schedule:
 
 
 def forward_schedule(rank_of: tuple[int, ...], microbatches: int) -> Schedule:
-    """Forward passes only, on stages that lie as `rank_of` says: stage by stage, so that none waits
-    for what comes after it."""
+    """Return a schedule of forward passes only. Each rank runs all microbatches of one stage before
+    its next stage, so no pass waits for a later stage. rank_of: rank of each stage."""
     ranks = range(max(rank_of) + 1)
     return Schedule(
         tuple(
@@ -49,8 +49,8 @@ def forward_schedule(rank_of: tuple[int, ...], microbatches: int) -> Schedule:
 
 
 def pipeline_summary(config: RunConfig, schedule: Schedule) -> Iterator[str]:
-    """A line for the schedule with its bubble, one for the sum of all stages, and one
-    for each; nothing without a pipeline."""
+    """Yield a line for the schedule with its bubble, one for all stages together, and one for each
+    stage; nothing if there is only one stage."""
     plans = stage_plans(config)
     if len(plans) == 1:
         return

@@ -1,7 +1,7 @@
-"""Search: the best layouts of a config on so many GPUs, ranked, and why.
+"""Search: the best layouts of a config on a given number of GPUs, ranked.
 
-All valid ones are estimated at once; the best few, no more than some of one kind, are then
-simulated, and what comes out of that is the order.
+All valid layouts are estimated at once. The best few of these, limited per kind, are then
+simulated, and the simulation determines their order.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from megaframe.plan.step import Prediction, predict
 from megaframe.plan.valid import PARALLEL, Fixed, candidates
 
 SIMULATED = 24
-"""Survivors of the estimates."""
+"""Number of layouts that are simulated."""
 _OF_A_KIND = 2
-"""Of these, most with the same tensor, context and pipeline ranks."""
+"""The most of these with the same numbers of tensor, context and pipeline ranks."""
 _SIMPLER = {"context": 0.004, "data_replicate": 0.002, "expert_tensor": 0.002, "chunks": 0.002}
-"""What an axis must gain, as a share of the step, to be used at all: those that gain nothing would
-else be chosen by the last digit. Dearer ones of zero and recompute, each step of them, 0.001."""
+"""Share of the step that an axis must gain to be used at all; otherwise rounding errors would
+choose axes that gain nothing. `zero` and `recompute` must gain 0.001 for each level."""
 _PASSES = 60_000
-"""Most passes of a schedule that is simulated for a search: more would take seconds each."""
+"""Most passes of a schedule that a search simulates; more would take seconds per layout."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout, the config that has it, and what is predicted of it. place: among candidates, of a
-    search."""
+    """A layout, the config that has it, and its prediction. place: its index among the candidates
+    of a search, -1 outside of one."""
 
     config: RunConfig
     layout: Layout
@@ -52,8 +52,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Found:
-    """choices: those that fit, fastest first. candidates, estimates: all that were considered.
-    estimated_seconds, seconds: what the estimates and the whole search took."""
+    """Result of a search. choices: simulated layouts that fit, best first. candidates, estimates:
+    all layouts that were considered. estimated_seconds, seconds: how long the estimates and the
+    whole search took."""
 
     choices: tuple[Choice, ...]
     candidates: Candidates
@@ -63,7 +64,7 @@ class Found:
 
     @property
     def best(self) -> Choice:
-        """The first."""
+        """The best layout."""
         return self.choices[0]
 
 
@@ -75,8 +76,12 @@ def search(
     fixed: Fixed | None = None,
     simulated: int = SIMULATED,
 ) -> Found:
-    """The best layouts. Raises `UserError` where none is valid or none fits, with what would be
-    needed."""
+    """Return the best layouts for `gpus` GPUs.
+
+    fixed: values of keys that the search may not choose (`valid.FREE`). simulated: number of
+    layouts to simulate. Raises `UserError` if none is valid or none fits, with what would be
+    needed.
+    """
     begin = time.perf_counter()
     if gpus > cluster.size:
         raise UserError(
@@ -97,7 +102,7 @@ def search(
 
 
 def configured(config: RunConfig, one: Candidates, place: int) -> RunConfig:
-    """The config with the layout at a place."""
+    """Return the config with the layout of candidate number `place`."""
     parallel = {name: int(getattr(one, name)[place]) for name in PARALLEL}
     given = config.parallel
     changed = {
@@ -134,7 +139,10 @@ def _simulated(
     estimates: Estimates,
     most: int,
 ) -> tuple[Choice, ...]:
-    """The best that fit, by simulation."""
+    """Simulate the best candidates by estimate, and return those that fit, best first.
+
+    most: number of candidates to simulate.
+    """
     fits = leaves_room(estimates.memory_bytes, cluster.chip)
     penalty = _penalty(every)
     order = np.argsort(np.where(fits, estimates.step_seconds * penalty, np.inf), kind="stable")
@@ -163,8 +171,8 @@ def _simulated(
 def _with_fewer(
     one: RunConfig, asked: RunConfig, layout: Layout, cluster: Cluster
 ) -> Iterator[RunConfig]:
-    """The config of a candidate; where `train.recompute_blocks=auto` was asked for and all blocks
-    run again, also with as few of them as fit."""
+    """Yield the config of a candidate. If `asked` has `train.recompute_blocks=auto` and the
+    candidate recomputes all blocks, also yield it with as few recomputed blocks as fit."""
     yield one
     if asked.train.recompute_blocks == "auto" and one.train.recompute == "full":
         train = one.train.model_copy(update={"recompute": "selective", "recompute_blocks": "auto"})
@@ -172,7 +180,8 @@ def _with_fewer(
 
 
 def _penalty(every: Candidates) -> Array:
-    """Factor by which the step of a less simple layout counts as longer."""
+    """Return for each candidate the factor by which its step counts as longer because its layout is
+    less simple."""
     found = 1.0 + 0.001 * (every.zero + every.recompute)
     for name, share in _SIMPLER.items():
         found = found + share * (getattr(every, name) > 1)

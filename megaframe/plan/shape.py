@@ -1,4 +1,4 @@
-"""Shape of a model: heads, widths, positions and windows, and what of them does not fit."""
+"""Checks of a model's shape: heads, widths, positions and windows that do not fit together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from megaframe.plan.windows import window_mistakes
 
 
 def model_mistakes(model: Model, seq: int) -> Iterator[str]:
-    """What of heads, widths, positions and windows does not fit; seq: tokens of a sample."""
+    """Yield a message for each mistake in heads, widths, positions and windows.
+
+    seq: tokens per sample.
+    """
     yield from window_mistakes(model)
     if model.heads % model.kv_heads and model.latent is None:
         yield (

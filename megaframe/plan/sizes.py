@@ -1,4 +1,4 @@
-"""Sizes: the numbers of a layout that costs depend on, alike for one run and for many at once."""
+"""Sizes: the numbers of a layout that its costs depend on, for one run or for many at once."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ RECOMPUTE = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Axes by their names; microbatch: samples of one pass. microbatches: passes of a step.
-    recompute: index into `RECOMPUTE`."""
+    """Sizes of the axes, under their names, and what else a layout's costs depend on.
+
+    chunks: stages per rank. zero: ZeRO stage. recompute: index into `RECOMPUTE`. microbatch:
+    samples per microbatch. microbatches: microbatches per step on each rank.
+    """
 
     tensor: Number
     context: Number
@@ -38,12 +41,12 @@ class Sizes:
 
     @property
     def shard(self) -> Number:
-        """Ranks that share one copy of what is not an expert's."""
+        """Number of ranks that shard one copy of the parameters outside the experts."""
         return self.data * self.context // self.data_replicate
 
 
 def sizes_of(config: RunConfig, layout: Layout) -> Sizes:
-    """The sizes of one run."""
+    """Return the sizes of one run."""
     parallel, train = config.parallel, config.train
     return Sizes(
         tensor=layout.tensor,

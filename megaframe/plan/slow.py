@@ -1,7 +1,7 @@
-"""What a long run loses: to the slowest rank, to failures, to checkpoints; and what it then costs.
+"""What a long run loses to the slowest rank, to failures and to checkpoints; and what it costs.
 
-A checkpoint that is written in the background costs a run only what it stalls; `goodput.py` has the
-best interval between two.
+A checkpoint costs a run only the time that it stalls training; `goodput.py` has the best interval
+between two checkpoints.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ Number = Any
 
 
 def jitter(cluster: Cluster, ranks: Number) -> Number:
-    """Share by which a step of so many ranks is longer than one of a single rank: the largest of n
-    like delays grows with the root of the logarithm of n."""
+    """Return the share by which a step is longer on `ranks` ranks than on one. The largest of n
+    random delays grows with the root of the logarithm of n."""
     return cluster.jitter * np.sqrt(np.log(np.maximum(ranks, 1.0)) / np.log(1000.0))
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """share: of the time that is training which stays. interval: seconds between checkpoints.
-    failures_a_day: of the whole run. days, dollars: for the tokens that were asked for."""
+    """What a run loses and costs. share: share of the time in which training makes lasting
+    progress. interval: seconds between checkpoints. failures_a_day: failures of the whole run per
+    day. days, dollars: duration and price of the requested tokens."""
 
     share: float
     interval: float
@@ -38,9 +39,10 @@ class Goodput:
 def goodput(
     cluster: Cluster, ranks: int, tokens_per_second: float, tokens: float, checkpoint_bytes: float
 ) -> Goodput:
-    """What remains of a run. checkpoint_bytes: of the rank that writes most.
+    """Return what a run of `tokens` tokens loses and costs.
 
-    Of an interval, a stall to save is lost, and at each failure half an interval and a restart.
+    Each interval loses the stall of a save, and each failure loses half an interval and a restart.
+    checkpoint_bytes: bytes of the rank that writes most.
     """
     mean_between = cluster.failure_hours * 3600.0 / ranks
     stall = max(1e-3, checkpoint_bytes / cluster.storage)

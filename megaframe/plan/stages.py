@@ -1,7 +1,7 @@
-"""Stages: which blocks each stage of a pipeline runs, and what it has to compute.
+"""Stages: which blocks each stage of a pipeline runs, and how much it computes.
 
 Layers are divided by work, not by number: the head over a large vocabulary can outweigh several
-blocks, and may then be a stage without any.
+blocks, and may then be a stage of its own.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megaframe.schedule.costs import Costs
 @dataclass(frozen=True)
 class StagePlan:
     """Stage `number` of `stages`, and the blocks (layers) that it runs. The first stage also has
-    the embedding, the last one the head. recomputed: how many of its blocks, from the first on,
-    run again in backward."""
+    the embedding, the last one the head. recomputed: how many of its first blocks are recomputed in
+    backward."""
 
     number: int
     stages: int
@@ -49,7 +49,8 @@ class StagePlan:
 
 
 def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
-    """All stages of the pipeline, by number: as `parallel.layers_per_stage` says, else by work."""
+    """Return all stages of the pipeline in order, divided as `parallel.layers_per_stage` says, or
+    by work if it is left out."""
     stages = config.parallel.pipeline * config.parallel.chunks
     layers = config.parallel.layers_per_stage
     if layers is None:
@@ -71,16 +72,16 @@ def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
 
 @cache
 def divide(blocks: tuple[float, ...], head: float, stages: int) -> tuple[int, ...]:
-    """How many blocks, in order, each stage gets, so that the largest work of a stage is as small
-    as it can be, and among such divisions the most even one (least sum of squares).
+    """Return how many consecutive blocks each stage gets. The largest work of a stage is minimal,
+    and among such divisions this is the most even one (least sum of squares).
 
-    blocks: the work of each. head: that of the head, which belongs to the last stage.
+    blocks: the work of each block. head: the work of the head, which is on the last stage.
     """
     ends = [0.0]
     for work in blocks:
         ends.append(ends[-1] + work)
     limit = _least_maximum(ends, head, stages)
-    # squares[n]: the least sum over the stages so far, which hold the first n blocks.
+    # squares[n]: the least sum of squares over the stages so far, which have the first n blocks.
     squares = [0.0] + [math.inf] * len(blocks)
     starts: list[list[int]] = []
     for stage in range(stages):
@@ -106,7 +107,8 @@ def divide(blocks: tuple[float, ...], head: float, stages: int) -> tuple[int, ..
 
 
 def stage_costs(config: RunConfig, plans: Sequence[StagePlan]) -> Costs:
-    """Modelled work of F, B and W of every stage, in FLOPs per token; only their ratios matter."""
+    """Return the modelled work of F, B and W of every stage, in FLOPs per token. Only the ratios
+    matter."""
     end = end_work(config)
     works = [[block_work(config, layer) for layer in plan.blocks] for plan in plans]
     stages = list(zip(plans, works, strict=True))
@@ -124,7 +126,7 @@ def stage_costs(config: RunConfig, plans: Sequence[StagePlan]) -> Costs:
 
 @dataclass(frozen=True)
 class Work:
-    """What F, B and W of a part compute: FLOPs per token, or with `model.emulate` seconds per
+    """Work of F, B and W of a part: FLOPs per token, or with `model.emulate` seconds per
     microbatch."""
 
     forward: float
@@ -133,8 +135,8 @@ class Work:
 
 
 def block_work(config: RunConfig, layer: int) -> Work:
-    """The work of the block of a layer; attention counts with the keys that it sees, and has no
-    weights."""
+    """Return the work of the block of a layer. Attention counts the keys that it sees on average,
+    and has no weight gradient."""
     emulated = config.model.emulate
     if emulated is not None:
         return Work(emulated.forward, emulated.backward, emulated.weight)
@@ -146,8 +148,9 @@ def block_work(config: RunConfig, layer: int) -> Work:
 
 
 def end_work(config: RunConfig) -> Work:
-    """The work behind the last block. The head makes its gradients in the forward pass, so all of
-    its work is there, once for each depth; a predictor is a matrix and a block besides."""
+    """Return the work after the last block. The head computes its gradients in the forward pass, so
+    all of its work counts as forward. Each predictor adds the head once more, a matrix and a
+    block."""
     model = config.model
     join = 2.0 * join_matrix(model)
     head = 3 * _head(config)
@@ -162,18 +165,18 @@ def end_work(config: RunConfig) -> Work:
 
 
 def join_matrix(model: Model) -> int:
-    """Elements of the matrix of a predictor that joins two streams into one."""
+    """Return the elements of a predictor's matrix that joins two streams into one."""
     return 2 * model.hidden * model.hidden
 
 
 def stage_layers(model: Model, plan: StagePlan) -> list[int]:
-    """Those of a stage, each of its predictors as one that counts on behind the last layer."""
+    """Return the layers of a stage. Its predictors' blocks are numbered after the last layer."""
     return [*plan.blocks, *range(model.layers, model.layers + model.mtp_depth * plan.last)]
 
 
 def block_matrices(model: Model, layer: int) -> int:
-    """Elements of the matrices of the block of a layer that one token meets; predictors' blocks
-    count on behind the last layer."""
+    """Return the elements of the matrices that one token uses in the block of a layer. Predictors'
+    blocks are numbered after the last layer."""
     mlp = (3 if model.activation == "swiglu" else 2) * model.hidden
     moe = model.moe
     if moe is None or not has_experts(moe, layer):
@@ -183,14 +186,15 @@ def block_matrices(model: Model, layer: int) -> int:
 
 
 def _head(config: RunConfig) -> float:
-    """Forward FLOPs per token of the head; nothing beside emulated blocks."""
+    """Return the forward FLOPs per token of the head; 0 with emulated blocks."""
     if config.model.emulate is not None:
         return 0.0
     return 2.0 * config.model.hidden * (config.model.vocab or 0)
 
 
 def _least_maximum(ends: Sequence[float], head: float, stages: int) -> float:
-    """The least possible largest work of a stage, found among all spans of blocks."""
+    """Return the smallest possible maximum work of a stage, by bisection over all spans of
+    blocks."""
     spans = {end - start for i, end in enumerate(ends) for start in ends[: i + 1]}
     candidates = sorted(spans | {span + head for span in spans})
     low, high = 0, len(candidates) - 1
@@ -204,7 +208,7 @@ def _least_maximum(ends: Sequence[float], head: float, stages: int) -> float:
 
 
 def _fits(ends: Sequence[float], head: float, stages: int, limit: float) -> bool:
-    """Whether stages of at most `limit` hold everything; the last ones are filled first."""
+    """Return whether stages of at most `limit` work suffice; they are filled from the last one."""
     room, end = limit - head, len(ends) - 1
     for _ in range(stages):
         if room < 0:
@@ -217,7 +221,7 @@ def _fits(ends: Sequence[float], head: float, stages: int, limit: float) -> bool
 
 
 def _per_stage(value: int | tuple[int, ...] | Literal["auto"], stage: int) -> int:
-    """What is not settled yet (`again.settled`) counts as none."""
+    """Return the number for a stage; "auto", not settled yet (`again.settled`), counts as 0."""
     if value == "auto":
         return 0
     return value if isinstance(value, int) else value[stage]

@@ -5,9 +5,9 @@
     predict(config, layout, cluster, constants) -> Prediction      exact: the schedule is simulated
     estimate(config, cluster, constants, candidates) -> Estimates  closed forms on arrays, `fast.py`
 
-Both are the same arithmetic (`costs.py`), on numbers or on numpy arrays; they differ in the bubble,
-which `predict` simulates and `estimate` takes from closed forms, and in stages, whose unequal
-works `estimate` only bounds.
+Both use the same arithmetic (`costs.py`), on numbers or on numpy arrays. They differ in the bubble,
+which `predict` simulates and `estimate` takes from closed forms, and in the stages, which `predict`
+adds up one by one while `estimate` only considers the rank with most work.
 """
 
 from __future__ import annotations
@@ -51,15 +51,16 @@ Number = Any
 
 @dataclass(frozen=True)
 class Prediction:
-    """One step of a run, predicted.
+    """Prediction of one step of a run.
 
-    step_seconds: mean time of a step, stragglers included, failures not.
-    breakdown: seconds by part, which add up to `step_seconds`: compute, tensor, context, expert,
-    data, pipeline (exposed communication of each axis), bubble, optimizer, other.
-    mfu, hfu: of the chip's dense peak, with causal attention; None where no peak is known.
-    tflops_per_gpu: of the model, causal attention counted as half.
-    memory_bytes: by kind, of the rank that needs most. fits: whether that is within the chip.
-    host_bytes: that it keeps in the host's memory.
+    step_seconds: mean time of a step, including stragglers but not failures.
+    breakdown: seconds by part, which sum to `step_seconds`: compute; tensor, context, expert, data,
+    pipeline (exposed communication of each axis); bubble, optimizer, other.
+    mfu, hfu: shares of the chip's dense peak, with causal attention counted as half; hfu includes
+    recompute. None if no peak is known.
+    tflops_per_gpu: model TFLOP/s per GPU, with causal attention counted as half.
+    memory_bytes: bytes by kind on the rank that needs most. fits: whether the chip has as many.
+    host_bytes: bytes that this rank keeps in host memory.
     reasons: sentences with numbers, the most important first.
     """
 
@@ -78,9 +79,9 @@ class Prediction:
 def predict(
     config: RunConfig, layout: Layout, cluster: Cluster, constants: Constants
 ) -> Prediction:
-    """The step of `config` on `layout`; `config` has passed `check`.
+    """Predict a step of `config` on `layout`. The config must have passed `check`.
 
-    Raises `UserError` where the cluster has no such number of ranks, or its chip no such type.
+    Raises `UserError` if the cluster has fewer ranks, or if its chip lacks the config's precision.
     """
     if layout.world > cluster.size:
         raise UserError(
@@ -99,14 +100,14 @@ def predict(
 
 
 def _by_layer(machine: Machine, function: Callable[[Machine, int], T]) -> list[T]:
-    """`function` of every layer, asked once for each kind of them."""
+    """Return `function` of every layer, called once for each kind of layer."""
     every = kinds(machine.config.model)
     known = {kind: function(machine, every.index(kind)) for kind in set(every)}
     return [known[kind] for kind in every]
 
 
 def _stage(machine: Machine, plan: StagePlan, blocks: Sequence[Part]) -> Part:
-    """All of a stage, for one microbatch."""
+    """Return the seconds of a stage for one microbatch: its blocks, and the head if it is last."""
     parts = [blocks[layer] for layer in plan.blocks]
     if plan.last:
         parts.append(head(machine))
@@ -120,7 +121,8 @@ def _stage(machine: Machine, plan: StagePlan, blocks: Sequence[Part]) -> Part:
 
 
 def _schedule_costs(machine: Machine, parts: Sequence[Part]) -> Costs:
-    """Costs of every stage; a transfer that does not run beside compute is part of its pass."""
+    """Return the costs of every stage for the simulator. What a transfer adds to compute, by delay
+    or by blocking it, is charged to the pass before it."""
     waiting = float(waiting_seconds(machine))
     last = len(parts) - 1
     return Costs(
@@ -143,7 +145,7 @@ def _breakdown(
     schedule: Schedule,
     timeline: Timeline,
 ) -> dict[str, float]:
-    """Seconds by part, of the rank that has most to do."""
+    """Return the seconds by part, for the rank that has most work."""
     many = machine.sizes.microbatches
     rank = max(range(len(timeline.work)), key=lambda number: timeline.work[number])
     here = schedule.stages(rank)
@@ -176,8 +178,11 @@ def _breakdown(
 def _end_of_step(
     machine: Machine, plans: Sequence[StagePlan], owned: Sequence[Owned], window: Passes
 ) -> tuple[float, float]:
-    """Exposed exchange of data ranks, and the update, of a rank with these stages. window: what it
-    computes for one microbatch."""
+    """Return the seconds of the exposed exchange between data ranks and those of the update.
+
+    plans: stages of the rank. owned: parameters of every layer. window: compute of one microbatch
+    on the rank.
+    """
     tied = machine.config.model.tie_embeddings
     layers = [layer for plan in plans for layer in plan.blocks]
     tables = sum(plan.first + (plan.last and not (plan.first and tied)) for plan in plans)
@@ -192,8 +197,8 @@ def _end_of_step(
 
 
 def model_flops(config: RunConfig) -> tuple[float, float]:
-    """Operations per token of the model, causal attention counted as half; and with what recompute
-    adds."""
+    """Return the model FLOPs per token, with causal attention counted as half, and the same with
+    recompute."""
     plans = stage_plans(config)
     works = [block_work(config, layer) for layer in range(config.model.layers)]
     end = end_work(config)

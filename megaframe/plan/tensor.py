@@ -1,4 +1,4 @@
-"""Why matrices or rows could not be divided among the tensor ranks as the config wants them."""
+"""Checks that matrices and rows can be divided among the tensor ranks as the config says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megaframe.config.schema import RunConfig
 
 
 def tensor_mistakes(config: RunConfig) -> Iterator[str]:
-    """What of parallel.tensor and parallel.tensor_chunks does not fit."""
+    """Yield a message for each mistake in parallel.tensor and parallel.tensor_chunks."""
     yield from _matrices(config.model, config.parallel.tensor)
     yield from _chunks(config)
 

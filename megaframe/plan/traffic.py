@@ -1,6 +1,6 @@
-"""Traffic: seconds of the transfers inside a block that no compute hides.
+"""Traffic: exposed seconds of the transfers inside a block.
 
-A transfer beside compute still delays it: what it moves goes through the same memory and
+A transfer that overlaps with compute still delays it, because both use the same memory and
 processors.
 """
 
@@ -19,11 +19,13 @@ Number = Any
 
 
 def tensor_traffic(machine: Machine, linears: Passes, sums: int) -> Passes:
-    """Exposed transfers of the tensor axis: so many `sums` of the stream in forward and again in
-    backward, two of attention and an MLP that follow each other, each as a gather and a scatter
-    where rows are divided; with rows divided backward also gathers as many saved inputs again,
-    beside products. One sum has half of the bytes of two and, as the constants were fitted, all of
-    their latencies."""
+    """Return the exposed transfers of the tensor axis in one block.
+
+    sums: how often the stream is summed in forward, and again in backward: 2 if the MLP follows
+    attention, otherwise 1. With sequence parallelism each sum is a gather and a scatter, and
+    backward also gathers as many saved inputs again, overlapped with products. One sum has half of
+    the bytes of two, but is charged all of their latencies, as when the constants were fitted.
+    """
     model, software, sizes = machine.config.model, machine.software, machine.sizes
     size = machine.rate.width * machine.tokens * model.hidden * sums / 2
     parts = software.tensor_parts(machine.config)
@@ -35,7 +37,7 @@ def tensor_traffic(machine: Machine, linears: Passes, sums: int) -> Passes:
     forward = hidden_by(4 * one, linears.forward, parts, delay)
     if not software.overlap_tensor:
         return Passes(np.where(sizes.tensor > 1, forward, 0.0), 4 * one, 0.0)
-    # The gathers of gradients wait; scatters and saved inputs run beside products.
+    # Gathers of gradients are exposed; scatters and gathers of saved inputs overlap with products.
     waiting = 2 * one / parts
     room = linears.weight + linears.backward / 2
     rest = hidden_by(4 * one, room, 16.0, delay)
@@ -43,16 +45,21 @@ def tensor_traffic(machine: Machine, linears: Passes, sums: int) -> Passes:
 
 
 def hidden_by(moved: Number, compute: Number, parts: float, delay: Number) -> Number:
-    """What a transfer costs that is cut into `parts`, each beside the compute of another: the first
-    one waits, compute may be too short for the others, and what it hides delays it, all of it by
-    `delay` seconds, but never by more than it hides."""
+    """Return the seconds that a transfer costs when it is cut into `parts`, each of which overlaps
+    with the compute of another.
+
+    The first part is exposed, and so is what is longer than the compute. The hidden rest delays
+    compute: by `delay` seconds if everything were hidden, in proportion otherwise, but never by
+    more than is hidden. moved: seconds of the transfer. compute: seconds beside it.
+    """
     exposed = np.maximum(moved / parts, moved - compute * (parts - 1) / parts)
     hidden = moved - exposed
     return exposed + np.minimum(hidden, delay * hidden / np.maximum(moved, 1e-30))
 
 
 def context_traffic(machine: Machine, attention: Passes) -> Passes:
-    """Keys and values round the ring, each transfer beside a tile; or heads for tokens."""
+    """Return the exposed transfers of the context axis: keys and values on the ring, each
+    overlapped with a tile; or the exchange of heads for tokens."""
     model, sizes = machine.config.model, machine.sizes
     query, value = head_widths(model)
     width = machine.rate.width
@@ -63,7 +70,7 @@ def context_traffic(machine: Machine, attention: Passes) -> Passes:
         return Passes(one, 2 * one, 0.0)
     heads = np.maximum(1.0, model.kv_heads / sizes.tensor)
     size = width * machine.tokens * heads * (query + value)
-    # Keys on their way forward, and gradients on their way back, are half as many half of the way.
+    # Keys in forward, and gradients of keys in backward, have half the size in half of the hops.
     whole, most = (hop_seconds(part * size, machine.groups["context"]) for part in (1.0, 0.75))
     rounds = sizes.context - 1
     forward = rounds * np.maximum(0.0, most - attention.forward / sizes.context)
@@ -72,7 +79,8 @@ def context_traffic(machine: Machine, attention: Passes) -> Passes:
 
 
 def expert_traffic(machine: Machine) -> Passes:
-    """Tokens to their experts and back, in both directions."""
+    """Return the exposed transfers of tokens to their experts and back, in forward and backward.
+    `parallel.expert_overlap` is assumed to hide half of them."""
     model, sizes = machine.config.model, machine.sizes
     moe = model.moe
     assert moe is not None

@@ -1,9 +1,9 @@
-"""The ends of a model and of a step: the head, what data ranks exchange, and the optimizer.
+"""The ends of a model and of a step: the head, the exchange between data ranks, and the optimizer.
 
-What data ranks exchange beside compute is exposed where it takes longer than the window in which it
-may run: at ZeRO 0 and 1 gradients leave during the last backward pass and weights come back during
-the first forward pass, at 2 and 3 they travel in every pass. What is recorded as a graph begins
-when all weights are back.
+The exchange between data ranks is exposed where it takes longer than the compute that it may
+overlap with. At ZeRO 0 and 1 gradients are sent during the last backward pass and weights come back
+during the first forward pass; at 2 and 3 the exchange happens in every pass. A step that is
+recorded as a CUDA graph starts only when all weights are back.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Number = Any
 
 
 def head(machine: Machine) -> Part:
-    """The output head with its loss; its gradients are made in forward, or where software does so
-    in backward."""
+    """Return the seconds of the output head and its loss. Its gradients are computed in forward, or
+    in backward if the software does so (`head_backward`)."""
     model, sizes, rate = machine.config.model, machine.sizes, machine.rate
     if model.emulate is not None:
         return Part(Passes())
@@ -48,7 +48,7 @@ def head(machine: Machine) -> Part:
 
 
 def _launched(machine: Machine, forward: Number, backward: Number, weight: Number) -> Passes:
-    """These passes, or as long as the host takes to launch them."""
+    """Return the passes, extended to the time that the host needs to launch them if longer."""
     software = machine.software
     host = software.end_kernels * machine.rate.launch
     lacking = np.maximum(0.0, host * software.backward_kernels - backward - weight)
@@ -57,8 +57,9 @@ def _launched(machine: Machine, forward: Number, backward: Number, weight: Numbe
 
 @dataclass(frozen=True)
 class Owned:
-    """Parameters of one rank before data ranks divide them: dense ones and experts of blocks, and
-    tables. buckets: in which they are exchanged. whole, longest: see `orthogonal_seconds`."""
+    """Numbers of parameters of one rank before data ranks divide them: dense parameters and experts
+    of its blocks, and tables. buckets: number of buckets in which they are exchanged. whole,
+    longest: as in `orthogonal_seconds`."""
 
     dense: Number = 0.0
     experts: Number = 0.0
@@ -78,7 +79,7 @@ class Owned:
         )
 
     def times(self, factor: Number) -> Owned:
-        """Of so many blocks like this."""
+        """Return the parameters of `factor` blocks like this one."""
         return replace(
             self,
             dense=self.dense * factor,
@@ -88,12 +89,12 @@ class Owned:
 
     @property
     def total(self) -> Number:
-        """Of all kinds."""
+        """Number of parameters of all kinds."""
         return self.dense + self.experts + self.tables
 
 
 def block_owned(machine: Machine, layer: int) -> Owned:
-    """Of one block; gains and biases are few and left out."""
+    """Return the parameters of one block. Gains and biases are few and are left out."""
     model, sizes = machine.config.model, machine.sizes
     if model.emulate is not None:
         return Owned()
@@ -112,7 +113,7 @@ def block_owned(machine: Machine, layer: int) -> Owned:
 
 
 def table_owned(machine: Machine) -> Number:
-    """Of one table of the vocabulary."""
+    """Return the number of parameters of a tensor rank's part of one vocabulary table."""
     model = machine.config.model
     if model.emulate is not None:
         return 0.0
@@ -120,16 +121,22 @@ def table_owned(machine: Machine) -> Number:
 
 
 def passes_beside(sizes: Sizes, circling: Number) -> Number:
-    """Microbatches that a rank computes while it exchanges a stage after the other, at the end of a
-    step and at its beginning. circling: whether all ranks' first stages come before any second one:
-    then the stages of a rank end as many microbatches apart as there are ranks, else together."""
+    """Return the number of microbatches that a rank computes while it exchanges its stages one by
+    one, at the end of a step or at its beginning.
+
+    circling: whether the schedule runs the first stage of every rank before any second stage. Then
+    the stages of a rank end as many microbatches apart as there are ranks, otherwise together.
+    """
     between = np.minimum(sizes.pipeline, sizes.microbatches) - 1
     return 1.0 + np.where(circling, between * (sizes.chunks - 1) / sizes.chunks, 0.0)
 
 
 def data_seconds(machine: Machine, held: Owned, window: Passes, passes: Number) -> Number:
-    """Exposed exchange of gradients and weights. window: compute of one microbatch on the rank.
-    passes: of them, beside which what is exchanged once a step is."""
+    """Return the exposed seconds of exchanging gradients and weights in a step.
+
+    window: compute of one microbatch on the rank. passes: number of microbatches that an exchange
+    made once per step overlaps with (`passes_beside`).
+    """
     sizes, software = machine.sizes, machine.software
     width = WIDTH[machine.config.train.precision]
     wire = software.gradient_bytes
@@ -172,9 +179,9 @@ def data_seconds(machine: Machine, held: Owned, window: Passes, passes: Number) 
 
 
 def update_seconds(machine: Machine, held: Owned) -> Number:
-    """The optimizer's own time: it reads and writes its state once, or where the host keeps that,
-    as long as it takes to come, while what is done with goes back, if that is longer; and what Muon
-    takes to make matrices orthogonal."""
+    """Return the optimizer's own seconds: reading and writing its state once, plus what Muon adds.
+    Offloaded state takes as long as loading it from the host if that is longer; storing it
+    overlaps with loading."""
     sizes = machine.sizes
     own = held.total / np.where(sizes.zero >= 1, sizes.shard, 1.0)
     moving = moving_seconds(machine.rate, machine.software.state_bytes * own)
@@ -186,8 +193,9 @@ def update_seconds(machine: Machine, held: Owned) -> Number:
 
 
 def waiting_seconds(machine: Machine) -> Number:
-    """What a transfer to the next stage adds to the pass before it: where it runs beside compute,
-    by how much it delays that; else itself, and the host's first kernels behind it."""
+    """Return the seconds that a transfer to the next stage adds to the pass before it. If transfers
+    overlap with compute it is the delay of that compute, otherwise the transfer itself and the
+    launch of the first kernels after it."""
     software, alone = machine.software, machine.sizes.pipeline == 1
     if software.overlap_pipeline:
         return np.where(alone, 0.0, machine.hop_delay(_sent(machine)))
@@ -196,9 +204,10 @@ def waiting_seconds(machine: Machine) -> Number:
 
 
 def stage_seconds(machine: Machine) -> Number:
-    """From the end of a stage's pass until the next one has its result, whole again where its
-    tensor ranks each sent a part. A rank at the border of a node has one neighbour in the node and
-    one outside, and all others keep pace with it."""
+    """Return the seconds from the end of a stage's pass until the next stage has its result, which
+    includes a gather if tensor ranks each sent a part and need the whole. A rank at the border of a
+    node has one neighbour inside the node and one outside, so the mean of both counts; all other
+    ranks keep pace with it."""
     sizes, software = machine.sizes, machine.software
     sent, groups = _sent(machine), machine.groups
     near, far = (hop_seconds(sent, groups[name]) for name in ("next_stage", "pipeline"))
@@ -210,7 +219,7 @@ def stage_seconds(machine: Machine) -> Number:
 
 
 def _sent(machine: Machine) -> Number:
-    """Bytes that a rank sends to the next stage."""
+    """Return the bytes that a rank sends to the next stage per microbatch."""
     model, software = machine.config.model, machine.software
     if model.emulate is not None:
         return 0.0 * machine.tokens

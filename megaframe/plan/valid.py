@@ -1,8 +1,8 @@
-"""All valid layouts of a config on so many GPUs, but for those that another one always beats.
+"""All valid layouts of a config on a number of GPUs, except those that another layout always beats.
 
-Left out are GPipe and, where it can be interleaved, breadth-first (1F1B and interleaved take as
-long and keep less), matrices split over more than two innermost tiers, context ranks with fewer
-tokens than make a tile worth sending, and ZeRO with nobody to share with.
+Left out are GPipe, and breadth-first where interleaved is possible (1F1B and interleaved take as
+long and keep less), tensor groups larger than two nodes, context ranks with too few tokens for a
+tile to be worth sending, and ZeRO without other ranks to share with.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ PARALLEL = (
     "expert_tensor",
     "zero",
 )
-"""Numbers of `parallel` that a search chooses."""
+"""Numeric keys of `parallel` that a search chooses."""
 FREE = (*PARALLEL, "recompute", "microbatch", "schedule")
-"""What a search chooses; `fixed` says by these names what is given."""
+"""All keys that a search chooses. `fixed` gives values for some of them."""
 Fixed = Mapping[str, Any]
 
 _CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 _MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _LEAST_TOKENS = 1024
-"""Tokens of a sample that a context rank has at least, unless the config asks for fewer."""
+"""Least number of tokens of a sample per context rank, unless `fixed` asks for fewer."""
 _MOST_TENSOR, _MOST_CONTEXT = 64, 64
 _REPLICAS = 4
-"""Numbers of replicas that are tried of each layout."""
+"""How many numbers of replicas above 1 are tried for each layout, the largest ones."""
 
 
 @dataclass(frozen=True)
 class _Base:
-    """What a row of candidates shares."""
+    """What rows of candidates with different schedules, ZeRO and recompute have in common."""
 
     tensor: int
     context: int
@@ -66,7 +66,10 @@ class _Base:
 def candidates(
     config: RunConfig, gpus: int, cluster: Cluster, fixed: Fixed | None = None
 ) -> Candidates:
-    """Valid layouts; none where nothing is. fixed: values by names of `FREE`."""
+    """Return all valid layouts on `gpus` GPUs, possibly none.
+
+    fixed: values of keys of `FREE` that are given.
+    """
     fixed = fixed or {}
     rows = [
         (*base, schedule, chunks)
@@ -75,7 +78,7 @@ def candidates(
     ]
     table = np.asarray(rows, dtype=np.int64).reshape(-1, 10)
     zero = _given(fixed, "zero", (0, 1, 2, 3))
-    # Offload is of the inputs of blocks that run again.
+    # Offload moves the inputs of recomputed blocks, so it needs full recompute.
     again = (RECOMPUTE.index("full"),) if config.train.offload else tuple(range(len(RECOMPUTE)))
     recompute = _given(fixed, "recompute", again)
     many = len(zero) * len(recompute)
@@ -88,7 +91,8 @@ def candidates(
 
 
 def _useful(c: Candidates, fixed: Fixed) -> Array:
-    """Where ZeRO has somebody to share with, if it was not asked for."""
+    """Return the mask of candidates without ZeRO, with other ranks to share with, or with ZeRO as
+    given."""
     alone = (c.data // c.data_replicate) * c.context == 1
     return (c.zero == 0) | ~alone | ("zero" in fixed)
 
@@ -155,7 +159,7 @@ def _contexts(config: RunConfig, rest: int, tensor: int, fixed: Fixed) -> list[i
 
 
 def _replicas(together: int, data: int, cluster: Cluster, fixed: Fixed) -> tuple[int, ...]:
-    """Copies of the model among data ranks, each on whole nodes."""
+    """Return the numbers of replicas to try. Each copy of the model is on whole nodes."""
     if "data_replicate" in fixed:
         return (fixed["data_replicate"],) if data % fixed["data_replicate"] == 0 else ()
     fits = [r for r in divisors(data) if (together * data // r) % cluster.node == 0 and r > 1]
@@ -163,7 +167,7 @@ def _replicas(together: int, data: int, cluster: Cluster, fixed: Fixed) -> tuple
 
 
 def _experts(config: RunConfig, tensor: int, stage: int, fixed: Fixed) -> Iterator[tuple[int, int]]:
-    """(expert, expert_tensor). stage: ranks of a stage that hold one copy."""
+    """Yield pairs (expert, expert_tensor). stage: ranks of a stage that hold one copy."""
     moe = config.model.moe
     if moe is None:
         yield 1, 1
@@ -180,7 +184,10 @@ def _experts(config: RunConfig, tensor: int, stage: int, fixed: Fixed) -> Iterat
 def _schedules(
     config: RunConfig, pipeline: int, together: int, fixed: Fixed
 ) -> Iterator[tuple[int, int]]:
-    """(schedule, chunks) of a pipeline. together: samples of a microbatch on all data ranks."""
+    """Yield pairs (schedule, chunks) for a pipeline.
+
+    together: samples of a microbatch on all data ranks.
+    """
     if pipeline == 1:
         if fixed.get("chunks", 1) == 1:
             yield SCHEDULES.index("1f1b"), 1
@@ -192,7 +199,7 @@ def _schedules(
         limits = LIMITS[name]
         if limits.fill and least < pipeline:
             continue
-        # Interleaved keeps less, and without chunks 1F1B does.
+        # Interleaved, or 1F1B without chunks, takes as long and keeps less.
         beaten = name == "breadth-first" and least >= pipeline and "schedule" not in fixed
         for chunks in _given(fixed, "chunks", _CHUNKS[name == "breadth-first" :]):
             possible = limits.nearest_chunks(chunks) == chunks

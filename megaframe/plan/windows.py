@@ -1,4 +1,4 @@
-"""Windows: how many tokens each layer's attention sees, and what of `model.window` is wrong."""
+"""Windows: how many tokens each layer's attention sees, and checks of `model.window`."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from megaframe.config.model import Model
 
 
 def windows(model: Model) -> tuple[int | None, ...]:
-    """What is repeated over the layers, from the first one on: `model.window`, one number for all
-    as a pattern of one. A window is in tokens, None where a layer sees all that is before it."""
+    """Return the pattern of windows that repeats over the layers from the first one. It is
+    `model.window`, where a single number is a pattern of one. A window is in tokens; None means
+    everything before the token."""
     return model.window if isinstance(model.window, tuple) else (model.window,)
 
 
 def window_of(model: Model, layer: int) -> int | None:
-    """The window of a layer; predictors' blocks count on behind the last one."""
+    """Return the window of a layer. Predictors' blocks are numbered after the last layer."""
     pattern = windows(model)
     return pattern[layer % len(pattern)]
 
 
 def mean_keys(seq: int, window: int | None) -> float:
-    """Mean number of keys that a query attends to, causal and with at most `window` of them.
+    """Return the mean number of keys that a query attends to, causally and at most `window`.
 
-    The area under min(position, window): seq / 2 without a window, and towards `window` when the
-    sequence is much longer. Counting whole keys (a query sees itself in full) gives at most half a
-    key more.
+    It is the mean of min(position, window) as a continuous function: seq / 2 without a window, and
+    close to `window` for a much longer sequence. Counting whole keys (a query sees itself) would
+    give at most half a key more.
     """
     reach = min(window or seq, seq)
     return reach - reach * reach / (2 * seq)
 
 
 def window_mistakes(model: Model) -> Iterator[str]:
-    """Why `model.window` is no pattern of the layers."""
+    """Yield a message if `model.window` is not a pattern for the layers."""
     pattern = windows(model)
     if not pattern:
         yield (

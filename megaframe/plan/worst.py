@@ -1,7 +1,8 @@
-"""Room: whether a layout fits into a device's memory, exactly for one and at once for many.
+"""Memory of the worst rank: exact for one layout, and estimated for many layouts at once.
 
-Of many at once the ends of the pipeline are counted, as if all stages had as many blocks as the
-fullest. A device that is the host has rooms for transfers and a checkpoint's copy as well.
+The estimate looks at three ranks of a pipeline, and assumes that all stages but the last have as
+many blocks as the fullest one. Where the device is the host, buffers for transfers and the copy of
+a checkpoint count as well.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ from megaframe.schedule import Schedule, lower
 
 Array = np.ndarray[Any, Any]
 _MANY = 32
-"""Pipeline ranks up to which all are looked at; of more only the ends and the middle."""
+"""Up to this many pipeline ranks all are counted; of more only the ends and the middle."""
 
 
 def worst_memory(config: RunConfig, layout: Layout, schedule: Schedule, chip: Chip) -> Memory:
-    """Memory of the rank that needs most. schedule: that of a step."""
+    """Return the memory of the rank that needs most, the chip's overhead included.
+
+    schedule: that of one step, not lowered.
+    """
     plans, lowered, many = stage_plans(config), lower(schedule), len(schedule.ranks)
     ranks = range(many) if many <= _MANY else (0, 1, many // 2, many - 2, many - 1)
     host = chip.is_host
@@ -42,20 +46,23 @@ def worst_memory(config: RunConfig, layout: Layout, schedule: Schedule, chip: Ch
 
 
 def overhead(chip: Chip) -> float:
-    """Bytes of a chip that no run can have."""
+    """Return the bytes of a chip that no run can use."""
     return chip.memory - room(chip)
 
 
 def by_kind(of: Memory) -> dict[str, int]:
-    """Bytes of each kind on the device that there is any of."""
+    """Return the bytes of each kind on the device, without the kinds that are 0."""
     return {kind: size for kind, size in of.kinds.items() if size}
 
 
 def memory_bytes(config: RunConfig, chip: Chip, c: Sizes, schedule: Array) -> Array:
-    """Bytes of the rank that needs most, for each candidate: that of the first stage, of the last
-    one, or of those between where weight passes wait longest, as if all had as many blocks as the
-    fullest. schedule: indices into `SCHEDULES`. Within a few percent of `worst_memory`, which says
-    what fits in the end."""
+    """Estimate the bytes of the rank that needs most, for each candidate.
+
+    It is the largest of three ranks: that with the first stage, that with the last stage, and the
+    one between them where weight passes wait longest. The first and the third are assumed to have
+    as many blocks as the fullest rank. The result is within a few percent of `worst_memory`, which
+    makes the final decision on what fits. schedule: indices into `SCHEDULES`.
+    """
     of, alone = _Blocks(config, c), c.pipeline == 1
     v_shaped, nobody = _among(schedule, *_V_SHAPED), np.zeros(len(schedule), dtype=bool)
     first = _held_first(c, schedule)
@@ -68,13 +75,14 @@ def memory_bytes(config: RunConfig, chip: Chip, c: Sizes, schedule: Array) -> Ar
 
 
 def _among(schedule: Array, *names: str) -> Array:
-    """Where the schedule is one of these."""
+    """Return the mask of the candidates whose schedule is one of `names`."""
     return np.array([name in names for name in SCHEDULES])[schedule]
 
 
 class _Live(NamedTuple):
-    """Stages of microbatches that a rank holds at most: `kept` for backward passes, `left` by these
-    for weight passes, and `either`, whichever is more."""
+    """The most that a rank holds at once, in activations of one microbatch on one stage: `kept`
+    for backward passes, `left` by backward passes for weight passes, and `either`, each of which
+    counts as the larger of the two."""
 
     kept: Array
     left: Array
@@ -83,8 +91,9 @@ class _Live(NamedTuple):
 
 @dataclass(frozen=True)
 class _Rank:
-    """Of each candidate one rank. first, last: where it has these stages. full: with as many blocks
-    as the fullest, else as the last stage."""
+    """One rank of each candidate. first, last: whether it has the first and the last stage. full:
+    whether it has as many blocks as the fullest rank; otherwise as many as the rank with the last
+    stage."""
 
     c: Sizes
     of: _Blocks
@@ -95,8 +104,9 @@ class _Rank:
 
 
 class _Blocks:
-    """Of each candidate the elements of one block of each kind, and the bytes that it keeps of a
-    sample; looked up, because few sizes decide about them."""
+    """For each candidate, the elements of one block of each kind (with or without experts), and the
+    bytes that it keeps per sample. They are computed once per distinct combination of the few sizes
+    that they depend on, and then looked up."""
 
     def __init__(self, config: RunConfig, c: Sizes) -> None:
         model = config.model
@@ -139,16 +149,17 @@ class _Blocks:
         self.here = {True: divided.middle, False: divided.end}
 
     def count(self, kind: bool, first: bool) -> Array:
-        """Blocks with or without experts of the rank with the first or the last stage."""
+        """Return the number of blocks of a kind on a rank. kind: with experts. first: of the
+        fullest rank; otherwise of the rank with the last stage."""
         routed = np.minimum(self.here[first], self.number.get(True, 0))
         return routed if kind else self.here[first] - routed
 
     def total(self, name: str, first: bool) -> Array:
-        """Sum over the blocks of a rank."""
+        """Return the sum of a quantity over the blocks of a rank; first: as in `count`."""
         return sum(self.count(kind, first) * self._of[kind, name] for kind in self.layers)
 
     def largest(self, name: str) -> Array:
-        """Of one block, the larger kind."""
+        """Return a quantity of one block, of the kind that has more of it."""
         return np.maximum.reduce([self._of[kind, name] for kind in self.layers])
 
 
@@ -189,12 +200,12 @@ def _rank_bytes(config: RunConfig, chip: Chip, rank: _Rank) -> Array:
 
 
 _V_SHAPED = ("zb-v", "v-half", "dualpipe-v")
-"""Schedules whose first rank has the last stage as well."""
+"""Schedules whose first rank also has the last stage."""
 
 
 def _passing(config: RunConfig, rank: _Rank, most: int) -> Array:
-    """Bytes that come and go in a step: activations, messages, logits, `most` at once, and
-    temporaries."""
+    """Return the bytes that come and go within a step: activations, messages, logits (at most
+    `most` of them at once), and temporaries."""
     c, of, last = rank.c, rank.of, rank.last
     model, train = config.model, config.train
     width, dealt = WIDTH[train.precision], c.tensor * c.context
@@ -204,7 +215,7 @@ def _passing(config: RunConfig, rank: _Rank, most: int) -> Array:
         of.total(name, rank.full) * c.microbatch / c.chunks + of.rotary * c.tensor
         for name in ("keeps", "left")
     )
-    if not train.offload:  # which takes the inputs of all blocks away
+    if not train.offload:  # which moves the inputs of all blocks to the host
         stage = stage + of.here[rank.full] / c.chunks * stream
     vocab = np.ceil((model.vocab or 0) / c.tensor)
     logits = np.minimum(rows, np.maximum(1, most // np.maximum(1, vocab))) * vocab * width
@@ -218,7 +229,7 @@ def _passing(config: RunConfig, rank: _Rank, most: int) -> Array:
 
 
 def _held_first(c: Sizes, schedule: Array) -> _Live:
-    """By the first rank."""
+    """Return what the first rank holds."""
     p, v, m = c.pipeline, c.chunks, c.microbatches
     many = _chosen(
         c,
@@ -241,8 +252,8 @@ def _held_first(c: Sizes, schedule: Array) -> _Live:
 
 
 def _held_last(c: Sizes, schedule: Array, first: _Live) -> _Live:
-    """By the rank with the last stage, where that is not the `first` one: of zb-h1 and zb-h2 hardly
-    anything but what waits for weight passes."""
+    """Return what the rank with the last stage holds, where that is not the first rank. Under zb-h1
+    and zb-h2 it is almost only what waits for weight passes. first: what the first rank holds."""
     p, v, m = c.pipeline, c.chunks, c.microbatches
     waits = _among(schedule, "zb-h1", "zb-h2") & (p > 1)
     interleaved = np.minimum(m * v, (v - 1) * p + 1)
@@ -251,8 +262,9 @@ def _held_last(c: Sizes, schedule: Array, first: _Live) -> _Live:
 
 
 def _held_between(c: Sizes, schedule: Array, first: _Live) -> _Live:
-    """By the one before the last of zb-h1 and zb-h2, and by the last of the ranks of those whose
-    stages go to and fro; other schedules hold less here than on their `first` ranks."""
+    """Return what an inner rank holds: the one before the last under zb-h1 and zb-h2, and the last
+    one under zb-v and dualpipe-v, whose stages are V-shaped. Under other schedules inner ranks hold
+    less than the first one, and count as nothing. first: what the first rank holds."""
     p = c.pipeline
     round_about = _among(schedule, "zb-h1", "zb-h2") & (p > 2)
     zb_v, dualpipe_v = (_among(schedule, name) & (p > 1) for name in ("zb-v", "dualpipe-v"))
@@ -261,7 +273,8 @@ def _held_between(c: Sizes, schedule: Array, first: _Live) -> _Live:
 
 
 def _chosen(c: Sizes, schedule: Array, by_name: Mapping[str, Array]) -> Array:
-    """That of each one's schedule, 1 where there is none."""
+    """Return for each candidate the entry of its schedule; 1 for schedules that are not named, and
+    without a pipeline."""
     table = [by_name.get(name, 1) * np.ones_like(c.pipeline) for name in SCHEDULES]
     return np.where(c.pipeline > 1, np.stack(table)[schedule, np.arange(len(schedule))], 1)
 
@@ -269,7 +282,7 @@ def _chosen(c: Sizes, schedule: Array, by_name: Mapping[str, Array]) -> Array:
 def _with(
     config: RunConfig, tensor: int, context: int, expert_tensor: int, recompute: str
 ) -> RunConfig:
-    """The config of one sample on a microbatch, with these sizes."""
+    """Return the config with these sizes and one sample per microbatch."""
     parallel = config.parallel.model_copy(
         update={"tensor": tensor, "expert_tensor": expert_tensor, "context": context}
     )

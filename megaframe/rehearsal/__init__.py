@@ -1,8 +1,8 @@
-"""A run on one rank of many, with the real engine and without any other rank or any number.
+"""Rehearsal: one rank of a run executed alone, with the real engine on tensors without content.
 
-The mesh is that of the whole world, the model, the optimizer and the schedule are those of the
-rank, and every action of a step is run; but tensors have no content and nothing travels. What is
-counted on the way, memory and bytes, is therefore what the code does and not what a formula says.
+The mesh is that of the whole world; the model, the optimizer and the schedule are those of the
+rank; and every action of a step is executed. Only tensors have no content and nothing is sent. The
+memory and traffic that it counts are therefore those of the code, not those of a formula.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ __all__ = ["Counted", "Ledger", "counted_step", "rehearse"]
 
 @dataclass(frozen=True)
 class Counted:
-    """Of one step of a rank. buffers: bytes of weights, values and gradients. optimizer: of its
-    state. rooms: for what transfers bring on a CPU, and what comes from the host's memory. kept:
-    most bytes beside these between two actions, which are activations and messages on their way.
-    peak: most at any time, all counted. traffic: bytes handed to collectives and links, by axes.
-    actions: that were run. host: bytes kept in the host's memory, which nothing else counts."""
+    """What was counted in one step of a rank, in bytes.
+
+    buffers: weights, values and gradients. optimizer: optimizer state. rooms: receive buffers of
+    transfers on a CPU, and buffers for offloaded data. kept: the most that existed between two
+    actions besides these, which is activations and messages in transit. peak: the most at any time,
+    everything included except `host`. traffic: bytes handed to collectives and links, by axes.
+    actions: number of actions executed. host: bytes kept in host memory.
+    """
 
     buffers: int
     optimizer: int
@@ -44,16 +47,16 @@ class Counted:
 
     @property
     def temporaries(self) -> int:
-        """Most bytes that single operations needed beside all that is kept."""
+        """The most bytes that single operations needed on top of everything that is kept."""
         return self.peak - self.buffers - self.optimizer - self.rooms - self.kept
 
 
 def rehearse(config: RunConfig, layout: Layout, rank: int) -> Counted:
-    """One step of `rank` as the config says. Raises `ValueError` for a rank outside the layout.
+    """Rehearse one step of `rank`. Raises `ValueError` for a rank outside the layout.
 
-    Pairs of passes (`parallel.expert_overlap`) run one after the other, fused products over
-    symmetric memory, kernels and compiled pieces as plain code, and no step is a graph: all need
-    what is not here.
+    Paired passes (`parallel.expert_overlap`) run one after the other; fused products over symmetric
+    memory, kernels and compiled pieces run as plain code; and no step is a CUDA graph. All of these
+    need a device or ranks that a rehearsal does not have.
     """
     parallel = {"expert_overlap": False, "symmetric_memory": "off"}
     train: dict[str, object] = {"compile": "none", "cuda_graph": False}
@@ -70,7 +73,7 @@ def rehearse(config: RunConfig, layout: Layout, rank: int) -> Counted:
 
 
 def counted_step(config: RunConfig, mesh: Mesh, ledger: Ledger) -> Counted:
-    """Build what this rank of the mesh runs, and count one step of it."""
+    """Build what this rank of the mesh runs, and count one step of it in `ledger`."""
     watch = _Between(ledger)
     pipeline = Pipeline(config, mesh, lambda part: nullcontext())
     pipeline.follow(watch.follow)
@@ -100,7 +103,8 @@ def counted_step(config: RunConfig, mesh: Mesh, ledger: Ledger) -> Counted:
 
 
 class _Between:
-    """What lives between the actions of a step; `follow` is for the engine, which tells each."""
+    """Records the most bytes that exist between two actions of a step. The engine calls `follow`
+    around each action."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -108,14 +112,15 @@ class _Between:
         self.most = self.actions = self.before = 0
 
     def begin(self, held: Callable[[], int]) -> None:
-        """The step begins. held: bytes of what is there to stay."""
+        """Start the step. held: returns the bytes of what stays: buffers, rooms and state."""
         self._held = held
         self.before = self._ledger.live - held()
         self._ledger.mark()
 
     @contextmanager
     def follow(self, action: Action, kind: str) -> Iterator[None]:
-        """Around an action of a step; what the update needs is the optimizer's own."""
+        """Count around one action. The update is not counted: what it needs belongs to the
+        optimizer."""
         yield
         if action.kind is not Kind.UPDATE and self._held is not None:
             self.actions += 1
@@ -123,7 +128,8 @@ class _Between:
 
 
 def _microbatch(config: RunConfig) -> Microbatch:
-    """Samples of one document each, of tokens from all over the vocabulary."""
+    """Return a microbatch of samples of one document each, with tokens from the whole
+    vocabulary."""
     train, vocab = config.train, config.model.vocab
     assert vocab is not None, "the config is resolved"
     shape = (train.microbatch, train.seq)

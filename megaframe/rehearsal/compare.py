@@ -1,4 +1,4 @@
-"""What a rank counted alone beside what the plan says of it."""
+"""Comparison of what a rehearsed rank counted with what the plan predicts for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GIB = 2.0**30
 
 @dataclass(frozen=True)
 class Row:
-    """A number of bytes, counted and planned; None where the plan says nothing of it."""
+    """A number of bytes, counted and planned; None if the plan does not predict it."""
 
     name: str
     counted: float
@@ -28,7 +28,7 @@ class Row:
 
     @property
     def shown(self) -> tuple[str, str, str]:
-        """Both in GiB, and the difference."""
+        """Both numbers in GiB, and their relative difference."""
         counted = f"{self.counted / _GIB:.3f} GiB"
         if self.planned is None:
             return counted, "-", ""
@@ -37,7 +37,7 @@ class Row:
 
 
 def compared(config: RunConfig, layout: Layout, rank: int, found: Counted) -> list[Row]:
-    """Memory and bytes moved. The whole schedule is checked before."""
+    """Return the rows for memory and bytes moved. The schedule of all ranks is checked first."""
     many = config.train.global_batch // (config.train.microbatch * layout.data)
     schedule = lower(step_schedule(config, many))
     check(schedule)
@@ -68,7 +68,8 @@ def _memory(config: RunConfig, layout: Layout, rank: int, found: Counted) -> Ite
 
 
 def _traffic(config: RunConfig, layout: Layout, rank: int, found: Counted) -> Iterator[Row]:
-    """By axes; data and context ranks share the gradients of what they have alike."""
+    """Yield the bytes moved, by axes. With several context ranks, gradients and values travel over
+    context and data ranks together, so the plan's "data" is compared with "context+data"."""
     many = config.train.global_batch // (config.train.microbatch * layout.data)
     schedule = lower(step_schedule(config, many))
     here = layout.coordinate(rank)["pipeline"]

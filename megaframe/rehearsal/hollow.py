@@ -1,8 +1,8 @@
-"""Hollow tensors: the shapes of a computation without its numbers, and a ledger of what lives.
+"""Hollow tensors: the shapes of a computation without its numbers, and a ledger of live bytes.
 
-Floating-point tensors are on the meta device and hold nothing. Small whole numbers are real, since
-it is they that say what goes where: tokens, routes, counts. Where hollow numbers would decide about
-whole ones, as when a router chooses experts, the choice is dealt out evenly.
+Floating-point tensors are on the meta device and have no content. Integer tensors of moderate size
+are real, because they determine what goes where: tokens, routes, counts. Where integers would
+follow from hollow numbers, as when a router chooses experts, the choices are distributed evenly.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _META = torch.device("meta")
 _REAL = (torch.int64, torch.int32, torch.bool)
-"""Types of numbers that decide."""
+"""Types whose tensors are real."""
 _MOST = 1 << 26
-"""Elements of the largest such tensor that is made."""
+"""Elements of the largest real tensor that is made; larger ones are hollow."""
 _ATEN = torch.ops.aten
 _CHOICES = (_ATEN.topk.default, _ATEN.sort.default, _ATEN.sort.stable)
 _BY_INDEX = (_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN.index_put.default)
 
 
 class Ledger(TorchDispatchMode):
-    """Counts the bytes of all storages that are made while it is entered, on any device, until they
-    are freed; but not what a device leaves to the host. live: now. peak: the most since `mark`."""
+    """Counts the bytes of all storages that are allocated while it is entered, on any device, until
+    they are freed. Copies from a device to host memory do not count. live: bytes now. peak: the
+    most since `mark`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +37,7 @@ class Ledger(TorchDispatchMode):
         self._known: set[int] = set()
 
     def mark(self) -> None:
-        """Start a new peak from what lives now."""
+        """Restart the peak from the bytes that are live now."""
         self.peak = self.live
 
     def __torch_dispatch__(
@@ -46,7 +47,7 @@ class Ledger(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run the operator as `run` does, and enter what it made."""
+        """Run the operator by `run`, and count the storages that it allocated."""
         made = self.run(func, args, dict(kwargs or {}))
         away = _to_host(args, kwargs or {})
         for tensor in _tensors(made):
@@ -54,7 +55,7 @@ class Ledger(TorchDispatchMode):
         return made
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The operator itself."""
+        """Run the operator itself."""
         return func(*args, **kwargs)
 
     def _enter(self, tensor: Tensor, away: bool) -> None:
@@ -79,10 +80,10 @@ class Hollow(Ledger):
     def __init__(self) -> None:
         super().__init__()
         self._shapes: dict[Any, Any] = {}
-        """What operators make, by what they are given: blocks and microbatches are alike."""
+        """Results of operators by their arguments, since blocks and microbatches repeat them."""
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Real where nothing hollow is among the arguments, else for the shapes only."""
+        """Run the operator for real if no argument is hollow, else for the shapes only."""
         if not any(tensor.is_meta for tensor in _tensors((args, kwargs))):
             return self._of_real(func, args, kwargs)
         made = None if func not in _MAKERS else self._like(func, args, kwargs)
@@ -96,15 +97,16 @@ class Hollow(Ledger):
             kwargs["device"] = _META
         out = self._shaped(func, args, kwargs)
         if kept and _writes(func):
-            return kept[0]  # numbers written into real ones are as good as those before
+            return kept[0]  # hollow numbers cannot be written, so a real tensor keeps its own
         if func in _CHOICES:
             values, indices = out
             return values, _dealt(indices, args, func)
         return out
 
     def _shaped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The operator on hollow tensors. Much of torch finds shapes in Python, in up to a
-        millisecond, so it is asked once for each kind of call: what does not fit is found then."""
+        """Run the operator on hollow tensors. Torch derives many shapes in Python, which takes up
+        to a millisecond, so it does this once for each kind of call; shapes that do not fit are
+        found then."""
         fills = _fills(func)
         if not fills and not _makes(func):
             return func(*args, **kwargs)
@@ -130,7 +132,7 @@ class Hollow(Ledger):
         return func(*args, **kwargs)
 
     def _like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Real whole numbers made after a hollow tensor; None where they are to be hollow too."""
+        """Make a real integer tensor in the shape of a hollow one; None if it should be hollow."""
         dtype = kwargs.get("dtype") or args[0].dtype
         if dtype not in _REAL:
             return None
@@ -165,7 +167,7 @@ _MAKERS = {
 
 
 def _is_whole(func: Any, args: Sequence[Any], dtype: torch.dtype | None) -> bool:
-    """Whether a factory makes numbers that decide, few enough to be real."""
+    """Return whether a factory makes integers, few enough to be real."""
     if dtype is None:
         numbers = [n for n in args if isinstance(n, int | float)]
         ranges = func in _RANGES or func in (_ATEN.randint.default, _ATEN.randint.low)
@@ -200,7 +202,7 @@ def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 @cache
 def _writes(func: Any) -> bool:
-    """Whether an operator writes into its first argument."""
+    """Return whether an operator writes into its first argument."""
     arguments = func._schema.arguments
     alias = arguments[0].alias_info if arguments else None
     return alias is not None and alias.is_write
@@ -208,15 +210,15 @@ def _writes(func: Any) -> bool:
 
 @cache
 def _fills(func: Any) -> bool:
-    """Whether an operator of torch writes into its first argument, leaves its shape and returns no
-    other."""
+    """Return whether an operator of torch writes into its first argument, keeps its shape, and
+    returns no other tensor."""
     in_place = func.namespace == "aten" and _writes(func) and len(func._schema.returns) < 2
     return in_place and torch.Tag.inplace_view not in func.tags
 
 
 @cache
 def _makes(func: Any) -> bool:
-    """Whether an operator of torch returns new tensors and writes into none."""
+    """Return whether an operator of torch returns only new tensors and writes into none."""
     schema = func._schema
     return func.namespace == "aten" and not any(
         one.alias_info is not None for one in (*schema.arguments, *schema.returns)
@@ -224,7 +226,8 @@ def _makes(func: Any) -> bool:
 
 
 def _kind(given: Any) -> Any:
-    """What of an argument the results depend on. 1 and 1.0 are of one kind, as floats take both."""
+    """Return what the shapes of results depend on in an argument. 1 and 1.0 count as equal, because
+    operators accept both as floats."""
     if isinstance(given, Tensor):
         return given.shape, given.stride(), given.dtype
     if isinstance(given, list | tuple):
@@ -235,29 +238,30 @@ def _kind(given: Any) -> Any:
 
 
 def _another(tensor: Tensor) -> Tensor:
-    """A hollow tensor of the same shape."""
+    """Return a new hollow tensor of the same shape, strides and type."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether `_another` of a hollow tensor is like it."""
+    """Return whether `_another` of a hollow tensor has a storage of the same size."""
     return tensor.untyped_storage().nbytes() == _another(tensor).untyped_storage().nbytes()
 
 
 def _to_host(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator takes something of a device to the memory of the host."""
+    """Return whether an operator copies something from a device to host memory."""
     device = kwargs.get("device")
     away = device is not None and device.type == "cpu"
     return away and any(tensor.device.type != "cpu" for tensor in _tensors(args))
 
 
 def _hollow(tree: Any) -> Any:
-    """The same with every tensor hollow; numbers without dims may stay as they are."""
+    """Return the tree with every tensor replaced by a hollow one."""
     return _mapped(tree, lambda one: one if one.is_meta else _another(one))
 
 
 def _places(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of an index, real masks as the places where they are true."""
+    """Return the arguments of an indexing operator, with real masks replaced by the indices where
+    they are true."""
     indices: list[Tensor | None] = []
     for index in args[1]:
         if index is not None and index.dtype is torch.bool and not index.is_meta:
@@ -268,8 +272,11 @@ def _places(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _dealt(indices: Tensor, args: Sequence[Any], func: Any) -> Tensor:
-    """Places along the last dim of what was chosen among: of rows one after the other equally many
-    of all, each row's as far apart as can be; all places of a row in their order."""
+    """Return the indices of a hollow topk or sort along the last dim.
+
+    For topk, consecutive rows choose shifted indices, so that all are chosen equally often, and the
+    choices of a row are as far apart as possible. For sort, they are 0, 1, 2, ... in each row.
+    """
     rows, choices, size = indices.numel() // max(1, indices.shape[-1]), indices.shape[-1], 0
     size = args[0].shape[-1]
     if func is not _ATEN.topk.default:

@@ -1,4 +1,4 @@
-"""Programs that the tests run in processes of their own: `checkpoint_child.py NAME ARGUMENTS`."""
+"""Programs that the tests run in separate processes: `checkpoint_child.py NAME ARGUMENTS`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def values(step, size):
 
 
 def newest_step(folder):
-    """Load the newest checkpoint and check that its content is that of its step."""
+    """Load the newest checkpoint, check its content, and return its step (0 if there is none)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         path = find(folder, "latest")
@@ -49,7 +49,7 @@ def save_steps(folder, steps, size):
 
 
 def die_at_event(folder, number):
-    """Kill this process at the given file-system event below a folder (any thread)."""
+    """Kill this process at the `number`-th file-system event below `folder`, in any thread."""
     events = itertools.count(1)
 
     def hook(event, arguments):
@@ -63,7 +63,7 @@ def die_at_event(folder, number):
 
 
 def forked(act):
-    """Run `act` in a fork that has not run any thread yet; returns its process id."""
+    """Run `act` in a fork, which starts with a single thread; return its process id."""
     process = os.fork()
     if process == 0:
         status = 1
@@ -76,7 +76,10 @@ def forked(act):
 
 
 def kill_at_every_event(root):
-    """Save step 2 again, then 3, in a folder of 1 and 2, dying at event 1, 2, 3 ... of all."""
+    """Replace step 2 and save step 3 in a folder that has steps 1 and 2, killed at event 1, 2, ...
+
+    Each number of an event gets a new copy of the folder, until a save ends before it is killed.
+    """
     base = root / "base"
     os.waitpid(forked(lambda: save_steps(base, (1, 2), 64)), 0)
     for number in itertools.count(1):
@@ -94,7 +97,7 @@ def kill_at_every_event(root):
         os.waitpid(forked(lambda folder=folder: save_steps(folder, (5,), 64)), 0)
         assert newest_step(folder) == 5
         assert not list(folder.glob("*.tmp"))
-        assert len(list(folder.glob("step-*"))) == 2  # as many as are to be kept
+        assert len(list(folder.glob("step-*"))) == 2  # as `keep` says
         if status == 0:
             break
         assert os.WIFSIGNALED(status), (number, status)
@@ -103,7 +106,7 @@ def kill_at_every_event(root):
 
 
 def kill_at_random_moments(root):
-    """Of saves, and of loads, whose locks must not stay either."""
+    """Kill saves and loads at random moments; no lock of a killed load may remain."""
     folder, generator, reached = root / "random", random.Random(1), 0
 
     def load_again():
@@ -119,7 +122,7 @@ def kill_at_random_moments(root):
         kill_soon(load_again, generator)
         assert newest_step(folder) == reached
     assert reached > 0
-    assert len(list(folder.glob("step-*[0-9]"))) <= 3  # as many as are kept, and one replaced
+    assert len(list(folder.glob("step-*[0-9]"))) <= 3  # two kept, and one being replaced
 
 
 def kill_soon(act, generator):
@@ -135,7 +138,10 @@ def kill(root):
 
 
 def full_disk(root):
-    """With `root` a file system of 4 MiB and few files of its own."""
+    """Save to a disk without space, without inodes, and read-only; each save must be refused.
+
+    root: a file system of its own, with 4 MiB and a few inodes.
+    """
     folder = Path(root) / "checkpoints"
     writer = Writer(folder, rank=0, world=1, store=HashStore(), keep=1)
     writer.save(1, [whole("a", torch.ones(1 << 18))], {})
@@ -182,7 +188,7 @@ def newest_is_one(folder):
 
 
 def extra_memory(folder):
-    """Load half of the columns of a tensor: prints its bytes, and the most used beside them."""
+    """Load half of a tensor's columns; print their bytes and the growth of peak memory."""
     torch.set_num_threads(1)
     shape = (8000, 16000)
 
@@ -208,7 +214,7 @@ def extra_memory(folder):
 
 
 def second_rank(port, folder):
-    """Rank 1 of 2: saves the odd rows, and loads rows 1 and 2 as columns."""
+    """Act as rank 1 of 2: save the odd rows, then load rows 1 and 2."""
     store = TCPStore("127.0.0.1", int(port), is_master=False, timeout=timedelta(seconds=60))
     writer = Writer(Path(folder), rank=1, world=2, store=store, keep=2, timeout=60)
     full = torch.arange(12.0).view(4, 3)

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: saving as several ranks, and random partitions."""
+"""Helpers of the checkpoint tests: saving as several ranks, and random partitions."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def whole(name, tensor):
 
 
 def part(name, tensor, box):
-    """The slice that is `box` of a whole tensor, in memory of its own."""
+    """Return the slice that covers `box` of a whole tensor, as a copy."""
     full = (tuple(0 for _ in tensor.shape), tuple(tensor.shape))
     return Slice(name, full[1], box[0], tensor[region(full, box)].clone())
 
 
 def save(folder: Path, ranks, *, step=1, state=None, keep=9, store=None, **given):
-    """Save as `len(ranks)` ranks of one process; `ranks[r]` is the list of slices of rank r."""
+    """Save as `len(ranks)` ranks in one process; `ranks[r]` is the list of slices of rank r."""
     store = store or HashStore()
     writers = [
         Writer(
@@ -47,7 +47,7 @@ def save(folder: Path, ranks, *, step=1, state=None, keep=9, store=None, **given
 
 
 def load_all(path):
-    """Every tensor of a checkpoint, whole, in fp64."""
+    """Return every tensor of a checkpoint, whole, in fp64."""
     with open_checkpoint(path) as checkpoint:
         out = {
             name: torch.full(tensor.shape, torch.nan, dtype=torch.float64)
@@ -58,14 +58,14 @@ def load_all(path):
 
 
 def seal(path, manifest):
-    """Write a manifest with a checksum that matches, as a stranger could."""
+    """Write a manifest with a matching checksum, as an attacker could."""
     rest = json.dumps(manifest, separators=(",", ":"))[1:].encode()
     path.write_bytes(b'{"checksum":"%s",' % checksum(rest).encode() + rest)
 
 
 @st.composite
 def partitions(draw, shape, max_cuts=5):
-    """Boxes that tile `shape`, from random cuts along random dims."""
+    """Return boxes that tile `shape`, from random cuts along random dims."""
     boxes = [(tuple(0 for _ in shape), tuple(shape))]
     for _ in range(draw(st.integers(0, max_cuts)) if shape else 0):
         offset, size = boxes.pop(draw(st.integers(0, len(boxes) - 1)))

@@ -15,10 +15,11 @@ SECRET = "Zq8-secret-of-the-tests"
 
 
 class Server:
-    """Serves until `close`. Every request first asks `fault(method, path)`: None answers it, a
+    """Serves until `close`. Every request first calls `fault(method, path)`: None answers it, a
     number answers with that status, "reset" breaks the connection halfway through the body.
 
-    sent: bytes of every body that came, whatever became of it, by path. puts: how often.
+    sent: bytes of request bodies received by path, those of failed requests included.
+    puts: number of PUT requests by path.
     """
 
     def __init__(self):
@@ -39,7 +40,7 @@ class Server:
             "AWS_ACCESS_KEY_ID": "id-of-the-tests",
             "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_MAX_ATTEMPTS": "1",  # so that what is tried again here is tried by this project
+            "AWS_MAX_ATTEMPTS": "1",  # so all retries are megaframe's
         }
 
     def clear(self):
@@ -59,7 +60,7 @@ class Server:
         self._server.server_close()
 
     def stop_for(self, seconds):
-        """Close the port, and open it again later; returns at once."""
+        """Close the port, and open it again `seconds` later; return at once."""
 
         def act():
             self.close()
@@ -94,7 +95,7 @@ class Server:
 
 
 def use(environment):
-    """Make this process a client of the server, with its bucket."""
+    """Make this process a client of the server, and create the bucket if it is missing."""
     os.environ.update(environment)
     import fsspec
 

@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints: each is refused, with a message that names what is wrong."""
+"""Damaged and hostile checkpoints: each is refused with a message that names the fault."""
 
 import json
 import os
@@ -53,12 +53,12 @@ def test_every_flipped_bit_and_every_truncation_is_refused(good, data):
 def test_a_damaged_tensor_is_named(copy):
     file = copy / FILES[1]
     content = bytearray(file.read_bytes())
-    content[-1] ^= 1  # the last bytes are those of b0
+    content[-1] ^= 1  # the file ends with the bytes of b0
     file.write_bytes(content)
     with pytest.raises(UserError, match=r"rank-00000.safetensors is damaged: tensor b0 at \(0,\)"):
         load_all(copy)
     with open_checkpoint(copy) as checkpoint:
-        checkpoint.load([whole("b1", torch.zeros(2))])  # what is not read is not in the way
+        checkpoint.load([whole("b1", torch.zeros(2))])  # only what is read is checked
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -87,7 +87,7 @@ def test_a_pipe_in_place_of_a_file_does_not_hang(copy):
 
 
 def change(path, *, to):
-    """Set the entry at `path` of a manifest."""
+    """Return an edit that sets the entry at `path` of a manifest."""
 
     def edit(manifest):
         *parents, last = path
@@ -180,7 +180,7 @@ def test_a_huge_manifest_is_not_read(copy):
 
 
 def reheaded(path, edit):
-    """Change a rank file's header, and make size and checksum in the manifest match."""
+    """Change a rank file's header, and update its size and checksum in the manifest."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])

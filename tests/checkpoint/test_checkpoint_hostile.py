@@ -1,4 +1,4 @@
-"""Checkpoints of strangers: whatever is in them is refused, runs nothing and takes no memory."""
+"""Untrusted checkpoints: bad content is refused, never executed, and allocates little memory."""
 
 import copy as copies
 import json
@@ -24,7 +24,7 @@ from megaframe.checkpoint.manifest import checksum
 from megaframe.errors import UserError
 
 ROOM = 256 << 20
-"""Bytes of new address space that an example may take: what threads reserve for their heaps."""
+"""Bytes of new address space that one example may use: threads reserve that much for heaps."""
 HUGE = [-(1 << 63), -1, 0, 1, 3, 4, 7, 1 << 31, (1 << 48) - 1, 1 << 48, 1 << 60, 10**40]
 ODD = [None, True, 1.5, 1e308, "", [], {}, "0" * 16, "rank-00001.safetensors", "F64", "I64"]
 PATHS = ["../../etc/passwd", "/etc/passwd", "rank-00000.safetensors/../x", "rank-0\x00.safetensors"]
@@ -59,7 +59,7 @@ def good(tmp_path_factory):
 
 @contextmanager
 def little_memory():
-    """Whatever asks for much more memory than there was gets none."""
+    """Limit the address space to `ROOM` more than now, so that large allocations fail."""
     size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, before[1]))
@@ -70,7 +70,7 @@ def little_memory():
 
 
 def mutate(data, root):
-    """Change, remove, add or repeat something at a place in JSON."""
+    """Change, remove, add or repeat one entry somewhere in a JSON value."""
     at, parents = root, []
     while isinstance(at, dict | list) and at and (not parents or data.draw(st.integers(0, 4))):
         keys = list(at) if isinstance(at, dict) else range(len(at))
@@ -89,7 +89,7 @@ def mutate(data, root):
 
 
 def attempt(path):
-    """Open and load everything: nothing but UserError may come of it."""
+    """Open a checkpoint and load everything; no error but `UserError` may be raised."""
     with little_memory():
         try:
             load_all(path)
@@ -122,7 +122,7 @@ def test_changed_manifests_and_headers_are_refused_or_harmless(good, data):
 
 
 def test_a_slice_of_a_file_with_holes_takes_no_memory(good, tmp_path):
-    """A file of a terabyte that takes no room on the disk, and a slice as large."""
+    """The file is a sparse terabyte, and so is the slice in it."""
     path = Path(shutil.copytree(good, tmp_path / "x"))
     size = 1 << 40
     os.truncate(path / FILES[1], size)
@@ -181,7 +181,7 @@ def test_links_out_of_the_folder_are_refused(good, tmp_path, name, target):
 
 
 def test_a_load_takes_little_more_than_what_is_loaded():
-    """Under a tenth of the rank's own part beside it, and so never a whole tensor."""
+    """A load uses less than a tenth of the rank's own part in addition, so never a whole tensor."""
     child = Path(__file__).with_name("checkpoint_child.py")
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as folder:

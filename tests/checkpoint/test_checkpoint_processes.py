@@ -1,4 +1,4 @@
-"""Saves that are killed, that meet a full or read-only disk, and that two processes share."""
+"""Saves that are killed, that meet a full or read-only disk, and that two processes do together."""
 
 import os
 import shutil
@@ -25,12 +25,12 @@ def run(command):
 
 
 def test_a_save_can_be_killed_at_any_moment():
-    # In memory where possible: what a killed process has written is there in any case, and
-    # hundreds of flushes to a slow disk would take most of this test's time.
+    # In memory where possible: what a killed process has written survives there too, and hundreds
+    # of flushes to a slow disk would take most of this test's time.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as folder:
         times = int(run([*CHILD, "kill", folder]).split()[1])
-    assert times > 20  # two saves, a replacement and two prunes have at least these stages
+    assert times > 20  # two saves, a replacement and two deletions have more events
 
 
 def test_a_full_and_a_read_only_disk_are_named_and_survived(tmp_path):

@@ -1,4 +1,4 @@
-"""Checkpoints under URLs: the same as in a folder, through everything a connection can do."""
+"""Checkpoints under URLs: they behave as in a folder, whatever happens to the connection."""
 
 import contextlib
 import itertools
@@ -48,7 +48,7 @@ def server():
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Files of a kilobyte, and little patience."""
+    """Use small pieces and files, and short retries."""
     monkeypatch.setattr(container, "PIECE_BYTES", PIECE)
     monkeypatch.setattr(remote_module, "FILE_BYTES", FILE)
     monkeypatch.setattr(patience, "PATIENCE", 20.0)
@@ -72,7 +72,7 @@ def home(request):
 
 
 def names(home):
-    """Everything below a URL."""
+    """Return the names of all objects below a URL."""
     system, path = patience.filesystem(home)
     system.invalidate_cache()
     return sorted(found.partition("/checkpoints/")[2] for found in system.find(path))
@@ -93,7 +93,7 @@ def weight(value=1.0, size=1000):
 
 
 def saved(home, *values, **options):
-    """A checkpoint of two ranks for each value, at steps 1, 2, ..."""
+    """Save a checkpoint of two ranks for each value, at steps 1, 2, ...; return the last one."""
     for step, value in enumerate(values, 1):
         full = weight(value)
         ranks = [[part("a", full, ((start,), (500,)))] for start in (0, 500)]
@@ -111,7 +111,7 @@ def test_what_is_saved_is_found_and_loaded(home):
         assert (checkpoint.step, checkpoint.state) == (2, {"value": 2.0})
         assert len({one.file for one in checkpoint.tensors["a"].slices}) == 2 * 2
     sizes = [len(content(home / name)) for name in names(home) if name.endswith(".safetensors")]
-    assert len(sizes) == 8 and max(sizes) <= FILE + 4096  # and a header
+    assert len(sizes) == 8 and max(sizes) <= FILE + 4096  # plus a header
 
 
 @settings(deadline=None, max_examples=15)
@@ -165,13 +165,13 @@ def test_files_that_no_manifest_names_are_no_checkpoint_and_go_at_the_start(home
 
 
 class TestInterruptions:
-    """More than the last try of a library can mend: it makes one try here."""
+    """Faults that outlast the client library's retries: it makes one attempt here."""
 
     FILES = 12
     SIZE = FILES * FILE // 4
 
     def bytes_of(self, server):
-        """Sizes of what is stored, as counted when it was sent once."""
+        """Return the size of each object: the bytes sent divided by the number of PUTs."""
         return {path: size / server.puts[path] for path, size in server.sent.items()}
 
     def saved_with(self, server, home, fault):
@@ -202,7 +202,7 @@ class TestInterruptions:
         assert len(again) == 1 and broken in again[0]
         assert all(server.puts[path] == 1 for path in files if path not in again)
         largest = max(server.sent[path] for path in files if path not in again)
-        assert server.sent[again[0]] <= 4 * largest  # three times in vain, and once
+        assert server.sent[again[0]] <= 4 * largest  # three failures and a success
 
     def test_a_server_that_stops_for_a_while_costs_what_was_on_its_way(self, server, s3):
         seen = itertools.count()
@@ -254,7 +254,7 @@ class TestInterruptions:
     def test_an_answer_that_is_lost_after_the_commit_loses_no_checkpoint(
         self, server, s3, monkeypatch
     ):
-        """The manifest is stored, but no answer ever tells: what it names must not be deleted."""
+        """The manifest is stored, but its answer is lost: what it names must not be deleted."""
         monkeypatch.setattr(patience, "PATIENCE", 0.3)
         saved(s3, 1.0)
         inner = server._application
@@ -267,7 +267,7 @@ class TestInterruptions:
 
 
 def lost(application, name):
-    """An application that does what it is asked, and then answers with an error."""
+    """Wrap an application: it executes a PUT of `name`, and then answers with an error."""
 
     def answer(environ, start_response):
         if environ["REQUEST_METHOD"] != "PUT" or name not in environ["PATH_INFO"]:
@@ -280,13 +280,15 @@ def lost(application, name):
 
 
 class Died(BaseException):
-    """The end of a process: nothing that comes after it is done."""
+    """Stands for the death of a process: nothing after it is executed."""
 
 
 @contextlib.contextmanager
 def dying(number):
-    """From the n-th request that changes anything in memory:// on, all fail as in a dead process;
-    yields the counter."""
+    """Let all writing requests to memory:// fail from the `number`-th on, as in a dead process.
+
+    Yields a list that is not empty once a request has failed.
+    """
     system = fsspec.filesystem("memory")
     done = itertools.count(1)
     dead = []
@@ -313,7 +315,7 @@ def test_a_writer_can_die_before_any_request(monkeypatch):
         saved(home, 1.0, 2.0, keep=2)
         with dying(number) as dead, contextlib.suppress(Died):
             writer = Writer(home, rank=0, world=1, store=HashStore(), keep=2)
-            for step in (2, 3):  # one that is replaced, then one for which another is deleted
+            for step in (2, 3):  # replaces step 2, then makes step 1 superfluous
                 writer.save(step, [whole("a", weight(10.0 + step))], {"value": 10.0 + step})
                 writer.wait()
                 if dead:
@@ -431,7 +433,7 @@ class TestSecrets:
         st.text(max_size=30)
         | st.builds("{}://{}:{}@{}".format, *[st.text(min_size=1, max_size=8)] * 4)
     )
-    @example("s3://@[")  # no host that urllib would read
+    @example("s3://@[")  # urllib cannot parse its host
     def test_any_text_is_a_place_or_refused_with_a_message(self, text):
         with contextlib.suppress(UserError):
             found = place(text)
@@ -446,6 +448,7 @@ class TestSecrets:
             f"https://host/x?token={SECRET}",
             f"abfs://box/x#{SECRET}",
             f"sftp://user:{SECRET}@host:22/x",
+            f"https://{SECRET}@host/../x",
         ],
     )
     def test_a_url_with_a_secret_is_refused_and_not_repeated(
@@ -483,7 +486,7 @@ class TestSecrets:
 
 
 def train(environment, arguments):
-    """A run, in a worker that is a client of the server."""
+    """Run the entry in a worker that is a client of the server."""
     os.environ.update(environment)
     sys.argv = ["pretrain_gpt.py", *arguments]
     pretrain_gpt.main()
@@ -501,7 +504,7 @@ def test_a_run_saves_resumes_and_starts_warm_from_urls(server, s3, pool, overrid
         return {line["step"]: line["loss"] for line in lines}
 
     first = run("first")
-    with pytest.raises(AssertionError, match="SystemExit"):  # it would delete the first one's
+    with pytest.raises(AssertionError, match="SystemExit"):  # it would delete those of the first
         run("second")
     put(s3 / "latest", b"step-00000008\n")
     latest = run("latest", 2, checkpoint__resume="latest", parallel__zero=3)

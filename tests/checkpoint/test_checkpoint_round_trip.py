@@ -1,4 +1,4 @@
-"""What is saved under one partition comes back under any other, in any dtype."""
+"""Tensors saved under one partition load under any other, in any dtype."""
 
 import math
 import os
@@ -42,7 +42,7 @@ def test_any_partition_loads_as_any_other(data):
         wanted = []
         for name, tensor in tensors.items():
             for box in data.draw(partitions(tensor.shape)):
-                # Memory of another order than the tensor's, as a transposed view has.
+                # The target has reversed strides, like a transposed view.
                 memory = torch.full(box[1][::-1], torch.nan, dtype=tensor.dtype)
                 memory = memory.permute(tuple(reversed(range(memory.dim()))))
                 wanted.append(Slice(name, tuple(tensor.shape), box[0], memory))
@@ -97,7 +97,7 @@ def test_state_comes_back_bit_for_bit(state):
 )
 @given(st.integers(0, 20_000), st.integers(0, 20_000), st.booleans(), st.booleans())
 def test_past_the_cache_or_not_the_same_is_read(tmp_path, start, size, fresh, alone):
-    """Wherever it begins and ends, also behind the end, in memory that is aligned like the file."""
+    """A read may start and end anywhere, also past the end of the file; memory is aligned alike."""
     path = tmp_path / "file"
     if not path.exists():
         path.write_bytes(os.urandom(15_000))
@@ -161,7 +161,7 @@ def test_gpu_tensors_are_saved_and_loaded(tmp_path):
     weight = torch.randn(64, 33, device="cuda")
     expected = weight.t().cpu().double()
     writer = Writer(tmp_path, rank=0, world=1, store=HashStore(), keep=1)
-    for step in (1, 2):  # the second save uses the pinned memory of the first
+    for step in (1, 2):  # the second save reuses the first one's pinned memory
         writer.save(step, [whole("a", weight.t())], {})
     weight.zero_()
     writer.wait()

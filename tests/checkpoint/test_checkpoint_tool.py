@@ -1,5 +1,5 @@
-"""tools/checkpoint.py: what it says of whole, damaged, equal and different checkpoints, and that
-the same in other files is the same."""
+"""tools/checkpoint.py: what it prints for intact, damaged, equal and different checkpoints, and
+that resharding into another number of files keeps the content."""
 
 import sys
 from pathlib import Path
@@ -21,7 +21,7 @@ MOMENT = torch.linspace(-1, 1, 7).to(torch.bfloat16)
 
 @pytest.fixture
 def saved(tmp_path):
-    """Two ranks' halves of a matrix, and on one of them an optimizer state in low precision."""
+    """Save two ranks' halves of a matrix and, on one rank, optimizer state in low precision."""
     halves = [part("a.weight", WEIGHT, ((row, 0), (3, 10))) for row in (0, 3)]
     moment = whole("optimizer.moment/a.weight", MOMENT)
     state = {"config": {"model": {"layers": 3}, "parallel": {"tensor": 2}}}
@@ -29,7 +29,7 @@ def saved(tmp_path):
 
 
 def run(capsys, monkeypatch, *arguments):
-    """Exit status and output."""
+    """Run the tool; return its exit status and output."""
     monkeypatch.setattr(sys, "argv", ["checkpoint.py", *map(str, arguments)])
     with pytest.raises(SystemExit) as caught:
         tool.main()

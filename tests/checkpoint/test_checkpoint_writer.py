@@ -1,4 +1,4 @@
-"""The writer: pruning, replacing, ranks that fail or do not come, old keys in the store."""
+"""The writer: deleting, replacing, ranks that fail or are missing, and old keys in the store."""
 
 import mmap
 import os
@@ -189,7 +189,7 @@ class TestFailures:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert names(tmp_path) == ["latest", "step-00000001"]
         assert load_all(good)["a"].tolist() == [1, 1, 1, 1]
-        for rank, writer in enumerate((first, second)):  # and the writers can go on
+        for rank, writer in enumerate((first, second)):  # both writers can still save
             writer.save(3, half(rank, 3.0), {})
         for writer in (first, second):
             writer.wait()
@@ -223,7 +223,7 @@ class TestFailures:
 
 class TestBackground:
     def test_work_begins_with_what_is_copied_first(self):
-        """The second tensor is copied when the work has taken the first."""
+        """The work takes the first tensor before the second is copied."""
         tensors = [torch.full((1 << 20,), value) for value in (1.0, 2.0, 3.0)]
         background, taken = Background(), []
         first, held = threading.Event(), background._start_copy
@@ -256,7 +256,7 @@ class TestBackground:
 
 
 class TestReadingBack:
-    """A disk that keeps something else than was written."""
+    """A disk that stores other bytes than were written."""
 
     @pytest.fixture
     def lying(self, monkeypatch, tmp_path):
@@ -273,8 +273,8 @@ class TestReadingBack:
 
     @pytest.mark.parametrize("step", [1, 3])
     def test_it_is_named_and_all_checkpoints_before_stay(self, step, tmp_path, lying):
-        """`latest` has named the new one before it was read back; step 1 replaces one, and is not
-        the newest."""
+        """`latest` names the new checkpoint until it is read back and withdrawn. The save of step 1
+        replaces a checkpoint, and is not the newest."""
         ranks = [[whole("a", torch.full((5000,), 7.0))], [whole("b", torch.ones(3))]]
         with pytest.raises(UserError, match=f"step {step} .*rank 0: .*rank-00000.* is damaged"):
             save(tmp_path, ranks, step=step, keep=1)

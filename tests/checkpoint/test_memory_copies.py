@@ -1,4 +1,4 @@
-"""Copies in the memory of nodes: a run that loses ranks, or a node, goes on from them."""
+"""Copies in the memory of nodes: a run that loses ranks or a node continues from them."""
 
 import shutil
 import time
@@ -34,11 +34,11 @@ KEYS = {
 
 
 class Stopped(Exception):
-    """What ends a run after step 9, as far as its folders show, like a kill."""
+    """Ends a run after step 9, leaving its folders as a kill would."""
 
 
 def train(keys, memory, stop=False, node_size=2):
-    """A run whose nodes are folders -> None, or when it is to stop that it did."""
+    """Run training with a folder for each node's memory; return True if `stop` ended it."""
     node = global_rank() // node_size
     config = load(None, [*keys, f"checkpoint.memory_dir={memory}/{node}"])
     mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
@@ -73,7 +73,10 @@ def memory(tmp_path):
 
 
 def wait_for_copies(memory, step, processes):
-    """Looks at no other step's folder: those of steps before are removed meanwhile."""
+    """Wait until all copies of a step exist.
+
+    Only the folder of that step is read, because those of earlier steps are removed meanwhile.
+    """
     deadline = time.monotonic() + 60
     while len(list(memory.glob(f"*/*/step-{step:08d}/rank-*.json"))) < 8:
         assert all(process.poll() is None for process in processes)
@@ -84,7 +87,7 @@ def wait_for_copies(memory, step, processes):
 def test_killed_ranks_and_a_lost_node_go_on_from_memory(pool, overrides, memory, tmp_path):
     whole = tmp_path / "whole"
     pool.run(4, train, overrides(**KEYS, run__dir=whole), memory)
-    assert not list(memory.glob("*/*"))  # a run that has ended whole leaves nothing there
+    assert not list(memory.glob("*/*"))  # a finished run removes its copies
     first = start(overrides(**KEYS), memory)
     try:
         wait_for_copies(memory, 8, first)
@@ -103,7 +106,7 @@ def test_killed_ranks_and_a_lost_node_go_on_from_memory(pool, overrides, memory,
 
 
 def start(keys, memory):
-    """Four ranks, each a process of its own, that stop after step 9."""
+    """Start four ranks, each in its own process, which hang after step 9."""
     nodes = [f"checkpoint.memory_dir={memory}/{rank // 2}" for rank in range(4)]
     return [
         Program(stuck_after, 9, words=[*keys, node], environment=place)
@@ -151,7 +154,7 @@ FROM_MEMORY = "resumed from copies in memory of step 8"
     ],
 )
 def test_what_is_lost_and_what_goes_on(loss, ranks, said, pool, overrides, memory, tmp_path):
-    """On other ranks, two of a tensor axis, too."""
+    """The run continues on four data ranks, or on two tensor ranks."""
     keys = overrides(**KEYS)
     whole = tmp_path / "whole"
     pool.run(1, train, overrides(**{**KEYS, "checkpoint__memory_every": 0}, run__dir=whole), memory)
@@ -189,7 +192,7 @@ def test_a_peer_is_on_the_next_node_and_keeps_at_most_as_many_as_needed(world, n
 
 
 def copy_without_room(memory):
-    """A save whose second rank cannot write -> what each rank is told, and what it can recall."""
+    """Save with a second rank that cannot write; return its messages and what is recalled."""
     mesh = Mesh(Layout(data=2), device="cpu", timeout=60)
     ram = Ram.of(memory / str(mesh.rank), memory)
     group, run, full = mesh.beside(), "0" * 16, torch.arange(8.0).view(4, 2)

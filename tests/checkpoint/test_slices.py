@@ -1,4 +1,4 @@
-"""Boxes: cuts in row-major order, intersections, and the corner test against painting."""
+"""Boxes: pieces in row-major order, intersections, and the corner test against painting cells."""
 
 from math import prod
 

@@ -1,4 +1,4 @@
-"""`--explain` and `--help` say of every key what it takes, its default and what it is for."""
+"""`--explain` and `--help`: each key's values, its default and its purpose."""
 
 import pytest
 

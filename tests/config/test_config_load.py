@@ -1,4 +1,4 @@
-"""Loading a config: files, `extends`, overrides, and every mistake at once with its place."""
+"""Loading a config: files, `extends`, overrides, and all mistakes at once with their places."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def write(tmp_path):
 
 
 def mistakes(path, overrides=()):
-    """The lines of the refusal, without its headline."""
+    """Return the lines of the error message, without its headline."""
     with pytest.raises(UserError) as refusal:
         load(path, overrides)
     headline, *lines = str(refusal.value).split("\n  ")

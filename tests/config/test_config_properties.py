@@ -1,4 +1,4 @@
-"""Properties of all configs: what is written reads back, and bad input never escapes as a crash."""
+"""Properties of all configs: a dump loads back equal, and bad input is a `UserError`, no crash."""
 
 from types import UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
@@ -16,7 +16,7 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size
 
 
 def values(annotation, bounds=()):
-    """All values that a type annotation of the schema allows."""
+    """Return a strategy for all values that a type annotation of the schema allows."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return values(args[0], [b for field in args[1:] for b in field.metadata])
@@ -47,7 +47,7 @@ def values(annotation, bounds=()):
 
 
 WHOLE = ("train.batch_ramp.", "model.latent.", "model.moe.")
-"""Sections that are all there or not at all."""
+"""Sections that are given whole or not at all."""
 EVERY_LEAF = {
     name: values(key.field.annotation, key.field.metadata)
     for name, key in keys().items()
@@ -122,7 +122,7 @@ def test_an_unknown_key_always_suggests_a_known_one(name):
         text = str(refusal.value)
         if "has no keys beneath it" not in text:
             suggested = text.rpartition("did you mean ")[2].rstrip("?").replace(" or ", ", ")
-            known = {*keys(), "data.sources.path", "data.sources.weight"}
+            known = {*keys(), *(f"data.sources.{field}" for field in Source.model_fields)}
             assert known.issuperset(suggested.split(", "))
 
 

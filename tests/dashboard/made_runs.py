@@ -1,4 +1,4 @@
-"""Folders of runs with metrics as a run writes them, of any number of steps and ranks."""
+"""Run folders with synthetic metrics in a run's format, for any number of steps and ranks."""
 
 import json
 import math
@@ -11,7 +11,7 @@ PARTS = (
 
 
 def lines(steps, ranks=4, stages=2, every=10, start=0, seed=0):
-    """Lines of steps; every so many of them have rows with all ranks."""
+    """Yield metrics lines, one a step; every `every`-th one has rows with all ranks."""
     draw = random.Random(seed)
     for step in range(start + 1, start + steps + 1):
         time = {part: 0.01 * (1 + draw.random()) for part in PARTS}
@@ -46,7 +46,7 @@ def lines(steps, ranks=4, stages=2, every=10, start=0, seed=0):
 
 
 def write(folder, found, config=None, environment=None):
-    """A folder of a run with these lines."""
+    """Write a run folder with these lines; return it."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "metrics.jsonl", "w") as file:
         for line in found:

@@ -1,4 +1,4 @@
-"""The page in a real browser: every panel draws, names stay text, what is written arrives."""
+"""The page in a real browser: every panel draws, names stay text, new lines appear."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from megaframe.dashboard.serve import Server
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 DRAWN = "html[data-first]"
 PATIENCE = 90.0
-"""Seconds; on a machine of two cores with twenty processes a browser was seen to take over 30."""
+"""Seconds; on two cores shared by twenty processes, a browser has taken more than 30."""
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def browser():
         pytest.skip(f"none of {', '.join(BROWSERS)} is here")
     api = pytest.importorskip("playwright.sync_api")
     with api.sync_playwright() as player:
-        # Chromium's own sandbox does not run as root, as in containers.
+        # Chromium's sandbox does not run as root, which is common in containers.
         found = player.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield found
         found.close()
@@ -36,8 +36,10 @@ def browser():
 
 @pytest.fixture
 def visit(browser):
-    """visit(address, **context) -> a page that has drawn what is in view; no error, no foreign
-    request."""
+    """visit(address, **context) -> a page that has drawn what is in view.
+
+    Fails on errors, dialogs, and requests to other addresses.
+    """
     opened, said = [], []
 
     def go(address, **context):
@@ -71,9 +73,12 @@ def made(folder, runs, prediction=None):
 
 
 def until(tab, expression):
-    """Wait until it is true; asked from outside, for the page's own policy lets nothing be
-    evaluated in it. Once in hundreds of runs a panel did not come into view for 90 s; in case a
-    browser without a screen has stopped to make frames, a picture asks for one."""
+    """Wait until a JavaScript expression is true.
+
+    It is polled from outside, because the page's security policy forbids evaluation inside it. Once
+    in hundreds of runs a panel did not come into view for 90 s. Taking a screenshot requests a
+    frame, in case the headless browser has stopped producing them.
+    """
     begun = time.monotonic()
     while not tab.evaluate(expression):
         waited = time.monotonic() - begun
@@ -84,7 +89,7 @@ def until(tab, expression):
 
 
 def states(tab):
-    """By panel, after each came into view."""
+    """Scroll each panel into view, and return the state of all panels by id."""
     ids = tab.evaluate("[...document.querySelectorAll('section:not([hidden])')].map(s => s.id)")
     for name in ids:
         tab.evaluate(f"document.getElementById('{name}').scrollIntoView()")
@@ -128,7 +133,7 @@ def test_it_is_useful_without_a_mouse(visit, tmp_path):
     tab.keyboard.press("0")
     assert tab.evaluate(shown) == pytest.approx([low, high])
     tab.focus("input[value=step]")
-    tab.keyboard.press("ArrowRight")  # radio buttons: along tokens
+    tab.keyboard.press("ArrowRight")  # radio buttons: the next one is tokens
     title = "document.querySelector('#loss .plot').layout.xaxis.title.text"
     until(tab, f"{title} === 'tokens'")
     tab.evaluate("document.getElementById('stragglers').scrollIntoView()")

@@ -1,4 +1,4 @@
-"""Folders as they are found: whole, being written, damaged, mixed, or of something else."""
+"""Reading run folders that are complete, being written, damaged, mixed, or something else."""
 
 import json
 import math

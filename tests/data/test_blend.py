@@ -11,7 +11,7 @@ weight_lists = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=12)
 
 
 def slow_sources(weights, size):
-    """Earliest deadline first, by looking at every source for every sample."""
+    """Choose sources by earliest deadline first, comparing all of them for every sample."""
     shares = [Fraction(weight, sum(weights)) for weight in weights]
     counts, sources = [0] * len(weights), []
     for n in range(size):
@@ -74,7 +74,7 @@ def test_changed_weights_never_repeat_and_never_skip_a_sample(many_weights, size
 
 
 def test_the_largest_deficit_rule_would_break_the_bound():
-    """Why the deadline decides: a source of share w lags by more than one sample otherwise."""
+    """By largest deficit, a source lags its share by more than one sample; by deadline, never."""
     weights = [11, 11, 1, 1, 1]
     total = sum(weights)
     shares = [weight / total for weight in weights]

@@ -1,4 +1,4 @@
-"""Token files against bytes built by hand from the table of the format, and broken in every way."""
+"""Token files compared with bytes built by hand from the format's table, and damaged files."""
 
 import os
 import resource
@@ -21,7 +21,7 @@ CODES = {"u1": 1, "i1": 2, "i2": 3, "i4": 4, "i8": 5, "f8": 6, "f4": 7, "u2": 8}
 
 
 def idx_bytes(code, lengths, pointers, documents, version=1, magic=b"MMIDIDX\x00\x00"):
-    """An .idx, field by field, independent of the code under test."""
+    """Return the bytes of an .idx, field by field, independently of the code under test."""
     head = magic + struct.pack("<Q", version) + struct.pack("<B", code)
     counts = struct.pack("<QQ", len(lengths), len(documents))
     body = struct.pack(f"<{len(lengths)}i", *lengths) + struct.pack(f"<{len(pointers)}q", *pointers)
@@ -29,7 +29,7 @@ def idx_bytes(code, lengths, pointers, documents, version=1, magic=b"MMIDIDX\x00
 
 
 def make(folder, name="f", code=8, tokens=(1, 2, 3, 4, 5), dtype="<u2", **index):
-    """A file of two documents, [1 2 3] and [4 5], unless the caller says otherwise."""
+    """Write a token file, by default of two documents, [1 2 3] and [4 5]; return its prefix."""
     prefix = str(folder / name)
     fields = {"lengths": [3, 2], "pointers": [0, 6], "documents": [0, 1, 2]} | index
     (folder / f"{name}.idx").write_bytes(idx_bytes(code, **fields))
@@ -93,7 +93,7 @@ def test_close_lets_go_of_the_mapping(tmp_path):
     file = TokenFile(write(tmp_path / "w", [[1, 2]]))
     mapping = file.tokens._mmap
     file.close()
-    mapping.close()  # refused while an array still looks into it
+    mapping.close()  # raises while an array still uses it
 
 
 BROKEN = {
@@ -173,7 +173,7 @@ def test_a_kept_file_is_continued_behind_what_was_whole(tmp_path_factory, docume
     kept = str(folder / "unfinished")
     options = {"dtype": np.dtype("u2"), "kept": kept}
     with pytest.raises(KeyboardInterrupt), TokenFileWriter(str(folder / "f"), **options) as first:
-        for document in [*documents, *[[7]] * 40]:  # more than will take its place
+        for document in [*documents, *[[7]] * 40]:  # longer than what replaces it
             first.append(document)
         raise KeyboardInterrupt
     assert sorted(os.listdir(folder)) == ["unfinished.bin", "unfinished.idx"]
@@ -214,7 +214,7 @@ def test_an_interrupted_writer_leaves_the_old_file(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_a_full_disk_is_said_and_cleaned_up(tmp_path, suffix):
-    # /dev/full refuses every write as a full disk does.
+    # /dev/full refuses every write, like a full disk.
     os.symlink("/dev/full", unfinished_name(str(tmp_path / f"w{suffix}")))
     with pytest.raises(UserError, match="the disk is full"):
         write(tmp_path / "w", [np.zeros(100_000, np.uint16)] * 3)

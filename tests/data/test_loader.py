@@ -27,7 +27,7 @@ def paths(tmp_path):
 
 
 def write_sources(folder):
-    """Three sources whose token ids all differ, so that a sample is known by its first token."""
+    """Write three sources without a common token id: a sample's first token identifies it."""
     return [
         write_token_file(Path(folder) / f"source{i}", counting_documents([length] * 20, 10_000 * i))
         for i, length in enumerate((13, 40, 7))
@@ -44,7 +44,7 @@ def config_of(paths, weights=(1.0, 2.0, 0.5), *, train=None, **data):
 
 
 def samples_of(steps):
-    """(number, first token) of each sample of some ranks' steps, by its number."""
+    """Return (number, first token) of each sample of these steps, sorted by number."""
     found = [
         (int(number), int(tokens[0]))
         for step in steps
@@ -59,7 +59,7 @@ def take(loader, count):
 
 
 def same(left, right):
-    """Whether two steps are equal in every part."""
+    """Return whether two steps are equal in every part."""
     if (left.samples, left.state) != (right.samples, right.state):
         return False
     return len(left.microbatches) == len(right.microbatches) and all(
@@ -193,7 +193,7 @@ def test_changed_blends_never_repeat_a_sample_within_an_epoch(data):
 
 
 def moved(paths, folder):
-    """The files of these sources, copied with their last folder into another one."""
+    """Copy each source with its parent folder into `folder`; return the new paths."""
     found = []
     for path in map(Path, paths):
         there = folder / path.parent.name
@@ -205,7 +205,7 @@ def moved(paths, folder):
 
 
 def test_sources_that_have_moved_continue_where_they_were(paths, tmp_path):
-    """Also with one left out meanwhile, another order, and a new weight for one."""
+    """Also with one source removed, another order, and a new weight for one source."""
     steps = take(Loader(config_of(paths), 0, 1), 4)
     there = moved(paths, tmp_path / "elsewhere")
     resumed = Loader(config_of(there), 0, 1)
@@ -302,7 +302,7 @@ def test_steps_follow_the_ramp(paths):
 
 
 def documents_by_hand(tokens, length):
-    """Positions, documents and labels of one sample of a source of equally long documents."""
+    """Return positions, document numbers and labels of a sample from documents of equal length."""
     positions, numbers, labels = [], [], []
     for place, token in enumerate(tokens):
         begins = token % 10_000 % length == 0
@@ -331,7 +331,7 @@ def test_documents_restart_positions_bound_attention_and_mask_labels(paths):
 
 
 def evaluation_samples(config, ranks, samples):
-    """Samples of all ranks that have labels, and the shapes that each rank saw."""
+    """Return the samples of all ranks that have labels, and the batch shapes of each rank."""
     found, shapes = [], []
     for rank in range(ranks):
         batches = [batch for _, batch in Loader(config, rank, ranks).evaluation(samples)]
@@ -378,7 +378,7 @@ def test_evaluation_is_disjoint_from_training_and_repeats_itself(paths):
 
 
 def with_splits(paths, *splits, **sections):
-    """A config whose sources have these splits of their own, None for that of all."""
+    """Return a config with a split for each source; None leaves it to `data.split`."""
     sources = [{"path": path, "split": own} for path, own in zip(paths, splits, strict=True)]
     return config_of(paths, sources=sources, **sections)
 
@@ -388,7 +388,7 @@ def test_a_source_can_be_for_training_or_validation_alone(paths):
     config = with_splits(paths, only_trained, only_evaluated, None, train={"eval_every": 1})
     loader = Loader(config, 0, 1)
     trained = {token for _, token in samples_of(take(loader, 40))}
-    # 13 x 20, 40 x 20 and 7 x 16 tokens in windows of 8: of these all were read.
+    # 13 x 20 and 7 x 16 tokens are 32 and 13 windows of 8, all of which were read.
     assert {token // 10_000 for token in trained} == {0, 2}
     assert len(trained) == 32 + 13
     assert loader.consumed == (160, 160)
@@ -397,7 +397,7 @@ def test_a_source_can_be_for_training_or_validation_alone(paths):
     assert {(name, token // 10_000) for name, token in first} == {("source1", 1), ("source2", 2)}
     assert len(first) == 99 + 3
     assert not trained & {token for _, token in first}
-    # Each source stays together, in the order of the config.
+    # The batches of a source are adjacent, in the order of the config.
     assert [name for name, _ in evaluated] == sorted(name for name, _ in evaluated)
 
 

@@ -18,7 +18,7 @@ def mix(word):
 
 
 def slow_index(number, size, key):
-    """The same permutation in whole numbers of unlimited size."""
+    """Compute one index of the same permutation in Python integers, which cannot overflow."""
     epoch, value = divmod(number, size)
     key = mix((key + (epoch + 1) * STEP) & MASK)
     a = ceil(sqrt(size))
@@ -71,7 +71,7 @@ def test_many_sources_in_one_call_equal_each_alone(rows):
 
 
 def test_golden_values():
-    """The order of runs that exist: a change of these numbers breaks every resume."""
+    """Existing runs depend on this order: a change of these numbers breaks their resume."""
     key = source_key(1234, "data/text")
     assert key == 10017464000236332734
     first, second = sample_indices(np.arange(2_000_000), 1_000_000, key).reshape(2, -1)[:, :5]
@@ -91,7 +91,7 @@ def test_seed_name_and_epoch_change_the_order():
 
 
 def test_small_permutations_are_equally_likely():
-    """Chi-square over all permutations of 4: mean 23, standard deviation sqrt(46)."""
+    """Chi-square over all permutations of 4 elements has mean 23 and deviation sqrt(46)."""
     size, trials = 4, 24_000
     keys = np.repeat(np.arange(trials, dtype=np.uint64) * np.uint64(STEP), size)
     orders = permute(np.tile(np.arange(size), trials), np.array([size]), keys).reshape(-1, size)
@@ -102,7 +102,7 @@ def test_small_permutations_are_equally_likely():
 
 
 def test_fixed_points_are_one_a_permutation():
-    """Their number is Poisson with mean 1, so over 900 epochs 900 with deviation 30."""
+    """Their number is Poisson with mean 1: over 900 epochs, 900 with deviation 30."""
     size, epochs = 997, 900
     numbers = np.arange(size * epochs)
     fixed = (sample_indices(numbers, size, 7) == numbers % size).sum()
@@ -110,7 +110,7 @@ def test_fixed_points_are_one_a_permutation():
 
 
 def test_neighbours_epochs_and_places_do_not_correlate():
-    """A correlation over n independent pairs has deviation 1 / sqrt(n)."""
+    """The correlation of n independent pairs has deviation 1 / sqrt(n)."""
     size = 100_003
     first, second = sample_indices(np.arange(2 * size), size, 99).reshape(2, size)
     pairs = [(first[1:], first[:-1]), (first[2:], first[:-2]), (first[317:], first[:-317])]

@@ -1,4 +1,4 @@
-"""Corpus in, token file out: every format, any number of workers, killed and continued."""
+"""Preprocessing: every format, any number of workers, runs that are killed and continued."""
 
 import gzip
 import json
@@ -35,7 +35,7 @@ def jsonl(documents, key="text"):
 
 
 def write_as(path, documents):
-    """Write documents in the format that the name says."""
+    """Write documents in the format that the file name's suffixes say."""
     name = path.name
     if ".parquet" in name:
         table = pyarrow.table({"n": range(len(documents)), "text": documents})
@@ -77,7 +77,7 @@ def test_every_format_gives_the_same_documents(tmp_path, name):
     result = run([path], tmp_path / "out", split_blank_lines=True)
     assert decoded(tmp_path / "out") == DOCUMENTS
     file = TokenFile(str(tmp_path / "out"))
-    assert file.tokens[file.lengths[0] - 1] == 256  # the end of document
+    assert file.tokens[file.lengths[0] - 1] == 256  # the end-of-document token
     assert (result.total.documents, result.total.tokens) == (len(DOCUMENTS), file.tokens.size)
     assert result.total.disk_bytes == path.stat().st_size
     assert sorted(os.listdir(tmp_path)) == sorted([name, "out.bin", "out.idx"])
@@ -160,7 +160,7 @@ def test_workers_do_not_change_a_byte(tmp_path, small_parts, name):
 
 
 def interrupted(path, output, bytes_done):
-    """Leave a run of `path` behind that was stopped after so many bytes."""
+    """Start a run on `path` and interrupt it once `bytes_done` bytes are read; return its job."""
 
     def stop(done, disk_bytes):
         if done.disk_bytes >= bytes_done:
@@ -181,7 +181,7 @@ def test_an_interrupted_run_continues_from_its_finished_parts(tmp_path, small_pa
     lines = (parts / "journal.jsonl").read_text().splitlines()
     entries = [json.loads(line) for line in lines[1:]]
     with open(parts / "journal.jsonl", "a") as journal:
-        journal.write('{"checksums": 17, "docum')  # torn by the kill
+        journal.write('{"checksums": 17, "docum')  # a line torn by a kill
     (parts / "00000004.bin.999999.unfinished").write_bytes(b"half a part of a worker")
     for suffix, begun in ((".bin", b"half"), (".idx", b"a part")):
         with open(parts / f"tokens{suffix}", "ab") as file:
@@ -232,7 +232,7 @@ def test_a_kill_between_the_last_renames_loses_nothing(tmp_path, small_parts, mo
 
 
 def runs(process):
-    """Whether a process still does something: a zombie does not."""
+    """Return whether a process is still running; a zombie is not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -241,7 +241,7 @@ def runs(process):
 
 def test_killing_the_tool_at_any_moment_loses_nothing(tmp_path):
     documents = [f"document {n} " * 300 for n in range(8000)]
-    path = write_as(tmp_path / "c.jsonl", documents)  # some thirty megabytes, eight parts
+    path = write_as(tmp_path / "c.jsonl", documents)  # about 30 MB, eight parts
     tool = [sys.executable, str(TOOLS / "preprocess_data.py"), "--input", str(path)]
     command = [*tool, "--tokenizer", "bytes", "--workers", "2", "--output", str(tmp_path / "out")]
     first = subprocess.Popen(command, stderr=subprocess.DEVNULL)

@@ -19,7 +19,7 @@ texts = st.lists(
 
 
 def split_by_hand(texts, shares, split):
-    """First token and tokens of a split, and which of them begin a document, one by one."""
+    """Return the tokens of a split, and for each whether it begins a document."""
     place = SPLITS.index(split)
     low = round(sum(shares[:place]) * len(texts))
     high = round(sum(shares[: place + 1]) * len(texts))

@@ -1,4 +1,4 @@
-"""Tokenizers: what they encode comes back, bytes are counted, and bad files are named."""
+"""Tokenizers: text survives a round trip, bytes are counted, and bad files are named."""
 
 import base64
 import json
@@ -31,7 +31,7 @@ def rank_lines(ranks):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """One small file of each kind."""
+    """Return a folder with one small tokenizer file of each kind."""
     folder = tmp_path_factory.mktemp("tokenizers")
     (folder / "corpus.txt").write_text(CORPUS, encoding="utf-8")
     for kind in ("bpe", "unigram"):
@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 
 
 def hugging_face(path, style):
-    """Train a tokenizer.json that writes blanks as bytes, or as `▁` with byte fallback."""
+    """Train a tokenizer.json that encodes blanks as bytes, or as `▁` with byte fallback."""
     if style == "ByteLevel":
         model = tokenizers.Tokenizer(tokenizers.models.BPE())
         model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -85,7 +85,7 @@ NAMES = {
     "hf metaspace": "hf:{}/metaspace.json",
     "tiktoken": "tiktoken:{}/r.tiktoken",
 }
-# SentencePiece and its kin write a blank as U+2581, and cannot tell the two apart.
+# SentencePiece and similar tokenizers write a blank as U+2581, and cannot distinguish the two.
 TEXT = st.text(st.characters(exclude_characters="▁", exclude_categories=["Cs"]), max_size=30)
 
 
@@ -122,7 +122,7 @@ def test_ids_are_those_of_the_libraries(folder):
     reference.no_truncation()
     assert load_tokenizer(f"hf:{folder}/bytes.json").encode(text) == reference.encode(text).ids
     ours = load_tokenizer(f"tiktoken:{folder}/r.tiktoken")
-    assert ours.encode("the  th") == [257, 32, 32, 256]  # the pattern keeps a blank with its word
+    assert ours.encode("the  th") == [257, 32, 32, 256]  # the pattern joins a blank to its word
     assert (ours.eod, ours.vocab_size) == (258, 301)
 
 
@@ -145,7 +145,7 @@ def test_published_patterns_are_those_of_tiktoken():
 
 
 def split_top_level(pattern):
-    """The alternatives of a pattern that are not inside parentheses."""
+    """Split a pattern at each `|` that is not inside parentheses."""
     parts, depth = [""], 0
     for letter in pattern:
         depth += {"(": 1, ")": -1}.get(letter, 0)

@@ -18,7 +18,7 @@ def write_token_file(
     dtype: str = "u2",
     pointers: Sequence[int] | None = None,
 ) -> str:
-    """Write `documents`, each a list of sequences of token ids; returns the prefix."""
+    """Write `documents`, each a list of sequences of token ids; return the prefix."""
     sequences = [sequence for document in documents for sequence in document]
     item = np.dtype(dtype).itemsize
     lengths = [len(sequence) for sequence in sequences]
@@ -36,6 +36,6 @@ def write_token_file(
 
 
 def counting_documents(lengths: Sequence[int], first: int = 0) -> list[list[list[int]]]:
-    """Documents of one sequence each whose tokens count up over the whole file from `first`."""
+    """Return one-sequence documents whose tokens count up from `first` across all documents."""
     bounds = np.concatenate([[0], np.cumsum(lengths)]) + first
     return [[list(range(a, b))] for a, b in pairwise(bounds)]

@@ -1,5 +1,5 @@
-"""Folders of torch.distributed.checkpoint: what torch reads of ours and we of torch's, bit for bit,
-and what a hostile one can do, which is nothing."""
+"""Folders of torch.distributed.checkpoint: torch reads ours and megaframe reads torch's, bit for
+bit, and hostile folders are refused."""
 
 import io
 import json
@@ -44,7 +44,7 @@ def bits(tensor):
 
 
 def held(path):
-    """All tensors of a checkpoint, in their own types."""
+    """Return all tensors of a checkpoint, in the types in which they are saved."""
     with open_checkpoint(path) as checkpoint:
         found = {
             name: torch.zeros(tensor.shape).to(DTYPES[tensor.dtype])
@@ -107,7 +107,7 @@ def whole_tensors():
 
 
 def save_as_rank(folder, threads):
-    """Two ranks save what fully sharded and tensor parallel modules hold."""
+    """Save, on each of two ranks, tensors as FSDP and tensor-parallel modules shard them."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -170,7 +170,7 @@ def refused(folder, match, to=None):
 
 
 def edit(folder, change):
-    """Change the metadata that torch unpickles."""
+    """Apply `change` to the metadata that torch unpickles."""
     path = folder / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     change(metadata)

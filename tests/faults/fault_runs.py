@@ -1,4 +1,4 @@
-"""Runs with something wrong in them: the entry, with faults put into one rank from outside."""
+"""Runs with faults: the entry, with a fault injected into one rank or all from outside."""
 
 import json
 import os
@@ -20,12 +20,14 @@ from megaframe.trainer import Trainer  # noqa: E402
 
 ONCE = {"done": False}
 LIMIT = {"seconds": None}
-"""For steps after the first two, which may take long on a machine that does other things."""
+"""Time limit of steps after the first two, which may be slow on a busy machine."""
 
 
 def main(overrides, fault=None, rank=None, *arguments):
-    """Run the entry; fault(trainer, *arguments) runs before every step of the trainer, on one rank
-    or on all. Returns the exit status, or the text of what was raised."""
+    """Run the entry; return its exit status, or the message that it exits with.
+
+    fault(trainer, *arguments) runs before every step, on `rank`, or on all ranks if it is None.
+    """
     train_step = Trainer._train_step
     ONCE.clear()
     ONCE["done"] = False
@@ -49,14 +51,16 @@ def main(overrides, fault=None, rank=None, *arguments):
 
 
 def alone(limit, *arguments):
-    """The same as a process of its own, which may be ended from anywhere inside. limit: seconds of
-    steps after the first two."""
+    """Run `main` in a process of its own, which any code inside may end.
+
+    limit: the longest time of a step after the first two, in seconds.
+    """
     LIMIT["seconds"] = limit
     os._exit(main(*arguments) or 0)
 
 
 def once(trainer, step):
-    """Whether this is the first time that this step begins."""
+    """Return whether `step` begins now, and for the first time."""
     if trainer.step != step or ONCE["done"]:
         return False
     ONCE["done"] = True
@@ -72,7 +76,7 @@ def sleep_in_data(trainer, step):
 
 
 def sleep_in_data_of_one(trainer, step, rank):
-    """The others are slow to write where they are."""
+    """Let one rank sleep in its loader, and the others take a second to write their stacks."""
     if trainer.step == step and trainer.mesh.rank == rank:
         sleep_in_data(trainer, step)
     elif trainer.step == step:
@@ -106,8 +110,11 @@ def one_send_too_many(trainer, step):
 
 
 def break_and_hang(trainer, broken, hung):
-    """At one step rank 2 breaks its connections; at a later one rank 1 waits for what never comes,
-    of which nothing tells but the limit of a step, which is short then."""
+    """Break the connections of rank 2 at one step, and hang rank 1 at a later one.
+
+    Rank 1 waits for a message that nobody sends, which only the step's time limit detects; the
+    limit is short from then on.
+    """
     mesh = trainer.mesh
     if mesh.rank == 2 and once(trainer, broken):
         mesh.connections.cut()
@@ -136,7 +143,7 @@ def nan_in_weights(trainer, step):
 
 
 def nan_once(trainer, step):
-    """In what comes of the last block, in one pass: a fault that passes."""
+    """Put NaN into the output of the last block in one pass: a transient fault."""
     if once(trainer, step):
         block = trainer.pipeline.stages[0].blocks[-1]
         kind = type(block)
@@ -151,7 +158,7 @@ def nan_once(trainer, step):
 
 
 def nan_in_sample(trainer, sample, layer):
-    """Whenever a block meets a certain sample."""
+    """Let block `layer` fail whenever it computes a certain sample."""
     for stage in trainer.pipeline.stages.values():
         for number, block in zip(stage.plan.blocks, stage.blocks, strict=True):
             if number == layer and not hasattr(block, "damaged"):
@@ -178,7 +185,7 @@ def damage(stage, block, sample):
 
 
 def wrong_labels(trainer, first, samples):
-    """Data that nothing can predict, in the step that begins with sample `first`."""
+    """Put unpredictable labels into the step that begins with sample `first`."""
     if hasattr(trainer.loader, "damaged"):
         return
     trainer.loader.damaged, next_step = True, trainer.loader.next
@@ -195,7 +202,7 @@ def wrong_labels(trainer, first, samples):
 
 
 def flip(trainer, step, always=False):
-    """A bit of a weight, on one replica."""
+    """Flip one bit of a weight, on one replica."""
     if (always and trainer.step == step) or once(trainer, step):
         bucket = trainer.optimizer.buckets[-1]
         bits = bucket.weights.view(torch.int64)
@@ -214,7 +221,7 @@ def slow(trainer, seconds):
         trainer.loader.next = late
 
 
-# What is left of a run.
+# Files that a run leaves.
 
 
 def lines(folder):

@@ -1,4 +1,4 @@
-"""Transfers that fail or hang while all ranks are alive: they begin again in their processes."""
+"""Transfers that fail or hang while all ranks are alive: the ranks restart in-process."""
 
 import json
 
@@ -21,7 +21,7 @@ def test_all_begin_again_and_the_curve_is_that_of_an_undisturbed_run(pool, overr
         keys = overrides(run__dir=tmp_path / name, checkpoint__memory_dir=memory, **KEYS)
         assert pool.run(4, main, keys, *fault) == [0] * 4
     text = log(tmp_path / "run")
-    assert text.count(AGAIN) == 3  # the second time both are told
+    assert text.count(AGAIN) == 3  # the second restart reports both
     broken = "no rank is gone, but ranks lost contact: check the network between them"
     assert f"{AGAIN} (1 of faults.restarts=3): {broken}; rank" in text
     hung = "step 9 took more than faults.step_timeout=1 s: rank 1"

@@ -1,5 +1,5 @@
-"""Checkpoints that are damaged in each of their files: named, and the run continues from one that
-is whole, on the same curve."""
+"""Checkpoints with damage in each kind of file: it is named, and the run continues from an intact
+checkpoint, on the same loss curve."""
 
 import os
 
@@ -18,7 +18,7 @@ def test_a_run_continues_from_the_newest_that_all_ranks_can_read(pool, overrides
     keys, home = overrides(**KEYS), tmp_path / "run/checkpoints"
     assert pool.run(2, main, keys) == [0, 0]
     whole = losses(tmp_path / "run")
-    flip(home / "step-00000012/rank-00001.safetensors", -1)  # of what one rank alone reads
+    flip(home / "step-00000012/rank-00001.safetensors", -1)  # read by one rank alone
     flip(home / "step-00000010/rank-00000.safetensors", 20)  # its header
     os.truncate(home / "step-00000008/rank-00001.safetensors", 99)
     (home / "step-00000006/rank-00000.safetensors").unlink()

@@ -1,4 +1,4 @@
-"""A run that changes its layout on the way, as its ranks become fewer and more."""
+"""A run whose layout changes at each start, because it gets fewer or more ranks."""
 
 import pytest
 from fault_runs import losses, main

@@ -1,4 +1,4 @@
-"""Whatever hangs ends in time, with the rank, the step and the action that hold up the others."""
+"""Hangs end in time, and name the rank, the step and the action that hold up the others."""
 
 import re
 import time
@@ -15,8 +15,10 @@ MARGIN = 60.0
 
 @pytest.fixture
 def hang(overrides, tmp_path):
-    """hang(world, fault, rank, *arguments, **changes) -> what each rank wrote; all have ended.
-    ends: their statuses, else those of ranks that lost others."""
+    """hang(world, fault, rank, *arguments, **changes) -> what each rank wrote, after all ended.
+
+    ends: the expected exit statuses; by default that of lost ranks.
+    """
 
     def make(world, *fault, ends=None, **changes):
         changes = {"faults__step_timeout": MARGIN, "parallel__timeout": 300, **changes}
@@ -71,7 +73,7 @@ def test_a_single_process(hang):
 
 
 def test_collectives_in_another_order(hang, tmp_path):
-    """They begin again, for it might have been the network; and not twice."""
+    """The ranks restart once, because the network may be the cause, but not a second time."""
     keys = {"checkpoint__resume": "latest", "checkpoint__every": 2}
     for text in hang(2, fault_runs.another_order, 1, 3, **keys):
         assert "rank 1 (pipeline 0, data 1: stage 0) at step 4, waiting in all_reduce over" in text

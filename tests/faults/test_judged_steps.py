@@ -1,4 +1,4 @@
-"""Bad numbers, bad data and bad memory: named, survived, and off the loss curve."""
+"""Bad numbers, bad data and bad memory: named, survived, and without a trace on the loss curve."""
 
 import re
 
@@ -34,7 +34,7 @@ def run(pool, overrides, tmp_path):
 
 @pytest.fixture
 def whole(run, tmp_path):
-    """Losses of the undisturbed run on two ranks."""
+    """Return the losses of an undisturbed run on two ranks."""
     assert run("whole", 2, **EVERY) == [0, 0]
     return losses(tmp_path / "whole")
 
@@ -59,7 +59,7 @@ def test_a_fault_that_stays_is_named_with_its_block(run, tmp_path):
 
 
 def test_poisoned_weights_are_left_behind(run, whole, tmp_path):
-    """Skipping could never mend them; and nothing is lost."""
+    """Skipping steps could not repair the weights; a rollback does, and loses no step."""
     assert run("run", 2, nan_in_weights, 1, 6, faults__non_finite="roll_back", **EVERY) == [0, 0]
     assert losses(tmp_path / "run") == whole
     text = log(tmp_path / "run")
@@ -94,7 +94,7 @@ def test_a_run_gives_up_after_many_bad_steps_in_a_row(run, tmp_path):
 
 
 def test_a_spike_is_left_out_and_the_decision_survives_a_layout(run, tmp_path):
-    """As if its data had never been there, from the step on that had it."""
+    """The step with the bad data trains on the next data instead."""
     keys = {"train__steps": 40, "train__global_batch": 32, "train__microbatch": 8}
     keys |= {"optim__lr": 0.03, "faults__spike_factor": 1.2, "checkpoint__every": 10}
     spike = (wrong_labels, None, 32 * 34, 32)
@@ -110,7 +110,7 @@ def test_a_spike_is_left_out_and_the_decision_survives_a_layout(run, tmp_path):
 
 
 def test_a_flipped_bit_is_found_named_and_undone(run, whole, tmp_path):
-    """With two replicas nobody can say which one was wrong."""
+    """With two replicas it cannot be known which one was wrong."""
     assert run("run", 2, flip, 1, 6, faults__compare_every=4, **EVERY) == [0, 0]
     assert losses(tmp_path / "run") == whole
     text = log(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""A signal ends a run after a step, with a checkpoint, on all ranks at once."""
+"""A signal ends a run after a step, with a checkpoint, on all ranks together."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def test_a_signal_near_the_end_of_a_run_that_saves_nothing(pool, overrides, tmp_
 
 @pytest.fixture
 def heard():
-    """Signals that came to whom they would come without `heeding_signals`."""
+    """Yield the signals that reach the handler set before `heeding_signals`."""
     found = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: found.append(number))
     yield found
@@ -44,7 +44,7 @@ def heard():
 
 
 def test_the_same_request_by_two_ways_is_one(heard, monkeypatch):
-    """And another one later is not held back, whatever the run does."""
+    """A signal that comes later is passed on to the earlier handler, whatever the run does."""
     place = Place()
     with heeding_signals(place):
         signal.raise_signal(signal.SIGUSR1)
@@ -56,8 +56,7 @@ def test_the_same_request_by_two_ways_is_one(heard, monkeypatch):
 
 
 def launch(folder, environments, fault=None):
-    """A launcher of ranks, the first of which meets the fault, that writes down their numbers and
-    what became of them."""
+    """Fork a rank per environment, the first with the fault; write process ids and statuses."""
     ranks = []
     for number, environment in enumerate(environments):
         ranks.append(os.fork())
@@ -71,7 +70,7 @@ def launch(folder, environments, fault=None):
 
 
 def statuses(folder, deadline):
-    """Of all ranks, when they have ended."""
+    """Wait until all ranks have ended, and return their statuses."""
     ranks = (folder / "ranks").read_text().split()
     while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -81,7 +80,7 @@ def statuses(folder, deadline):
 
 @pytest.mark.parametrize(("names", "status"), [({"TORCHELASTIC_RUN_ID": "1"}, "143"), ({}, "0")])
 def test_a_rank_whose_launcher_is_killed_saves_and_ends(names, status, overrides, tmp_path):
-    """But one that a shell started goes on without it."""
+    """A rank that a shell started, without a launcher's variables, continues."""
     steps = 10**6 if names else 40
     keys = overrides(train__steps=steps, checkpoint__every=10**6, checkpoint__resume="latest")
     launcher = Program(launch, tmp_path, [{}], words=keys, environment=names)
@@ -96,7 +95,7 @@ def test_a_rank_whose_launcher_is_killed_saves_and_ends(names, status, overrides
 
 
 def end_launcher_and_break(trainer):
-    """So that the ranks begin again with another parent."""
+    """Kill the launcher and break the connections, so that ranks restart with another parent."""
     if once(trainer, 3):
         launcher = os.getppid()
         os.kill(launcher, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Time lost by cause, over the starts of a run."""
+"""Lost time by cause, across the starts of a run."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def test_each_second_has_a_cause(tmp_path):
         with metrics.open("a") as file:
             file.write(json.dumps({"step": step}) + "\n")
     os.utime(metrics, (clock.now, clock.now))
-    clock.now += 30  # it hangs, and is ended
+    clock.now += 30  # it hangs until it is ended
     with (tmp_path / "faults/ended.jsonl").open("w") as file:
         file.write(json.dumps({"at": clock.now, "text": "stuck"}) + "\n")
     clock.now += 15

@@ -1,5 +1,5 @@
-"""A run whose checkpoints are gone is not begun anew over its records; one that never had any is,
-and keeps them."""
+"""A run whose checkpoints are missing is refused, so its records are not overwritten; a run that
+never had any starts from scratch and keeps its earlier records."""
 
 import shutil
 import signal

@@ -1,4 +1,4 @@
-"""Who holds up whom, from what ranks were seen doing."""
+"""Finding the rank that holds up the others from the places of all ranks."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,7 +54,7 @@ def test_ranks_that_do_the_same_are_told_together():
 
 
 class Passed:
-    """A mark that a device has passed when it is told so."""
+    """Stands for a mark in a device's queue; a test sets whether the device has passed it."""
 
     def __init__(self):
         self.passed = False
@@ -64,14 +64,14 @@ class Passed:
 
 
 class Transfer:
-    """What is waited for."""
+    """Stands for a transfer that a rank waits for."""
 
     def __init__(self, words, *ranks):
         self.waits_for = lambda: (words, ranks)
 
 
 def on_a_device():
-    """A place whose host is far ahead of its device, with the marks that it has left."""
+    """Return a place whose host is far ahead of its device, and the marks that it left."""
     place, marks = Place(), []
 
     def mark():
@@ -104,9 +104,9 @@ def test_a_rank_is_where_its_device_is_and_waits_for_what_that_waits_for():
 
 def test_a_device_is_stalled_that_stays_where_it_waits():
     place, marks = on_a_device()
-    assert not place.stalled(0.0)  # it has only been seen
+    assert not place.stalled(0.0)  # the first look only records
     assert place.stalled(0.0) and not place.stalled(100.0)
     marks[0].passed = True
     assert not place.stalled(0.0) and place.stalled(0.0)
     marks[1].passed = True
-    assert not place.stalled(0.0) and not place.stalled(0.0)  # it computes
+    assert not place.stalled(0.0) and not place.stalled(0.0)  # it is computing, not waiting

@@ -1,4 +1,4 @@
-"""A start of the run finds nothing in the store of what an earlier one left there."""
+"""Each start of a run sees a fresh store, without the keys of earlier starts."""
 
 import threading
 from datetime import timedelta
@@ -10,7 +10,7 @@ from megaframe.comm.start import fresh_store
 
 
 def start(store, ranks, world, timeout=5.0):
-    """The stores that these ranks get, None for a rank that gave up."""
+    """Return the store that each of these ranks gets, or None for a rank that gave up."""
     found = {}
 
     def run(rank):

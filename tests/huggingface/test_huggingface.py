@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers give the same logits here, and ours there."""
+"""Hugging Face models: the logits are the same after an import and after an export."""
 
 import json
 
@@ -47,7 +47,7 @@ YARN = {
 
 
 def of(kind, **keys):
-    """A config of transformers, which take seconds to import."""
+    """Return a function that makes a config of transformers, whose import takes seconds."""
 
     def config():
         import transformers
@@ -98,7 +98,7 @@ TOKENS = torch.randint(0, 61, (2, 18), generator=torch.Generator().manual_seed(0
 
 
 def made(name, path):
-    """A folder with such a model, its weights random, and its logits."""
+    """Save a random model of this kind to `path`, and return its logits."""
     torch.manual_seed(1)
     from transformers import AutoModelForCausalLM
 
@@ -254,7 +254,7 @@ def test_foreign_folders_do_no_harm(tmp_path):
 def test_a_run_starts_with_imported_weights_and_its_export_has_the_tokenizer(
     tmp_path, overrides, pool
 ):
-    """Also the names on the command line of the tool."""
+    """Also checks the names on the tool's command line."""
     made("qwen3", tmp_path / "theirs")
     checkpoint = folders.load(tmp_path / "theirs", tmp_path / "checkpoints")
     model, _ = load_model(checkpoint)

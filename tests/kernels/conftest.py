@@ -1,11 +1,11 @@
-"""Tests of kernels run on a GPU where there is one, else in Triton's interpreter."""
+"""Kernel tests run on a GPU if there is one, otherwise in Triton's interpreter."""
 
 import importlib.util
 
 import pytest
 import torch
 
-if importlib.util.find_spec("triton") is None:  # there is none for this system
+if importlib.util.find_spec("triton") is None:  # Triton does not support this system
     collect_ignore_glob = ["test_*"]
 
 

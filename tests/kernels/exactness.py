@@ -1,4 +1,4 @@
-"""Holds an implementation to its reference in fp64, forward and backward."""
+"""Comparison of a kernel's implementation with its reference in fp64, forward and backward."""
 
 from contextlib import contextmanager
 
@@ -10,19 +10,19 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def rand(*shape, dtype=torch.float32, seed=0, scale=1.0):
-    """Normal numbers in a precision, the same on every call and every device."""
+    """Return normal random numbers of a dtype, the same on every call and every device."""
     numbers = torch.randn(shape, generator=generator(seed), device="cpu")
     return (numbers * scale).to(dtype).to(DEVICE)
 
 
 def generator(seed):
-    """Of random numbers; for the CPU, as generators of devices differ."""
+    """Return a random generator on the CPU, because generators of devices differ."""
     return torch.Generator("cpu").manual_seed(seed)
 
 
 @contextmanager
 def deterministic(mode=True):
-    """Torch's deterministic algorithms, under which new memory is full of NaN and large numbers."""
+    """Use torch's deterministic algorithms, which fill new memory with NaN or large numbers."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(mode)
     try:
@@ -32,7 +32,7 @@ def deterministic(mode=True):
 
 
 def tensors(tree):
-    """All tensors of nested tuples, in order."""
+    """Return all tensors of nested tuples and lists, in order."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     if isinstance(tree, (tuple, list)):
@@ -41,16 +41,19 @@ def tensors(tree):
 
 
 def wide(value):
-    """The same in fp64, with a gradient of its own where it is a tensor of numbers."""
+    """Return a floating-point tensor as a new leaf in fp64, anything else as it is."""
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return value.detach().double().requires_grad_(value.requires_grad)
     return value
 
 
 def assert_close(kernel, got, want, length, what, scale=None, precision=None):
-    """Each error within the kernel's tolerance, relative to the largest element of its row (or to
-    `scale`, where what is summed is larger than the sums). precision: of what is rounded on the
-    way, if lower than the result's."""
+    """Assert that each error is within the kernel's tolerance, relative to the largest element of
+    its row, but at least to `scale` (for sums that are smaller than their terms).
+
+    length: terms of the longest sum. precision: dtype of intermediate results, if it is lower than
+    the result's.
+    """
     assert got.shape == want.shape, (what, got.shape, want.shape)
     assert got.dtype.is_floating_point
     if not want.numel():
@@ -78,9 +81,9 @@ def check(
 ):
     """Compare an implementation with the reference on the same numbers in fp64.
 
-    Gradients flow from all floating outputs, each with random weights. length: of the longest sum
-    of the forward pass; gradient_length: of the backward pass; how: as `assert_close` has it.
-    Returns what was computed.
+    Gradients flow from all floating-point outputs, each with random weights. length: terms of the
+    longest sum in the forward pass. gradient_length: the same for the backward pass. scale and
+    precision: as in `assert_close`. Returns the implementation's outputs.
     """
     options = options or {}
     implementation = kernel.implementations[name]

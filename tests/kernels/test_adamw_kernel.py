@@ -1,4 +1,4 @@
-"""AdamW and the sum of squares, against fp64 and by the properties of stochastic rounding."""
+"""AdamW and the sum of squares, against fp64, and the properties of stochastic rounding."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def state(length, grad_dtype=torch.float32, moment_dtype=torch.float32, copy=tor
 
 
 def both(name, given, **options):
-    """What an implementation and the reference in fp64 change, each of its own copy."""
+    """Return the results of an implementation and of the fp64 reference, each on its own copy."""
     options = {**OPTIONS, **options}
     truth = adamw.reference(*[None if t is None else t.double() for t in given], **options)
     mine = [None if t is None else t.clone() for t in given]

@@ -1,4 +1,4 @@
-"""Cross-entropy of whole and divided vocabularies, and fused with its linear, against fp64."""
+"""Cross-entropy over whole and divided vocabularies, and fused with its linear, against fp64."""
 
 import pytest
 import torch
@@ -42,7 +42,10 @@ def test_strided_and_large_logits():
 
 
 class Ranks:
-    """Joins what ranks that run one after another in this process have, in two rounds."""
+    """Joins the partial results of ranks that run one after another in this process.
+
+    In the first round every rank calls `collect`, in the second `join` returns the whole.
+    """
 
     def __init__(self):
         self.parts = []
@@ -57,7 +60,7 @@ class Ranks:
 
 
 def on_ranks(compute, vocab, bounds):
-    """compute(slice, join) on each part of the vocabulary, with the parts of all known."""
+    """Return compute(slice, join) of each part of the vocabulary; `join` combines all parts."""
     ranks = Ranks()
     parts = [slice(a, b) for a, b in zip((0, *bounds), (*bounds, vocab), strict=True)]
     for part in parts:
@@ -85,7 +88,7 @@ def test_a_divided_vocabulary_gives_the_losses_and_gradients_of_the_whole(option
 
 
 def test_words_that_cannot_be():
-    """Some of a row, and all that a rank has of it."""
+    """Some logits of a row are -inf, and all logits of one rank."""
     whole, chosen = rand(6, 29, scale=2.0), torch.arange(6)
     whole[:, 9:25] = -float("inf")
     want, truth = loss_kernel.reference(whole.clone(), chosen)
@@ -108,7 +111,7 @@ def test_linear_cross_entropy(options, dtype):
     hidden = rand(11, 8, dtype=dtype).requires_grad_()
     weight = rand(29, 8, dtype=dtype, seed=1).requires_grad_()
     given = (hidden, weight, labels(11, 29))
-    # Logits are rounded before they become probabilities, each the factor of a gradient.
+    # Logits are rounded before they become probabilities, which are factors of the gradients.
     kernel = linear_cross_entropy.KERNEL
     check(kernel, "triton", given, options, 29 * 11, scale=4.0, precision=dtype)
 
@@ -117,9 +120,10 @@ def test_linear_cross_entropy(options, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logits_become_their_gradient(options, dtype):
     logits, chosen = rand(7, 45, dtype=dtype, scale=3.0), labels(7, 45)
-    chosen[chosen < 0] = -1  # any negative label is ignored
+    chosen[chosen < 0] = -1  # every negative label is ignored
     untouched, before = logits.clone(), logits.clone()
-    losses, made = check(loss_kernel.KERNEL, "triton", (logits, chosen), options, 45, scale=0.1)
+    scaled = {**options, "scale": torch.tensor(2.7, dtype=torch.float64)}
+    losses, made = check(loss_kernel.KERNEL, "triton", (logits, chosen), scaled, 45, scale=0.1)
     assert made is logits and (made[1::3] == 0).all() and (losses[1::3] == 0).all()
     again, same = loss_kernel.run_triton(untouched, chosen, gradient=False, **options)
     assert torch.equal(again, losses) and torch.equal(same, before)

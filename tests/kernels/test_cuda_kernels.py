@@ -1,4 +1,4 @@
-"""The CUDA C++ kernels: compiled for every chip, and run on a CPU that stands in for a GPU."""
+"""The CUDA C++ kernels: compiled for every chip, and run on a CPU that emulates a GPU."""
 
 import re
 import subprocess
@@ -20,7 +20,7 @@ OPTIONS = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay":
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    """The same sources, compiled for the CPU; `emulated_gpu.h` stands in for CUDA's runtime."""
+    """Compile the same sources for the CPU, with `emulated_gpu.h` in place of CUDA's runtime."""
     folder = tmp_path_factory.mktemp("emulated")
     everything, library = folder / "all.cc", folder / "kernels.so"
     everything.write_text("\n".join(f'#include "{s}"' for s in sources() if s.stem != "probe"))
@@ -32,7 +32,7 @@ def emulated(tmp_path_factory):
 
 @pytest.fixture
 def library(request, monkeypatch):
-    """The real library where there is a GPU."""
+    """Use the real library if there is a GPU, otherwise the emulated one."""
     if DEVICE == "cpu":
         emulated = request.getfixturevalue("emulated")
         monkeypatch.setattr(cuda_library, "_find", lambda: emulated)
@@ -53,7 +53,8 @@ def test_compiles_without_spills(chip, tmp_path):
 
 
 def parameters(lengths, grad, copy, unaligned):
-    """Lists of scattered tensors; unaligned: each starts one element behind an aligned address."""
+    """Return lists of scattered tensors. unaligned: each starts one element after an aligned
+    address."""
 
     def make(length, seed, dtype=torch.float32, positive=False):
         values = rand(length + unaligned, seed=seed).to(dtype)
@@ -130,7 +131,7 @@ def test_scattered_square_sum(library, dtype):
     torch.testing.assert_close(got, want, rtol=1e-13, atol=0.0)
     torch.testing.assert_close(scattered.run_triton_square_sum(tensors), want, rtol=1e-13, atol=0.0)
     assert torch.equal(got, scattered.run_cuda_square_sum(tensors))
-    many = list(whole[: 70 * 3].split(3))  # more than a launch takes
+    many = list(whole[: 70 * 3].split(3))  # more than one launch takes
     want = scattered.reference_square_sum(many)
     torch.testing.assert_close(scattered.run_cuda_square_sum(many), want, rtol=1e-13, atol=0.0)
     whole[30000] = float("nan")
@@ -167,7 +168,7 @@ def test_an_address_on_another_device_is_refused(monkeypatch):
 
 
 def compiler(folder, *lines):
-    """An nvcc that only says these lines."""
+    """Create an nvcc that prints these lines and fails; return its CUDA folder."""
     nvcc = folder / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text("\n".join(("#!/bin/sh", *(f"echo '{line}'" for line in lines), "exit 1\n")))

@@ -1,4 +1,4 @@
-"""The doctor says what is there, and its status whether a run can start."""
+"""The doctor: its report on a machine, and its exit status, which says whether a run can start."""
 
 import importlib.util
 import subprocess

@@ -1,4 +1,4 @@
-"""Router, permutation and grouped product of a mixture of experts, against fp64."""
+"""Router, permutation and grouped product of mixture-of-experts layers, against fp64."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_nan_is_passed_on_and_chooses_experts_that_are_there(score):
 
 
 def order_of(tokens, k, experts, seed=0, skipped=()):
-    """Choices of a batch, some experts left without tokens, and their order."""
+    """Return random choices of experts, of which those in `skipped` get none, and their order."""
     allowed = torch.tensor([e for e in range(experts) if e not in skipped], device="cpu")
     draws = torch.rand(tokens, len(allowed), generator=generator(seed), device="cpu")
     chosen = allowed[draws.argsort(1)[:, :k]].to(torch.int32).to(DEVICE)

@@ -1,4 +1,4 @@
-"""Quantisation to 8 bits: the same bits as the reference, and the error of the type."""
+"""Quantisation to 8 bits: the same bits as the reference, with errors that the type allows."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_quantise(dtype, block, power_of_two):
     want, true_scales = fp8.reference(x, dtype, block, power_of_two)
     assert torch.equal(scales, true_scales)
     assert got.dtype == dtype and torch.equal(got.view(torch.uint8), want.view(torch.uint8))
-    # Half a unit in the last place of the type, or of its smallest number.
+    # Half a unit in the last place of the number, or of the smallest normal number.
     eps, least = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
     allowed = (x.abs() * 0.5).clamp_min(scales.max() * least * 0.5) * eps * 1.001
     assert ((fp8.restore(got, scales, block) - x).abs() <= allowed).all()

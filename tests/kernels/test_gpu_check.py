@@ -1,5 +1,5 @@
-"""The bench of kernels, on tiny sizes: everything runs, is right, and is written down; and what
-goes wrong on the way costs no more than its own number.
+"""The kernel benchmark, on tiny sizes: everything runs, is checked and is recorded; a failure costs
+only its own measurement.
 """
 
 import json
@@ -94,7 +94,7 @@ def test_sizes_have_the_same_cases_and_work_that_counts():
     assert {c.name for c in grouped} >= {"8 experts", "64 experts"}
     assert grouped[0].forward.products == ((32768, 14336, 4096),)
     assert grouped[0].backward.flops == 2 * grouped[0].forward.flops
-    # Backward reads the gradient, and reads and writes each row once.
+    # The backward pass reads the gradient, and reads and writes each row once.
     unpermute = next(c for c in real if c.kernel == "unpermute")
     assert unpermute.backward.bytes == (1 + 2 * 2) * 2 * 16384 * 4096
 
@@ -117,7 +117,7 @@ def test_a_pass_stands_beside_a_copy_or_bare_products(monkeypatch):
 
 
 class Clocked:
-    """An event of a GPU that runs what it is told at once."""
+    """Stands for an event of a GPU that executes everything immediately."""
 
     now = 0.0
 
@@ -158,7 +158,7 @@ def test_a_timing_has_enough_samples_and_nothing_of_what_precedes_a_call(
 
 
 class Doubled(torch.autograd.Function):
-    """Right forward, wrong backward."""
+    """A function with a correct forward and a wrong backward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -241,7 +241,7 @@ def test_goals_are_of_what_a_run_takes_and_of_the_worst_case():
     assert reached["norm backward over a copy"]["met"] is False
     assert reached["rotary forward over a copy"]["met"] is None
     assert reached["own attention forward, TFLOP/s"]["measured"] == pytest.approx(600.0)
-    # What would run is wrong: it is no choice to be proud of.
+    # The chosen implementation gives wrong results, so its speed does not meet the goal.
     assert reached["chosen attention over the best"]["met"] is None
     assert reached["llama-8b-slice: mfu_causal"]["met"] is False
     assert reached["llama-8b-slice: over plain torch.compile"]["met"] is True
@@ -274,7 +274,7 @@ for number in range(begin, 3):
 
 
 def empty():
-    return gpu_check.Results({**gpu_check._OF_KERNELS, "training": []})
+    return gpu_check.Results({**gpu_check._OF_KERNELS, "tests": {}, "training": []})
 
 
 def test_an_implementation_that_ends_its_process_costs_only_itself(tmp_path):
@@ -308,21 +308,36 @@ def test_rows_that_are_left_out_stay_as_they_were(monkeypatch):
 
 
 def test_tests_end_as_pytest_says(tmp_path, monkeypatch):
-    monkeypatch.setattr(limited, "_GRACE", 60.0)  # pytest may tell what failed, however slow
+    monkeypatch.setattr(limited, "_GRACE", 60.0)  # even a slow pytest reports its failures
     good, bad, slow = (tmp_path / f"test_{name}.py" for name in ("good", "bad", "slow"))
     good.write_text("def test_failed_errors(): pass")
     bad.write_text("def test_one(): pass\ndef test_two(): assert 1 == 2")
     slow.write_text("import time\ndef test_one(): assert 1 == 2\ndef test_two(): time.sleep(600)")
-    assert gpu_check.run_tests(good, 60, dry=True)["outcome"] == "passed"
-    found = gpu_check.run_tests(bad, 60, dry=True)
+
+    def run(path, seconds):
+        return gpu_check.run_tests(gpu_check.Tests(1.0, [], str(path)).command(True), seconds)
+
+    assert run(good, 60)["outcome"] == "passed"
+    found = run(bad, 60)
     assert found["outcome"] == "failed" and found["counts"].startswith("1 failed, 1 passed")
     assert "assert 1 == 2" in found["log"]
-    heeded = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a shell
+    heeded = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background job
     try:
-        found = gpu_check.run_tests(slow, 10, dry=True)
+        found = run(slow, 10)
     finally:
         signal.signal(signal.SIGINT, heeded)
     assert found["outcome"].startswith("not finished after") and "assert 1 == 2" in found["log"]
+
+
+def test_tests_of_steps_are_there_and_what_has_no_time_is_left_out():
+    results, soon = empty(), time.monotonic() + 100
+    gpu_check.check_tests(results, "steps", 500.0, soon, dry=True)
+    gpu_check.check_tests(results, "kernels", 20.0, soon, dry=False)
+    steps, kernels = results.known["tests"]["steps"], results.known["tests"]["kernels"]
+    assert steps["outcome"] == "passed", steps
+    assert kernels == {"outcome": "left out for time"}
+    for tests in gpu_check.TESTS.values():
+        assert all((ROOT / target.partition("::")[0]).exists() for target in tests.targets)
 
 
 def test_what_a_command_started_ends_with_it(tmp_path, monkeypatch):
@@ -332,7 +347,7 @@ def test_what_a_command_started_ends_with_it(tmp_path, monkeypatch):
     for limits in ({"seconds": 1.0}, {"seconds": 50.0, "quiet": 1.0}):
         done = run_limited(["bash", "-c", script], **limits)
         assert done.code is None and done.lines == ["begun"] and done.seconds < 20
-        # It is gone, or nobody has asked yet how it ended.
+        # The process is gone, or a zombie that has not been waited for.
         status = Path(f"/proc/{mark.read_text().strip()}/stat")
         until = time.monotonic() + 10
         while status.exists() and status.read_text().split()[2] != "Z":

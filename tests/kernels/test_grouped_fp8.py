@@ -1,4 +1,4 @@
-"""Experts in 8 bits: rounded as each would be on its own, and their products against fp64."""
+"""Experts in 8 bits: each is rounded as it would be alone, and products agree with fp64."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 COUNTS = [(3, 0, 200, 128, 0), (0, 0, 0), (1,), (0, 300, 0), (129, 127, 1, 31), tuple(range(12))]
 SUMS = torch.float16 if DEVICE == "cuda" else None
-"""Generation 9 keeps 14 bits of a sum of 8-bit products, more than fp16 has."""
+"""Chips of generation 9 sum 8-bit products with 14 bits, so fp16's tolerance holds."""
 
 
 def ends_of(counts):
@@ -22,7 +22,7 @@ def bits(x):
 
 
 def chosen(name, *arguments):
-    """Triton's implementation, which takes the arguments."""
+    """Return Triton's implementation. Raises `KernelError` if it refuses the arguments."""
     implementation = KERNELS[name].implementations["triton"]
     reason = implementation.refuses(*arguments)
     if reason is not None:
@@ -31,7 +31,7 @@ def chosen(name, *arguments):
 
 
 def same(name, *arguments):
-    """Whether what Triton gives is what the reference gives, bit by bit, in new memory too."""
+    """Return whether Triton and the reference agree bit by bit, with new memory filled by NaN."""
     with deterministic():
         got = chosen(name, *arguments)(*arguments)
     want = KERNELS[name].reference(*arguments)
@@ -43,7 +43,7 @@ def same(name, *arguments):
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("dtype", fp8.TYPES)
 def test_every_expert_has_a_scale_of_its_own(counts, dtype):
-    x = rand(sum(counts) + 3, 40, scale=30.0)  # three places that no expert has
+    x = rand(sum(counts) + 3, 40, scale=30.0)  # three rows belong to no expert
     assert same("quantise_experts", x, ends_of(counts), dtype)
 
 
@@ -63,13 +63,13 @@ def test_columns_of_strided_low_precision_with_zeros_and_rows_of_nobody(dtype, s
     x[:, 5] = 0.0
     assert same("quantise_columns", x, ends_of((20, 0, 110)), fp8.TYPES[0], sharing)
     assert same("quantise_experts", x, ends_of((20, 0, 110)), fp8.TYPES[0])
-    turned = x.t()  # whose rows are not adjacent
+    turned = x.t()  # its rows are not contiguous
     assert same("quantise_columns", turned, ends_of((20, 0, 50)), fp8.TYPES[0], sharing)
 
 
 @pytest.mark.parametrize("sharing", grouped_fp8.SHARING)
 def test_rounding_is_that_of_each_expert_alone(sharing):
-    """In its own rows from a multiple of 128 on."""
+    """In the transposed result, each expert's rows start at a multiple of 128."""
     x, counts = rand(331, 48), (3, 0, 200, 128)
     block = {"expert": None, "column": (1, 0), "block": (1, 128)}[sharing]
     got, scales = grouped_fp8.run_columns(x, ends_of(counts), sharing=sharing)
@@ -103,7 +103,7 @@ def test_what_is_not_finite_shows_in_the_products_of_its_expert_alone(sharing):
 
 
 def operands(counts, outputs, inputs, blocks, left=torch.float8_e4m3fn, scale=1.0):
-    """Rows and matrices in 8 bits, with scales of rows or of blocks."""
+    """Return rows and matrices in 8 bits, with a scale per row or per block."""
     x = rand(sum(counts), inputs, scale=scale)
     weights = rand(len(counts) * outputs, inputs, seed=1)
     a, a_scales = fp8.reference(x, left, (1, 128) if blocks else (1, 0))
@@ -133,7 +133,7 @@ def test_product(dtype, blocks, counts, outputs, inputs):
     given = operands(counts, outputs, inputs, blocks)
     got = chosen("grouped_scaled_product", *given, dtype)(*given, dtype)
     want = grouped_fp8.reference(*given, torch.float64)
-    # Rows of one large number by small ones are sums of what is much larger than they are.
+    # A sum may be much smaller than its terms, so errors are compared with at least 1.
     assert_close(grouped_fp8.KERNEL, got, want, inputs, "product", 1.0, SUMS)
     assert got.dtype == dtype
 
@@ -144,7 +144,7 @@ def test_rows_of_matrices_may_lie_apart():
     bits(apart)[:, :48, 32:128] = bits(b)
     got = grouped_fp8.run_triton(a, apart[:, :48, 32:128], *rest)
     assert torch.equal(got, grouped_fp8.run_triton(a, b, *rest)) and got.any()
-    turned = bits(b).mT.contiguous().view(b.dtype).mT  # what is summed over is not adjacent
+    turned = bits(b).mT.contiguous().view(b.dtype).mT  # the summed dim is not contiguous
     assert torch.equal(got, grouped_fp8.run_triton(a, turned, *rest))
 
 
@@ -254,7 +254,7 @@ def test_what_torch_is_not_given(change, why, monkeypatch):
         given = a, b, *map(torch.empty, scales), ends, change.get("out", torch.bfloat16)
         implementation = grouped_fp8.KERNEL.implementations["torch"]
         reason = implementation.refuses(*given)
-        if why is None:  # torch says for itself what it takes
+        if why is None:  # torch checks the rest itself
             monkeypatch.setattr(grouped_fp8.grouped, "clear_op", lambda *_: None)
             assert reason is None and implementation.run(*given).shape == (100, 32)
         else:

@@ -1,4 +1,4 @@
-"""Triton's interpreter as the tests use it: faster, and no less strict."""
+"""Triton's interpreter, as the tests speed it up: it stays as strict."""
 
 import pytest
 import torch

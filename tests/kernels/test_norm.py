@@ -7,7 +7,7 @@ from megaframe_kernels import norm
 
 
 def arguments(shape, dtype, kind, added, scale=1.0):
-    """With a residual, numbers whose sum is exact: the truth adds them without rounding."""
+    """Return arguments of a norm. With a residual, the sum is exact, as in the fp64 reference."""
     width = shape[-1]
     x, residual = rand(*shape, seed=0) * scale, None
     if added:

@@ -1,4 +1,4 @@
-"""Every operator as torch.library wants it, and kernels inside torch.compile without a break."""
+"""Every operator passes torch.library's checks, and kernels compile without a graph break."""
 
 import pytest
 import torch
@@ -67,8 +67,8 @@ CASES = {
 
 
 CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-"""Of 8-bit numbers; to see whether they were written, `test_schema` multiplies them, which torch
-cannot."""
+"""Checks of operators on 8-bit numbers. `test_schema` is left out: it multiplies its arguments to
+see whether they were written, which torch cannot do in 8 bits."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -83,7 +83,7 @@ def test_operator(name):
 
 
 def block(x, gain, gate_up, down, logits_weight, labels, spans, cos, sin):
-    """What a small transformer does, by chosen kernels."""
+    """Compute what a small transformer computes, with the chosen kernels."""
     normed, total = CHOICES["norm"](x, gain, None, x)
     heads = CHOICES["rotary"](normed.unflatten(-1, (2, 16)), cos, sin)
     out, _ = CHOICES["attention"](heads, heads, heads, spans)

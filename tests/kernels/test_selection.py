@@ -1,4 +1,4 @@
-"""Which implementation is chosen, what is said of those that are not, and the tolerance."""
+"""The choice of implementations, the reasons why others are not chosen, and the tolerance."""
 
 import json
 import sys
@@ -97,7 +97,7 @@ def test_the_unrelated_package_apex_is_told_from_nvidias(tmp_path, monkeypatch):
 
 def test_a_triton_that_is_too_old_is_named(monkeypatch):
     assert installed.missing_triton((3, 5)) is None
-    monkeypatch.setattr(triton, "__version__", "3.5.1+gitbfeb0668")  # of no package of that name
+    monkeypatch.setattr(triton, "__version__", "3.5.1+gitbfeb0668")  # not a released version
     assert installed.missing_triton((3, 5)) is None
     assert "3.6 does" in installed.missing_triton((3, 6))
     assert "does not compile it; 99.0 does" in installed.missing_triton((99, 0))

@@ -1,4 +1,4 @@
-"""Spans against masks written out."""
+"""Spans, compared with explicit masks."""
 
 import torch
 from exactness import DEVICE

@@ -1,5 +1,5 @@
-"""The network lab: a run over its links is the run without them, links are as slow as they say, and
-nothing of a lab stays, however it ends."""
+"""The network lab: its links do not change a run's results, they are as slow as declared, and a lab
+leaves nothing behind, however it ends."""
 
 import importlib.util
 import json
@@ -29,7 +29,7 @@ import pretrain_gpt  # noqa: E402
 
 
 def refused():
-    """Why there can be no lab here."""
+    """Return why this machine can have no lab, or None."""
     try:
         check([Link("1gbit")])
     except UserError as error:
@@ -46,7 +46,7 @@ def namespaces():
 
 
 def processes(mark):
-    """Numbers of the processes that have `mark` as a word of their command line."""
+    """Return the ids of the processes with `mark` among the words of their command line."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -68,8 +68,10 @@ def wait_until(so):
 
 
 def start(folder, *words):
-    """The tool, as a shell starts it in the foreground, from wherever the tests run: what runs in
-    the background is not told of SIGINT."""
+    """Start the tool as a shell starts it in the foreground.
+
+    SIGINT is reset to its default, because a background job, which the tests may be, ignores it.
+    """
     return subprocess.Popen(
         [sys.executable, str(TOOL), "--folder", str(folder / "lab"), *words],
         cwd=ROOT,
@@ -167,8 +169,8 @@ def test_a_run_over_links_is_the_run_without_them(pool, overrides, tmp_path):
     summary = json.loads((tmp_path / "lab/summary.json").read_text())
     assert summary["steps"] == 3 and summary["bytes"]["data"] > 0
     for (sent, _), other in zip(summary["moved"], reversed(summary["moved"]), strict=True):
-        assert sent > 3 * summary["bytes"]["data"] / 2  # of two ranks half of a sum stays
-        # Everything that one host sends the other gets, but for a few packets at both ends.
+        assert sent > 3 * summary["bytes"]["data"] / 2  # with two ranks, half of a sum stays local
+        # The other host receives everything that one sends, except a few packets at both ends.
         assert other[1] == pytest.approx(sent, rel=0.05)
     assert (tmp_path / "lab/host-1.txt").exists()
 
@@ -201,7 +203,7 @@ def test_a_transfer_takes_at_least_as_long_as_its_link_says(tmp_path):
         outcome = run_on(made, [sys.executable, "-c", SEND, str(size)], ranks=1, folder=tmp_path)
     assert outcome.statuses == (0, 0)
     assert outcome.moved[1][0] > size and outcome.moved[0][1] > size
-    # Two buckets are on the way: the host's own and that of the switch.
+    # The path has two token buckets, the host's and the switch's; each lets a burst through.
     assert float((tmp_path / "host-0.txt").read_text()) > (size - 2 * burst) * 8 / 20e6
 
 

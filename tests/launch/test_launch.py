@@ -1,5 +1,5 @@
-"""Launching on engines: what a node does, the script for Slurm against commands that stand in for
-Slurm's, and the files for Kubernetes, SkyPilot and containers."""
+"""Launching on clusters: what a node does, the Slurm script with fake Slurm commands, and the files
+for Kubernetes, SkyPilot and containers."""
 
 import importlib.util
 import os
@@ -64,7 +64,7 @@ def test_a_mistake_ends_a_node_before_its_ranks_are_started(keys, said, monkeypa
 
 
 def test_a_node_ends_with_the_status_of_the_rank_that_failed_first(tmp_path):
-    """And a rank that a signal ended is told as a shell tells it."""
+    """A rank that a signal ended gives 128 plus the signal's number, as in a shell."""
     program = tmp_path / "rank.py"
     program.write_text(
         "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(3)\ntime.sleep(60)\n"
@@ -142,9 +142,12 @@ exit "$STATUS"
 
 @pytest.fixture
 def slurm(tmp_path):
-    """slurm(sick="", status=0, sleep="", **environment) -> process; calls are in tmp_path/calls.
-    sleep: "look" or "run", what takes its time, and has begun when there is tmp_path/calls.up. The
-    script is run as Slurm runs it, from a copy somewhere else."""
+    """slurm(sick="", status=0, sleep="", **environment) -> process of the script.
+
+    Like Slurm, it runs a copy of the script in another folder. The fake commands write their calls
+    to tmp_path/calls. sick: nodes that are not fit. status: the run's exit status. sleep: "look" or
+    "run", the part that takes long; tmp_path/calls.up exists once it has begun.
+    """
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PYTHON)):
@@ -230,7 +233,7 @@ def test_a_job_that_failed_is_queued_again_where_that_may_help(
 def test_a_job_near_its_time_limit_asks_the_run_to_leave_and_is_queued_again(
     seconds, count, again, slurm, tmp_path
 ):
-    """But not for ever where each time leaves a moment only to train."""
+    """A job is not queued again forever if every start leaves only a moment to train."""
     process = slurm(sleep="run", SLURM_RESTART_COUNT=str(count), SECONDS=str(seconds))
     said = asked_to_leave(process, tmp_path)
     assert process.returncode == (0 if again else 138), said
@@ -241,7 +244,7 @@ def test_a_job_near_its_time_limit_asks_the_run_to_leave_and_is_queued_again(
 
 
 def asked_to_leave(process, tmp_path):
-    """What a job says that is asked to leave as soon as what sleeps has begun."""
+    """Send SIGUSR1 to a job as soon as its long part has begun; return what it says."""
     deadline = time.monotonic() + 20
     while not (tmp_path / "calls.up").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -287,7 +290,7 @@ def documents(path):
 
 
 def find(document, key):
-    """All values of a key, however deep."""
+    """Yield all values of a key, at any depth."""
     if isinstance(document, dict):
         for name, value in document.items():
             if name == key:
@@ -299,7 +302,7 @@ def find(document, key):
 
 
 def lost(document, kept, where=""):
-    """Places of a document that are not in what a model has kept of it, which adds defaults."""
+    """Return the places of a document that differ in `kept`; defaults that `kept` adds are fine."""
     if isinstance(document, dict) and isinstance(kept, dict):
         pairs = [(key, value, kept.get(key)) for key, value in document.items()]
     elif isinstance(document, list) and isinstance(kept, list) and len(kept) == len(document):
@@ -311,8 +314,8 @@ def lost(document, kept, where=""):
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
 def test_manifests_are_what_their_schemas_say(path):
-    """The models of Kubeflow's own package refuse wrong types and drop what they do not know, so a
-    document that comes back whole is one. PyTorchJob, which it has not, has a pod like the others.
+    """Kubeflow's own models refuse wrong types and drop unknown keys, so a document is valid if a
+    round trip loses nothing. They have no PyTorchJob, so only its keys and its pod are checked.
     """
     models = pytest.importorskip("kubeflow_trainer_api.models")
     for document in documents(path):

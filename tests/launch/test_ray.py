@@ -1,5 +1,5 @@
-"""Runs and sweeps on a real Ray cluster of two nodes on this machine: a rank that is killed comes
-back and loses nothing, and a sweep stops what is behind."""
+"""Runs and sweeps on a real Ray cluster of two nodes on this machine: a killed rank is replaced and
+nothing is lost, and a sweep stops the worse trials."""
 
 import json
 import os
@@ -29,7 +29,7 @@ from megaframe.errors import UserError  # noqa: E402
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Address of a cluster of two nodes with a CPU each."""
+    """Yield the address of a cluster of two nodes with one CPU each."""
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     made.add_node(num_cpus=1)
     made.wait_for_nodes()
@@ -39,8 +39,10 @@ def cluster():
 
 @pytest.fixture
 def start(tmp_path):
-    """start(tool, *words) -> process; what it says goes to tmp_path/said: a pipe that nobody reads
-    while a test waits for something else would stop it."""
+    """start(tool, *words) -> process, whose output goes to tmp_path/said.
+
+    A pipe would block the process while a test waits for something else and does not read it.
+    """
     started = []
 
     def make(tool, *words):
@@ -57,12 +59,12 @@ def start(tmp_path):
 
 
 def ended(process, tmp_path):
-    """Status and words of a process."""
+    """Wait for a process; return its exit status and output."""
     return process.wait(300), (tmp_path / "said").read_text()
 
 
 def worker_of(run, rank):
-    """Ray's process that has started a rank of a run."""
+    """Return the id of Ray's process that started a rank of a run. Raises `LookupError`."""
     for path in Path("/proc").glob("[0-9]*"):
         try:
             words = (path / "cmdline").read_bytes().split(b"\0")

@@ -1,5 +1,5 @@
-"""Runs on a real Slurm cluster of two nodes on this machine: a rank that is killed and a job that
-is asked to leave lose nothing, a node that is sick has no part, and a cancelled job leaves nothing.
+"""Runs on a real Slurm cluster of two nodes on this machine: a killed rank and a job that is asked
+to leave lose nothing, an unfit node is not used, and a cancelled job leaves no process behind.
 """
 
 import os
@@ -20,8 +20,8 @@ sys.path.insert(0, str(ROOT))
 import pretrain_gpt  # noqa: E402
 from megaframe.layout import Layout  # noqa: E402
 
-# Both nodes are this machine: of the plugins those that need nothing else of it. Credentials are
-# valid for as long as a job that is queued again has to wait, two minutes where nothing is said.
+# Both nodes are this machine, so only plugins that need nothing else are used. A job that is queued
+# again waits until its credentials expire: after 5 seconds here, by default after two minutes.
 CONFIG = """
 ClusterName=test
 SlurmctldHost=localhost
@@ -49,7 +49,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare", "nsenter")
 
 
 def refused():
-    """Why there can be no cluster here."""
+    """Return why this machine can have no cluster, or None."""
     if absent := [name for name in PROGRAMS if shutil.which(name, path=search()) is None]:
         return f"Slurm is not installed: {', '.join(absent)} not found"
     if (
@@ -61,7 +61,7 @@ def refused():
 
 
 def search():
-    """Where daemons are, which the PATH of a user may not have."""
+    """Return the PATH extended by the folder of daemons, which a user's PATH may lack."""
     return f"{os.environ['PATH']}:/usr/sbin"
 
 
@@ -69,7 +69,7 @@ pytestmark = pytest.mark.skipif(refused() is not None, reason=str(refused()))
 
 
 class Cluster:
-    """A cluster whose files are in a folder and whose daemons are processes of this one."""
+    """A cluster with its files in one folder and its daemons as child processes."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -88,7 +88,7 @@ class Cluster:
         self._daemons = {}
 
     def begin(self):
-        """Raises `AssertionError` with what the daemons said when the nodes do not come up."""
+        """Start the daemons. Raises `AssertionError` with their logs if nodes do not come up."""
         files = {"key-file": "key", "socket": "munge", "pid-file": "pid", "seed-file": "seed"}
         words = [f"--{name}={self.folder / path}" for name, path in files.items()]
         words.append(f"--log-file={self.folder / 'munged.log'}")
@@ -96,7 +96,7 @@ class Cluster:
         until(lambda: (self.folder / "munge").exists())
         self._start("slurmctld", "slurmctld", "-D", "-i")
         for name in ("n1", "n2"):
-            # A node sees disks of its own where a test wants that.
+            # Each node has its own mounts, so that a test can give it a disk of its own.
             self._start(name, "unshare", "--mount", "slurmd", "-D", "-N", name)
         until(lambda: self.ask("sinfo", "-h", "-o", "%D %t") == "2 idle", self.said)
 
@@ -110,31 +110,31 @@ class Cluster:
         return "\n".join(path.read_text() for path in self.folder.glob("*.txt"))
 
     def ask(self, *command, **environment):
-        """What one of Slurm's commands prints."""
+        """Run one of Slurm's commands; return what it prints."""
         environment = {**self.environment, **environment}
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
         return done.stdout.strip()
 
     def submit(self, output, *words, **environment):
-        """Number of a job of two nodes that runs the script with `words`."""
+        """Submit a job of two nodes that runs the script with `words`; return its number."""
         asked = ("--parsable", "--nodes=2", "--time=10", f"--output={output}")
         number = self.ask("sbatch", *asked, "tools/launch/slurm.sh", *words, **environment)
         assert number.isdigit(), self.said()
         return number
 
     def job(self, number):
-        """What Slurm knows of a job."""
+        """Return Slurm's record of a job."""
         words = self.ask("scontrol", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait(self, number):
-        """State in which a job ends."""
+        """Wait for a job to end; return its state."""
         waiting = {"PENDING", "RUNNING", "COMPLETING"}
         until(lambda: self.job(number)["JobState"] not in waiting, self.said)
         return self.job(number)["JobState"]
 
     def processes(self, **variables):
-        """Environments of the processes of this cluster that have these, by number."""
+        """Return the environments of this cluster's processes with these variables, by id."""
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
             try:
@@ -148,20 +148,20 @@ class Cluster:
         return found
 
     def ranks(self, number):
-        """Environments of the ranks of a job, by their processes; more than one may have a rank's
-        where it has started something."""
+        """Return the environments of a job's ranks, by process id. A rank's child processes inherit
+        its environment, so a rank may be listed more than once."""
         found = self.processes(SLURM_JOB_ID=number)
         return {pid: variables for pid, variables in found.items() if "RANK" in variables}
 
     def mount(self, node, folder):
-        """Give a node a disk without room there."""
+        """Mount a disk of 1 MiB at `folder`, on one node only."""
         inside = ("nsenter", "--mount", f"--target={self._daemons[node].pid}")
         subprocess.run(
             [*inside, "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True
         )
 
     def end(self):
-        """Whatever has come of it, nothing of it stays."""
+        """Kill the daemons and all other processes of this cluster."""
         for process in self._daemons.values():
             process.kill()
             process.wait()
@@ -194,13 +194,13 @@ def train(words):
 
 
 def steps(run):
-    """Steps that a run has told."""
+    """Return the number of steps in a run's metrics."""
     metrics = run / "metrics.jsonl"
     return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
 def test_a_job_loses_nothing_to_a_kill_and_to_its_time_limit(cluster, pool, overrides, tmp_path):
-    """The limit itself is a matter of minutes to Slurm; what it sends then is sent by scancel."""
+    """Slurm's time limits are whole minutes, so scancel sends the signal of the limit instead."""
     keys = {"train__steps": 100, "checkpoint__every": 10, "parallel__tensor": 2}
     run, said = tmp_path / "run", tmp_path / "said"
     words = overrides(**keys, checkpoint__resume="latest")

@@ -1,4 +1,4 @@
-"""What a trace of a GPU says of its transfers: against counting microseconds one by one."""
+"""Exposed transfers in a trace of a GPU, compared with counting microseconds one by one."""
 
 import gzip
 import json

@@ -89,7 +89,7 @@ def test_a_line_is_written_one_step_later_or_when_settled(tmp_path):
 def test_a_resumed_run_appends_to_the_same_file(tmp_path, capsys):
     _, meter = make(tmp_path)
     for number in range(1, 6):
-        step(meter, number)  # killed here: step 5 has no line
+        step(meter, number)  # a kill here leaves step 5 without a line
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "lo')
     _, meter = make(tmp_path, start=3)

@@ -17,7 +17,7 @@ from megaframe.stage import model_specs
 
 
 def work(folder):
-    """What this rank prints, and what it finds."""
+    """Return what this rank prints, and its results."""
     with redirect_stdout(StringIO()) as printed:
         results = found(folder)
     return printed.getvalue(), results
@@ -74,7 +74,7 @@ def found(folder):
 
 @pytest.fixture(scope="module")
 def ranks(pool, tmp_path_factory):
-    """(run folder, standard output of each rank, results of each rank)."""
+    """Return (run folder, standard output of each rank, results of each rank)."""
     folder = tmp_path_factory.mktemp("ranks")
     return folder, *zip(*pool.run(2, work, folder), strict=True)
 
@@ -83,7 +83,7 @@ def test_reductions_in_two_collectives(ranks):
     for rank, (first, *_) in enumerate(ranks[2]):
         assert first["calls"] == 2
         assert first["values"] == {
-            "last": rank + 7.0,  # not communicated: what counts is the first rank's
+            "last": rank + 7.0,  # not communicated: only the first rank's value is used
             f"only{rank}": 1.0,
             "sum": 3.0,
             "max": 1.0,

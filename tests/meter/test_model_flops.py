@@ -1,4 +1,4 @@
-"""FLOPs per token against numbers counted by hand."""
+"""FLOPs per token, compared with counts by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def config(model, **train):
 def test_the_model_of_the_benchmarks():
     given_config = config({"layers": 6, "hidden": 512, "heads": 8, "vocab": 50304}, seq=256)
     flops = count_flops(model_specs(given_config), given_config)
-    # A layer: 4 of 512 x 512 in attention, 2 of 512 x 2048 in the MLP; the head 50304 x 512.
+    # A layer has 4 matrices 512 x 512 (attention) and 2 of 512 x 2048 (MLP); the head 50304 x 512.
     matrices = 6 * (4 * 512 * 512 + 2 * 512 * 2048) + 50304 * 512
     assert matrices == 44_630_016
     assert flops.model == 6 * matrices + 6 * 6 * 512 * 256 == 272_498_688
@@ -42,7 +42,7 @@ def test_gpt2_124m():
         seq=1024,
     )
     flops = count_flops(model_specs(given_config), given_config)
-    # 12 layers of 12 x 768^2; the tied table once, as head; no positions, norms or biases.
+    # 12 layers of 12 x 768^2; the tied table counts once, as head; positions, norms, biases do not.
     matrices = 12 * 12 * 768**2 + 50257 * 768
     assert matrices == 123_532_032
     assert flops.model == 6 * matrices + 12 * 6 * 768 * 1024 == 797_815_296
@@ -79,12 +79,12 @@ def test_only_what_is_multiplied_counts():
 def test_windows_count_the_keys_inside_them(seq, window):
     exact = sum(min(position + 1, window) for position in range(seq)) / seq
     counted = mean_keys(seq, window)
-    # Whole keys count the query's own in full: half a key more in the triangle, none behind it.
+    # `exact` counts the query's own key fully: half a key more in the triangle, no more after it.
     assert counted == pytest.approx(exact - min(window, seq) / (2 * seq), rel=1e-12)
 
 
 def test_every_layer_counts_the_keys_of_its_own_window():
-    """Of five layers and two predictors by turns 64, none and 128: three, two and two of them."""
+    """Five layers and two predictors have windows 64, none, 128 in turn: three, two and two."""
     shape = {"layers": 5, "hidden": 32, "heads": 4, "vocab": 97, "mtp_depth": 2}
     keys = [64 - 64**2 / 2048, 512, 128 - 128**2 / 2048]
     mixed, none = (

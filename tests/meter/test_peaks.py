@@ -1,4 +1,4 @@
-"""A peak is the right one or none."""
+"""Peaks of chips: the right one, or none."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_cpu_is_measured_and_the_note_says_so():
     state = torch.get_rng_state()
     mesh = Mesh(Layout(), device="cpu")
     measured = device_peak(RunConfig.model_validate({"train": {"precision": "fp32"}}), mesh)
-    # Far below any slow core and far above any fast machine: the unit is right.
+    # The bounds are far below a slow core and far above a fast machine: they check the unit.
     assert 1e-4 < measured.tflops < 1e3
     assert "measured matmul peak of" in measured.note and "fp32" in measured.note
     assert torch.equal(state, torch.get_rng_state())

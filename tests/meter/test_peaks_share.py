@@ -1,4 +1,4 @@
-"""Shares of the peak, and the one that proves the peak wrong."""
+"""Shares of the peak: one above 1 shows that a measured peak is wrong, and is not reported."""
 
 from megaframe.meter.peaks import Peak
 

@@ -1,4 +1,4 @@
-"""What a person sees, on a terminal that can do nothing."""
+"""Console output, on a terminal without any capability."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def line(step, **more):
 
 @pytest.fixture
 def shown(tmp_path, capsys, monkeypatch):
-    """Shows lines to a sink with the given keys of the config; returns what was printed."""
+    """shown(lines, start=0, **keys of the config) -> what a console sink prints of these lines."""
     monkeypatch.setenv("TERM", "dumb")
 
     def show(lines, start=0, **keys):

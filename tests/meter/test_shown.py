@@ -1,4 +1,4 @@
-"""Console modes and Prometheus, as a run shows itself."""
+"""What a run shows: console modes, Prometheus, profiles, and the report of memory."""
 
 import json
 import urllib.error
@@ -89,7 +89,7 @@ def test_a_gpu_tells_of_fragmentation():
     torch.cuda.reset_peak_memory_stats()
     before = allocator(torch.device("cuda"))
     kept = [torch.empty(3 << 20, dtype=torch.uint8, device="cuda") for _ in range(12)]
-    del kept[::2]  # holes of 3 MiB between blocks that are in use
+    del kept[::2]  # leaves holes of 3 MiB between used blocks
     after = allocator(torch.device("cuda"))
     assert after["reserved_bytes"] >= before["reserved_bytes"] + (36 << 20) - (20 << 20)
     assert after["fragmented_bytes"] >= 3 << 20

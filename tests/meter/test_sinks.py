@@ -1,4 +1,4 @@
-"""Sinks, read back with the readers of those who will read them."""
+"""Sinks: what they write, read back as its users read it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_resumed_run_continues_on_one_curve(tmp_path, written, start, torn):
         sink.write(line(step))
     sink.close()
     before = [step for step in steps_of(path) if step <= start]
-    # A last line that lost nothing but its line end is whole, and kept.
+    # A last line that lost only its newline is complete, and kept.
     complete = written + (torn >= len(json.dumps(line(written + 1))))
     assert before == list(range(1, min(complete, start) + 1))
     assert steps_of(path) == [*before, start + 1, start + 2]
@@ -134,8 +134,11 @@ def test_tensorboard_shows_one_curve_after_a_resume(tmp_path):
 
 
 def wandb_records(path):
-    """Records of an offline run's file: blocks of 32 KiB with pieces as in LevelDB's log, together
-    protocol buffers (wandb's own reader is not part of every version of its package)."""
+    """Return the records of an offline run's file.
+
+    They are protocol buffers, divided into pieces in blocks of 32 KiB as in LevelDB's log. wandb's
+    own reader is not used, because some versions of its package lack it.
+    """
     internal = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     data = path.read_bytes()
     position, parts, records = 7, b"", []
@@ -146,15 +149,15 @@ def wandb_records(path):
         _, size, kind = struct.unpack_from("<IHB", data, position)
         parts += data[position + 7 : position + 7 + size]
         position += 7 + size
-        if kind in (1, 4):  # whole, last
+        if kind in (1, 4):  # a whole record, or its last piece
             records.append(internal.Record.FromString(parts))
             parts = b""
     return records
 
 
 def wandb_rows(path):
-    """The history of a finished run. Its file is completed by a process of wandb's own, which may
-    be a moment behind."""
+    """Return the history of a finished run. First waits for wandb's own process, which completes
+    the run's file."""
     deadline = time.monotonic() + 30
     while not any(record.HasField("exit") for record in wandb_records(path)):
         assert time.monotonic() < deadline, "the run was not finished in its file"
@@ -173,7 +176,7 @@ def test_wandb_offline_holds_the_same_values_under_one_id(tmp_path, monkeypatch)
     monkeypatch.setenv("HOME", str(tmp_path))
     rows = []
     for start in (0, 2):
-        time.sleep(1.0 if start else 0.0)  # wandb names its folders by the second
+        time.sleep(1.0 if start else 0.0)  # wandb's folder names have whole seconds
         sink = WandbSink(tmp_path, "project", RunConfig(), start)
         for step in (start + 1, start + 2):
             sink.write(line(step, loss_scale=65536.0))

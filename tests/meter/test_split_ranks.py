@@ -1,8 +1,8 @@
-"""Real ranks, delayed on purpose: the time shows in the part that was delayed and in no other.
+"""Real ranks with artificial delays: the time shows in the part that was delayed and in no other.
 
-Where a rank delays itself the clock is one that knows of nothing else, so what a busy machine adds
-is not there. What ranks wait for each other takes real time, to which a busy machine adds in some
-steps: one step in which all of it is right will do, and code that is wrong has none.
+If a rank delays itself, an artificial clock advances by nothing else, so a busy machine adds no
+time. Waits between ranks take real time, which a busy machine lengthens in some steps. Such a test
+passes if all values are right in any one step; wrong code has no such step.
 """
 
 import json
@@ -40,7 +40,7 @@ LAST = FIRST + len(PLACES)
 
 
 class OwnClock:
-    """Nanoseconds that pass when it is read, a few, and when it is delayed."""
+    """A clock in nanoseconds that advances only by TICK per reading and by explicit delays."""
 
     TICK = 10_000
 
@@ -57,7 +57,7 @@ class OwnClock:
 
 
 class Delays:
-    """From step FIRST on, the first call of a place in each step takes longer, one place a step."""
+    """From step FIRST on, delays the first call of one place per step, each step another place."""
 
     def __init__(self, patch):
         self.clock, self.step, self.left = OwnClock(patch), 1, False
@@ -137,7 +137,7 @@ def test_rows_have_every_rank_and_sum_to_the_step(pool, overrides, tmp_path):
 
 
 def one_rank_of_four_is_late(line):
-    """The others wait for it, and no network is to blame."""
+    """Return whether the waits of the others are charged to the late rank, not to the network."""
     late_by = pytest.approx(0.75 * DELAY, rel=0.3)
     waits = [lost for cause, lost in line["lost"].items() if cause.startswith("communication/")]
     return (
@@ -163,7 +163,7 @@ def slower(patch, owner, name, seconds):
 
 
 class SlowWork:
-    """A link on which what was sent is there LATENCY after it arrived."""
+    """A transfer over a slow link: it completes `latency` seconds after its message arrived."""
 
     latency = 0.06
 
@@ -203,7 +203,8 @@ def test_a_wait_for_a_neighbour_is_bubble_and_for_a_slow_link_communication(
 
 
 def told_apart(line, prepare):
-    """The second stage waits for four microbatches of the first one."""
+    """Return whether the second stage's wait for four microbatches is charged to its cause: to
+    communication for a slow link, to the bubble for a slow first stage."""
     delay = 4 * SlowWork.latency
     bubble, moving = (line["ranks"][part][1] for part in ("bubble", "communication/pipeline"))
     if prepare is slow_link:

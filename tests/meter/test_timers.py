@@ -1,4 +1,4 @@
-"""The parts of a step sum to the step, however timers nest."""
+"""Timers: however they nest, the parts of a step sum to the step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ programs = st.recursive(
 
 
 class Clock:
-    """Nanoseconds that pass only when the program says so."""
+    """A clock in nanoseconds that advances only when a test says so."""
 
     def __init__(self) -> None:
         self.now = 17
@@ -43,7 +43,7 @@ def run(program, timer, clock, part, expected) -> None:
 def test_time_goes_to_the_innermost_part_and_none_is_lost(steps):
     clock = Clock()
     timer = StepTimer(clock)
-    clock.now += 5  # before the first step: no step's time
+    clock.now += 5  # before the first step, so it counts for none
     for program in steps:
         timer.start()
         begin, expected = clock.now, Counter(dict.fromkeys(PARTS, 0))
@@ -76,7 +76,7 @@ def test_a_part_that_is_open_at_the_end_of_a_step_goes_on_in_the_next():
 
 
 def transfer(timer, clock, waits, size, before, waited, late=True):
-    """One that is waited for `before` after it was started, for so long."""
+    """Wait for a transfer from `before` after its start, for a duration of `waited`."""
     started = waits.start()
     clock.now += before
     with waits:
@@ -101,7 +101,7 @@ def test_rates_are_of_transfers_that_were_waited_for():
     timer = StepTimer(clock)
     waits = timer.waits("data")
     transfer(timer, clock, waits, 1000, 1, 9)
-    transfer(timer, clock, waits, 10**9, 90, 2)  # it may have been there long before
+    transfer(timer, clock, waits, 10**9, 90, 2)  # it may have arrived long before the wait
     transfer(timer, clock, waits, 10**9, 0, 9, late=False)
     transfer(timer, clock, waits, 2000, 0, 5)
     split = timer.take()
@@ -120,7 +120,7 @@ def test_what_an_evaluation_waits_for_stays_its_own():
 
 
 class Event:
-    """Stands for an event of a GPU's stream: known only when the stream has passed it."""
+    """Stands for an event of a GPU's stream, whose time is known once the stream has passed it."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock

@@ -1,4 +1,4 @@
-"""A trace of real ranks: every action of the schedule, on clocks that agree."""
+"""A trace of real ranks: it has every action of the schedule, on aligned clocks."""
 
 import json
 import time
@@ -19,7 +19,7 @@ AHEAD = 3.0
 
 
 def another_clock(patch):
-    """The second rank's clock is ahead, as that of another machine would be."""
+    """Set the second rank's clock ahead, as another machine's may be."""
     if global_rank() == 1:
         plain = time.perf_counter_ns
         patch.setattr(time, "perf_counter_ns", lambda: plain() + int(AHEAD * 1e9))
@@ -70,7 +70,7 @@ def test_a_trace_has_the_actions_of_the_schedule_and_what_was_sent_arrives_later
         sent = [s for s in slices[here, "compute"] if s["cat"] == kind]
         taken = [s for s in slices[there, "compute"] if s["cat"] == kind and s["name"][0] == of]
         for one, other in zip(sent, taken, strict=True):
-            # It was computed there before it can have been used here.
+            # The sender's action ends before the action that uses its result.
             assert one["ts"] + one["dur"] <= other["ts"] + other["dur"]
     for group in slices.values():
         group.sort(key=lambda one: one["ts"])

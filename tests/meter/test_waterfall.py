@@ -1,4 +1,4 @@
-"""The waterfall leaves nothing over, and puts every loss where it belongs."""
+"""The waterfall: its shares sum to the peak, and each loss is charged to its cause."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Dropout masks: a function of seed, step, place, token and channel, with the promised rate."""
+"""Dropout masks: a function of seed, step, place, token and channel, with the given rate."""
 
 import torch
 

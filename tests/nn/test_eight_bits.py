@@ -1,5 +1,5 @@
-"""Products in 8 bits: exact where the numbers are, within the rounding of the type elsewhere, the
-same under every layout whose shards are whole blocks, and good enough to learn with.
+"""Products in 8 bits: exact for numbers that the type represents, otherwise within its rounding;
+the same under every layout whose shards are whole blocks; and good enough for training.
 """
 
 import sys
@@ -16,11 +16,11 @@ from megaframe.nn.eight_bits import BLOCK, EightBits
 
 SCALINGS = ("tensor", "row", "block")
 GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 3.5, -2.0, 13.0, -104.0, 448.0])
-"""Numbers of e4m3; with fewer bits of mantissa, also of e5m2, but for the odd ones."""
+"""Numbers that e4m3 represents. So does e5m2, except 13 and -104, which need 3 mantissa bits."""
 
 
 def on_the_grid(rows, width, seed, grid=GRID):
-    """Numbers that scales bring onto the grid: each run of 128 holds the largest one."""
+    """Return random numbers of the grid. Each run of 128 has the largest, so scales are exact."""
     picks = torch.randint(
         0, len(grid), (rows, width), generator=torch.Generator().manual_seed(seed)
     )
@@ -35,7 +35,7 @@ def on_the_grid(rows, width, seed, grid=GRID):
 def test_numbers_of_the_type_are_multiplied_exactly(scaling, matrix, rows, width):
     left, right = on_the_grid(rows, width, 0), on_the_grid(160, width, 1)
     eight = EightBits(scaling, NO_KERNELS)
-    # A factor of a power of two goes into the scales, and out of them.
+    # Factors that are powers of two change only the scales.
     made = eight.product(left * 0.25, right * 8.0, gradient=False, matrix=matrix)
     assert torch.equal(made, 2.0 * left @ right.t())
 
@@ -49,7 +49,7 @@ def test_the_error_is_that_of_two_roundings(scaling, gradient):
     e4m3, e5m2 = (2.0**-4, 2.0**-3)  # half a unit in the last place
     of_left = e5m2 if gradient and scaling == "tensor" else e4m3
     relative = (1 + of_left) * (1 + e4m3) - 1
-    # Numbers under the smallest normal one are off by half of the smallest of all, 2^-10 of 448.
+    # Subnormal numbers are off by at most half of the smallest one: by 2^-10, on a scale of 448.
     least = 300 * 2 * 2.0**-10 / 448 * float(left.abs().max() * right.abs().max())
     assert (
         (made - left @ right.t()).abs() <= relative * left.abs() @ right.abs().t() + least
@@ -79,8 +79,8 @@ MOE = {"experts": 4, "ffn": 128, "top_k": 2}
     ],
 )
 def test_layouts_that_leave_scales_alone_do_not_change_the_answer(scaling, parallel, extra, pool):
-    """One scale for a tensor or a row depends on which part of it a tensor rank has; blocks whose
-    borders are those of shards do not."""
+    """A scale per tensor or row depends on which part a tensor rank has; a scale per block does not
+    if shards are whole blocks."""
     model, train = {**WIDE, "activation": "swiglu", **extra}, {"fp8": scaling, "microbatch": 2}
     alone = pool.run(1, run, model, train)[0]
     assert_same(pool.run(2, run, model, train, parallel), alone)
@@ -89,7 +89,7 @@ def test_layouts_that_leave_scales_alone_do_not_change_the_answer(scaling, paral
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_it_learns_as_bf16_does(scaling, build):
-    """A language in which a token tells the next one: both forget how to guess, at one pace."""
+    """On a language whose next token can be predicted, both losses fall equally fast."""
     finals = {}
     for fp8 in ("none", scaling):
         built = build(
@@ -104,16 +104,18 @@ def test_it_learns_as_bf16_does(scaling, build):
 
 
 def learn(built, steps):
-    """Mean loss of the last five steps."""
+    """Train on sequences that count in constant strides; return the mean loss of the last five
+    steps."""
     from megaframe.microbatch import Microbatch
 
     generator, losses = torch.Generator().manual_seed(0), []
+    scale = torch.tensor(1.0 / 128, dtype=torch.float64)
     for step in range(steps):
         start, by = torch.randint(0, 61, (2, 8, 1), generator=generator)
         words = (start + (1 + by % 4) * torch.arange(17)) % 61
         batch = Microbatch(words[:, :-1], words[:, 1:], torch.arange(8) + 8 * step)
         built.optimizer.start_step()
-        losses.append(float(built.stage.forward(0, batch, 1.0 / 128)) / 128)
+        losses.append(float(built.stage.forward(0, batch, scale)) / 128)
         built.stage.backward(0)
         for unit in built.stage.units:
             built.optimizer.reduce(unit)

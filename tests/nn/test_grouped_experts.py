@@ -1,5 +1,5 @@
-"""One product of all experts is that of each of them, forward and backward, with experts that have
-no rows; in 8 bits too."""
+"""One grouped product of all experts equals the products of each, forward and backward, also for
+experts without rows and in 8 bits."""
 
 import pytest
 import torch
@@ -22,8 +22,8 @@ def test_one_product_of_all_experts_is_the_loop_over_them(activation, build, mak
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(experts, "grouped", lambda *_, at_once=at_once: at_once)
             built.optimizer.start_step()
-            for number in range(2):  # the second adds to the sums of the first
-                built.stage.forward(number, microbatch, 1.0)
+            for number in range(2):  # the second adds to the first one's gradients
+                built.stage.forward(number, microbatch, torch.ones((), dtype=torch.float64))
                 built.stage.backward(number)
         found.append({p.spec.name: p.grad.clone() for p in built.stage.parameters()})
         loads = next(load for name, load in found[-1].items() if "balance" in name)
@@ -37,7 +37,7 @@ def test_one_product_of_all_experts_is_the_loop_over_them(activation, build, mak
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("counts", [(3, 0, 200, 129, 0), (0, 0), (40,)])
 def test_in_8_bits_all_experts_at_once_are_each_alone(scaling, dtype, counts):
-    """Rounded alike: all that differs is the order of sums."""
+    """Both round alike: only the order of sums differs."""
     eight, generator = EightBits(scaling, NO_KERNELS), torch.Generator().manual_seed(0)
 
     def random(*shape):
@@ -51,7 +51,7 @@ def test_in_8_bits_all_experts_at_once_are_each_alone(scaling, dtype, counts):
     written, added = torch.ones(2, len(counts), 2, width // 2, 128, dtype=dtype)
     eight.grouped_gradient(dy, x, ends, written, False)
     eight.grouped_gradient(dy, x, ends, added, True)
-    # Sums of 256 products as large as 16: fp32 loses a few units in the last place of 16.
+    # Sums of 256 products, each up to about 16: fp32 loses a few units in the last place of 16.
     error = 1e-10 if dtype is torch.float64 else 1e-4
     close = {"rtol": error, "atol": error}
     start = 0

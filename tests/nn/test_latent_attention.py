@@ -1,4 +1,4 @@
-"""Latent attention of the published models: parameters of a layer, and the factors of YaRN."""
+"""Latent attention of the published models: parameters of a layer, and factors of YaRN."""
 
 import math
 
@@ -19,7 +19,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_of_the_released_layers(name):
-    """Elements of the attention's tensors in one layer of the released weights."""
+    """Published: the elements of the attention's tensors in one layer of the released weights."""
     shape, rank, published = PUBLISHED[name]
     model = Model(**shape, latent={**DEEPSEEK, "query_rank": rank})
     specs = [p.spec for p in LatentAttention("a", model, model.latent, 0.02, None).parameters()]
@@ -35,7 +35,7 @@ def yarn(**changes):
 
 @pytest.mark.parametrize("mscale", [0.707, 1.0])
 def test_equal_strengths_scale_scores_and_not_the_rotated_part(mscale):
-    """As released: 0.707 twice in V2, 1.0 twice in V3."""
+    """In the released configs both are equal: 0.707 in V2, 1.0 in V3."""
     rate, factor = frequencies(yarn(mscale=mscale, mscale_all_dim=mscale))
     assert factor == 1.0 and len(rate) == 32
     found = scores_factor(yarn(mscale=mscale, mscale_all_dim=mscale))

@@ -1,4 +1,4 @@
-"""Rotary positions: what they preserve, and the published scalings at their landmarks."""
+"""Rotary positions: what they preserve, and the landmarks of the published scalings."""
 
 import math
 
@@ -57,7 +57,7 @@ def test_yarn_ramps_between_its_two_rotation_counts():
     plain, _ = frequencies(model(rotary_base=1e6))
     rate, factor = frequencies(model(rotary_base=1e6, rotary_scaling=scaling))
     assert factor == pytest.approx(0.1 * math.log(4) + 1)
-    # Pairs that turn n times in the original length: 64 ln(32768 / (2 pi n)) / ln 1e6.
+    # The pair that turns n times in the original length is 64 ln(32768 / (2 pi n)) / ln 1e6.
     low, high = (64 * math.log(32768 / (2 * math.pi * n)) / math.log(1e6) for n in (32, 1))
     low, high = math.floor(low), math.ceil(high)
     assert (low, high) == (23, 40)

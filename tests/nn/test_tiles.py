@@ -1,5 +1,5 @@
-"""Tiles of attention put together are the whole of it, forward and backward, in either way of
-computing one; and the tiles of a ring cover what is seen, once, and nothing that a mask could skip.
+"""Tiles of attention: together they give the whole result, forward and backward, whichever way a
+tile is computed. The tiles of a ring cover what is seen once, and nothing that is hidden entirely.
 """
 
 import math
@@ -123,7 +123,8 @@ def test_tiles_of_a_ring_make_up_the_whole(way, ranks, piece, window, documents,
 def test_tiles_among_tokens_that_are_here_are_the_whole(
     length, window, documents, value_width, seed
 ):
-    """Of four queries each; and no tile reaches further back than its first query."""
+    """Tiles have four queries. With a window, a tile's keys reach back no further than that of its
+    first query."""
     generator = torch.Generator().manual_seed(seed)
     query, key, value, numbers = samples(length, documents, generator, value_width)
     d_out = torch.randn(*query.shape[:3], value_width, dtype=torch.float64, generator=generator)
@@ -148,8 +149,8 @@ def test_tiles_among_tokens_that_are_here_are_the_whole(
 def test_products_of_blocks_are_plain_attention(
     queries, keys, causal, dtype, value_width, room, monkeypatch
 ):
-    """Blocks of 75 queries, of both samples, of a group at a time or of one of its heads. Errors
-    are those of rounding: in sums of `keys` terms, or on average those of one number of bf16."""
+    """Blocks have 75 queries of all samples, of one group, or of one head at a time. Errors are
+    those of rounding: of sums with `keys` terms, or on average of a single bf16 number."""
     heads_at_once = {"samples": BATCH * HEADS, "groups": HEADS // GROUPS, "heads": 1}[room]
     monkeypatch.setattr(tile_products, "_SCORES", heads_at_once * 75 * keys)
     generator = torch.Generator().manual_seed(0)
@@ -188,7 +189,7 @@ def test_products_of_blocks_are_plain_attention(
     [(1024, torch.float32), (512, torch.float32), (64, torch.bfloat16), (1024, torch.float64)],
 )
 def test_tiles_that_it_pays_for_are_made_of_products(length, dtype):
-    """What `pays` says so of, and it alone, goes there: seen by the bits of the result."""
+    """`attend` uses products exactly if `pays` says so, which the bits of the result show."""
     query, kv = torch.randn(1, length, 1, 8), torch.randn(2, 1, length, 1, 8)
     heads_first = [x.to(dtype).transpose(1, 2) for x in (query, *kv)]
     pays = tile_products.pays(*heads_first[:2])
@@ -207,7 +208,7 @@ def test_tiles_that_it_pays_for_are_made_of_products(length, dtype):
 
 
 def whole(query, key, value, mask, d_out):
-    """Output and gradients of plain attention."""
+    """Return the output and the gradients of plain attention."""
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
     heads_first = (x.transpose(1, 2) for x in leaves)
     out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True, scale=SCALE)
@@ -217,7 +218,7 @@ def whole(query, key, value, mask, d_out):
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_ranks_compute_equally_much_and_need_no_mask(ranks):
-    """Under a causal mask a rank has its own triangle and else rectangles of half its square."""
+    """Under a causal mask, a tile is the rank's own triangle or a rectangle of half the square."""
     length = 12
     for here in range(ranks):
         circle = Circle(Ring(here, ranks), length, Sight(None, None), None)
@@ -229,7 +230,7 @@ def test_ranks_compute_equally_much_and_need_no_mask(ranks):
 
 
 def test_what_nobody_sees_is_not_computed():
-    """A window of one piece reaches one piece back; documents as long as a piece are alone."""
+    """A window of one piece reaches one piece back; documents of one piece see only themselves."""
     ranks, piece = 4, 3
     numbers = torch.arange(2 * ranks).repeat_interleave(piece).expand(BATCH, -1)
     for here in range(ranks):
@@ -242,7 +243,7 @@ def test_what_nobody_sees_is_not_computed():
 
 
 def test_a_frame_has_a_circle_for_each_window_and_asks_for_documents_once(monkeypatch):
-    """The host waits for the device where it asks."""
+    """Each question (`tolist`) makes the host wait for the device."""
     asked, tolist = [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: asked.append(x) or tolist(x))
     tokens = torch.zeros(BATCH, 8, dtype=torch.int64)
@@ -259,7 +260,7 @@ def test_a_frame_has_a_circle_for_each_window_and_asks_for_documents_once(monkey
         chunks=1,
         symmetric=False,
         experts=Places(),
-        scale=1.0,
+        scale=None,
         tally=Tally(),
         seam=Seam(),
         scratch=Scratch(),

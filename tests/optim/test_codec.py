@@ -1,4 +1,4 @@
-"""Messages say what they promise: exactly, to half a step, or the largest."""
+"""Codecs keep what they promise: everything, each number to half a step, or the largest numbers."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Moments in fewer bits and in the host's memory: how true they are, and what they cost."""
+"""Moments in fewer bits and in host memory: their accuracy, and the bytes that they take."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def make_step(number, skip=0.0):
 
 
 def values_of(seed, count, square):
-    """Of magnitudes from 1e-6 to 1."""
+    """Return random numbers with magnitudes from 1e-6 to 1, or their squares."""
     generator = torch.Generator().manual_seed(seed)
     sizes = 10 ** (-6 * torch.rand(count, generator=generator))
     return sizes.square() if square else sizes * torch.randn(count, generator=generator).sign()
@@ -56,14 +56,14 @@ def test_what_is_kept_is_near_and_keeps_itself(code, seed, count):
 
 @pytest.mark.parametrize("code", LOSSY)
 def test_rounding_is_true_on_average_over_elements_and_over_steps(code):
-    """A 200th of the way between two neighbours would be lost if the nearest was taken."""
+    """The value is 1/200 of the way between two neighbours: rounding to nearest would lose that."""
     value = 0.3 + 0.0001
     for spread in (slice(0, BLOCK * 64), slice(0, 1)):
         draws = 1 if spread.stop > 1 else 4096
         total = 0.0
         for number in range(draws):
             values = torch.full((spread.stop,), value)
-            values[::BLOCK] = 1.0  # the largest of each block
+            values[::BLOCK] = 1.0  # the largest number of each block
             if spread.stop == 1:
                 values = torch.tensor([1.0, value])
             chance = chances(torch.arange(7, 7 + len(values)), number)
@@ -74,7 +74,7 @@ def test_rounding_is_true_on_average_over_elements_and_over_steps(code):
 
 @pytest.mark.parametrize("code", LOSSY)
 def test_a_slow_average_reaches_what_it_averages(code):
-    """Each step moves it by less than a 500th: to the nearest it would stay where it is."""
+    """A step moves it by at most 1/500 of the way: rounded to nearest, it would not move."""
     weights = torch.empty(BLOCK)
     moments = Moments(weights, {"a": code}, Keeping(code, code))
     for number in range(1, 1500):
@@ -94,8 +94,8 @@ def test_bytes_of_an_element(state, most):
 @pytest.mark.parametrize("count", [(BLOCK << 10) + 100, 1000])
 @pytest.mark.parametrize("state", ["master", "bf16", "int8"])
 def test_state_in_host_memory_gives_the_same_bits(state, count):
-    """With more chunks than rooms, and a last one that fills no block; or with one, which is
-    fetched right after it was put back. Weights are on the device, or with the state."""
+    """There are more chunks than rooms, and the last one fills no block; or there is one chunk,
+    which is fetched right after it was put back. Weights are on the device or with the state."""
     generator = torch.Generator().manual_seed(1)
     first = torch.randn(count, generator=generator)
     grads = [torch.randn(count, generator=generator) for _ in range(3)]
@@ -118,7 +118,7 @@ def test_state_in_host_memory_gives_the_same_bits(state, count):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("state", ["master", "int8"])
 def test_a_gpu_gets_the_bits_that_it_keeps_itself(state, monkeypatch):
-    """In more chunks than rooms, with the host far ahead."""
+    """There are more chunks than rooms, and the host runs far ahead of the device."""
     monkeypatch.setattr(moments, "CHUNK", BLOCK << 10)
     monkeypatch.setattr(moments, "_GPU_CHUNK", BLOCK << 10)
     count = (BLOCK << 14) + 100
@@ -158,8 +158,8 @@ def loss_after(build, make_microbatch, name, state):
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "lion", "sgd"])
 def test_training_in_fewer_bits_learns_as_much(name, build, make_microbatch):
-    """Random tokens are learned by heart: from 4.1 to less than 2; fewer bits cost under 5% of
-    the way."""
+    """The model memorises random tokens: the loss falls from 4.1 to less than 2. With fewer bits it
+    falls by more than 95% of that."""
     whole = loss_after(build, make_microbatch, name, "master")
     way = whole[0] - sum(whole[-4:]) / 4
     assert way > 1.5
@@ -172,7 +172,7 @@ def test_training_in_fewer_bits_learns_as_much(name, build, make_microbatch):
 @pytest.mark.parametrize("saved", ["master", "bf16", "int8"])
 @pytest.mark.parametrize("loaded", ["master", "bf16", "int8"])
 def test_state_goes_from_one_type_to_another(saved, loaded, build, make_microbatch):
-    """As `tensors` gives it, which is what a checkpoint holds; to the same type without loss."""
+    """State is copied as `tensors` yields it for a checkpoint; the same type loses nothing."""
     one, other = (
         build(train={"precision": "fp32"}, optim={"state": state}) for state in (saved, loaded)
     )

@@ -1,4 +1,4 @@
-"""Numbers of elements: those of the whole parameter, whatever has been cut from it."""
+"""Numbers of elements: they count in the whole parameter, whichever part of it a rank has."""
 
 import math
 
@@ -19,7 +19,7 @@ def spec(name, shape):
 
 
 def whole(one):
-    """The numbers of a parameter that is whole, in its shape."""
+    """Return the numbers of a whole parameter, in its shape."""
     box = Box((0,) * len(one.shape), one.shape)
     division = Division.of([box], 1, 1, 0, divided=False)
     return Numbering([one], division, SEED)(slice(0, box.size), CPU).view(one.shape)
@@ -27,7 +27,7 @@ def whole(one):
 
 @st.composite
 def pieces(draw):
-    """A parameter and a box of it."""
+    """Draw the shape of a parameter and a box of it."""
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     offset = [draw(st.integers(0, size - 1)) for size in shape]
     sizes = [draw(st.integers(1, size - start)) for size, start in zip(shape, offset, strict=True)]
@@ -37,7 +37,7 @@ def pieces(draw):
 @settings(deadline=None, max_examples=60)
 @given(st.lists(pieces(), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 40))
 def test_every_piece_has_the_numbers_of_its_place_in_the_whole(parts, ranks, chunk):
-    """On every rank that shares the bucket, a chunk at a time."""
+    """Checks every rank that shares the bucket, a chunk at a time."""
     specs = [spec(f"p{index}", shape) for index, (shape, _) in enumerate(parts)]
     boxes = [box for _, box in parts]
     for rank in range(ranks):

@@ -1,4 +1,4 @@
-"""Updates: AdamW as torch's own, clipping, decay groups, the loss scale and bad gradients."""
+"""Updates: AdamW equals torch's; clipping, decay groups, the loss scale and bad gradients."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from megaframe.optim.scale import LossScale
 def take_step(built, microbatch, step, scale=1.0):
     built.optimizer.start_step()
     reduce = built.optimizer.reduce
-    scale *= built.optimizer.loss_scale
+    scale = torch.tensor(scale * built.optimizer.loss_scale, dtype=torch.float64)
     built.stage.start_step(step)
     loss = built.stage.forward(0, microbatch, scale, done=reduce)
     built.stage.backward(0, done=reduce)
@@ -46,7 +46,7 @@ def test_five_steps_equal_torch_adamw_with_its_own_clipping(build, make_microbat
     for step in range(5):
         _, update = take_step(built, make_microbatch(built.config, step), step)
         for bucket in built.optimizer.buckets:
-            # Gradients are divided in place by the clipping factor; undo it for torch's clipping.
+            # Clipping has divided the gradients in place; undo it, because torch clips them itself.
             factor = max(float(update.grad_norm) / 0.7, 1.0)
             for parameter, _, grad in bucket.pieces(bucket.sums, bucket.kept):
                 theirs[parameter.spec.name].grad = grad * factor
@@ -62,7 +62,7 @@ def test_a_bad_gradient_touches_nothing_and_is_named(build, make_microbatch):
     built = build()
     before = {name: w.clone() for name, w in weights_of(built).items()}
     built.optimizer.start_step()
-    built.stage.forward(0, make_microbatch(built.config), 1.0)
+    built.stage.forward(0, make_microbatch(built.config), torch.ones((), dtype=torch.float64))
     built.stage.backward(0, done=built.optimizer.reduce)
     built.stage.blocks[1].mlp.down.weight.grad[0, 0] = torch.nan
     update = built.optimizer.update()
@@ -70,6 +70,17 @@ def test_a_bad_gradient_touches_nothing_and_is_named(build, make_microbatch):
     assert built.optimizer.sick(update) == ("blocks.1.mlp.down.weight",)
     assert built.optimizer.state().updates == 0
     assert all(torch.equal(before[name], w) for name, w in weights_of(built).items())
+
+
+def test_a_norm_that_overflows_has_no_name(build, make_microbatch):
+    built = build()
+    built.optimizer.start_step()
+    built.stage.forward(0, make_microbatch(built.config), torch.ones((), dtype=torch.float64))
+    built.stage.backward(0, done=built.optimizer.reduce)
+    for block in built.stage.blocks:  # each square fits fp64, their sum does not
+        block.mlp.down.weight.grad[0, 0] = 1.2e154
+    update = built.optimizer.update()
+    assert not update.finite() and built.optimizer.sick(update) == ()
 
 
 def test_low_precision_trains_masters_and_the_loss_scale_cancels(build, make_microbatch):

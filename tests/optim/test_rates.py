@@ -1,4 +1,4 @@
-"""Learning rates at their landmarks."""
+"""Learning rates at the landmarks of their schedules."""
 
 import pytest
 from hypothesis import given

@@ -1,5 +1,5 @@
-"""Each rule against its definition in a few plain lines, in fp64; what a skipped step leaves; what
-parameters learn at which rate, and which do not.
+"""Each rule against its definition in a few plain lines, in fp64; skipped steps; learning rates of
+groups; frozen parameters.
 """
 
 import math
@@ -69,7 +69,8 @@ def test_lion_is_its_definition():
 
 
 def by_definition(gradient, momentum):
-    """Momentum 0.95 with a look ahead, then Newton-Schulz on a matrix [outputs, inputs]."""
+    """Return Muon's update of a matrix [outputs, inputs]: Nesterov momentum 0.95, five
+    Newton-Schulz iterations, and AdamW's size."""
     momentum.mul_(0.95).add_(gradient)
     x = gradient + 0.95 * momentum
     x = x / x.norm()
@@ -80,7 +81,7 @@ def by_definition(gradient, momentum):
 
 
 def matrices_of(name, tensor):
-    """The matrices [outputs, inputs] of one weight, views where they can be."""
+    """Return the matrices [outputs, inputs] of one weight, as views where possible."""
     if name.endswith("qkv.weight"):
         return [
             tensor[:, :-2].flatten(0, 2),
@@ -115,7 +116,7 @@ def test_muon_is_its_definition_for_matrices_and_adamw_for_the_rest(build, make_
         for name, weights in weights_of(adamw).items():
             weights.copy_(before[name])
         take_step(adamw, make_microbatch(muon.config, step), step)
-        grads = {  # AdamW leaves them as they are
+        grads = {  # AdamW does not change its gradients
             parameter.spec.name: (parameter.spec.role, grad.clone())
             for bucket in adamw.optimizer.buckets
             for parameter, _, grad in bucket.pieces(bucket.sums, bucket.kept)
@@ -166,7 +167,7 @@ def test_a_skipped_step_changes_nothing(name, state, build, make_microbatch):
 
 
 def test_groups_learn_at_their_own_rates(build, make_microbatch):
-    """A step of Lion without decay moves every weight by its rate, whatever its gradient."""
+    """Without decay, a step of Lion moves every weight by its rate, whatever its gradient."""
     optim = {
         "name": "lion",
         "lr": 0.01,

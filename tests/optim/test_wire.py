@@ -1,5 +1,5 @@
-"""Sums over ranks by every wire: bitwise where a reference can say the bits, exact where nothing is
-left out, and nothing lost over the steps where something is.
+"""Sums over ranks by every wire: bitwise equal to a reference that defines the bits, exact where
+nothing is left out, and otherwise complete over several steps.
 """
 
 import math
@@ -25,7 +25,7 @@ def gradients(length, rank, step, dtype=torch.float64):
 
 
 def low_rank(length, rank, step):
-    """Matrices whose sums over ranks have rank 2."""
+    """Return gradients whose larger matrices have rank 2 when summed over ranks."""
     common = [torch.Generator().manual_seed(7 + step) for _ in (0, 1)]
     found = gradients(length, rank, step)
     for box in views(found):
@@ -50,7 +50,7 @@ LENGTH = sum(map(math.prod, SHAPES))
 
 
 class Harness:
-    """A wire over all ranks of this world."""
+    """A wire over all ranks of the world."""
 
     def __init__(self, mesh, length=LENGTH, dtype=torch.float64, compress="none", **keys):
         self.group, self.length = mesh.group("data"), length
@@ -60,7 +60,7 @@ class Harness:
         self.group.traffic.take()
 
     def add(self, flat, how="sum"):
-        """The sum, or this rank's part of it."""
+        """Return the sum over ranks; with `sum_part` this rank's part of it."""
         flat = flat.clone()
         for pending in getattr(self.wire, how)(flat):
             pending.wait()
@@ -69,7 +69,7 @@ class Harness:
 
 
 def coded(mesh, kind, dtype, length):
-    """A sum, and a part of one, as they come and as the definition says -> (equal, equal, bytes)"""
+    """Compare a sum and a part of one with their definition -> (equal, equal, bytes of the sum)."""
     codec, keys = CODED[kind]
     harness, here = Harness(mesh, length, dtype, **keys), mesh.rank
     ranks, size = range(world_size()), math.ceil(length / world_size())
@@ -117,7 +117,7 @@ def test_coded_sums_are_the_quantised_ones_bit_by_bit(ranks, pool):
 
 
 def each(function, cases):
-    """function(mesh, *case) of all cases, in one world."""
+    """Return function(mesh, *case) for all cases, in one world."""
     mesh = Mesh(Layout(data=world_size()), device="cpu", timeout=60)
     found = [function(mesh, *case) for case in cases]
     barrier(mesh.world)
@@ -126,7 +126,7 @@ def each(function, cases):
 
 
 def sums(mesh, make, keys):
-    """Three sums of the wire, the true ones, and bytes."""
+    """Return three sums of the wire, the true sums, and the bytes sent."""
     harness, ranks = Harness(mesh, **keys), range(world_size())
     found = [harness.add(make(LENGTH, mesh.rank, step)) for step in range(3)]
     wanted = [sum(make(LENGTH, rank, step) for rank in ranks) for step in range(3)]
@@ -147,7 +147,7 @@ def test_what_leaves_nothing_out_is_exact(ranks, pool):
 
 
 def test_thin_factors_are_what_powersgd_sends(pool):
-    """And whole what they would not make smaller."""
+    """A matrix is sent whole if its factors would not be smaller."""
     rank, itemsize, ranks = 4, 8, 4
     left = rank * (40 + 24 + 50) + 20 + 2 * 2
     right = rank * (30 + 36 + 20)
@@ -158,7 +158,7 @@ def test_thin_factors_are_what_powersgd_sends(pool):
 
 
 def many_steps(mesh, how, keys, bad):
-    """What came of each step, and what this rank has left unsent."""
+    """Return the result of each step, and what this rank has not sent."""
     harness, every = Harness(mesh, **keys), []
     for step in range(STEPS):
         mine = gradients(LENGTH, mesh.rank, step)
@@ -178,7 +178,7 @@ KINDS = [
 @pytest.mark.parametrize("how", ["sum", "sum_part"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_error_feedback_loses_nothing(ranks, how, pool):
-    """What was applied and what is still unsent are together the sum of all gradients."""
+    """What was applied plus what is still unsent is the sum of all gradients."""
     cases = [(how, keys, None) for keys in KINDS]
     true = [gradients(LENGTH, rank, step) for rank in range(ranks) for step in range(STEPS)]
     for found in zip(*pool.run(ranks, each, many_steps, cases), strict=True):

@@ -23,11 +23,12 @@ from megaframe.comm.pending import Pending
 
 
 class Tape(TorchDispatchMode):
-    """steps: what is done again. works: transfers under way, by number."""
+    """steps: what is done again. works: transfers under way, by number. order: the axes of all
+    transfers, as they were started."""
 
     def __init__(self):
         super().__init__()
-        self.steps, self.works, self.kept = [], {}, []
+        self.steps, self.works, self.kept, self.order = [], {}, [], []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -63,12 +64,13 @@ def into(found, function, given):
         old.copy_(new)
 
 
-def record(compute):
-    """As `megaframe.graph.record_cuda`."""
+def record(compute, order):
+    """As `megaframe.graph.record_cuda`. order: is given the axes of each transfer, in order."""
     tape = Tape()
     with nobody_waits(), written(tape), tape:
         passed = compute()
     assert not tape.works, "a transfer is recorded that nobody waits for"
+    order += tape.order
     return passed, tape.play
 
 
@@ -87,6 +89,7 @@ def written(tape):
             made = started(value, group, start, *arguments, **more)
         numbers[id(made)] = number, made
         tape.works[number] = None
+        tape.order.append(group.axes)
         tape.steps.append(lambda: begin(number, start))
         return made
 

@@ -1,11 +1,11 @@
-"""What a block really keeps between forward and backward in 16 bit, counted in storages while the
-forward of a whole stage is held, beside the formulas of Korthikanti et al. (2022, Table 2).
+"""Activation memory of a block in 16 bits: the storages that a whole stage keeps after its forward
+pass, compared with the formulas of Korthikanti et al. (2022, Table 2).
 
-In units of s b h bytes a layer keeps 34 with fused attention: in attention 11 (input of QKV 2; Q,
+In units of s b h bytes, a layer with fused attention keeps 34: in attention 11 (input of QKV 2; Q,
 K, V 6; input of the projection 2; mask 1), in the MLP 19 (input 2, before GELU 8, after it 8, mask
-1), inputs of the norms 4. Ours differ by what they compute again: both masks, always; with
-`selective` also the outputs of the norms and of GELU, 12. A block's input is all that is left with
-`full`. And all of it is divided by the tensor ranks, the norms' part because rows are.
+1), and for the norms' inputs 4. megaframe keeps less, because it always recomputes both masks (2),
+and with `selective` also the outputs of the norms and of GELU (12). With `full` only a block's
+input (2) is left. Everything is divided by the tensor ranks, the norms' part because rows are.
 """
 
 import pytest
@@ -27,7 +27,7 @@ COMPUTED_AGAIN = {"none": 2, "selective": 2 + 12, "full": 0}
 
 
 def kept(layers, recompute, tensor, dropout):
-    """Bytes that a model of so many blocks keeps on this rank after a forward, and the plan's."""
+    """Return the bytes that a model keeps on this rank after a forward, and the planned bytes."""
     config = RunConfig(
         model={
             "layers": layers,
@@ -61,7 +61,8 @@ def kept(layers, recompute, tensor, dropout):
     tokens = torch.zeros(BATCH, SEQ, dtype=torch.int64)
     stage = pipeline.stages[0]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        stage.forward(0, Microbatch(tokens, tokens, torch.arange(BATCH)), 1.0)
+        scale = torch.ones((), dtype=torch.float64)
+        stage.forward(0, Microbatch(tokens, tokens, torch.arange(BATCH)), scale)
     for leaf in stage._flights[0].inputs:
         keep(leaf)
     for bucket in pipeline.optimizer.buckets:
@@ -79,7 +80,7 @@ def test_a_block_keeps_what_the_paper_says_less_what_is_computed_again(
     recompute, tensor, dropout, pool
 ):
     unit = SEQ * BATCH * HIDDEN / tensor
-    # With each token's log-sum-exp a head, and four statistics of its norms.
+    # Each token also has a log-sum-exp for each head, and four statistics of its norms.
     statistics = 0 if recompute == "full" else 4 * HEADS
     statistics += 4 * 2 if recompute == "none" else 0
     exactly = (FORMULA[recompute] - COMPUTED_AGAIN[recompute]) * unit

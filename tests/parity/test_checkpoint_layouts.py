@@ -1,7 +1,8 @@
-"""A checkpoint of any layout loads under any other: every tensor, the optimizer's state too.
+"""A checkpoint of any layout loads under any other: weights and optimizer state.
 
-What is saved is not trained but drawn, by name, so that every element is known without any layout;
-what comes back must be those very bits, rounded where a precision in between is smaller.
+The saved tensors are not trained, but drawn from a generator that depends on their names, so every
+element is known without a layout. The loaded bits must be the same, rounded if a precision on the
+way is lower.
 """
 
 import random
@@ -52,7 +53,7 @@ LAYOUTS = {
     ],
 }
 PAIRS = 20
-"""Of each model."""
+"""Number of random pairs of layouts, for each model."""
 
 
 def drawn(name, shape):
@@ -61,7 +62,7 @@ def drawn(name, shape):
 
 
 def built(model, parallel):
-    """This rank's pieces of everything, under a layout -> mesh, and (name, spec, box, tensor)s."""
+    """Build a model and its optimizer under a layout; return mesh, optimizer and precision."""
     parallel = dict(parallel)
     precision = parallel.pop("precision", "fp64")
     if parallel.get("layers_per_stage"):
@@ -76,14 +77,14 @@ def built(model, parallel):
 
 
 def rounded(tensor, *precisions):
-    """What a tensor is after a way through these precisions."""
+    """Return a tensor after conversion to each of these precisions."""
     for precision in precisions:
         tensor = tensor.to({"fp32": torch.float32, "fp64": torch.float64}[precision])
     return tensor
 
 
 def save(model, parallel, folder):
-    """Draw every tensor, and save."""
+    """Draw every tensor, and save a checkpoint."""
     mesh, optimizer, _ = built(model, parallel)
     for name, spec, box, tensor in optimizer.tensors():
         tensor.copy_(drawn(name, spec.shape)[box.slices])
@@ -96,7 +97,10 @@ def save(model, parallel, folder):
 
 
 def load(model, parallel, sources):
-    """Load each of the checkpoints, of runs of these precisions -> what is not as it was drawn."""
+    """Load each checkpoint -> the pieces that differ from what was drawn, and kinds of tensors.
+
+    sources: (path, precision in which it was saved).
+    """
     mesh, optimizer, precision = built(model, parallel)
     wrong, kinds = [], set()
     for path, saved_in in sources:

@@ -1,5 +1,5 @@
-"""Training with compressed gradients: the same answer where nothing is left out, and one nearly as
-good where much is, because what is left out is sent later.
+"""Training with compressed gradients: the same answer if nothing is left out, and nearly as low a
+loss if much is left out, because it is sent later.
 """
 
 import math
@@ -50,7 +50,7 @@ RUN_STEPS, TAIL = 140, 20
 
 
 def learn(parallel, feedback=True, optim=None, steps=RUN_STEPS):
-    """Mean loss of the last steps of a run that learns to count."""
+    """Train on sequences that count in constant strides; return the mean loss of the last steps."""
     config = RunConfig(
         model={"layers": 1, "hidden": 32, "heads": 4, "vocab": 61},
         train={"seq": 16, "global_batch": 8, "microbatch": 4, "precision": "fp32"},
@@ -80,7 +80,7 @@ def learn(parallel, feedback=True, optim=None, steps=RUN_STEPS):
 
 
 START = math.log(61)
-"""The loss of one who knows nothing."""
+"""The loss of uniform guesses."""
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def uncompressed(pool):
     ],
 )
 def test_compressed_training_converges(keys, share, pool, uncompressed):
-    """At least a share of what the loss falls without compression, in as many steps."""
+    """In as many steps, the loss falls by at least `share` of its fall without compression."""
     assert uncompressed < 1.0
     found = pool.run(2, learn, keys)[0]
     assert START - found > share * (START - uncompressed)

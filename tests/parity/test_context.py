@@ -1,6 +1,6 @@
-"""Context parallel ranks give the one-process answer to 1e-10 in fp64, in every kind, alone and
-with tensor, pipeline and data ranks. Ten tokens divide into no number of pieces here: with four
-ranks the last pieces hold nothing but filling.
+"""Context parallel ranks give the one-process answer to 1e-10 in fp64, for every kind, alone and
+with tensor, pipeline and data ranks. No number of pieces used here divides ten tokens: with four
+ranks, the last pieces hold nothing but padding.
 """
 
 import json
@@ -28,7 +28,7 @@ KINDS = [
     (4, {"context": 4, **ALL_TO_ALL}, "selective"),
     (4, {"context": 4, **NESTED}, "none"),
 ]
-"""Of these each has its own way with masks, heads and positions, so with every shape."""
+"""Tested with every shape, because each kind treats masks, heads and positions differently."""
 LAYOUTS = [
     (2, {"context": 2, **RING}, "none"),
     (2, {"context": 2, **ALL_TO_ALL}, "full"),
@@ -46,7 +46,7 @@ def outcome(ranks, name, train, parallel, pool, *, layers=2, serial=False):
 
 @pytest.fixture(scope="module")
 def expected(pool):
-    """What one process computes of each model with two layers for each stage."""
+    """Return the results of one process by (model, stages), with two layers for each stage."""
     return {
         (name, stages): outcome(1, name, {"microbatch": 4}, {}, pool, layers=2 * stages)[0]
         for name in SHAPES
@@ -83,7 +83,7 @@ def test_overlap_changes_no_bit(pool):
 
 
 def train(overrides):
-    """A whole run on this rank, from config to records."""
+    """Run the trainer on this rank, from the config to the metrics."""
     config = load(None, overrides)
     layout = Layout.from_parallel(config.parallel, world_size())
     mesh = Mesh(layout, device="cpu", timeout=60)
@@ -92,8 +92,8 @@ def train(overrides):
 
 
 def test_a_run_is_the_same_and_goes_on_under_other_layouts(pool, overrides, tmp_path):
-    """Losses, evaluation (whose last sample is of one rank only) and checkpoints of a run through
-    the trainer, with documents, moved from nested ranks to a ring with data ranks."""
+    """Compares losses and evaluations of a run on documents that starts with nested ranks and
+    resumes on a ring with data ranks. The last sample of an evaluation is on one data rank only."""
     nested = {"parallel__context": 4, "parallel__context_kind": "nested"}
     nested["parallel__context_heads"] = 2
     ring = {"parallel__context": 2, "checkpoint__resume": "latest"}
@@ -129,7 +129,8 @@ LAYERS, HIDDEN, HEADS, KV_HEADS, SEQ, BATCH = 3, 16, 4, 2, 16, 8
 
 
 def moved(parallel):
-    """One step -> bytes and calls that this rank gave to its ring and to its exchange of heads."""
+    """Train one step -> this rank's place in the ring, and (bytes, calls) of its ring and of its
+    exchange of heads."""
     config = RunConfig(
         model={
             "layers": LAYERS,
@@ -158,11 +159,12 @@ def moved(parallel):
     ("kind", "ring", "heads"), [(RING, 4, 1), (ALL_TO_ALL, 1, 4), (NESTED, 2, 2)]
 )
 def test_bytes_are_the_closed_form(kind, ring, heads, pool):
-    """In a ring of R, rank r sends the keys and values of R - 1 ranks to the rank t before it, half
-    of those of the t that are before t. Backward it sends them to the next one, half of those of
-    the first rank if they are among them; and gradients of the keys of all others, half of those of
-    the r before it. Ranks exchange all but their own share of queries, keys, values and output,
-    twice; keys and values of fewer heads than ranks are as many as ranks."""
+    """Forward, rank r of a ring of R ranks sends the keys and values of R - 1 ranks to the rank t
+    before it, but only half of those of the t ranks before t. Backward, it sends those of R - 1
+    ranks to the next rank, but only half of those of the first rank, if it is among them; and the
+    gradients of the keys of all other ranks, but only half for the r ranks before r. An exchange of
+    heads sends all but a rank's own share of queries, keys, values and output, twice. If there are
+    fewer key heads than ranks, each rank gets one."""
     tokens, microbatches, width = 2 * SEQ // 4, BATCH // 2, 8 * HIDDEN // HEADS
     group_heads = max(KV_HEADS, heads)
     around = 2 * tokens * heads * (group_heads // heads) * width

@@ -1,4 +1,4 @@
-"""Data parallel ranks give the one-process answer, loss, norm and weights, to 1e-10 in fp64."""
+"""Data parallel ranks give the one-process loss, norm and weights, to 1e-10 in fp64."""
 
 import pytest
 from training import GLOBAL_BATCH, MODELS, STEPS, assert_same, assert_same_bits, run
@@ -28,7 +28,7 @@ def test_counted_bytes_are_the_closed_form(pool):
         one.whole(name).numel() for name in one.weights if not name.startswith("optimizer")
     )
     found, calls = one.traffic
-    buckets = 2 * 2 + 1 + 1 + 1  # parts of blocks, tokens, positions, all gains and biases
+    buckets = 2 * 2 + 1 + 1 + 1  # two parts of two blocks, tokens, positions, all gains and biases
     wanted = STEPS * 2 * elements * GLOBAL_BATCH * 3 // 4
     padding = STEPS * buckets * 20 * 64
     assert wanted <= found <= wanted + padding

@@ -1,6 +1,6 @@
-"""Every way of sending brings every row to every expert that it chose, and home again, whatever the
-routing: no tokens for an expert, all for one, none for a rank, choices that are dropped. And it
-moves the bytes of its closed form.
+"""Every dispatch method brings every row to each expert that it chose, and back, whatever the
+routing: an expert without tokens, one expert with all of them, a rank without any, dropped choices.
+It moves the bytes of its closed form.
 """
 
 from itertools import chain
@@ -30,7 +30,7 @@ ROUTINGS = {
 
 
 def chosen_by(routing, rank):
-    """What the rows of a rank choose, int64 [rows, choices]."""
+    """Return the experts that the rows of a rank choose, int64 [rows, choices]."""
     generator = torch.Generator().manual_seed(rank)
     order = torch.rand(ROWS, EXPERTS, generator=generator).argsort(1)[:, :CHOICES]
     return ROUTINGS[routing](order, rank)
@@ -42,8 +42,8 @@ def rows_of(rank, count):
 
 
 def sent(kind):
-    """On every routing: rows of each own expert, what they come to at home, the gates that come
-    home, and bytes of the way out over the whole axis, near and far."""
+    """Send rows by every routing -> the rows of each own expert, their sums back on their ranks,
+    the returned gates, and the bytes of the way out over the whole axis, near and far."""
     mesh = Mesh(Layout(data=RANKS, expert=RANKS), device="cpu", timeout=60)
     mesh.add_groups(EXPERT_SETS)
     near, far = mesh.divide_experts(NEAR)
@@ -87,7 +87,7 @@ def test_rows_reach_their_experts_and_come_home(kind, pool):
 
 
 def closed_form(kind, rank, chosen, owner):
-    """Bytes that a rank sends on the way out, over the whole axis, near and far."""
+    """Return the bytes that a rank sends on the way out, over the whole axis, near and far."""
     row = 8 * WIDTH
     node, place = divmod(rank, NEAR)
     here = range(node * NEAR, node * NEAR + NEAR)
@@ -112,8 +112,8 @@ def closed_form(kind, rank, chosen, owner):
 
 
 def waits(kind):
-    """How often the host reads what a device may not have computed yet, to make the second route:
-    lists that it asks for, and results whose size it does not know."""
+    """Return how often the host waits for the device to make a second route: it reads lists, and
+    results whose size it cannot know."""
     mesh = Mesh(Layout(data=RANKS, expert=RANKS), device="cpu", timeout=60)
     mesh.add_groups(EXPERT_SETS)
     near, far = mesh.divide_experts(NEAR)

@@ -1,5 +1,5 @@
-"""The options under which layouts give different answers: the table in docs/design.md says by how
-much, a run says so at its start, and both are held to what two steps come to in fp64.
+"""The options under which layouts give different answers. The table in docs/design.md says by how
+much, and a run says so at its start; both are checked against two steps in fp64.
 """
 
 from pathlib import Path
@@ -19,22 +19,22 @@ COLUMNS = [
     (2, {"pipeline": 2}, 4),
     (1, {}, 2),
 ]
-"""Ranks, their layout and the microbatch, as the columns of the table have them."""
+"""(ranks, layout, microbatch) of each column of the table."""
 SHARDS = {"hidden": 128, "heads": 2, "ffn": 128}
-"""Wide enough for blocks of 128, which two tensor ranks cut."""
+"""Wide enough for blocks of 128, which two tensor ranks divide."""
 MODEL_OF = {"train.fp8": SHARDS, "model.moe.capacity": {"bias": False}}
 SAME = 1e-10
 
 
 def table():
-    """By option the rest of its row."""
+    """Return {option: its cells} of the table."""
     promise = DESIGN.read_text().partition("## The promise")[2].partition("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in promise.splitlines() if line[:3] == "| `"]
     return {row[0].strip("`"): row[2:] for row in rows}
 
 
 def sections(option):
-    """An option as sections of a config."""
+    """Return the config sections that set an option."""
     key, _, value = option.partition("=")
     section, name = key.split(".", 1)
     if name == "moe.capacity":
@@ -44,7 +44,7 @@ def sections(option):
 
 
 def outcome(pool, given, ranks, parallel, microbatch):
-    """Two steps with an option."""
+    """Train two steps with an option; return the results of all ranks."""
     parallel = {**parallel, **given.get("parallel", {})}
     train = {**given.get("train", {}), "microbatch": microbatch}
     model = {**MODELS["gpt2"], **given["model"]}
@@ -52,7 +52,7 @@ def outcome(pool, given, ranks, parallel, microbatch):
 
 
 def apart(found, expected):
-    """The largest difference of a weight."""
+    """Return the largest difference of a weight."""
     return max(
         float((piece - expected.whole(name)[box.slices]).abs().max())
         for rank in found
@@ -64,7 +64,7 @@ def apart(found, expected):
 
 @pytest.mark.parametrize("option", table())
 def test_the_table_says_how_far_answers_come_apart(option, pool):
-    """To a factor of three."""
+    """The table is right within a factor of three."""
     given = sections(option)
     (expected,) = outcome(pool, given, 1, {}, 4)
     for cell, column in zip(table()[option], COLUMNS, strict=True):

@@ -1,6 +1,5 @@
-"""Experts give the one-process answer to 1e-10 in fp64 under every layout of theirs and of the
-rest: each way of sending, each balance, with tensor, context, pipeline and data ranks, ZeRO and
-recompute.
+"""Experts give the one-process answer to 1e-10 in fp64 under every layout: each dispatch method and
+each balance, with tensor, context, pipeline and data ranks, ZeRO and recompute.
 """
 
 from functools import cache
@@ -21,7 +20,7 @@ MODELS = {
 }
 FOUR = {"expert": 4}
 TWO_EACH = {"global_batch": 8}
-"""So that four data ranks have two microbatches each."""
+"""Gives each of four data ranks two microbatches."""
 V_SHAPED = {"pipeline": 2, "chunks": 2, "schedule": "dualpipe-v", "expert_overlap": True}
 LAYOUTS = [
     ("bias", 2, {"expert": 2}, {}),
@@ -45,13 +44,13 @@ LAYOUTS = [
 
 
 def shaped(name, parallel):
-    """A model with two layers for each stage."""
+    """Return a model with two layers for each pipeline rank."""
     return {**MODELS[name], "layers": 2 * parallel.get("pipeline", 1)}
 
 
 @pytest.fixture(scope="module")
 def expected(pool):
-    """expected(name, parallel, samples): what one process computes of the same model."""
+    """expected(name, parallel, samples) -> the result of one process with the same model."""
 
     @cache
     def alone(name, stages, samples):

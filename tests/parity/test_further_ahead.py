@@ -1,6 +1,6 @@
-"""Multi-token prediction gives the one-process answer to 1e-10 in fp64 under every kind of layout:
-the end of the model looks up tokens in a table that another stage may own, and the tokens ahead of
-a rank's part of a sample may be on another rank.
+"""Multi-token prediction gives the one-process answer to 1e-10 in fp64 under every kind of layout.
+The end of the model needs embeddings from a table that another stage may own, and tokens further
+ahead that another context rank may have.
 """
 
 import json
@@ -35,14 +35,14 @@ LAYOUTS = [
 
 
 def outcome(ranks, name, train, parallel, pool, stages):
-    """Of a model with two layers for each stage."""
+    """Train two steps of a model with two layers for each stage."""
     model, train = {**SHAPES[name], "layers": 2 * stages}, {**FEW, **train}
     return pool.run(ranks, run, model, train, parallel, False, False, name == "packed")
 
 
 @pytest.fixture(scope="module")
 def expected(pool):
-    """What one process computes of each model, by its name and the stages that its layers fill."""
+    """Return the results of one process by (model, stages), with two layers for each stage."""
     return {
         (name, stages): outcome(1, name, {"microbatch": 4}, {}, pool, stages)[0]
         for name in SHAPES
@@ -84,7 +84,7 @@ def test_parts_of_a_sample_are_ahead_of_themselves_as_the_whole_is():
 
 
 def train(overrides):
-    """A whole run on this rank, from config to records."""
+    """Run the trainer on this rank, from the config to the metrics."""
     config = load(None, overrides)
     mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
     Trainer(config, mesh).run()
@@ -92,8 +92,8 @@ def train(overrides):
 
 
 def test_a_run_is_the_same_and_goes_on_under_other_layouts(pool, overrides, tmp_path):
-    """Records, and checkpoints that another layout continues from; what is evaluated is the next
-    token alone, as without any prediction further ahead at the same weights."""
+    """Compares metrics with those of a run that another layout resumes. An evaluation is of the
+    next token alone: the same weights without predictors give the same loss."""
     first, second = {"parallel__pipeline": 2}, {"parallel__context": 2, "parallel__zero": 3}
     second |= {"checkpoint__resume": "latest"}
     found = {}

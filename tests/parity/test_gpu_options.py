@@ -1,5 +1,5 @@
-"""Options of a step that change where and how it is computed and not what comes of it: offload of
-activations, compiled pieces; and nothing in a step makes the host wait for the device.
+"""Options that change where or how a step is computed, but not its result: offloaded activations
+and compiled pieces. Nothing in a step makes the host wait for the device.
 """
 
 import os
@@ -26,7 +26,7 @@ MOE = {"experts": 4, "ffn": 8, "top_k": 2, "balance_loss": 0.1, "z_loss": 0.01}
 EXPERTS = {"norm": "rmsnorm", "activation": "swiglu", "moe": MOE}
 WIDER = {**EXPERTS, "layers": 1, "moe": {**MOE, "ffn": 16}}
 BLOCKS = {**WIDER, "hidden": 128, "moe": {**MOE, "ffn": 128}}
-"""For products in 8 bits."""
+"""Wide enough for products in 8 bits with blocks of 128."""
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_what_is_on_the_shelf_is_not_on_the_device():
     stored, before = shelf.store(x), x.clone()
     x.zero_()
     stored.fetch()
-    again = shelf.store(torch.ones(8, 4))  # in the buffer that was read
+    again = shelf.store(torch.ones(8, 4))  # reuses the buffer that was read
     assert torch.equal(stored.take(), before) and (again.take() == 1).all()
 
 
@@ -91,7 +91,7 @@ def test_shapes_that_keep_changing_are_left_to_plain_code_and_said_once():
 
 
 class _Moves(TorchDispatchMode):
-    """Counts operators that bring something of the host to a device."""
+    """Counts operators that move a tensor from the host to a device."""
 
     def __init__(self):
         super().__init__()
@@ -116,8 +116,8 @@ def test_the_tables_of_rotation_come_to_a_device_once():
 
 
 def run_watched(*given):
-    """`run`, of which nothing in an engine's step lets the host wait; the numbers of the step
-    before, which are on the host by then, are read outside."""
+    """`run`, which fails if the host waits within an engine's step. The numbers of the previous
+    step are read before it, when they are on the host already."""
     import training
 
     step = Engine.run

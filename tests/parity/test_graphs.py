@@ -1,8 +1,10 @@
 """A step that is recorded and done again gives the same bits as one that is told anew: with other
-tokens, masks of dropout and documents, rates and evaluations between, after a step that was
-skipped, steps of another shape, a way back and a new start, on every layout that may record.
+tokens, masks of dropout and documents, numbers of tokens that have a label, loss scales, rates and
+evaluations between, after a step that was skipped, one without any label, steps of another shape, a
+way back and a new start, on every layout that may record.
 
-A tape stands for the graph of a GPU (`tape.py`). What it cannot show is that CUDA and NCCL record.
+A tape stands for the graph of a GPU (`tape.py`). What it cannot show is that CUDA and NCCL record:
+with a GPU for each rank, the same cases run as CUDA graphs.
 """
 
 import os
@@ -11,19 +13,21 @@ from dataclasses import replace
 import pytest
 import tape
 import torch
-from training import MODELS, global_batch, share, with_documents
+from training import MODELS, deterministic, global_batch, on, share, with_documents
 
+from megaframe.comm.recording import keep_order
 from megaframe.config import RunConfig
-from megaframe.graph import _EAGER, Graph
+from megaframe.graph import _EAGER, Graph, record_cuda
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh, world_size
 from megaframe.meter import StepTimer
+from megaframe.microbatch import IGNORE
 from megaframe.pipeline import Pipeline
 from megaframe.plan.graphs import graph_reasons
 
 KEPT = _EAGER + 2
 """The step before which weights and state are kept, to go back to."""
-SICK, SHORT = _EAGER + 3, _EAGER + 4
+SICK, SHORT, UNLABELLED = _EAGER + 3, _EAGER + 4, _EAGER + 5
 STEPS = _EAGER + 6
 
 
@@ -34,9 +38,14 @@ class Passed:
         return True
 
 
-def run(graphs, model, train, parallel, optim, kernels, packed=False):
-    """This rank's part -> what its steps came to, and how many were recorded."""
-    if kernels:
+@deterministic()
+def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
+    """This rank's part -> what its steps came to, what a watch sees of those that were recorded,
+    and the axes of all transfers in them."""
+    if device == "cuda":
+        keep_order()
+        train = {**train, "cuda_graph": graphs}
+    elif kernels:
         os.environ["TRITON_INTERPRET"] = "1"
     config = RunConfig(
         model={"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.2, **model},
@@ -47,16 +56,15 @@ def run(graphs, model, train, parallel, optim, kernels, packed=False):
     )
     layout = Layout.from_parallel(config.parallel, world_size())
     assert not [*graph_reasons(config, layout.sizes)]
-    mesh = Mesh(layout, device="cpu", timeout=60)
+    mesh = Mesh(layout, device=device, timeout=60)
 
     def mark():
         assert mesh.place._recorded is None, "an event in a graph"
         return Passed()
 
     mesh.place.mark = mark
-    found, told = [], []
-    pipeline = begun(config, mesh, graphs, told)
-    assert mesh.communicators == (layout.world > 1)
+    found, told, order = [], [], []
+    pipeline = begun(config, mesh, graphs, told, order)
     pipeline.optimizer.initialise(config.run.seed)
 
     def train_one(step, batch):
@@ -64,7 +72,8 @@ def run(graphs, model, train, parallel, optim, kernels, packed=False):
         mesh.place.act("data", None)
         group = mesh.group("data")
         mine = share(batch, config.train.microbatch, group.index, group.size, False)
-        outcome = pipeline.train(mine, step, 1.0 / batch.labels_BS.numel())
+        valid = max(1, int((batch.labels_BS != IGNORE).sum()))
+        outcome = pipeline.train(mine, step, pipeline.optimizer.loss_scale / valid)
         assert outcome.update.finite() == (step != SICK)
         numbers = [outcome.loss, outcome.ahead, outcome.update.grad_norm]
         numbers += [number for tally in outcome.tallies for number in tally.counts.values()]
@@ -76,7 +85,7 @@ def run(graphs, model, train, parallel, optim, kernels, packed=False):
 
     def train_to(stop, start):
         for step in range(start, stop):
-            batch = batch_of(config, step, packed)
+            batch = on(mesh.device, batch_of(config, step, packed))
             poisoned = poison(pipeline.optimizer) if step == SICK else []
             if step == SHORT:
                 batch = replace(batch, **{key: x[:, :-3] for key, x in wide(batch)})
@@ -93,23 +102,26 @@ def run(graphs, model, train, parallel, optim, kernels, packed=False):
     train_to(STEPS, KEPT)
     for again in range(2):
         if again:
-            pipeline = begun(config, mesh, graphs, told)
+            pipeline = begun(config, mesh, graphs, told, order)
         for (*_, x), value in zip(pipeline.optimizer.tensors(), kept, strict=True):
             x.copy_(value)
         pipeline.optimizer.load_state(state)
         train_to(KEPT + _EAGER + 3 if again else KEPT + 1, KEPT)
-    found.append([x.clone() for *_, x in pipeline.optimizer.tensors()])
+    found.append([x for *_, x in pipeline.optimizer.tensors()])
+    found = [[x.to("cpu", copy=True) for x in numbers] for numbers in found]
     mesh.close()
-    return found, told
+    return found, told, order
 
 
-def begun(config, mesh, graphs, told):
-    """What the rank runs from its start on, told: the place of a watch at every recorded step."""
+def begun(config, mesh, graphs, told, order):
+    """What the rank runs from its start on. told: gets the place of a watch at every recorded
+    step. order: gets the axes of the transfers that a tape records."""
     pipeline = Pipeline(config, mesh, StepTimer().time)
     if graphs:
 
         def record(compute):
-            passed, play = tape.record(compute)
+            on_a_gpu = mesh.device.type == "cuda"
+            passed, play = record_cuda(compute) if on_a_gpu else tape.record(compute, order)
 
             def again():
                 play()
@@ -122,9 +134,10 @@ def begun(config, mesh, graphs, told):
 
 
 def batch_of(config, step, packed):
-    """Tokens of a step, in all of which as many have a label."""
+    """Tokens of a step, of which another number has a label in every one."""
     batch = global_batch(config, step)
-    batch = replace(batch, labels_BS=batch.labels_BS.clamp_min(0))
+    if step == UNLABELLED:
+        batch = replace(batch, labels_BS=torch.full_like(batch.labels_BS, IGNORE))
     return with_documents(batch, step) if packed else batch
 
 
@@ -150,14 +163,30 @@ TRITON = {"experts": "triton"}
 SMALL = {"precision": "fp32", "seq": 4}
 CASES = {
     "one rank": (GPT, {"microbatch": 2}, {}, {}, {}, False),
+    "fp16": (GPT, {"precision": "fp16", "seq": 4}, {}, {"loss_scale": 1e5 / 3}, {}, False),
     "documents": ({**LLAMA, "mtp_depth": 1}, {"microbatch": 2}, {}, {}, {}, True),
     "zero 0": (GPT, {}, {"data": 2}, {}, {}, False),
     "zero 1": (LLAMA, {}, {"data": 2, "zero": 1}, {"name": "muon"}, {}, True),
     "zero 2": (LLAMA, {"recompute": "full"}, {"data": 2, "zero": 2}, {}, {}, False),
+    "replicas": (GPT, {}, {"data": 4, "data_replicate": 2, "zero": 2}, {}, {}, False),
     "zero 3": (GPT, {}, {"data": 2, "zero": 3}, {}, {}, False),
     "bf16 sums": (GPT, {}, {"data": 2, "zero": 1, "reduce_precision": "bf16"}, {}, {}, False),
-    "tensor": (LLAMA, {"recompute": "selective"}, {"tensor": 2, "zero": 1}, {}, {}, False),
-    "tensor parts": (GPT, {}, {"tensor": 2, "zero": 3, "tensor_chunks": 2}, {}, {}, False),
+    "tensor": (
+        {**LLAMA, "layers": 1},
+        {"recompute": "selective", "microbatch": 4},
+        {"tensor": 4, "zero": 1},
+        {},
+        {},
+        False,
+    ),
+    "both": (
+        {**GPT, "layers": 1},
+        {},
+        {"data": 2, "tensor": 2, "zero": 3, "tensor_chunks": 2},
+        {},
+        {},
+        False,
+    ),
     "experts": (
         {**EXPERTS, "moe": {**MOE, "balance": "global"}},
         {**SMALL, "microbatch": 2},
@@ -167,15 +196,19 @@ CASES = {
         False,
     ),
 }
+FEW = {"precision": "bf16", "seq": 16, "microbatch": 2}
+ON_A_GPU = {
+    **CASES,
+    "experts alone": (EXPERTS, {**SMALL, "microbatch": 2}, {}, {}, TRITON, False),
+    "kernels": ({**LLAMA, "hidden": 64, "vocab": 256}, FEW, {}, {}, {}, True),
+}
+"""The last one by whatever kernels are the fastest there."""
 
 
-@pytest.mark.parametrize("name", list(CASES))
-def test_a_recorded_step_is_the_same_to_the_bit(name, pool):
-    model, train, parallel, *rest = CASES[name]
-    ranks = max([parallel.get("data", 1), parallel.get("tensor", 1)])
-    plain = pool.run(ranks, run, False, model, train, parallel, *rest)
-    recorded = pool.run(ranks, run, True, model, train, parallel, *rest)
-    for (found, told), (wanted, _) in zip(recorded, plain, strict=True):
+def assert_recorded_as_plain(pool, device, case):
+    plain = pool.run(ranks_of(case), run, device, False, *case)
+    recorded = pool.run(ranks_of(case), run, device, True, *case)
+    for (found, told, order), (wanted, *_) in zip(recorded, plain, strict=True):
         assert len(found) == len(wanted)
         for number, (here, there) in enumerate(zip(found, wanted, strict=True)):
             for one, other in zip(here, there, strict=True):
@@ -183,6 +216,26 @@ def test_a_recorded_step_is_the_same_to_the_bit(name, pool):
         # All but the first ones of a start, the one of another shape, and those after a new start.
         assert len(told) == STEPS - _EAGER - 1 + 1 + 2
         assert all(doing.endswith("the graph of all passes") for doing in told)
+        assert order == recorded[0][2], "ranks start transfers in different orders"
+
+
+def ranks_of(case):
+    return case[2].get("data", 1) * case[2].get("tensor", 1)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_recorded_step_is_the_same_to_the_bit(name, pool):
+    if CASES[name][4] and torch.cuda.is_available():
+        pytest.skip("where there is a GPU, kernels are not interpreted")
+    assert_recorded_as_plain(pool, "cpu", CASES[name])
+
+
+@pytest.mark.parametrize("name", list(ON_A_GPU))
+def test_a_step_on_a_gpu_is_the_same_to_the_bit_as_a_graph(name, pool):
+    ranks, gpus = ranks_of(ON_A_GPU[name]), torch.cuda.device_count()
+    if gpus < ranks:
+        pytest.skip(f"needs a GPU for each of {ranks} ranks, and here are {gpus}")
+    assert_recorded_as_plain(pool, "cuda", ON_A_GPU[name])
 
 
 def test_masks_are_those_of_the_step():
@@ -192,7 +245,7 @@ def test_masks_are_those_of_the_step():
         optim={"lr": 1e-300, "min_lr": 0.0},  # no weight changes
     )
     mesh = Mesh(Layout(), device="cpu")
-    pipeline = begun(config, mesh, True, [])
+    pipeline = begun(config, mesh, True, [], [])
     pipeline.optimizer.initialise(1)
     batch = batch_of(config, 0, False)
     losses = [float(pipeline.train([batch], step, 1.0).loss) for step in (0, 1, 2, 0, 1, 2, 7)]

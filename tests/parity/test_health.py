@@ -1,4 +1,4 @@
-"""Numbers that are not finite: no weight is touched, and parameter, pass and rank are named."""
+"""Numbers that are not finite: no weight changes, and parameter, pass and rank are named."""
 
 import pytest
 import torch
@@ -31,7 +31,8 @@ def state(pipeline):
 
 
 def damaged(parallel, rank):
-    """One step in which the last block of a rank computes with a weight that is no number."""
+    """Train one step in which the last block of one rank has a NaN weight -> whether the update is
+    finite, the named parameters, the named pass, and whether all state is unchanged."""
     mesh, pipeline, microbatches = built(parallel, "fp64")
     before = state(pipeline)
     if mesh.rank == rank:
@@ -70,7 +71,8 @@ def test_the_first_pass_that_is_sick_is_named_on_every_rank(ranks, parallel, ran
 
 
 def overflowing(zero):
-    """fp16 with a scale that overflows at first -> scales, updates, all that the rank keeps."""
+    """Train in fp16 with a loss scale that overflows at first -> scales, updates, the last norm,
+    the tensors of this rank, and what `first_sick` says if no pass is known."""
     mesh, pipeline, microbatches = built({"zero": zero}, "fp16", 4, loss_scale=2.0**26)
     scales = []
     for step in range(16):
@@ -88,7 +90,7 @@ def overflowing(zero):
 
 
 def test_forced_overflows_skip_updates_alike_at_every_zero_stage(pool):
-    """To the last bit: with one microbatch on each of two ranks, all sums have the same order."""
+    """Bitwise, because with one microbatch on each of two ranks all sums have the same order."""
     runs = [pool.run(2, overflowing, zero) for zero in range(4)]
     scales, updates, norm, kept, place = runs[0][0]
     assert scales[1] < scales[0] and scales[-1] == scales[-2]

@@ -1,8 +1,8 @@
-"""A whole training step by Triton kernels, in Triton's interpreter, is as exact as the plain code
-in the same precision: dense and of experts, on one rank, on tensor ranks and on a ring.
+"""A training step with Triton kernels, in Triton's interpreter, is as exact as plain code in the
+same precision: with dense blocks and with experts, on one rank, on tensor ranks and on a ring.
 
-The truth is the same run in fp64. What plain code loses in fp32 is measured beside it, so that the
-tolerance is that of the precision and of nothing else.
+The truth is the same run in fp64. The errors of plain code in fp32 are measured too, and define the
+tolerance.
 """
 
 import pytest
@@ -26,11 +26,16 @@ SHAPES = {
     "moe": {"norm": "rmsnorm", "activation": "swiglu", "moe": {**MOE, "shared": 1}},
     "moe, tensor": {"norm": "rmsnorm", "activation": "swiglu", "moe": {**MOE, "ffn": 16}},
     "moe, row": {"norm": "rmsnorm", "activation": "swiglu", "moe": {**MOE, "ffn": 16}},
-    "moe, block": {"norm": "rmsnorm", "hidden": 128, "moe": {**MOE, "ffn": 128}},
+    "moe, block": {"norm": "rmsnorm", "hidden": 128, "init_std": 0.25, "moe": {**MOE, "ffn": 128}},
 }
-"""What comes behind a comma is the scaling of 8 bits."""
+"""A name's second word, after a comma, is the scaling of 8-bit products.
+
+Rounding to 8 bits is not continuous: where the error of fp32 carries a number over the boundary
+between two 8-bit numbers, results differ by far more than that error. The numbers of these models
+stay clear of boundaries; with the default init_std of these tests, those of the last model did not
+in two of eight batches."""
 TRAIN = {"microbatch": 2, "precision": "fp32", "label_smoothing": 0.1, "z_loss": 0.01}
-OPTIM = {"eps": 0.01}  # else AdamW makes of a gradient that is nothing but rounding a whole step
+OPTIM = {"eps": 0.01}  # with less, AdamW makes a full step of a gradient that is only rounding
 FORCED = dict.fromkeys(FAMILIES, "triton")
 ALWAYS = {"norm", "activation", "attention", "loss", "adamw", "square_sum"}
 EXPERTS = {"router", "grouped_product", "grouped_gradient"}
@@ -52,7 +57,7 @@ CASES = [
 
 
 def run_small(*given):
-    """`run` of one step of few samples: the interpreter is slow."""
+    """`run` with one step of four samples, because the interpreter is slow."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "GLOBAL_BATCH", 4)
         patch.setattr(training, "STEPS", 1)
@@ -60,7 +65,7 @@ def run_small(*given):
 
 
 def run_by_kernels(*given):
-    """The same, and the names of the kernels that were found."""
+    """Return the result of `run_small`, and the names of the kernels that were used."""
     found, find = set(), Kernels.find
 
     def watched(self, name, *arguments, **options):
@@ -75,7 +80,7 @@ def run_by_kernels(*given):
 
 @pytest.fixture(scope="module")
 def known(pool):
-    """The truth, and the plain run of each shape in fp32."""
+    """Return plain runs of each shape by (shape, precision): the truth in fp64, and fp32."""
     return {
         (name, precision): pool.run(1, run_small, *arguments(name, {}, "none", precision))[0]
         for name in SHAPES
@@ -92,7 +97,7 @@ def arguments(name, parallel, recompute, precision="fp32"):
 
 
 def errors(results, truth):
-    """Of losses, gradient norms, the evaluation and every weight and moment, beside their size."""
+    """Return (error, size) of losses, gradient norms, evaluation, and every weight and moment."""
     found = {}
     for key in ("losses", "norms"):
         mine, true = (torch.tensor(getattr(r, key)) for r in (results[0], truth))
@@ -119,7 +124,7 @@ def test_a_step_by_kernels_is_as_exact_as_the_plain_one(
     truth = known[name, "fp64"]
     lost = errors([known[name, "fp32"]], truth)
     for what, (error, size) in errors([result for result, _ in results], truth).items():
-        # Sums in another order: their errors are as large as those of plain sums, not the same.
+        # Sums have another order, so their errors are as large as those of plain sums, not equal.
         allowed = 6 * lost[what][0] + 6 * torch.finfo(torch.float32).eps * size
         assert error <= allowed, (what, error, lost[what], size)
 

@@ -1,6 +1,6 @@
 """Latent attention gives the one-process answer to 1e-10 in fp64 under tensor, context, pipeline
-and data ranks, ZeRO and recompute: what makes the latents is whole on every tensor rank, and its
-gradient, like that of the latents' norms, is summed over them.
+and data ranks, ZeRO and recompute. The weights that make the latents are whole on every tensor
+rank; their gradients, and those of the latents' norms, are summed over tensor ranks.
 """
 
 import pytest
@@ -31,7 +31,7 @@ LAYOUTS = [
 
 
 def outcome(ranks, name, train, parallel, pool, stages):
-    """Of a model with two layers for each stage."""
+    """Train two steps of a model with two layers for each stage."""
     packed = name.startswith("packed")
     model = {**SHAPES[name], "layers": 2 * stages}
     return pool.run(ranks, run, model, {**FEW, **train}, parallel, False, False, packed)
@@ -39,7 +39,7 @@ def outcome(ranks, name, train, parallel, pool, stages):
 
 @pytest.fixture(scope="module")
 def expected(pool):
-    """What one process computes of each model, by its name and the stages that its layers fill."""
+    """Return the results of one process by (model, stages), with two layers for each stage."""
     return {
         (name, stages): outcome(1, name, {"microbatch": 4}, {}, pool, stages)[0]
         for name in SHAPES
@@ -59,9 +59,10 @@ def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("rank", [24, None])
 def test_activations_and_bytes_are_the_closed_forms(rank, recompute, pool):
-    """A block keeps what is planned, divided by the ranks. Forward gathers the latents, or the
-    stream where queries have none, backward scatters their gradients and gathers them again, but
-    for the rotated part of the keys; the output, the MLP and the ends move as in any block."""
+    """A block keeps what is planned, divided by the ranks. The forward pass gathers the latents, or
+    the stream if queries have no latent. The backward pass scatters their gradients and gathers
+    them again, except the rotated part of the keys. The output, the MLP and the model's ends move
+    as many bytes as in any model."""
     tensor, hidden, losses = 2, 64, 2 * (1 + 2) * 4
     latent = {"query_rank": rank, "kv_rank": 16, "head_dim": 10, "rotary_dim": 4, "value_dim": 12}
     found = pool.run(tensor, one_block, {"latent": latent}, recompute, tensor, 1)

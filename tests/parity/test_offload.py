@@ -1,5 +1,5 @@
-"""What the optimizer keeps in the host's memory, master weights too, changes no bit: under every
-rule and ZeRO stage, through skipped steps, and from a run that keeps it there to one that does not.
+"""Optimizer state and master weights in host memory change no bit: under every rule and ZeRO stage,
+through skipped steps, and when a run is resumed with or without offload.
 """
 
 import time
@@ -76,7 +76,7 @@ def test_nor_with_the_fused_kernel(zero, pool):
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_the_answer_is_that_of_one_process(optim, zero, pool):
-    """Where nothing is rounded, so that weights stay and the optimizer's state is away."""
+    """In fp64 nothing is rounded, so weights stay on the device and only the state is away."""
     wanted = pool.run(1, run_here, MODEL, {"microbatch": 4}, {}, OPTIMIZERS[optim])[0]
     parallel = {"zero": zero}
     assert_same(
@@ -85,7 +85,8 @@ def test_the_answer_is_that_of_one_process(optim, zero, pool):
 
 
 def overflowing(zero, offload):
-    """fp16 with a scale that overflows at first -> scales, and all that the rank keeps."""
+    """Train in fp16 with a loss scale that overflows at first -> scales, and all tensors of this
+    rank after each step."""
     with kept_away():
         mesh, pipeline, microbatches = built(
             {"zero": zero}, "fp16", 4, loss_scale=2.0**26, ema=0.5, offload=offload
@@ -111,7 +112,7 @@ def test_overflows_skip_the_same_updates(zero, pool):
 
 
 def compared(zero, replicate):
-    """Whether replicas are found equal after two steps, and what is found of a flipped bit."""
+    """Return the comparisons of replicas after each of two steps, and after a flipped bit."""
     with kept_away():
         parallel = {"zero": zero, "data_replicate": replicate}
         mesh, pipeline, microbatches = built(parallel, "bf16", 2, offload=True)
@@ -120,7 +121,7 @@ def compared(zero, replicate):
         for step in range(2):
             pipeline.train(microbatches, step, 1.0)
             if mesh.rank == 0:
-                pipeline.optimizer.buckets[0].settle()  # the others have to as well
+                pipeline.optimizer.buckets[0].settle()  # `compare` settles the other ranks
             found.append(replicas.compare())
         assert all(bucket.away for bucket in pipeline.optimizer.buckets)
         if mesh.rank == 1:
@@ -144,7 +145,7 @@ def train_away(overrides):
 
 
 def copied_late(background, tiles, copy):
-    """As long after the save began as an update takes, if that does not wait."""
+    """Copy late, so that an update that does not wait for the copy would be saved."""
     time.sleep(0.2)
     plain_copy(background, tiles, copy)
 
@@ -155,12 +156,12 @@ plain_copy = Background._copy
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("first", [train, train_away])
 def test_a_run_goes_on_where_state_lies_elsewhere(first, zero, pool, overrides, tmp_path):
-    """Saved while the next steps run, by a run that keeps it on the device or not."""
+    """One start keeps state on the device, the other on the host; saves run beside training."""
     second = train if first is train_away else train_away
     every = {
         "optim__schedule": "constant",
         "optim__ema": 0.9,
-        "optim__offload": True,  # which a run on a CPU heeds where it is made to
+        "optim__offload": True,  # ignored on a CPU, except under `kept_away`
         "checkpoint__every": 2,
         "checkpoint__keep": 9,
         "train__precision": "bf16",
@@ -181,7 +182,8 @@ def test_a_run_goes_on_where_state_lies_elsewhere(first, zero, pool, overrides, 
 
 
 def rooms(zero):
-    """Bytes of the rooms, and of the largest chunk."""
+    """Train one offloaded step -> bytes of the rooms, of the largest chunk, of what is away, of the
+    weights, and what the device holds."""
     largest = 0
     plain = Moments.chunks
 
@@ -208,5 +210,5 @@ def rooms(zero):
 def test_the_device_has_room_for_three_chunks_and_the_host_all(zero, pool):
     for size, largest, away, weights, held in pool.run(2, rooms, zero):
         assert size == 3 * largest > 0
-        assert away == 4 * weights  # with two moments and an average, in fp32 all of them
+        assert away == 4 * weights  # weights, two moments and an average, all in fp32
         assert held["weights"] == held["optimizer"] == 0

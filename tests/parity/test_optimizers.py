@@ -1,5 +1,5 @@
-"""No layout changes what an optimizer does, least of all one that needs whole matrices: 1e-10 in
-fp64, under what data ranks divide, tensor, context and pipeline ranks, and replicas.
+"""No layout changes what an optimizer does, not even one that needs whole matrices: 1e-10 in fp64,
+under ZeRO, tensor, context and pipeline ranks, and replicas.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -16,7 +16,7 @@ from megaframe.pipeline import Pipeline
 
 OPTIMIZERS = {
     "muon": {"name": "muon", "ema": 0.7},
-    # Biases of keys change no attention: their gradient is 0, and its sign that of rounding.
+    # Key biases do not change attention: their gradient is 0, and rounding decides its sign.
     "lion": {"name": "lion", "frozen": ("*qkv.bias", "blocks.1.*", "embedding.positions.weight")},
     "sgd": {"name": "sgd", "nesterov": True, "groups": {"matrix": {"lr": 0.5}}},
 }
@@ -54,7 +54,7 @@ def same(pool, expected, name, optim, ranks, parallel, microbatch):
     + [(zero, *layout) for zero in (1, 2) for layout in LAYOUTS[2:4]],
 )
 def test_muon_is_that_of_one_process(ranks, parallel, microbatch, zero, pool, expected):
-    """Two heads of keys for four ranks: neighbours hold the same ones, and give them once."""
+    """With two key heads for four ranks, neighbours hold the same heads, and send them once."""
     parallel = {**parallel, "zero": zero}
     same(pool, expected, "llama", "muon", ranks, parallel, microbatch)
 
@@ -62,7 +62,7 @@ def test_muon_is_that_of_one_process(ranks, parallel, microbatch, zero, pool, ex
 @pytest.mark.parametrize(
     ("parallel", "optim", "zero"),
     [
-        # Each two of them together.
+        # Every two of layout, optimizer and stage occur together.
         (parallel, optim, 3 * ((place + number) % 2))
         for place, parallel in enumerate(({"tensor": 2}, {"pipeline": 2}))
         for number, optim in enumerate(OPTIMIZERS)
@@ -73,7 +73,7 @@ def test_others_too_with_a_tied_embedding(optim, parallel, zero, pool, expected)
 
 
 FEWER_BITS = [
-    # Of a parameter that tensor ranks divide, blocks of 8-bit numbers are a rank's own.
+    # int8 has no tensor ranks: if they divide a parameter, its blocks differ from one process.
     (name, state, *layout, 3 * (number % 2))
     for name in ("adamw", "muon")
     for state in ("bf16", "int8")
@@ -88,14 +88,14 @@ FEWER_BITS = [
 def test_fewer_bits_of_state_are_those_of_one_process(
     name, state, ranks, parallel, microbatch, zero, pool, rounded
 ):
-    """What is rounded up or down by chance is so for the same elements."""
+    """Stochastic rounding rounds the same elements up or down."""
     found = with_state(pool, name, state, ranks, {**parallel, "zero": zero}, microbatch)
     assert_same(found, rounded(name, state))
 
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_blocks_that_no_rank_cuts_are_those_of_one_process(zero, pool):
-    """256 divides what either of two tensor ranks has of a row."""
+    """256 divides what each of two tensor ranks has of a row."""
     model = {"bias": True, "layers": 1, "heads": 4, "hidden": 512, "ffn": 512}
     given = model, FEW, {"tensor": 2, "zero": zero}, False, False, False, {"state": "int8"}
     (expected,) = pool.run(1, run, model, FEW, {}, *given[3:])
@@ -104,7 +104,7 @@ def test_blocks_that_no_rank_cuts_are_those_of_one_process(zero, pool):
 
 @pytest.fixture(scope="module")
 def rounded(pool):
-    """The outcome on one rank by optimizer and type of its state."""
+    """rounded(optimizer, type of its state) -> the result of one rank."""
     known = {}
 
     def find(name, state):
@@ -122,7 +122,8 @@ def with_state(pool, name, state, ranks, parallel, microbatch):
 
 
 def test_every_rank_owns_some_of_the_matrices(pool):
-    """Seven matrices a block (queries, keys and values apart, gate and up too), dealt by work."""
+    """A block has seven matrices (queries, keys, values, gate and up are separate), which are
+    distributed by work."""
     owned = pool.run(4, matrices_owned, {"zero": 1})
     assert sum(len(sizes) for sizes in owned) == 3 * 7
     work = [sum(sizes) for sizes in owned]
@@ -150,15 +151,15 @@ def test_every_rank_knows_the_boxes_of_all_without_asking(parallel, pool):
 
 
 def matrices_owned(parallel):
-    """The work of the matrices that this rank owns."""
+    """Return the work of each matrix that this rank owns."""
     with muons(parallel) as found:
         rules = [bucket.optimizer for bucket in found]
         return [rule.work[index] for rule in rules for index in rule._exchange._owned]
 
 
 def boxes_known(parallel):
-    """Of each bucket the boxes of all that own its matrices with it, who these are, and the boxes
-    that are here: those that a rank gives, and those that it takes."""
+    """Return for each bucket the boxes that each rank of its group gives and takes, as this rank
+    derives them; those ranks; and the boxes that this rank really gives and takes."""
     model = {"moe": {"experts": 4, "ffn": 10, "top_k": 2}} if "expert" in parallel else {}
     with muons(parallel, **model) as found:
         known = []
@@ -174,7 +175,7 @@ def boxes_known(parallel):
 
 @contextmanager
 def muons(parallel, **model):
-    """The buckets of this rank whose matrices several own together."""
+    """Yield this rank's buckets that Muon updates."""
     config = RunConfig(
         model={**MODELS["llama"], **MODEL, "vocab": 37, **model},
         optim={"name": "muon"},

@@ -1,4 +1,4 @@
-"""Every schedule gives the one-process answer to 1e-10 in fp64: loss, norm, weights, evaluation,
+"""Every schedule gives the one-process answer (loss, norm, weights, evaluation) to 1e-10 in fp64:
 with chunks, uneven layers, tied embeddings, recompute, uneven masks, accumulation and data ranks.
 """
 
@@ -33,7 +33,7 @@ LAYERS = 9
 
 @pytest.fixture(scope="module")
 def expected(pool):
-    """What one process computes of each model."""
+    """Return the result of one process for each model."""
     return {
         name: pool.run(1, run, {**model, "layers": LAYERS}, {"microbatch": 8})[0]
         for name, model in MODELS.items()
@@ -43,7 +43,8 @@ def expected(pool):
 @pytest.mark.parametrize(
     ("name", "schedule", "stages", "recompute"),
     [
-        # Each schedule with both models and both numbers of stages: no pass of it knows the model.
+        # Each schedule has both models and both numbers of stages. It does not depend on the
+        # model, so not all combinations are needed.
         (name, schedule, *((2, "none") if (place + number) % 2 else (4, "full")))
         for place, schedule in enumerate(CHUNKS)
         for number, name in enumerate(MODELS)
@@ -68,7 +69,7 @@ def test_schedules_do_not_change_the_answer(name, schedule, stages, recompute, p
     ],
 )
 def test_uneven_stages_with_data_ranks(name, parallel, pool, expected):
-    """Some blocks of each stage, and not as many on every one, run again in backward."""
+    """Each stage recomputes a different number of its blocks."""
     stages = 2 * parallel.get("chunks", 1)
     train = {
         "microbatch": 1,
@@ -96,7 +97,8 @@ def test_overlap_changes_no_bit(pool):
 
 
 def watched(schedule, chunks):
-    """One step on a rank of two -> most flights at once, flights left, bytes sent."""
+    """Train one step on two ranks -> this rank's most microbatches in flight, those left at the
+    end, and bytes sent."""
     config = RunConfig(
         model={"layers": 4, "hidden": 16, "heads": 4, "vocab": 37},
         train={"seq": 10, "global_batch": 8, "microbatch": 1, "precision": "fp64"},
@@ -129,8 +131,8 @@ def watched(schedule, chunks):
 
 @pytest.mark.parametrize("schedule", CHUNKS)
 def test_activations_and_bytes_are_the_closed_forms(schedule, pool):
-    """As many microbatches in flight as the checker counts, none left behind, and 2 b s h elements
-    over each boundary between ranks for every microbatch."""
+    """As many microbatches are in flight as the checker counts, none is left at the end, and each
+    microbatch sends 2 b s h elements over each boundary between ranks."""
     chunks = CHUNKS[schedule]
     found = pool.run(2, watched, schedule, chunks)
     costs = None
@@ -147,7 +149,8 @@ def test_activations_and_bytes_are_the_closed_forms(schedule, pool):
 
 
 def test_a_schedule_from_a_file(pool, expected, tmp_path):
-    """Two microbatches are one step ahead of 1F1B, and one backward of two is split."""
+    """Forwards run one microbatch further ahead than in 1F1B, and the first rank splits every other
+    backward."""
     (tmp_path / "mine.txt").write_text(
         "0F0 0F1 0F2 0B0 0F3 0B1 0W1 0B2 0B3 0W3  # first rank\n1F0 1B0 1F1 1F2 1B1 1F3 1B2 1B3\n"
     )

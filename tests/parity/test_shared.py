@@ -1,10 +1,11 @@
-"""Main layouts by the collectives of GPUs, on one GPU that all ranks share; on the CPU where there
-is none (`run.device=shared`): 1e-10 in fp64, and overlapped as serial to the last bit.
+"""The main layouts with the collectives for GPUs, on one GPU that all ranks share
+(`run.device=shared`), or on the CPU if there is none: 1e-10 in fp64, and overlapped runs bitwise
+equal to serial ones.
 """
 
 import pytest
 import torch
-from training import MODELS, assert_same, run
+from training import MODELS, assert_same, deterministic, run
 
 from megaframe.comm import all_gather, all_reduce, all_to_all, barrier, reduce_scatter
 from megaframe.comm.collect import collect
@@ -47,8 +48,9 @@ def test_no_layout_changes_the_answer(name, ranks, parallel, pool, expected):
 
 
 def shared(model, train, parallel, serial=False):
-    """The step with what it computes by plain code, which is as exact as fp64."""
-    return run(model, train, parallel, serial, device="shared")
+    """`run` on the shared device, with plain code, which is as exact as fp64."""
+    with deterministic():
+        return run(model, train, parallel, serial, device="shared")
 
 
 @pytest.mark.parametrize(("name", "ranks", "parallel"), [LAYOUTS[3], LAYOUTS[9], LAYOUTS[10]])
@@ -65,7 +67,7 @@ def test_serial_and_overlapped_are_bitwise_equal(name, ranks, parallel, pool):
 
 
 def each_call():
-    """What every call gives on this rank of three, numbers that tell of rank and place."""
+    """Return each collective's result on this rank of three; inputs encode rank and position."""
     mesh = Mesh(Layout(data=world_size()), device="shared", timeout=60, check_collectives=True)
     group, here = mesh.group("data"), mesh.device
     assert isinstance(group.handle, Ferry)

@@ -43,11 +43,11 @@ CHUNKED = [
     ("llama", 4, {"tensor": 4, "tensor_chunks": 3}, {"recompute": "selective", "microbatch": 2}),
     ("gpt2", 4, {**ZB_V, "tensor_chunks": 2}, {"recompute": "selective"}),
 ]
-"""Each rank has 5 rows: no number of parts divides them."""
+"""Layouts with rows in parts. Each rank has 5 rows, which no number of parts divides."""
 
 
 def shaped(name, parallel):
-    """A model with two layers for each stage."""
+    """Return a model with two layers for each pipeline rank."""
     return {**SHAPES[name], "layers": 2 * parallel.get("pipeline", 1)}
 
 
@@ -57,7 +57,7 @@ def trained(name, microbatch, **train):
 
 @pytest.fixture(scope="module")
 def expected(pool):
-    """What one process computes of each model, by its name and the stages that its layers fill."""
+    """Return the results of one process by (model, stages), with two layers for each stage."""
     return {
         (name, stages): pool.run(1, run, shaped(name, {"pipeline": stages}), trained(name, 4))[0]
         for name in SHAPES
@@ -75,7 +75,8 @@ def same(pool, expected, name, ranks, parallel, train):
     [(name, *LAYOUTS[i]) for i in range(8) for name in list(SHAPES)[i % 2 :: 2]],
 )
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool, expected):
-    # 10 rows, which 4 ranks do not divide; more microbatches than a pipeline has stages.
+    # With one sample there are 10 rows, which 4 ranks do not divide, and enough microbatches for a
+    # pipeline.
     size = 1 if parallel == {"tensor": 4} or "pipeline" in parallel else 2
     same(pool, expected, name, ranks, parallel, trained(name, size, recompute=recompute))
 
@@ -87,8 +88,8 @@ def test_parts_of_rows_do_not_change_the_answer(name, ranks, parallel, train, po
 
 
 def run_fused(model, train, parallel):
-    """`run`, with torch's references of its fused operators in the place of GPUs -> its result, and
-    how often each operator was called."""
+    """`run` with torch's fused operators, whose reference implementations replace those for GPUs ->
+    its result, and how often each operator was called."""
     calls, library = Counter(), torch.library.Library("symm_mem", "IMPL")
     references = {
         "fused_all_gather_matmul": _symmetric_memory._fused_all_gather_matmul_fallback,
@@ -113,7 +114,7 @@ def test_fused_operators_mean_by_their_operands_what_is_handed_to_them(pool, exp
     given = shaped("smooth", parallel), trained("smooth", 2), parallel
     results, calls = zip(*pool.run(2, run_fused, *given), strict=True)
     assert_same(results, expected["smooth", 1])
-    # Two of each a block, in every step's pass over two microbatches and the evaluation's.
+    # Two in each of two blocks, for two microbatches in every step and in the evaluation.
     assert calls == ([2 * 2 * (STEPS + 1) * 2] * 2,) * 2
 
 
@@ -130,7 +131,8 @@ def fused(tensor):
 
 
 def one_block(model, recompute, tensor, chunks):
-    """One step of one block -> bytes that it keeps, its plan, bytes moved over the tensor axis."""
+    """Train one step of one block -> the bytes that it keeps, the planned bytes, and the bytes
+    moved over the tensor axis."""
     config = RunConfig(
         model={"layers": 1, "hidden": 64, "heads": 4, "vocab": 64, **model},
         train={"seq": 16, "global_batch": 2, "microbatch": 2, "recompute": recompute},
@@ -156,10 +158,10 @@ def one_block(model, recompute, tensor, chunks):
     "model", [{}, {"norm": "rmsnorm", "activation": "swiglu"}, {"window": (4, None)}]
 )
 def test_activations_and_bytes_are_the_closed_forms(model, recompute, tensor, chunks, pool):
-    """What a block keeps is divided by the ranks, and of a mask it keeps nothing. Per layer,
-    forward moves (t-1)/t b s h elements 4 times; backward as often, and twice more to gather inputs
+    """What a block keeps is divided by the ranks, and it keeps no mask. In each layer, the forward
+    pass moves (t-1)/t b s h elements 4 times, the backward pass 6 times, because it gathers inputs
     again instead of keeping them. The embedding and the head move as much twice each, and the loss
-    3 numbers a token in fp32. In how many parts changes nothing."""
+    3 numbers per token in fp32. The number of parts does not matter."""
     for kept, planned, moved in pool.run(tensor, one_block, model, recompute, tensor, chunks):
         assert kept == planned
         stream = 2 * 16 * 64 * 2

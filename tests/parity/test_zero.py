@@ -1,5 +1,5 @@
-"""What data ranks divide (ZeRO 1, 2, 3, in one copy or in replicas) changes no answer: 1e-10 in
-fp64, alone and with tensor, context and pipeline ranks, recompute and many microbatches.
+"""ZeRO 1, 2 and 3, with one copy or replicas, do not change the answer: 1e-10 in fp64, alone and
+with tensor, context and pipeline ranks, recompute and many microbatches.
 """
 
 import pytest
@@ -43,9 +43,9 @@ def expected(pool):
 
 
 ALONE = 5
-"""So many of the layouts have data ranks only."""
+"""The number of layouts, from the first, that have data ranks only."""
 CASES = [
-    # Every layout with every stage, of one model or of the other; others' tests have the rest of 0.
+    # Every layout with several stages, on one model or both; other test files cover stage 0.
     *(("gpt2", *layout, zero) for layout in LAYOUTS[:ALONE] for zero in (1, 2, 3)),
     *(("gpt2", *layout, 0) for layout in LAYOUTS if "data_replicate" in layout[1]),
     *(("llama", *layout, 3) for layout in LAYOUTS[2:ALONE]),
@@ -61,8 +61,8 @@ def test_stages_do_not_change_the_answer(name, ranks, parallel, train, zero, poo
 
 
 def tiny(zero):
-    """A tensor of three elements on every rank, whose gradient there is the rank plus one; SGD with
-    a rate of 1 -> its values, twice, with another tensor that nobody adds to."""
+    """Update a tensor of three elements twice by SGD with rate 1; each rank's gradient is the rank
+    plus one -> after each update, its values and those of a tensor without gradients."""
     mesh = Mesh(Layout(data=world_size()), device="cpu", timeout=60)
     used, unused = (
         Parameter(ParamSpec(name, (3,), Constant(100.0), role="matrix")) for name in ("a", "b")

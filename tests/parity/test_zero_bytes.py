@@ -1,5 +1,5 @@
-"""What ZeRO stages move and when: equal to the last bit where sums have the same order, alone or
-overlapped, and as many bytes as the closed forms say, those of slow links apart.
+"""What ZeRO stages move and when: results are bitwise equal where sums have the same order, also
+when overlapped, and bytes follow the closed forms, separately for slow links.
 """
 
 import pytest
@@ -16,8 +16,8 @@ LAYERS, ITEM = 4, 8
 
 
 def bits(results):
-    """What a world computed, in a form that is the same whoever holds it: losses, norms and whole
-    tensors."""
+    """Return the results of a world independently of their division: losses, norms, evaluation and
+    whole tensors."""
     held = {}
     for rank in results:
         for name, pieces in rank.weights.items():
@@ -33,7 +33,7 @@ def bits(results):
 
 
 def _dims(boxes):
-    """For each dim, (offsets, lengths) of the boxes."""
+    """Return (offsets, lengths) of the boxes for each dim."""
     boxes = list(boxes)
     return [
         ([box.offset[dim] for box in boxes], [box.shape[dim] for box in boxes])
@@ -65,7 +65,7 @@ def test_stages_are_bitwise_equal_where_sums_have_one_order(ranks, stages, name,
 @pytest.mark.parametrize(
     ("zero", "replicas", "compress"),
     [
-        # Each two of them together.
+        # Every two of stage, replicas and compression occur together.
         (zero, 1 + (zero + place) % 2, compress)
         for zero in (1, 2, 3)
         for place, compress in enumerate(("none", "int8", "powersgd"))
@@ -89,7 +89,8 @@ def test_overlap_changes_no_bit_of_any_stage(zero, replicas, compress, pool):
 
 
 def moved(model, train, parallel, axes):
-    """-> bytes of one step over each of the axes, (length, stage, spec) of each bucket, elements"""
+    """Train a step -> its bytes over each of the axes, (length, stage, spec) of each bucket, and
+    the number of elements."""
     config = RunConfig(
         model={"layers": LAYERS, "hidden": 16, "heads": 4, "vocab": 37, **model},
         train={"seq": 10, "global_batch": 8, "precision": "fp64", "steps": 9, **train},
@@ -114,9 +115,11 @@ def moved(model, train, parallel, axes):
 
 
 def gathers(spec, tied, microbatches):
-    """How often a step brings a bucket's values at stage 3, for blocks the mean of all. Of blocks,
-    the two that computed last stay from a forward to its backward, and from that to the next
-    forward. A tied embedding comes for each of its uses."""
+    """Return how often a step gathers a bucket's values at stage 3; for blocks, the mean of all.
+
+    The two blocks that computed last keep their values from a forward to its backward pass, and
+    from that to the next forward pass. A tied embedding is gathered for each of its uses.
+    """
     if spec.role == "matrix":
         return (2 * LAYERS - 2 + (microbatches - 1) * (2 * LAYERS - 4)) / LAYERS
     return microbatches * (2 if tied and "token" in spec.name else 1)
@@ -125,7 +128,7 @@ def gathers(spec, tied, microbatches):
 @pytest.mark.parametrize(
     ("name", "ranks", "zero", "microbatches"),
     [
-        # Each stage with both numbers of ranks and of microbatches; each two of all together.
+        # All combinations of stage, ranks and microbatches; each two of them with both models.
         (list(MODELS)[(zero // 2 + ranks // 2 + microbatches) % 2], ranks, zero, microbatches)
         for zero in range(4)
         for ranks in (2, 4)
@@ -149,8 +152,8 @@ def test_bytes_over_data_ranks_are_the_closed_form(name, ranks, zero, microbatch
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_slow_links_carry_the_share_of_one_rank_of_a_node(zero, pool):
-    """Two nodes of two ranks: over slow links a rank sends half of what a ring over the nodes
-    would, less than half of what one over all ranks does."""
+    """With two nodes of two ranks, a rank sends over slow links half of what a ring over the nodes
+    would take, and less than half of what a ring over all ranks does."""
     parallel = {"zero": zero, "data_replicate": 2}
     train = {"microbatch": 2}
     found = pool.run(4, moved, MODELS["gpt2"], train, parallel, ["data_replicate"])

@@ -1,5 +1,6 @@
-"""Two optimizer steps of a tiny GPT under any layout, and what they come to."""
+"""Two optimizer steps of a tiny GPT under any layout, and comparison of their results."""
 
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from megaframe.comm import all_reduce
 from megaframe.config import RunConfig
+from megaframe.device import be_deterministic
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh, world_size
 from megaframe.meter import StepTimer
@@ -15,7 +17,8 @@ from megaframe.pipeline import Pipeline
 
 GLOBAL_BATCH, STEPS = 8, 2
 FEW = {"global_batch": 4}
-"""For layouts whose ranks exchange much in every microbatch; two data ranks still have two each."""
+"""Fewer samples, for layouts that communicate much in each microbatch; enough for two data ranks
+with two microbatches each."""
 MODELS = {
     "gpt2": {"position": "learned", "bias": True, "tie_embeddings": True, "dropout": 0.1},
     "llama": {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2, "qk_norm": True},
@@ -24,8 +27,9 @@ MODELS = {
 
 @dataclass
 class Result:
-    """losses, norms: by step. evaluation: loss at the end. weights: this rank's pieces, each with
-    its box, and those of the optimizer state, by name. traffic: (bytes, calls) over data ranks."""
+    """What one rank found. losses, norms: by step. evaluation: loss at the end. weights: by name,
+    the (box, piece)s of this rank's weights and optimizer state. traffic: (bytes, calls) over data
+    ranks."""
 
     losses: list
     norms: list
@@ -34,7 +38,7 @@ class Result:
     traffic: tuple
 
     def whole(self, name):
-        """A tensor that this rank has alone."""
+        """Return a tensor that this rank has whole."""
         ((_, weights),) = self.weights[name]
         return weights
 
@@ -50,9 +54,9 @@ def run(
     kernels=None,
     device="cpu",
 ):
-    """This rank's part of two steps -> Result. ragged: samples, which then are microbatches of
-    their own, have four different lengths. packed: samples are several documents each.
-    kernels: implementations by name. device: as of `run.device`."""
+    """Train two steps on this rank. ragged: samples have four different lengths, so each must be
+    its own microbatch. packed: each sample is several documents. kernels: implementations by name.
+    device: as in `run.device`."""
     config = RunConfig(
         model={"layers": 2, "hidden": 16, "heads": 4, "vocab": 37, "init_std": 0.2, **model},
         train={
@@ -94,8 +98,17 @@ def run(
     return Result(losses, norms, evaluation, weights, traffic)
 
 
+@contextmanager
+def deterministic():
+    """Within it a GPU adds up in one order what several tokens look up; otherwise bits differ."""
+    if torch.cuda.is_available():
+        be_deterministic()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def global_batch(config, step):
-    """Random tokens; the masks are uneven: some samples have hardly any loss."""
+    """Return a global batch of random tokens. Masks are uneven: some samples have few labels."""
     generator = torch.Generator().manual_seed(step)
     samples = config.train.global_batch
     shape = (samples, config.train.seq)
@@ -108,13 +121,13 @@ def global_batch(config, step):
 
 
 def on(device, batch):
-    """The batch there."""
+    """Return the batch on a device."""
     given = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
     return replace(batch, **{name: value.to(device) for name, value in given.items()})
 
 
 def with_documents(batch, step):
-    """The batch cut into documents at random places, in which positions start again."""
+    """Return the batch, divided into documents at random places; positions restart in each."""
     generator = torch.Generator().manual_seed(1000 + step)
     shape = batch.tokens_BS.shape
     starts = torch.rand(shape, generator=generator) < 0.25
@@ -124,7 +137,7 @@ def with_documents(batch, step):
 
 
 def share(batch, microbatch, rank, ranks, ragged):
-    """The microbatches of one data rank."""
+    """Return the microbatches of one data rank."""
     found = []
     for i in range(rank * microbatch, len(batch.tokens_BS), ranks * microbatch):
         length = batch.tokens_BS.shape[1] - (i % 4 if ragged else 0)
@@ -139,7 +152,7 @@ def share(batch, microbatch, rank, ranks, ragged):
 
 
 def assert_same(found, expected, tolerance=1e-10):
-    """All ranks of a world agree with the one-process result, and together hold all of it."""
+    """Assert that all ranks agree with the one-process result, and together hold all of it."""
     held = {}
     for rank in found:
         for values, wanted in (
@@ -159,7 +172,7 @@ def assert_same(found, expected, tolerance=1e-10):
 
 
 def assert_same_bits(found, others):
-    """Each rank of two worlds of one layout got the very same numbers."""
+    """Assert that each rank got the same bits in two worlds of one layout."""
     for one, other in zip(found, others, strict=True):
         assert (one.losses, one.norms) == (other.losses, other.norms)
         assert one.weights.keys() == other.weights.keys()

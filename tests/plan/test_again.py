@@ -1,4 +1,4 @@
-"""Blocks that run again: as few of each stage as the memory of a chip allows, and no fewer."""
+"""Recomputed blocks: on each stage as few as the memory of a chip allows."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ def config_of(parallel, recompute="none", blocks="auto", layers=16):
 
 
 def needed(config, layout, chip, blocks):
-    """Bytes of each pipeline rank with so many blocks that run again on each stage."""
+    """Return the bytes of each pipeline rank if each stage recomputes that number of blocks."""
     train = config.train.model_copy(update={"recompute_blocks": blocks})
     config = config.model_copy(update={"train": train})
     schedule = lower(step_schedule(config, 16))

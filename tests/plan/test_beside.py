@@ -1,4 +1,4 @@
-"""The planner's word on a run that has been."""
+"""The planner's comparison of its prediction with a finished run."""
 
 import pytest
 

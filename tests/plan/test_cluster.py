@@ -1,4 +1,4 @@
-"""Descriptions of clusters, and what is said of those that cannot be."""
+"""Descriptions of clusters, and the messages about impossible ones."""
 
 import pytest
 

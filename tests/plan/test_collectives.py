@@ -1,4 +1,4 @@
-"""Collectives against their closed forms, and against each other."""
+"""Times of collectives, compared with closed forms and with each other."""
 
 import math
 
@@ -92,7 +92,7 @@ def test_hierarchies_carry_on_the_slow_tier_what_is_left(inner, outer, size):
     left = size / inner
     form = 2 * size * (inner - 1) / inner / 1e11 + 2 * left * (outer - 1) / outer / 1e10
     assert found == pytest.approx(form)
-    # A ring over all of them has the adapters of all members of a node.
+    # A ring over all ranks uses the adapters of all ranks of a node.
     p = inner * outer
     ring = float(ALGORITHMS["all_reduce"]["ring"](size, group))
     assert ring == pytest.approx(2 * size * (p - 1) / p / min(1e11, inner * 1e10))
@@ -105,7 +105,7 @@ def test_each_hop_has_the_latency_of_its_tier(counts):
     p, tiers = math.prod(counts), range(len(counts))
 
     def tier(one, other):
-        """The outermost on which two ranks have different places."""
+        """Return the outermost tier on which two ranks are at different places."""
         inside = [math.prod(counts[:number]) for number in tiers]
         return max(
             n for n in tiers if one // inside[n] % counts[n] != other // inside[n] % counts[n]

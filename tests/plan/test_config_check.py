@@ -1,4 +1,4 @@
-"""Checks across sections: what is refused, with both numbers and values that then work."""
+"""Checks across sections: refusals name both numbers, and suggest values that work."""
 
 import re
 
@@ -16,7 +16,7 @@ SOUND = ("model.vocab=100", "data.sources=[{path: x}]")
 
 
 def refusals(*overrides, world=1):
-    """The lines of the refusal without its headline, none when the config passes."""
+    """Return the lines of the refusal without its headline, or none if the config passes."""
     try:
         check(load(None, [*SOUND, *overrides]), world)
     except UserError as error:
@@ -201,7 +201,7 @@ def test_what_is_refused(overrides, message):
     assert any(re.search(message, line) for line in refusals(*overrides))
 
 
-# A pipeline that is refused, why, and what of the advice is tried: each must then pass.
+# (a pipeline that is refused, the message, changes that it suggests, each of which must pass)
 PIPELINES = [
     (
         {"pipeline": 16},
@@ -288,7 +288,7 @@ TRAIN = ("global_batch", "microbatch", "batch_ramp", "recompute_blocks")
 
 
 def pipeline_refusals(keys):
-    """Refusals of 12 layers on as many ranks as the pipeline has."""
+    """Return the refusals of a model with 12 layers on the ranks of a pipeline."""
     named = {("train." if key in TRAIN else "parallel.") + key: keys[key] for key in keys}
     overrides = ["model.layers=12", *(f"{name}={value}" for name, value in named.items())]
     return refusals(*overrides, world=keys["pipeline"])
@@ -328,8 +328,8 @@ def test_a_schedule_file_that_cannot_run_is_refused_and_mended(text, message, tm
     assert pipeline_refusals(keys) == []
 
 
-# Context and tensor ranks that are refused, why, and what of the advice is tried: each must then
-# pass.
+# (context and tensor ranks that are refused, the message, changes that it suggests, each of which
+# must pass)
 EXCHANGE = {"parallel.context_kind": "all_to_all"}
 NESTED = {"parallel.context_kind": "nested"}
 RANKS = [

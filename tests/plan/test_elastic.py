@@ -1,4 +1,4 @@
-"""A layout for as many ranks as there are."""
+"""A layout for the ranks that are left."""
 
 import pytest
 from hypothesis import assume, given, settings

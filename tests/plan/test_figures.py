@@ -1,4 +1,4 @@
-"""Figures of scaling and of long runs against their closed forms."""
+"""Figures of scaling and of long runs, compared with closed forms."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ GPT = {"layers": 24, "hidden": 4096, "heads": 32, "vocab": 32000}
 @given(stall=st.floats(0.1, 300), between=st.floats(3600, 1e7))
 def test_no_interval_loses_less_than_dalys(stall, between):
     def lost(interval):
-        # Daly 2006: time lost per useful second, exponential failures and a restart of nothing.
+        # Daly 2006: time per useful second, with exponential failures and immediate restarts.
         from math import expm1
 
         return between * expm1((interval + stall) / between) / interval
@@ -46,7 +46,7 @@ def test_goodput_falls_with_ranks_and_failures():
     run = goodput(CLUSTER, 1024, 1e6, 1e12, 1e10)
     assert run.days == pytest.approx(1e12 / 1e6 / run.share / 86400)
     assert run.dollars == pytest.approx(run.days * 24 * 1024 * CLUSTER.price)
-    # 419 interruptions of 16,384 GPUs in 54 days, as the description cites.
+    # The cluster's description cites 419 interruptions of 16,384 GPUs in 54 days.
     assert goodput(CLUSTER, 16384, 1e6, 1e12, 1e10).failures_a_day == pytest.approx(
         419 / 54, rel=0.01
     )
@@ -81,7 +81,7 @@ def test_communication_rooflines():
     found = {b.axis: b for b in balances(config, layout, CLUSTER, constants)}
     assert set(found) == {"tensor", "data"}
     assert found["tensor"].tier == "nvlink" and found["data"].tier == "infiniband"
-    # Rows cancel: 6 x 12 h^2 / 8 matrix operations against 10 x 2 h x 7/8 bytes of each row.
+    # Each row has 6 x 12 h^2 / 8 matrix operations and moves 10 x 2 h x 7/8 bytes; rows cancel.
     matrices = 6 * 12 * 4096**2 + 6 * 2 * 4096 * 1024
     bytes_ = 10 * 2 * 4096 * 7 / 8
     assert found["tensor"].intensity == pytest.approx(matrices / 8 / bytes_)

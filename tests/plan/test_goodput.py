@@ -1,4 +1,4 @@
-"""Goodput: formula against simulation, Young and Daly against the search, published runs."""
+"""Goodput: the formula against simulation, Young and Daly against the search, published runs."""
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +27,7 @@ FREE = Costs(crash=0, hang=0, silent=0, restart=0, load=0, swap=0, stall=0, agai
 def test_llama3_table_adds_up():
     counts = {cause.name: cause.count for cause in LLAMA3.causes}
     assert sum(counts.values()) == 466 and counts["planned"] == 47
-    assert 1 / LLAMA3.rate(16384) / 3600 == pytest.approx(2.78, abs=0.01)  # every three hours
+    assert 1 / LLAMA3.rate(16384) / 3600 == pytest.approx(2.78, abs=0.01)  # about every three hours
 
 
 @settings(deadline=None, max_examples=12)
@@ -41,7 +41,7 @@ def test_the_simulation_agrees_with_the_formula(ranks, interval, stall, mix):
     costs = Costs(stall=stall)
     expected = effective(mix, ranks, costs, interval)
     simulated = simulate(mix, ranks, costs, interval, failures=20000)
-    # What is lost to each failure varies about as much as it is; the formula is of first order too.
+    # The loss per failure varies by about its mean; also, the formula is only of first order.
     error = 0.001 + 4 * (1 - expected) / 20000**0.5
     assert simulated.effective == pytest.approx(expected, abs=error)
     assert sum(simulated.lost.values()) + simulated.effective == pytest.approx(1)
@@ -63,7 +63,7 @@ def test_without_costs_nothing_is_lost_but_what_was_not_saved():
 
 
 def test_runs_as_they_were_are_about_as_effective_as_published():
-    """Above 90%, and not by much."""
+    """The published shares are a little above 90%."""
     for mix in (LLAMA3, MEGASCALE):
         share = effective(mix, mix.ranks, PUBLISHED, best_interval(mix, mix.ranks, PUBLISHED))
         assert 0.88 < share < 0.95

@@ -1,4 +1,4 @@
-"""Parameters counted from the config against those that the layers' specs declare."""
+"""Parameters counted from the config, compared with the specs that layers declare."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ LAYOUTS = [
 
 
 def counted(config, layout, plan):
-    """As `by_specs`, by the plan."""
+    """Return the same numbers as `by_specs`, from the plan."""
     found = held(config, layout, [plan])
     parts = (
         (*found.tables, found.positions),
@@ -46,8 +46,8 @@ def test_every_config_holds_what_its_layers_declare(path, sizes):
 
 
 def by_specs(config, layout, plans):
-    """(vectors, tables, matrices that are split, whole, shared and of experts) by what layers say
-    of themselves."""
+    """Return the elements of (vectors, tables, split matrices, whole matrices, shared matrices,
+    experts' matrices) on the first rank, from the layers' specs."""
     stages = build_stages(config, plans, ALONE)
     found = {"vector": 0, "table": 0, "split": 0, "whole": 0, "shared": 0, "experts": 0}
     for parameter in {p: None for stage in stages.values() for p in stage.parameters()}:

@@ -1,6 +1,5 @@
-"""The search against what it stands on: every candidate is valid, estimates are what simulation
-says, nothing that was drawn at random beats its first choice, and what fits nowhere is told how it
-would."""
+"""The layout search: every candidate is valid, estimates agree with simulation, no random candidate
+beats the first choice, and a model that fits nowhere gets advice."""
 
 import random
 
@@ -93,7 +92,7 @@ def test_nothing_drawn_beats_the_first_choice(model, gpus, batch):
     steps = [one.prediction.step_seconds for one in found.choices]
     assert max(steps[0] / step for step in steps) < 1.015
     fitting = np.flatnonzero(leaves_room(found.estimates.memory_bytes, CLUSTER.chip))
-    # The better half: of the worse nobody expects anything.
+    # Draws from the better half only, because the worse half cannot win.
     fitting = fitting[np.argsort(found.estimates.step_seconds[fitting])][: len(fitting) // 2]
     for place in fitting[drawn(len(fitting), 20)]:
         one = configured(config, found.candidates, int(place))

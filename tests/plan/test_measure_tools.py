@@ -1,4 +1,4 @@
-"""The tools that measure links and kernels, run for real on two ranks of this machine."""
+"""The tools that measure links and kernels, run on two real ranks of this machine."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ FEW = ["--device", "cpu", "--times", "2", "--smallest", "65536", "--largest", "4
 
 
 def measured(*given):
-    """What the tool prints on this rank."""
+    """Return what the tool prints on this rank."""
     module, sys.argv = loaded("measure_links", *given)
     with redirect_stdout(StringIO()) as printed:
         module.run(module.arguments())
@@ -45,10 +45,10 @@ def test_links_of_each_axis_are_measured(pool):
 
 
 def loaded(name, *given):
-    """A tool as a module, and its command line."""
+    """Return a tool as a module, and its command line."""
     specification = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
     module = importlib.util.module_from_spec(specification)
-    sys.modules[name] = module  # dataclasses look there
+    sys.modules[name] = module  # dataclasses need it there
     specification.loader.exec_module(module)
     return module, [f"{name}.py", *given]
 

@@ -1,4 +1,4 @@
-"""The memory plan against what is really kept, counted in storages."""
+"""The memory plan, compared with the storages that are really kept."""
 
 import pytest
 import torch
@@ -52,7 +52,8 @@ def test_a_block_keeps_what_the_plan_says(model, recompute, precision, build, ma
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("model", [{"norm": "rmsnorm", "kv_heads": 2}, {"position": "learned"}])
 def test_a_predictor_keeps_what_the_plan_says(model, recompute, build, make_microbatch):
-    """One more of two: a stream, the gradient of its loss, and what it was made with."""
+    """Compares two predictors with one. A predictor keeps a stream, the gradient of its loss, and
+    what it was computed from."""
     found = []
     for depth in (1, 2):
         built = build(
@@ -67,7 +68,7 @@ def test_a_predictor_keeps_what_the_plan_says(model, recompute, build, make_micr
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            built.stage.forward(0, microbatch, 1.0)
+            built.stage.forward(0, microbatch, torch.ones((), dtype=torch.float64))
         of_end = built.stage._flights[0].end
         for tensor in (*of_end.leaves, *of_end.d_normed):
             keep(tensor)
@@ -82,7 +83,7 @@ def test_a_predictor_keeps_what_the_plan_says(model, recompute, build, make_micr
 
 
 def allocated(precision, zero, model, optim=None, expert=1):
-    """Two steps -> bytes by the plan, and in the buckets' tensors."""
+    """Train two steps -> the planned memory, the bytes of optimizer state, and the buffers."""
     config = RunConfig(
         model={"layers": 3, "hidden": 128, "heads": 4, "vocab": 500, "bias": True, **model},
         train={"seq": 8, "global_batch": 4, "microbatch": 1, "precision": precision},
@@ -102,7 +103,7 @@ def allocated(precision, zero, model, optim=None, expert=1):
     here, schedule = held(config, layout, plans), pipeline.schedule.ranks[0]
     plan = memory(config, here, layout.data, plans, schedule, layout.expert_shard, host=True)
     state = [t for b in optimizer.buckets if b.optimizer for t in b.optimizer.state.values()]
-    barrier(mesh.world)  # nobody takes the connections of the others away
+    barrier(mesh.world)  # no rank closes connections that others use
     mesh.close()
     return plan, sum(tensor.nbytes for tensor in state), optimizer.buffers
 
@@ -127,7 +128,7 @@ def test_state_of_experts_is_planned_within_one_percent(zero, pool):
         assert state == pytest.approx(plan.optimizer, rel=0.01)
         planned = plan.weights + plan.values + plan.gradients
         assert buffers.bytes == pytest.approx(planned, rel=0.01)
-        # Some are taken from buffers that are free.
+        # Some rooms reuse free buffers.
         assert 0.75 * plan.rooms <= buffers.rooms <= 1.01 * plan.rooms
 
 
@@ -147,7 +148,7 @@ def test_state_of_every_optimizer_is_planned_within_one_percent(optim, pool):
 
 
 def test_a_backward_that_is_not_split_frees_what_it_used():
-    """Of a stage some of whose backwards are split, as dualpipe-v has them."""
+    """Checks a stage that splits only some of its backwards, as with dualpipe-v."""
     config = RunConfig(model={"layers": 1, "vocab": 64}, train={"seq": 8, "recompute": "full"})
     first, second = ((Action(Kind.F, 0, n), Action(Kind.B, 0, n)) for n in (0, 1))
     split = [*first, Action(Kind.W, 0, 0)]

@@ -1,4 +1,4 @@
-"""Tensor ranks on several nodes are warned of, with what they move."""
+"""Warnings about tensor ranks on several nodes, with the bytes that they move."""
 
 import pytest
 
@@ -16,7 +16,8 @@ def config_of(tensor):
 
 
 def test_bytes_are_the_closed_form():
-    """10 a layer and 4 for the ends, (t-1)/t b s h elements of bf16, half of them on each stage."""
+    """(t-1)/t b s h elements in bf16 move 10 times for each layer and 4 times for the model's ends;
+    each of two stages has half of that."""
     layout = Layout(tensor=4, pipeline=2, data=2)
     stream, microbatches = 2 * 32 * 64 * 2, 2
     assert tensor_bytes(config_of(4), layout) == (84 / 2) * stream * microbatches * 3 / 4

@@ -1,4 +1,4 @@
-"""What Muon costs in the plan: its matrices, their operations, their way, and who has the most."""
+"""The cost of Muon in the plan: its matrices, operations, transfers, and the busiest owner."""
 
 from collections import Counter
 from itertools import chain
@@ -27,7 +27,7 @@ from megaframe.stage import model_specs
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 CLUSTER = load_cluster("h100-ib")
 ENDLESS = Rates(1.0, 0.0, 0.0, 1.0, 1.0, float("inf"), 0.0, 2)
-"""One operation a second."""
+"""Rates at which an operation takes a second, and nothing else takes any time."""
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -74,7 +74,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_pieces_travel_as_often_as_planned(name):
-    """To owners that have none of it and back: what they have by chance stays."""
+    """Pieces are sent to their owner and back. Some are not, because the owner has them already."""
     world, config = CASES[name]
     layout = Layout.from_parallel(config.parallel, world)
     found = [rehearse(config, layout, rank).traffic for rank in range(world)]
@@ -90,7 +90,7 @@ def test_pieces_travel_as_often_as_planned(name):
 
 
 def test_who_works_most_is_bound_by_all_and_by_the_largest():
-    """Beside the deal itself, in windows of as many buckets as there are owners."""
+    """Compares with the real distribution, over as many buckets at a time as there are owners."""
     for data in (2, 4, 8, 16, 64):
         config = muon(layers=8, zero=1)
         layout = Layout(data=data)

@@ -1,4 +1,4 @@
-"""tools/plan.py as a user meets it."""
+"""tools/plan.py from the command line."""
 
 import json
 import re

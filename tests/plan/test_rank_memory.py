@@ -1,4 +1,4 @@
-"""The memory plan of a rank, from integers alone, against a rank that is played alone."""
+"""The memory plan of a rank, which uses integers alone, compared with a rehearsal of the rank."""
 
 import math
 
@@ -143,7 +143,7 @@ CASES = {
 
 
 def made(world, model, train, parallel, optim=None):
-    """A config whose data ranks have two microbatches each, in pipelines eight."""
+    """Return a config with two microbatches for each data rank, or eight in a pipeline."""
     parts = [parallel.get(axis, 1) for axis in ("tensor", "context", "pipeline")]
     each = (8 if parts[-1] > 1 else 2) * train.get("microbatch", 1)
     return RunConfig(
@@ -160,8 +160,9 @@ def made(world, model, train, parallel, optim=None):
 
 
 def assert_moved(counted, planned, layout, config):
-    """Bytes by axis as the closed forms have them, where they are closed: not for tables that two
-    ends share, nor for heads that tensor ranks share."""
+    """Assert that bytes by axis follow the closed forms, where these hold: not over stages that
+    share a table because of predictors, nor over data ranks at stage 3, with experts, or with heads
+    that tensor ranks share."""
     model, zero = config.model, config.parallel.zero
     if layout.tensor > 1:
         assert counted["tensor"] == pytest.approx(planned["tensor"], rel=0.01)
@@ -173,8 +174,8 @@ def assert_moved(counted, planned, layout, config):
 
 
 def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
-    """What these ranks count when they are played, against the plan of theirs: memory, and where
-    the closed forms hold, traffic. numbers: bytes of those of tokens, which no plan counts."""
+    """Assert that rehearsals of these ranks agree with their plans: in memory, and with `traffic`
+    also in bytes sent. numbers: bytes of the tokens' numbers, which the plan does not count."""
     train = config.train
     schedule = step_schedule(config, train.global_batch // train.microbatch // layout.data)
     plans, lowered = stage_plans(config), lower(schedule)
@@ -187,7 +188,7 @@ def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
         assert found.host == pytest.approx(plan.host, rel=0.01)
         assert found.rooms == pytest.approx(plan.rooms, rel=0.01)
         kept = plan.activations + plan.messages
-        # Experts also keep the numbers of their routes, and latents a part of the keys whole.
+        # Experts also keep the indices of their routes, and latents a whole part of the keys.
         small = config.model.moe is not None or config.model.latent is not None
         assert found.kept == pytest.approx(kept, rel=0.03 if small else 0.01, abs=numbers)
         total = found.buffers + found.optimizer + found.kept
@@ -201,7 +202,7 @@ def assert_counted(config, layout, ranks, *, traffic=False, numbers=0):
 
 @pytest.fixture
 def blocks_gone(monkeypatch):
-    """Between actions nothing is there of what runs again within one."""
+    """Plan no recomputed activations: a rehearsal counts between actions, when they are gone."""
     monkeypatch.setattr(activations, "_again_bytes", lambda config, plan: 0)
 
 
@@ -221,7 +222,7 @@ KINDS = [LLAMA, {"position": "learned", "bias": True}, {"norm": "rmsnorm", "late
 
 @st.composite
 def runs(draw):
-    """Config and layout of a run, wide enough that nobody counts the tokens' numbers."""
+    """Draw the config and layout of a run, so wide that the tokens' numbers do not matter."""
     schedule, pipeline = draw(st.sampled_from(sorted(SCHEDULES))), draw(st.sampled_from([1, 2, 4]))
     chunks = SCHEDULES[schedule] if pipeline > 1 else 1
     sizes = {"tensor": draw(st.sampled_from([1, 2])), "context": draw(st.sampled_from([1, 2]))}
@@ -247,8 +248,8 @@ def runs(draw):
 @settings(deadline=None, max_examples=20)
 @given(run=runs(), ends=st.sampled_from([0, -1]))
 def test_any_run_is_planned_as_it_counts(run, ends):
-    """Context ranks copy their part of the numbers of all tokens of a step, which is more than a
-    hundredth where a stage has hardly any blocks."""
+    """Context ranks copy their part of the tokens' numbers of a step, which is more than 1% if a
+    stage has hardly any blocks."""
     config, layout = run
     tokens = config.train.global_batch * config.train.seq // (layout.data * layout.context)
     numbers = 32 * tokens * (layout.context > 1)
@@ -256,7 +257,8 @@ def test_any_run_is_planned_as_it_counts(run, ends):
 
 
 def test_factors_travel_twice_and_the_gradients_behind_them_go():
-    """As PowerSGD sends them: whole ones stay for no more than two transfers of some parts."""
+    """PowerSGD sends factors in two transfers; with ZeRO 2, whole gradients exist only until these
+    are done, for a few parts at a time."""
     model, layout = {**LLAMA, "layers": 16}, Layout(data=4)
     sizes = []
     for zero in (1, 2):
@@ -285,4 +287,4 @@ def test_a_dry_run_says_what_is_on_the_host_and_counts_it_for_no_gpu():
     assert gpu["weights"] == gpu["optimizer"] == 0
     assert gpu["on the host"] == pytest.approx(kept, abs=0.002) and kept > 0.01
     assert gpu["total"] == pytest.approx(plain["total"] - kept + gpu["rooms"], abs=0.002)
-    assert sizes(away, host=True) == sizes(here, host=True)  # where all memory is the host's
+    assert sizes(away, host=True) == sizes(here, host=True)  # here all memory is the host's

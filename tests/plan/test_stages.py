@@ -1,4 +1,4 @@
-"""Division of layers into stages against all divisions, and modelled work against counted FLOPs."""
+"""The division of layers into stages against all divisions; modelled work against counted FLOPs."""
 
 from itertools import combinations_with_replacement
 
@@ -64,8 +64,9 @@ def test_a_heavy_head_is_a_stage_of_its_own():
 
 
 def test_layers_count_with_what_their_windows_see():
-    """Of a layer without a window attention is five times its matrices; the others are nearly
-    these. Attention's backward is twice its forward, and it has no weights."""
+    """Without a window, a layer's attention has five times the work of its matrices; with the
+    windows here, almost none. Attention's backward has twice the work of its forward, and no weight
+    gradients."""
     seq, matrices = 3840, 12 * 64 * 64
     model = {"window": (1,) * 7 + (None,) * 3, "vocab": 1}
     config = config_of(10, model=model, train={"seq": seq}, pipeline=2)
@@ -132,7 +133,7 @@ NOTHING = Held(0, (), ())
 
 
 def test_activations_are_those_in_flight():
-    """1F1B keeps p - rank microbatches; blocks that run again keep their input only."""
+    """1F1B keeps p - rank microbatches; recomputed blocks keep only their input."""
     config = config_of(8, pipeline=4, layers_per_stage=(2, 2, 2, 2))
     stream = 32 * 64 * 2
     plans = stage_plans(config)

@@ -1,4 +1,4 @@
-"""Predicted steps: they add up, follow the simulator, and agree with the closed forms on arrays."""
+"""Predicted steps: parts sum to the step, follow the simulator, and agree with array estimates."""
 
 from dataclasses import fields, replace
 from itertools import product
@@ -94,14 +94,14 @@ def test_emulated_blocks_take_what_the_simulator_says():
     software = replace(CONSTANTS_H100.software, step_kernels=0.0)
     found = predicted(config, 4, quiet, replace(CONSTANTS_H100, software=software))
     timeline = simulate(generate("interleaved", 4, 2, 16), Costs(0.1, 0.2, 0.1))
-    latency = 1e-3  # of all transfers
+    latency = 1e-3  # of all transfers together
     assert found.step_seconds == pytest.approx(float(timeline.time), abs=latency)
     assert found.breakdown["bubble"] == pytest.approx(float(timeline.bubble_time), abs=latency)
 
 
 def test_layers_take_as_long_as_their_windows_let_them():
-    """On one rank attention takes the sum of its layers' times, on many links it hides as much as
-    its own layer gives it to hide, and stages of layers that see less are faster."""
+    """On one rank, attention takes the sum of its layers' times. On a ring, each layer hides only
+    what its own attention can hide. Stages of layers with shorter windows are faster."""
     train = {"seq": 32768, "global_batch": 8}
 
     def step(window, **parallel):
@@ -157,16 +157,16 @@ def test_rows_reach_experts_without_tensor_ranks_but_shared_ones_as_an_mlp():
         return predicted(config_of(model, tensor=8, expert=8), 8).breakdown["tensor"]
 
     routed, shared = exposed(), exposed(shared=1)
-    # Half of the bytes, but all latencies, and both ends of the model have sums of their own.
+    # Half of the bytes, but all latencies; and both ends of the model have sums of their own.
     assert 0.5 * shared < routed < 0.7 * shared
 
 
 def test_gradients_of_a_chunk_leave_in_one_message():
-    """12 blocks a rank, 3 a chunk: three times as many latencies of data ranks, in the prediction
-    of one layout and in the estimate of many."""
+    """A chunk has 3 blocks, so a message per block has three times the latency of a message per
+    chunk, in the prediction of one layout and in the estimate of many."""
     far = replace(CLUSTER.tiers[1], latency=1.0)
     slow = replace(CLUSTER, tiers=(replace(CLUSTER.tiers[0], latency=0.0), far), jitter=0.0)
-    small = {**GPT, "vocab": 512}  # whose head does not outweigh a block
+    small = {**GPT, "vocab": 512}  # its head takes no longer than a block
     config = config_of(small, tensor=8, pipeline=2, chunks=4, schedule="interleaved", zero=0)
     names = [field.name for field in fields(Candidates)]
     row = {name: getattr(config.parallel, name, 1) for name in names}
@@ -194,14 +194,14 @@ def test_what_does_not_fit_is_said():
     ("optim", "precision", "width"),
     [
         ({}, "bf16", 12),
-        ({}, "fp32", 8),  # weights are what the model computes with
+        ({}, "fp32", 8),  # the model computes with the weights
         ({"name": "lion", "ema": 0.9}, "bf16", 12),
         ({"name": "muon", "state": "bf16"}, "fp16", 6),
     ],
 )
 @pytest.mark.parametrize(("name", "link"), [("a100-ib", 31.5e9), ("gb200-nvl72", 225e9)])
 def test_what_the_host_keeps_comes_and_goes_in_the_update(name, link, optim, precision, width):
-    """Matrices [hidden, 12 hidden] of 24 layers and two tables, divided by 4 ranks."""
+    """4 ranks divide 24 layers, each with matrices [hidden, 12 hidden], and two tables."""
     cluster = load_cluster(name)
     constants = constants_of(cluster.chip.family)
     parameters = 24 * 12 * 4096**2 + 2 * 32000 * 4096
@@ -216,18 +216,18 @@ def test_what_the_host_keeps_comes_and_goes_in_the_update(name, link, optim, pre
         return [predicted(one, 4, there, constants) for one in (config, away)]
 
     here, away = update()
-    alone = update({})[0].breakdown["optimizer"]  # passes over the state
+    alone = update({})[0].breakdown["optimizer"]  # the time to pass over the state
     orthogonal = here.breakdown["optimizer"] - alone
     assert (orthogonal > 0) == (optim.get("name") == "muon")
     coming = parameters / 4 * width / link
     assert away.breakdown["optimizer"] == pytest.approx(coming + orthogonal)
     assert alone < coming / 2
-    if optim.get("name") != "muon":  # whose tables have more state than its matrices
+    if optim.get("name") != "muon":  # its tables have more state than matrices
         assert away.host_bytes == pytest.approx(parameters / 4 * width, rel=0.01)
     assert here.host_bytes == 0
     text = f"{away.host_bytes / 2**30:.1f} GiB of a GPU's weights and state are in host memory"
     assert away.reasons[1].startswith(f"{text} and move at {link / 1e9:g} GB/s in each direction: ")
-    # As long as the longer of both.
+    # The update takes as long as the slower of transfers and computation.
     here, away = update(host_link=1e15)
     assert away.breakdown["optimizer"] == here.breakdown["optimizer"]
     here, away = update(host_link=None)
@@ -277,7 +277,7 @@ def test_bubbles_of_the_closed_forms_are_simulated_ones(name, ranks):
 
 
 def candidates(model, world):
-    """Valid layouts of `world` ranks as rows of numbers."""
+    """Return valid layouts of `world` ranks as rows of numbers."""
     rows = []
     chunked = ("interleaved", "breadth-first", "zb-v", "v-half", "dualpipe-v")
     for tensor, pipeline, chunks, micro, zero, again, name in product(

@@ -1,5 +1,5 @@
-"""What no simple prediction of vTrain's 64 nodes can reach: the bounds hold of predictions that are
-of this kind, and the page tells them."""
+"""Bounds on the accuracy of simple predictions of vTrain's 64 nodes: they hold for predictions of
+that kind, and the page states them."""
 
 import math
 from dataclasses import replace
@@ -32,7 +32,7 @@ def rows():
 
 
 def made(cost, layers=8, samples=64, ranks=64):
-    """Rows of a model whose layer costs `cost(tensor, microbatch)`, with the bubble of 1F1B."""
+    """Yield rows of a model whose layers cost `cost(tensor, microbatch)`, with 1F1B's bubble."""
     base = next(iter(TABLES["sc21_1"].rows()))
     for tensor in (1, 2, 4, 8):
         for microbatch in (1, 2, 4):
@@ -60,8 +60,8 @@ def made(cost, layers=8, samples=64, ranks=64):
 
 
 def test_a_consistent_table_is_within_its_bounds():
-    """A price that grows with tensor ranks and falls with the microbatch contradicts nothing, and
-    no row takes longer than the line allows."""
+    """A cost that grows with tensor ranks and falls with the microbatch has no contradictions, and
+    no row takes longer than its bound."""
     known = costs(list(made(lambda t, b: 1 + 0.02 * (t - 1) + 0.01 / b)), 512)
     assert not list(contradictions(known, 1.0)) and least_error(known, 1.0) == 0
     for cost in known:
@@ -79,13 +79,13 @@ def test_a_row_that_is_too_dear_is_found():
     assert {(one.tensor, one.microbatch) for one, _ in pairs} == {(2, 2)}
     names = [cost.row.label for pair in pairs for cost in pair]
     assert len(set(names)) == len(names) == 4
-    # Each pair is left with at least what the two are apart, however it is shared out.
+    # However it is shared between its two rows, the error of a pair is at least their distance.
     assert least_error(known, 1.1) == pytest.approx(2 * math.log(1.02 * 1.5 / 1.02 / 1.1))
 
 
 def test_the_right_choice_is_beyond_a_price_for_tensor_ranks():
-    """What the page says: any prediction that is right about tensor 1 and 8, and prices tensor
-    ranks by what they add, chooses a row that loses as much as the planner's choice."""
+    """The page's claim: a prediction that is right about tensor 1 and 8, and charges tensor ranks
+    for what they add, chooses a row that loses as much as the planner's choice."""
     known = costs(rows(), WIDTH)
     dearer = smaller(costs(rows(), 3072), 4)
     assert len(list(contradictions(known, APART))) == 5
@@ -95,7 +95,7 @@ def test_the_right_choice_is_beyond_a_price_for_tensor_ranks():
 
 
 def test_the_fastest_row_that_is_not_read_is_predicted_to_be_the_fastest():
-    rows()  # or skip
+    rows()  # skips without the table
     lines = published.lines_of("vtrain_multi")
     absent = absent_line(lines)
     rivals = [line for line in lines if line.row.rivals == absent.row.rivals]
@@ -111,7 +111,7 @@ def test_the_page_tells_the_bounds():
 
 @pytest.mark.parametrize("family", ["a100", "h100"])
 def test_links_have_what_nccl_was_seen_to_reach(family):
-    """Of eight GPUs of a node, in bytes/s: 232 and 367 of the rings, as issues of NCCL tell."""
+    """Rings over eight GPUs of a node reach 232 and 367 GB/s, as reported in issues of NCCL."""
     inside, bandwidth = {"a100": (232e9, 300e9), "h100": (367e9, 450e9)}[family]
     assert CONSTANTS[family].link(0) * bandwidth == pytest.approx(inside, rel=0.01)
     assert CONSTANTS[family].link(1) == CONSTANTS[family].link(2) == 0.9

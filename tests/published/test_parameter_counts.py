@@ -1,4 +1,4 @@
-"""The configs hold the published models: the specs that their layers declare add up exactly."""
+"""The configs of published models: the specs that layers declare sum to the exact counts."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from megaframe.stage import model_specs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
-# Elements of the tensors in each model's released weights, a tied head counted once.
+# Elements of each model's released weights; a tied head counts once.
 PUBLISHED = {
     "gpt2-124m": 124_439_808,
     "gpt2-1.5b": 1_557_611_200,
@@ -31,7 +31,7 @@ PUBLISHED = {
     "deepseek-v3": 671_026_404_352,
 }
 
-# Billions of parameters that a token meets, as their authors tell them.
+# Billions of parameters that are active for a token, as the authors report them.
 ACTIVE = {
     "mixtral-8x7b": 12.9,
     "mixtral-8x22b": 39,
@@ -61,8 +61,8 @@ def test_parameters_that_a_token_meets(name):
 
 
 def test_gpt3_has_the_parameters_of_its_published_shape():
-    # Its weights are not released and the paper rounds to 175.0 billion: held to the closed form of
-    # a biased GPT-2 block, 12 h^2 + 13 h, embeddings and final norm, and to the rounded number.
+    # The weights are not released, and the paper rounds to 175.0 billion. Compared with the closed
+    # form (GPT-2 blocks with biases, 12 h^2 + 13 h, embeddings, final norm) and the rounded number.
     layers, hidden, vocab, positions = 96, 12288, 50257, 2048
     blocks = layers * (12 * hidden**2 + 13 * hidden)
     closed_form = blocks + (vocab + positions) * hidden + 2 * hidden
@@ -78,7 +78,7 @@ def test_a_predictor_of_deepseek_v3_is_a_block_and_what_joins_two_streams():
 
 
 def test_the_switch_has_eight_mlps_in_every_other_layer():
-    # Of gpt2-124m without its biases, with the routers of six layers.
+    # gpt2-124m without its biases, but with routers in six layers.
     hidden, blocks = 768, 12
     active = PUBLISHED["gpt2-124m"] - (11 * blocks + 1) * hidden + 6 * 8 * hidden
     specs = specs_of("gpt2-124m-switch")

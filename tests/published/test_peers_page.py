@@ -1,4 +1,4 @@
-"""The page of peers is what its measurements say, and says where ours is not the fastest."""
+"""The page of peers follows from the measurements, and says where megaframe is not the fastest."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def test_a_peer_is_compared_with_the_one_of_ours_above_it():
 
 
 def test_each_comparison_is_called_with_the_peers_that_it_takes():
-    """And its guide is there."""
+    """The guide of each comparison exists, too."""
     for one in beside.COMPARISONS:
         script = (beside.ROOT / "benchmarks" / one.script).read_text(encoding="utf-8")
         for peer in one.peers:

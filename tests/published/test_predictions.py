@@ -1,4 +1,4 @@
-"""Published steps against what the planner predicts of them, and the page that tells of it."""
+"""The planner's predictions of published steps, and the page that reports them."""
 
 import re
 import sys
@@ -12,8 +12,8 @@ from published_tables import TABLES
 from megaframe.plan.constants import CONSTANTS
 from megaframe.plan.software import kept_of_baseline
 
-# Mean and largest error of a table that are held; those of the page are a little less. The page
-# says which of them are more than what was aimed at, and why.
+# Limits on the mean and largest error of each table, a little above the page's errors. The page
+# says which of them miss the goal, and why.
 HELD = {
     "sc21_1": (0.02, 0.06),
     "sc21_2": (0.013, 0.02),
@@ -40,7 +40,7 @@ def test_steps_are_predicted(name):
     found, (mean, most) = summary(lines(name)), HELD[name]
     assert found.mean <= mean and found.most <= most
     assert found.removed >= 0.5
-    # What was fitted is no better than the rest by much.
+    # Fitted rows are not much better than held-out rows.
     assert found.held_out <= 1.7 * found.fitted + 0.01
 
 
@@ -78,7 +78,7 @@ def test_the_page_tells_the_constants():
 
 
 def test_rows_of_vtrain_on_one_node_are_computed():
-    """As the page says: more alike than runs are."""
+    """The page says so, because these rows agree more closely than measured runs do."""
     start, end = "12 layers of 1024, ", " on 8, 1 a pass, t8 d1 p1"
     rows = [line.row for line in lines("vtrain_single")]
     took = {
@@ -100,8 +100,8 @@ def test_the_best_of_the_alternatives_is_found(name):
 @pytest.mark.parametrize(
     ("heads", "hidden", "published"),
     [
-        # Korthikanti et al. 2022, table 4 and figure 7: percent of what tensor parallelism keeps
-        # with sequence parallelism, with attention computed again, with both, with all again.
+        # Korthikanti et al. 2022, table 4 and figure 7: percent of tensor parallelism's activations
+        # with sequence parallelism, with recomputed attention, with both, with full recompute.
         (64, 6144, (66.84, 49.42, 16.18, 7.64)),
         (96, 12288, (62.04, 56.53, 18.49, 8.71)),
         (128, 20480, (58.31, 62.04, 20.27, 9.42)),

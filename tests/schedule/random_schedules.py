@@ -1,4 +1,4 @@
-"""Random valid schedules, and the slow truth about them: longest paths over the whole graph."""
+"""Random valid schedules, and their times by a slow method: longest paths in the whole graph."""
 
 from fractions import Fraction
 from graphlib import TopologicalSorter
@@ -11,14 +11,14 @@ F, B, W = Kind.F, Kind.B, Kind.W
 
 
 def schedule_of(text):
-    """A schedule from its text form, any kind of action allowed."""
+    """Return a schedule from its text form, in which any kind of action is allowed."""
     return Schedule(
         tuple(tuple(map(parse_action, line.split())) for line in text.strip().splitlines())
     )
 
 
 def inputs(schedule, action):
-    """The compute actions whose results a compute action needs."""
+    """Return the compute actions whose results a compute action needs."""
     last = len(schedule.rank_of) - 1
     kind, stage, number = action.kind, action.stage, action.microbatch
     if kind is W:
@@ -30,7 +30,7 @@ def inputs(schedule, action):
 
 @st.composite
 def schedules(draw, most_stages=5, most_microbatches=4):
-    """Stages anywhere, any order that can be executed, any backwards split."""
+    """Draw a schedule with any placement of stages, any executable order, any split backwards."""
     stages = draw(st.integers(1, most_stages))
     ranks = draw(st.integers(1, stages))
     microbatches = draw(st.integers(1, most_microbatches))
@@ -52,7 +52,7 @@ def schedules(draw, most_stages=5, most_microbatches=4):
 
 
 def executable(schedule):
-    """Whether the graph of order and inputs has no circle; for schedules with no action amiss."""
+    """Return whether the graph of order and inputs has no cycle. No action may be missing."""
     graph = TopologicalSorter()
     for actions in schedule.ranks:
         for before, action in zip((None, *actions), actions, strict=False):
@@ -65,7 +65,7 @@ def executable(schedule):
 
 
 def ends(schedule, durations, comm):
-    """When each action ends: longest paths, recursively; `durations` by action."""
+    """Return when each action ends, by the longest path to it. durations: seconds by action."""
     rank_of, known = schedule.rank_of, {}
     before, sent_before = {}, {}
     for rank, actions in enumerate(schedule.ranks):
@@ -97,13 +97,13 @@ def ends(schedule, durations, comm):
 
 
 def target(schedule, action):
-    """The stage that takes the result of an action, if any."""
+    """Return the stage that takes the result of an action, or None."""
     to = action.stage + {F: 1, B: -1, W: -1 - action.stage}[action.kind]
     return to if 0 <= to < len(schedule.rank_of) else None
 
 
 def durations_of(schedule, forward, backward, weight):
-    """Seconds of each action from those of the stages."""
+    """Return the seconds of each action, from the seconds of each stage."""
     times = {F: forward, B: backward, W: weight}
     return {
         action: times[action.kind][action.stage]
@@ -118,5 +118,5 @@ def durations_of(schedule, forward, backward, weight):
 
 
 def seconds():
-    """A time, exact."""
+    """Return a strategy for exact times."""
     return st.builds(Fraction, st.integers(0, 12), st.sampled_from((1, 2, 3)))

@@ -1,4 +1,4 @@
-"""The checker accepts what can be executed and refuses all else, with the wrong cell marked."""
+"""The checker: it accepts what can be executed, refuses everything else, and marks the cell."""
 
 import re
 from collections import defaultdict
@@ -17,7 +17,7 @@ few = settings(deadline=None, max_examples=80)
 
 
 def marked(schedule):
-    """The cell that the checker marks."""
+    """Return the cell that the checker marks."""
     with pytest.raises(UserError) as caught:
         check(schedule)
     cells = re.findall(r">(\S+)<", str(caught.value))
@@ -31,7 +31,7 @@ def changed(schedule, rank, actions):
 
 @st.composite
 def cells(draw, schedule):
-    """(rank, position) of an action."""
+    """Draw the (rank, position) of an action."""
     rank = draw(st.integers(0, len(schedule.ranks) - 1))
     return rank, draw(st.integers(0, len(schedule.ranks[rank]) - 1))
 
@@ -100,19 +100,19 @@ PAIRS = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
 
 
 def rendezvous(schedule):
-    """Run as the strictest engine would: a transfer starts when both ends have posted it and the
-    one before it on its edge is through. True if all lists come to their ends."""
+    """Run as the strictest engine would: a transfer happens once both ends have posted it and the
+    previous one on its edge is done. Return whether all lists run to their ends."""
     at = [0] * len(schedule.ranks)
     sent, wanted, arrived = defaultdict(list), defaultdict(list), set()
 
     def peer(kind, stage, rank):
-        """The other rank that takes part, if any."""
+        """Return the other rank of a transfer, or None."""
         other = stage + STEPS[kind]
         inside = 0 <= other < len(schedule.rank_of)
         return schedule.rank_of[other] if inside and schedule.rank_of[other] != rank else None
 
     def step(rank, action):
-        """Whether the action could be executed."""
+        """Execute an action if possible; return whether it was."""
         kind, stage, number = action.kind, action.stage, action.microbatch
         if kind in NEEDS and peer(NEEDS[kind], stage, rank) is not None:
             return (NEEDS[kind], stage, number) in arrived

@@ -1,4 +1,4 @@
-"""Drawings parse, and show every action once where the timeline has it."""
+"""Drawings: they parse, and show every action once, where the timeline has it."""
 
 import json
 import re

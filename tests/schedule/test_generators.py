@@ -1,4 +1,4 @@
-"""The named schedules: closed forms held to equality, validity at every size, refusals."""
+"""The named schedules: exact closed forms, validity at every size, refusals."""
 
 from fractions import Fraction
 
@@ -16,7 +16,7 @@ from megaframe.schedule.simulate import simulate
 
 RANKS = (2, 4, 8, 16)
 TIMES = ((1, 1, 1), (3, 3, 2), (5, 7, 3), (Fraction(7, 3), 2, Fraction(1, 5)))
-"""F, B and W of a rank's share; none a multiple of another, and W no longer than F and B."""
+"""F, B and W of a rank's share. W takes no longer than F or B."""
 
 
 def simulated(name, ranks, chunks, microbatches, times=(1, 1, 1), **options):

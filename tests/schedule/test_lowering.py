@@ -1,4 +1,4 @@
-"""Lowering: what is added to the compute, and where."""
+"""Lowering: which actions are added to the compute actions, and where."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +11,7 @@ ORDERS = [name for name in LIMITS if name != "search"]
 
 
 def sizes(name, ranks, chunks, more):
-    """A size near to the drawn one for which there is a schedule."""
+    """Return a size close to the drawn one for which the schedule exists."""
     return ranks, LIMITS[name].nearest_chunks(chunks), ranks + more
 
 
@@ -93,7 +93,8 @@ def test_receives_of_an_edge_are_posted_in_the_order_of_its_sends_and_early(
 
 
 def _posted_early(actions, ahead):
-    """At least `ahead` compute actions, or all that there are, lie between receive and use."""
+    """Assert that at least `ahead` compute actions, or all earlier ones, are between receive and
+    use."""
     for position, action in enumerate(actions):
         if action.kind not in (Kind.RECV_F, Kind.RECV_B):
             continue

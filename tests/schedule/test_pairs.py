@@ -1,4 +1,4 @@
-"""Pairs of a forward and a backward: what they need is there, and a schedule of them ends."""
+"""Pairs of a forward and a backward: their inputs are available, and schedules run to the end."""
 
 from itertools import pairwise
 
@@ -56,7 +56,7 @@ def test_a_schedule_of_pairs_runs_to_its_end(name, ranks, rounds):
 
 
 def ends_by_pairs(schedule, found):
-    """Whether all actions run when those of a pair start at once, and what is sent leaves in the
+    """Return whether all actions run if those of a pair start together, and results are sent in the
     order of the lists."""
     rank_of, last = schedule.rank_of, len(schedule.rank_of) - 1
     done, at = set(), [0] * len(schedule.ranks)

@@ -1,4 +1,4 @@
-"""The tool from the command line."""
+"""tools/schedule.py from the command line."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Search: never worse than any named schedule within the same limits, and always the same."""
+"""The search: never worse than a named schedule within the same limits, and deterministic."""
 
 from fractions import Fraction
 

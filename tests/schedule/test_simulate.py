@@ -1,4 +1,4 @@
-"""Times, bubbles and memory against timelines made by hand and a slow simulator."""
+"""Times, bubbles and memory, compared with timelines made by hand and a slow simulator."""
 
 from fractions import Fraction
 

@@ -1,13 +1,13 @@
-"""One node's part of a run: looks at the node, checks the config, and starts its ranks.
+"""Run one node's part of a run: check the node and the config, and start the node's ranks.
 
 PET_NNODES=2 PET_NPROC_PER_NODE=8 PET_RDZV_ENDPOINT=node1:29400 \\
     python tools/launch/node.py --config RUN.yaml [section.key=value ...]
 
-Every engine in this folder runs this on each of its nodes. It is `torchrun` with c10d rendezvous
-and what a run wants of it, told by the PET_ variables of its options, and with one thing more: it
-ends with the status of the rank that failed first, which `torchrun` makes 1 of, so that an engine
-can tell what may work when it is tried again (docs/faults.md). `torchrun` gives a node consecutive
-ranks, and the tensor axis is the fastest: so it lies inside nodes.
+All launchers in this folder run this on each node. It is `torchrun` with c10d rendezvous and
+defaults that suit a run; its options are set by their PET_ variables. Where `torchrun` turns every
+failure into status 1, this exits with the status of the rank that failed first, so that a scheduler
+can tell whether another try may succeed (docs/faults.md). `torchrun` gives a node consecutive
+ranks, and the tensor axis varies fastest, so tensor groups are inside nodes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megaframe.errors import UserError, reported
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENTRY = str(ROOT / "pretrain_gpt.py")
 EXIT_SICK = 4
-"""This node cannot run; another one may."""
+"""Exit status if this node is not fit to run; another one may be."""
 USUAL = {
     "PET_NNODES": "1",
     "PET_NPROC_PER_NODE": "auto",
@@ -34,15 +34,15 @@ USUAL = {
     "PET_MAX_RESTARTS": "20",
     # Slurm sends SIGUSR1 ahead of its time limit.
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-    # Two steps and a save, for a run that is asked to leave.
+    # Long enough for two steps and a save when a run is asked to leave.
     "PET_SHUTDOWN_TIMEOUT": "300",
 }
-"""What `torchrun` is told unless the environment says otherwise."""
+"""Defaults for variables that the environment does not set."""
 _PORT = 29400
 
 
 def main() -> None:
-    """The command."""
+    """Check the config and the node, and start the ranks; exit with the status of the run."""
     given = parse_arguments()
     words = [*(["--config", given.config] if given.config else []), *given.overrides]
     os.environ.update(settings(os.environ))
@@ -56,7 +56,7 @@ def main() -> None:
         world = largest_world(os.environ["PET_NNODES"], os.environ["PET_NPROC_PER_NODE"])
     if given.look:
         sys.exit(0 if fit(Path(config.run.dir)) else EXIT_SICK)
-    # torchrun would start a run with a mistake in its config again and again.
+    # Without this, torchrun would restart a run with a mistake in its config again and again.
     if status := dry_run(words, world):
         sys.exit(status)
     if given.doctor and not fit(Path(config.run.dir)):
@@ -65,10 +65,10 @@ def main() -> None:
 
 
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables to set, of those that `torchrun` reads."""
+    """Return the PET_ variables to set where `environment` does not."""
     found = {name: value for name, value in USUAL.items() if not environment.get(name)}
     if not environment.get("PET_RDZV_ENDPOINT"):
-        # Some engines tell the first node's address in the way of the static rendezvous.
+        # Some launchers give the first node's address in the variables of the static rendezvous.
         first = environment.get("PET_MASTER_ADDR") or environment.get("MASTER_ADDR") or "localhost"
         port = environment.get("PET_MASTER_PORT") or environment.get("MASTER_PORT") or _PORT
         found["PET_RDZV_ENDPOINT"] = f"{first}:{port}"
@@ -76,7 +76,8 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def largest_world(nodes: str, ranks: str) -> int:
-    """Ranks of all nodes, where as many come as may. Raises `UserError` for what are no numbers."""
+    """Return the largest possible number of ranks. nodes: N or MIN:MAX. ranks: per node, a number,
+    auto, gpu or cpu. Raises `UserError` for anything else."""
     from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
     try:
@@ -92,14 +93,16 @@ def largest_world(nodes: str, ranks: str) -> int:
 
 
 def dry_run(words: Sequence[str], world: int) -> int:
-    """Status of a run that stops before it begins: 2 for a mistake, which is then printed."""
+    """Return the status of a dry run on `world` ranks: 2 for a mistake in the config, which it
+    prints."""
     environment = {**os.environ, "WORLD_SIZE": str(world), "RANK": "0"}
     command = [sys.executable, ENTRY, "--dry-run", *words]
     return subprocess.run(command, env=environment, stdout=subprocess.DEVNULL).returncode
 
 
 def fit(folder: Path) -> bool:
-    """Whether nothing keeps this node from running; else all that was looked at is printed."""
+    """Return whether this node is fit to run, by tools/doctor.py; if it is not, print what that
+    found. folder: where runs are written."""
     command = [sys.executable, str(ROOT / "tools/doctor.py"), "--folder", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -110,7 +113,8 @@ def fit(folder: Path) -> bool:
 
 
 def launch(command: Sequence[str]) -> int:
-    """Start the ranks of this node, again where they fail, and return the status of the run."""
+    """Run the ranks of this node under torchrun, restarts included, and return the status of the
+    run."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -126,14 +130,14 @@ def launch(command: Sequence[str]) -> int:
 
 
 def said(rank: int, status: int) -> int:
-    """The status as a shell tells it, which adds 128 to the number of a signal. It is printed."""
+    """Print and return a rank's status as a shell reports it: 128 plus the number for a signal."""
     told = status if status >= 0 else 128 - status
     print(f"rank {rank} failed first, with status {told}", file=sys.stderr, flush=True)
     return told
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

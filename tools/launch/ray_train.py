@@ -1,13 +1,12 @@
-"""A run on a Ray cluster, with Ray Train.
+"""Start a run on a Ray cluster, with Ray Train.
 
 python tools/launch/ray_train.py --ranks 16 --gpus -- --config RUN.yaml checkpoint.resume=latest
 
-Ray places and watches one worker for each rank, and starts all of them again when one is lost. A
-worker starts `pretrain_gpt.py` as a process of its own, as `torchrun` would: signals, hangs and
-exit statuses are then what they are everywhere (docs/faults.md), and a rank that breaks takes no
-worker with it. Ray numbers the workers node by node, so the tensor axis lies inside nodes. All
-nodes need the same files at the same place, and `run.dir` on storage that they share. Needs the
-extra `ray`.
+Ray places and watches one worker per rank, and restarts all of them if one is lost. A worker starts
+`pretrain_gpt.py` as a separate process, as `torchrun` would. Signals, hangs and exit statuses
+therefore mean the same as elsewhere (docs/faults.md), and a rank that crashes does not take its
+worker with it. Ray numbers workers node by node, so tensor groups are inside nodes. All nodes need
+the same files at the same paths, and `run.dir` on shared storage. Needs the extra `ray`.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from megaframe.errors import EXIT_USER_ERROR, UserError, reported
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENTRY = str(ROOT / "pretrain_gpt.py")
 ENDED = "ray-status"
-"""File of the run folder with the status of the first rank, for the program that started it."""
+"""File in the run folder in which the first rank's worker leaves the status for this program."""
 ASKED_TO_LEAVE = (138, 143)
-"""Statuses of a run that was asked to leave and has saved."""
+"""Exit statuses of a run that was asked to leave and has saved."""
 
 
 def main() -> None:
-    """The command; ends with the status of the run."""
+    """Check the command line, run the ranks, and exit with the status of the run."""
     arguments = parse_arguments()
     with reported():
         config, words = run_of(arguments.run)
@@ -55,7 +54,8 @@ def main() -> None:
 
 
 def run_of(words: Sequence[str]) -> tuple[RunConfig, list[str]]:
-    """The config of a command line of `pretrain_gpt.py`, and that line. Raises `UserError`."""
+    """Return the config of a command line of `pretrain_gpt.py`, and that line with an absolute path
+    of the config file. Raises `UserError` for a mistake in the config."""
     parser = argparse.ArgumentParser(prog="pretrain_gpt.py", add_help=False)
     parser.add_argument("--config")
     parser.add_argument("overrides", nargs="*")
@@ -65,7 +65,8 @@ def run_of(words: Sequence[str]) -> tuple[RunConfig, list[str]]:
 
 
 def ranks_of(text: str) -> tuple[int, int]:
-    """The fewest and the most ranks, from N or MIN:MAX. Raises `UserError`."""
+    """Parse N or MIN:MAX into the fewest and the most ranks. Raises `UserError` for anything
+    else."""
     try:
         least, most = (int(part) for part in (text.split(":") * 2)[:2])
     except ValueError:
@@ -76,7 +77,7 @@ def ranks_of(text: str) -> tuple[int, int]:
 
 
 def connect(address: str) -> None:
-    """Join the cluster. Raises `UserError` where there is none, or no Ray."""
+    """Connect to the cluster. Raises `UserError` if there is none, or Ray is not installed."""
     try:
         import ray
     except ImportError:
@@ -91,7 +92,10 @@ def connect(address: str) -> None:
 
 
 def check_room(ranks: tuple[int, int], of_a_rank: dict[str, float]) -> None:
-    """Raise `UserError` where the cluster is too small: Ray would wait without an end."""
+    """Raise `UserError` if the cluster is too small, because Ray would wait for ever.
+
+    ranks: fewest and most ranks; the fewest must have room. of_a_rank: resources of one rank.
+    """
     import ray
 
     there = ray.cluster_resources()
@@ -106,8 +110,11 @@ def check_room(ranks: tuple[int, int], of_a_rank: dict[str, float]) -> None:
 def train(
     config: RunConfig, words: Sequence[str], ranks: tuple[int, int], what: str, failures: int
 ) -> int:
-    """Run the ranks to the end and return the status. Raises `UserError` when they failed too
-    often."""
+    """Run the ranks to the end and return the status of the run.
+
+    ranks: fewest and most ranks. what: "GPU" or "CPU". failures: how often ranks may be restarted;
+    raises `UserError` if they fail more often.
+    """
     import ray.train
     from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -118,7 +125,7 @@ def train(
     trainer = TorchTrainer(
         train_rank,
         train_loop_config={"words": list(words), "folder": str(Path.cwd()), "ended": str(ended)},
-        # gloo: Ray's own process group only carries a number, and ends before the run begins.
+        # gloo suffices: Ray's own process group only sends a port, and is closed before the run.
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ray.train.ScalingConfig(
             num_workers=most if least == most else (least, most),
@@ -143,8 +150,9 @@ def train(
 
 
 def train_rank(given: dict[str, Any]) -> None:
-    """One worker: runs its rank to the end. A failure is raised, upon which Ray starts all workers
-    again; a status that says that this is of no use is written down."""
+    """Run one worker's rank to the end. If it fails, raise `RuntimeError`, upon which Ray restarts
+    all workers. A status with which a restart is of no use (success, a user's mistake, asked to
+    leave) is written to the file `ended` instead."""
     import ray.train
     import torch
     import torch.distributed as dist
@@ -163,19 +171,20 @@ def train_rank(given: dict[str, Any]) -> None:
 
 
 def dying_with_this() -> list[str]:
-    """What in front of a command line makes the process end with this one, where the system can."""
+    """Return the prefix of a command line with which a process is killed when this one ends; empty
+    if the system has no `setpriv`."""
     return ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
 
 
 def free_port() -> int:
-    """A port that nobody has."""
+    """Return a free port."""
     with socket.socket() as found:
         found.bind(("", 0))
         return int(found.getsockname()[1])
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,12 +1,12 @@
-"""A sweep over keys of a config on a Ray cluster, with Ray Tune.
+"""Run a sweep over config keys on a Ray cluster, with Ray Tune.
 
 python tools/launch/ray_tune.py --sweep 'optim.lr=[1e-3, 3e-3]' \\
     --sweep optim.beta2=uniform:0.9:0.999 --trials 4 --ranks 2 -- --config RUN.yaml
 
-Every value of a list is tried with every one of the other lists, and that --trials times with new
-numbers for the keys that have a range. A trial is a run of its own, of so many ranks on one node,
-in a folder of `run.dir`, and as many go on side by side as there is room for. Those that are behind
-others at the same step are stopped early (asynchronous successive halving, Li et al. 2020,
+Every combination of the lists' values is tried --trials times, each time with new random numbers
+for the keys that have a range. A trial is a run with --ranks ranks on one node, in its own folder
+in `run.dir`. As many trials run at the same time as the cluster has room for. Trials that are
+behind others at the same step are stopped early (asynchronous successive halving, Li et al. 2020,
 arXiv:1810.05934). Needs the extra `ray`.
 """
 
@@ -35,7 +35,7 @@ from megaframe.errors import UserError, reported
 
 SUMMARY = "sweep.json"
 SMOOTHED = 10
-"""Steps over which the loss of training is averaged; one of evaluation is as it is."""
+"""Steps over which a training metric is averaged; evaluation metrics are not averaged."""
 _RANGE = re.compile(r"(uniform|log):([^:]+):([^:]+)")
 _PAUSE = 0.5
 _TAIL = 2000
@@ -43,7 +43,7 @@ _TAIL = 2000
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers that are drawn, evenly or evenly in their logarithm."""
+    """A range of numbers to draw from, uniformly, or uniformly in the logarithm."""
 
     low: float
     high: float
@@ -51,11 +51,11 @@ class Range:
 
 
 Space = Mapping[str, "Range | list[str]"]
-"""By key what is tried: a range, or values as a command line has them."""
+"""What is tried for each key: a range, or a list of values in the format of a command line."""
 
 
 def main() -> None:
-    """The command."""
+    """Run the sweep, and write and print its summary; exit with status 1 if all trials failed."""
     arguments = parse_arguments()
     with reported():
         config, words = run_of(arguments.run)
@@ -77,8 +77,8 @@ def main() -> None:
 
 
 def space_of(texts: Sequence[str]) -> Space:
-    """What is swept over, from KEY=[A, B], KEY=uniform:LOW:HIGH and KEY=log:LOW:HIGH. Raises
-    `UserError`."""
+    """Parse KEY=[A, B], KEY=uniform:LOW:HIGH and KEY=log:LOW:HIGH into what is swept over. Raises
+    `UserError` for other forms, for a repeated key, and if there is nothing to sweep over."""
     found: dict[str, Range | list[str]] = {}
     for text in texts:
         key, _, asked = text.partition("=")
@@ -94,7 +94,8 @@ def space_of(texts: Sequence[str]) -> Space:
 
 
 def range_of(text: str, drawn: re.Match[str]) -> Range:
-    """A range. Raises `UserError` where it has no numbers in it."""
+    """Return a range. text: for messages. drawn: match of `_RANGE`. Raises `UserError` if the range
+    is empty or its bounds are not numbers."""
     try:
         low, high = float(drawn[2]), float(drawn[3])
     except ValueError:
@@ -107,7 +108,8 @@ def range_of(text: str, drawn: re.Match[str]) -> Range:
 
 
 def values_of(text: str, asked: str) -> list[str]:
-    """The values of a list, each as a command line has it. Raises `UserError`."""
+    """Return the values of a list, each in the format of a command line. Raises `UserError` if it
+    is not a list, or is empty."""
     try:
         values = yaml.safe_load(asked)
     except yaml.YAMLError:
@@ -120,7 +122,8 @@ def values_of(text: str, asked: str) -> list[str]:
 
 
 def check_space(space: Space, words: Sequence[str]) -> None:
-    """Raise `UserError` where some trial would have a config that is none."""
+    """Raise `UserError` if some combination of values (of a range, its ends) is not a valid
+    config. words: command line of the run."""
     given = argparse.ArgumentParser()
     given.add_argument("--config")
     given.add_argument("overrides", nargs="*")
@@ -136,7 +139,7 @@ def check_space(space: Space, words: Sequence[str]) -> None:
 def sweep(
     config: RunConfig, words: Sequence[str], space: Space, metric: str, asked: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Run all trials; of each its keys, its steps, its metric, its folder and its error."""
+    """Run all trials, and return for each its keys, last step, metric, folder and error."""
     from ray import tune
     from ray.tune.schedulers import ASHAScheduler
 
@@ -186,7 +189,7 @@ def sweep(
 
 
 def drawn_from(kept: Range | list[str]) -> Any:
-    """The same for Ray Tune."""
+    """Return a range or list in the form that Ray Tune takes."""
     from ray import tune
 
     if isinstance(kept, list):
@@ -197,8 +200,12 @@ def drawn_from(kept: Range | list[str]) -> Any:
 def run_trial(
     keys: Mapping[str, Any], *, words: list[str], folder: str, here: str, ranks: int, metric: str
 ) -> None:
-    """One trial: a run, whose metric is told as it comes. Where it is stopped the run is asked to
-    leave, for it ends with this process."""
+    """Run one trial, and report its metric to Ray Tune as it appears. If Ray Tune stops the trial,
+    this process ends, upon which the run gets SIGTERM. Raises `RuntimeError` if the run fails.
+
+    keys: values of this trial. words: command line of the run. folder: of the sweep. here: working
+    folder of the run.
+    """
     from ray import tune
 
     run = Path(folder) / f"trial-{tune.get_context().get_trial_id()}"
@@ -211,7 +218,7 @@ def run_trial(
         process = subprocess.Popen(command, cwd=here, stdout=console, stderr=console)
     metrics, told, ended = Metrics(run / "metrics.jsonl"), 0, False
     while not ended:
-        ended = process.poll() is not None  # what it wrote last is read once more
+        ended = process.poll() is not None  # read once more after the end, for the last lines
         metrics.read()
         for step, value in values_after(metrics, metric, told):
             told = step
@@ -224,7 +231,8 @@ def run_trial(
 
 
 def values_after(metrics: Metrics, metric: str, told: int) -> Iterator[tuple[int, float]]:
-    """Steps after `told` that have the metric, and it; a loss of training is averaged."""
+    """Yield (step, metric) for the steps after `told` that have the metric. A training metric is
+    averaged over the last `SMOOTHED` steps."""
     values, steps = metrics.column(metric), metrics.column("step")
     for place in np.flatnonzero(np.isfinite(values) & (steps > told)):
         first = place if metric.startswith("eval") else max(0, place - SMOOTHED + 1)
@@ -232,9 +240,10 @@ def values_after(metrics: Metrics, metric: str, told: int) -> Iterator[tuple[int
 
 
 def summary(found: Sequence[Mapping[str, Any]], space: Space, metric: str) -> tuple[str, int]:
-    """The trials as a table, best first, the best one's keys, and how many failed."""
+    """Return the trials as a table, best first, with the keys of the best one; and how many
+    failed."""
     good = [one for one in found if one["error"] is None and one[metric] is not None]
-    # What was stopped early has seen less; those that came farthest are compared.
+    # Trials that were stopped early have trained less, so those with most steps come first.
     good.sort(key=lambda one: (-one["step"], one[metric]))
     lines = ["  ".join(f"{head:>14}" for head in ("step", metric, *space))]
     for one in good:
@@ -251,12 +260,12 @@ def summary(found: Sequence[Mapping[str, Any]], space: Space, metric: str) -> tu
 
 
 def shown(value: Any) -> str:
-    """A value of a key."""
+    """Return a value as text."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

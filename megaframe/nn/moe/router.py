@@ -119,6 +119,7 @@ class Router(Module):
         frame.tally.add(self.balance.spec.name, entropy)
         for name, loss in losses.items():
             frame.tally.add_loss(name, loss.detach())
+            assert frame.scale is not None, "only what is trained has losses of its own"
             gates = _Also.apply(gates, loss * frame.scale)
         return gates
 
