@@ -23,16 +23,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from harness import ROOT, Spread, commit, machine
-
-if TYPE_CHECKING:
-    pass
 
 RANKS = 2
 TENSORS, ROWS, COLUMNS = 32, 4096, 2048
@@ -158,7 +156,7 @@ class Contender:
 
     def step(
         self, begin: Callable[[], None], until_copied: Callable[[], None]
-    ) -> tuple[float, ...]:
+    ) -> tuple[float, float]:
         """Return the seconds of a step and of what blocks it."""
         start = time.perf_counter()
         begin()
@@ -168,7 +166,7 @@ class Contender:
         until_copied()
         copied = time.perf_counter()
         self.update()
-        return [time.perf_counter() - start, begun - start + copied - worked]
+        return time.perf_counter() - start, begun - start + copied - worked
 
     def clear(self) -> None:
         """Delete everything that the last save left."""
@@ -294,7 +292,8 @@ class Peer(Contender):
         from torch.distributed.tensor import DTensor, Shard
 
         super().__init__(folder, mesh)
-        self.dcp, self.future = dcp, None
+        self.dcp = dcp
+        self.future: Future[Any]
         grid = init_device_mesh("cpu", (RANKS,))
         self.sharded = {
             name: DTensor.from_local(tensor, grid, [Shard(0)])
@@ -319,7 +318,9 @@ class Peer(Contender):
         self.dcp.load(self.sharded, checkpoint_id=self.folder)
 
     def begin(self) -> None:
-        self.future = self.dcp.async_save(self.sharded, checkpoint_id=self.folder)
+        future = self.dcp.async_save(self.sharded, checkpoint_id=self.folder)
+        assert isinstance(future, Future)
+        self.future = future
 
     def stalled(self) -> dict[str, float]:
         step, blocked = self.step(self.begin, lambda: None)

@@ -23,9 +23,12 @@ from harness import (
     table,
     write,
 )
-from peers.context_workload import ATTENTION
 
 PEERS = Path(__file__).resolve().parent / "peers"
+sys.path.insert(0, str(PEERS))
+
+from context_workload import ATTENTION  # noqa: E402
+
 CASES = ("2x4096", "2x8192", "4x4096", "4x8192")
 """Ranks and tokens."""
 TOLERANCE = 0.02

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -238,11 +238,11 @@ class Ours:
         start = time.perf_counter()
         optimizer, units = self.optimizer, self.stage.units
         optimizer.start_step()
-        for unit, after in pairwise((*units, None)):
+        for unit, after in zip(units, (*units[1:], None), strict=True):
             self._pass(unit, after)
         backward = units[-2:0:-1]  # the first and the last unit do not need their values again
         optimizer.reduce(units[-1])
-        for unit, after in pairwise((*backward, None)):
+        for unit, after in zip(backward, (*backward[1:], None), strict=True):
             self._pass(unit, after)
             if unit.late is not None:
                 optimizer.reduce(unit.late)
@@ -314,8 +314,8 @@ def summary(measured: Measured) -> dict[str, dict[str, float | dict[str, float]]
 
 def show(rate: str, measured: Measured) -> None:
     """Print one rate as a table: milliseconds and ratios."""
-    heads = ("step", "compute", "backward", "commun.", "over longer", "FSDP2", "times it")
-    heads = heads if BESIDE[STAGES[0]] in measured else heads[:-2]
+    heads = ["step", "compute", "backward", "commun.", "over longer"]
+    heads += ["FSDP2", "times it"] if BESIDE[STAGES[0]] in measured else []
     print(f"\n{rate:<12}" + "".join(f"{head:>13}" for head in heads))
     for stage, line in summary(measured).items():
         numbers = [value for value in line.values() if isinstance(value, float)]

@@ -24,9 +24,12 @@ from harness import (
     table,
     write,
 )
-from peers.experts_workload import SHAPES
 
 PEERS = Path(__file__).resolve().parent / "peers"
+sys.path.insert(0, str(PEERS))
+
+from experts_workload import SHAPES  # noqa: E402
+
 CASES = tuple(f"{shape}-{precision}" for shape in SHAPES for precision in ("fp32", "bf16"))
 TOLERANCE = 0.02
 """Relative tolerance of the sum of mean squares that every contender returns; bf16 rounds."""

@@ -15,16 +15,24 @@ import signal
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from harness import Spread, commit, machine
 from shaped import LIMIT, hosts, start_ranks
 
 RANKS, SCHEDULE = 4, "dualpipe-v"
-SHAPE = {"layers": 8, "hidden": 256, "heads": 4, "vocab": 512, "activation": "swiglu"}
-MOE = {"experts": 8, "ffn": 256, "top_k": 2}
+SHAPE: Mapping[str, Any] = {
+    "layers": 8,
+    "hidden": 256,
+    "heads": 4,
+    "vocab": 512,
+    "activation": "swiglu",
+}
+MOE: Mapping[str, Any] = {"experts": 8, "ffn": 256, "top_k": 2}
 MICROBATCHES, SEQ = 8, 256
 WAYS = {"one after the other": False, "by turns": True}
 
@@ -40,7 +48,7 @@ def main() -> None:
         print(json.dumps(measure(given)))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that hosts are removed
-    results = {}
+    results: dict[str, dict[str, Any]] = {}
     for rate in given.rates:
         with hosts(RANKS, rate) as all_hosts:
             answers = start_ranks(all_hosts, (__file__, f"--rounds={given.rounds}"))
@@ -93,13 +101,15 @@ def measure(given: argparse.Namespace) -> dict[str, list[float]]:
     mesh = Mesh(layout, device="cpu", timeout=LIMIT)
     pipelines = {}
     for way, overlap in WAYS.items():
-        config = RunConfig(
-            model={**SHAPE, "moe": MOE},
-            train={"seq": SEQ, "global_batch": 2 * MICROBATCHES, "precision": "fp32"},
-            parallel={
-                **{"pipeline": 2, "chunks": 2, "schedule": SCHEDULE, "expert": 2},
-                **{"data": 2, "expert_overlap": overlap},
-            },
+        config = RunConfig.model_validate(
+            {
+                "model": {**SHAPE, "moe": MOE},
+                "train": {"seq": SEQ, "global_batch": 2 * MICROBATCHES, "precision": "fp32"},
+                "parallel": {
+                    **{"pipeline": 2, "chunks": 2, "schedule": SCHEDULE, "expert": 2},
+                    **{"data": 2, "expert_overlap": overlap},
+                },
+            }
         )
         pipelines[way] = Pipeline(config, mesh, StepTimer().time)
         pipelines[way].optimizer.initialise(1)

@@ -16,8 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from harness import ROOT, commit, machine
 sys.path.insert(0, str(ROOT))
 
 RANKS, STEPS, WARM = 2, 60, 10
-WRAPPED = {
+WRAPPED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "megaframe.comm.place": {"Place": ("begin", "act", "wait", "go_on")},
     "megaframe.faults.guard": {"Guard": ("record", "heed", "replicas_differ")},
 }
@@ -82,7 +82,7 @@ def run_rank(folder: str, port: str) -> None:
     from megaframe.trainer import Trainer
 
     torch.set_num_threads(1)
-    spent: Counter[str] = Counter()
+    spent: defaultdict[str, float] = defaultdict(float)
     began = [0.0]
 
     def timed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,7 +108,7 @@ def run_rank(folder: str, port: str) -> None:
             print(json.dumps({**result, "all": sum(shares.values())}), flush=True)
             os._exit(0)
 
-    Trainer._one_step = step  # type: ignore[method-assign]
+    setattr(Trainer, "_one_step", step)  # noqa: B010
     for module, classes in WRAPPED.items():
         for name, methods in classes.items():
             kind = getattr(importlib.import_module(module), name)

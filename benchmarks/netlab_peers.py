@@ -21,12 +21,12 @@ from pathlib import Path
 from data_cpu import OURS, PEERS
 from data_cpu import contenders as contenders_of
 from harness import Contender, alternate, check_losses, common_arguments, summarise, table, write
-from peers.workload import WORKLOAD
 from shaped import hosts
 
 sys.path.insert(0, str(PEERS))
 
 from ranks import PLACES
+from workload import WORKLOAD
 
 HOSTS, RANKS = 2, 4
 REPLICATED = (1, 3)

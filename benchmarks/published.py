@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -218,7 +219,8 @@ def _descend(
     at = np.clip(at, low, high)
 
     def constants(logs: np.ndarray) -> Constants:
-        return replace(start, **dict(zip(names, map(float, np.exp(logs)), strict=True)))
+        made: dict[str, Any] = dict(zip(names, map(float, np.exp(logs)), strict=True))
+        return replace(start, **made)
 
     def errors(logs: np.ndarray) -> np.ndarray:
         known = {family: constants(logs)}

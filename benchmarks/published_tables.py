@@ -547,7 +547,7 @@ def llm_foundry() -> Iterator[Row]:
         yield Row("llm_foundry", label, gpus, cluster, software, (config,), seconds)
 
 
-_TITAN_8B = (
+_TITAN_8B: tuple[tuple[int, str, float], ...] = (
     # GPUs, type, tokens/s a GPU
     (8, "bf16", 6667),
     (8, "fp8", 8532),

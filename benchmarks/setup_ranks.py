@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -122,7 +123,7 @@ def measure(world: int) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         config = load(
-            ROOT / "configs" / CONFIG,
+            str(ROOT / "configs" / CONFIG),
             [
                 f"parallel.tensor={TENSOR}",
                 f"parallel.pipeline={PIPELINE}",
@@ -148,7 +149,7 @@ def measure(world: int) -> dict[str, float]:
             # The mesh has this rank alone, so tensors need no content.
             with Hollow(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
-                return Pipeline(config, Mesh(layout, alone=0), lambda part: None)
+                return Pipeline(config, Mesh(layout, alone=0), lambda part: nullcontext())
 
         pipeline = timed("model", model)
         group = mesh.group("data")

@@ -13,9 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from harness import Contender, alternate, common_arguments, summarise, table, write
-from peers.shakespeare_settings import SETTINGS
 
 PEERS = Path(__file__).resolve().parent / "peers"
+sys.path.insert(0, str(PEERS))
+
+from shakespeare_settings import SETTINGS  # noqa: E402
+
 PUBLISHED_LOSS = 1.88
 TITLE = "tinyshakespeare"
 
@@ -27,7 +30,7 @@ def contenders(given: argparse.Namespace) -> list[Contender]:
     chosen = []
     if not given.without_ours:
         script = str(PEERS / "shakespeare_ours.py")
-        command = (sys.executable, script, *common)
+        command: tuple[str, ...] = (sys.executable, script, *common)
         chosen.append(Contender("megaframe", command, ours=True))
         rotary = (*command, "--position", "rotary")
         chosen.append(Contender("megaframe, rotary", rotary, ours=True))

@@ -22,9 +22,12 @@ from harness import (
     table,
     write,
 )
-from peers.workload import WORKLOAD
 
 PEERS = Path(__file__).resolve().parent / "peers"
+sys.path.insert(0, str(PEERS))
+
+from workload import WORKLOAD  # noqa: E402
+
 CASES = ("2xfp32", "2xbf16", "4xfp32", "4xbf16")
 """Ranks and precision."""
 OURS = ("train.recompute_blocks=0",)

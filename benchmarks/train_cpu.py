@@ -21,9 +21,11 @@ from harness import (
     table,
     write,
 )
-from peers.workload import WORKLOAD
 
 PEERS = Path(__file__).resolve().parent / "peers"
+sys.path.insert(0, str(PEERS))
+
+from workload import WORKLOAD  # noqa: E402
 
 
 def contenders(given: argparse.Namespace, precision: str) -> list[Contender]:

@@ -25,10 +25,10 @@ def train(given: argparse.Namespace) -> None:
     _, ring = mesh.divide_context(1)
     circle = Circle(ring, given.seq // given.ranks, Sight(None, None), None)
     *qkv, d_out = own_parts(given, torch.distributed.get_rank())
-    leaves = [part.requires_grad_() for part in qkv]
+    query, key, value = leaves = [part.requires_grad_() for part in qkv]
 
     def step() -> float:
-        out = ring_attention(*leaves, circle)
+        out = ring_attention(query, key, value, circle)
         return answer(out.detach(), *torch.autograd.grad(out, leaves, d_out))
 
     measure(step, given.steps, given.seq, {"torch": version("torch")})

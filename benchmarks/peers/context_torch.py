@@ -28,26 +28,17 @@ SEQ = 2
 """The dim of the tokens, [1, heads, S, width]."""
 
 
-def forward_on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool
-) -> tuple[Tensor, ...]:
-    """Return one tile's output and log-sum-exp."""
+def forward_on_cpu(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, ...]:
+    """Return one tile's output and log-sum-exp. given: is_causal."""
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return attend(query, key, value, 0.0, is_causal)
+    return attend(query, key, value, 0.0, given["is_causal"])
 
 
-def backward_on_cpu(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    is_causal: bool,
-) -> tuple[Tensor, ...]:
-    """Return one tile's gradients."""
+def backward_on_cpu(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, ...]:
+    """Return one tile's gradients. given: grad_out, out, logsumexp, is_causal."""
     attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return attend_backward(grad_out, query, key, value, out, logsumexp, 0.0, is_causal)
+    forward = (query, key, value, given["out"], given["logsumexp"])
+    return attend_backward(given["grad_out"], *forward, 0.0, given["is_causal"])
 
 
 class TorchRing(torch.autograd.Function):
@@ -56,6 +47,7 @@ class TorchRing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         group = torch.distributed.group.WORLD
+        assert group is not None
         out, lse = _templated_ring_attention(
             group, SEQ, forward_on_cpu, query, key, value, is_causal=True
         )
@@ -66,6 +58,7 @@ class TorchRing(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         group = torch.distributed.group.WORLD
+        assert group is not None
         return _templated_ring_attention_backward(
             group,
             SEQ,
@@ -91,7 +84,8 @@ def train(given: argparse.Namespace) -> None:
         whole = [torch.randn_like(part).repeat(1, 1, given.ranks, 1) for part in parts]
         mesh = init_device_mesh("cpu", (given.ranks,))
         with context_parallel(mesh, buffers=whole, buffer_seq_dims=[SEQ] * len(whole)):
-            functional.scaled_dot_product_attention(*whole[:3], is_causal=True)
+            query, key, value, _ = whole
+            functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     _attention.set_rotate_method(given.rotate)
 
     def step() -> float:

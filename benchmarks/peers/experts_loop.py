@@ -52,6 +52,7 @@ def main() -> None:
     with torch.no_grad():
         layer.router.weight.copy_(numbers.router)
         for index, expert in enumerate(layer.experts):
+            assert isinstance(expert, Expert)
             gate, up = numbers.up[index].chunk(2)
             expert.gate.weight.copy_(gate)
             expert.up.weight.copy_(up)

@@ -15,13 +15,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megaframe.config import RunConfig
+from megaframe.config import Model, Moe, RunConfig, Train
 from megaframe.device import keep_freed_memory
 from megaframe.init import fill
 from megaframe.microbatch import Microbatch
+from megaframe.model import Block
 from megaframe.nn.linear import as_it_is
 from megaframe.nn.moe.layer import MixtureOfExperts
-from megaframe.nn.moe.path import Pick
+from megaframe.nn.moe.path import Dealt, Pick
 from megaframe.parameter import PRECISIONS, Module
 from megaframe.spec import Box
 from megaframe.stage import whole_model
@@ -48,19 +49,29 @@ def main() -> None:
     given = parser(__doc__).parse_args()
     shape = SHAPES[given.shape]
     numbers = tensors(shape, given.precision)
+    moe = Moe(
+        experts=shape.experts,
+        top_k=shape.top_k,
+        ffn=shape.width,
+        score="softmax",
+        balance="none",
+    )
     config = RunConfig(
-        model={
-            **{"layers": 1, "hidden": shape.hidden, "heads": 8, "vocab": 16, "position": "none"},
-            "activation": "swiglu",
-            "moe": {
-                **{"experts": shape.experts, "top_k": shape.top_k, "ffn": shape.width},
-                **{"score": "softmax", "balance": "none"},
-            },
-        },
-        train={"seq": shape.tokens, "global_batch": 1, "precision": given.precision},
+        model=Model(
+            layers=1,
+            hidden=shape.hidden,
+            heads=8,
+            vocab=16,
+            position="none",
+            activation="swiglu",
+            moe=moe,
+        ),
+        train=Train(seq=shape.tokens, global_batch=1, precision=given.precision),
     )
     stage = whole_model(config)
-    layer = stage.blocks[0].mlp
+    (block,) = stage.blocks
+    assert isinstance(block, Block)
+    layer = block.mlp
     assert isinstance(layer, MixtureOfExperts)
     bind(layer, given.precision)
     experts = layer.experts
@@ -88,6 +99,7 @@ def main() -> None:
     peak_bytes = peak()
 
     loads = torch.bincount(layer.router(x.detach(), frame)[0].flatten(), minlength=shape.experts)
+    dealt = Dealt(loads.cumsum(0, dtype=torch.int32), loads.tolist())
     rows = torch.randn(int(loads.sum()), shape.hidden).to(x.dtype).requires_grad_()
     order = Pick(torch.arange(len(rows)), len(rows))
     gates = torch.rand(len(rows)).to(x.dtype).requires_grad_()
@@ -96,7 +108,7 @@ def main() -> None:
     def alone() -> None:
         start_step()
         rows.grad = gates.grad = None
-        experts(rows, gates, order, loads.tolist(), frame).backward(d_rows)
+        experts(rows, gates, order, dealt, frame).backward(d_rows)
 
     bare = seconds_of(alone, given.steps)
     for _ in range(_ROUNDS - 1):

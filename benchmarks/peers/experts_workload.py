@@ -85,9 +85,14 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def answer(*results: Tensor) -> float:
-    """Return the number on which all contenders must agree."""
-    return math.fsum(float(result.float().square().mean()) for result in results)
+def answer(*results: Tensor | None) -> float:
+    """Return the number on which all contenders must agree. results: the output, and the gradients
+    as parameters hold them; None, which is a gradient that was never computed, is an error."""
+    squares = []
+    for result in results:
+        assert result is not None, "a gradient was not computed"
+        squares.append(float(result.float().square().mean()))
+    return math.fsum(squares)
 
 
 def seconds_of(work: Callable[[], object], passes: int) -> list[float]:

@@ -8,6 +8,7 @@ without a wait of the host.
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
 from gpu_workload import batches, read, run
@@ -33,6 +34,9 @@ class Norm(nn.Module):
 
 class Attention(nn.Module):
     """Causal attention with grouped heads, and with rotary positions if the model has them."""
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, model: Model, seq: int) -> None:
         super().__init__()
@@ -172,7 +176,7 @@ def main() -> None:
     if config.train.compile != "none" or device.type == "cuda":
         for part in (*model.blocks, model.head):
             part.compile(dynamic=False)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in model.parameters() if p.dim() > 1]},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]

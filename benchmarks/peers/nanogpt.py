@@ -7,6 +7,7 @@ it uses on a GPU.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from nanogpt_checkout import import_model, revision
@@ -14,7 +15,7 @@ from torch import nn
 from workload import WORKLOAD, parser, run
 
 
-def build(checkout: Path) -> nn.Module:
+def build(checkout: Path) -> Any:
     """Return nanoGPT's GPT in the shapes of the workload (its ffn is always 4 * hidden)."""
     module, shape = import_model(checkout), WORKLOAD
     return module.GPT(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,7 @@ from types import ModuleType
 def import_model(checkout: Path) -> ModuleType:
     """Import nanoGPT's model.py. It prints while it builds, so the measurement must come last."""
     sys.path.insert(0, str(checkout))
-    import model
-
-    return model
+    return importlib.import_module("model")
 
 
 def revision(checkout: Path) -> str:

@@ -83,10 +83,13 @@ class OwnParts(nn.Module):
     def take_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
         """Move the gradients to the parts, summed over ranks if each rank has only a partial sum.
         Return those of divided weights and those of whole weights."""
-        divided, whole = [], []
+        divided: list[Tensor] = []
+        whole: list[Tensor] = []
         for weight, part in zip(self.weights, self.parts, strict=True):
             gradient, weight.grad = weight.grad, None
+            assert gradient is not None
             if isinstance(weight, DTensor):
+                assert isinstance(gradient, DTensor)
                 gradient = gradient.redistribute(placements=weight.placements)
             part.grad = local(gradient)
             split = isinstance(weight, DTensor) and weight.placements[0].is_shard()

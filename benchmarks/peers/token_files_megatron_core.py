@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ def write(arrays: dict[str, np.ndarray], prefix: str, vocab: int) -> None:
     builder.finalize(f"{prefix}.idx")
 
 
-def read(prefix: str) -> dict[str, np.ndarray]:
+def read(prefix: str) -> dict[str, Any]:
     dataset = IndexedDataset(prefix)
     sequences = [dataset[number] for number in range(len(dataset))]
     return {
