@@ -36,7 +36,7 @@ Table: TypeAlias = dict[int, Blocks]
 FORWARD: dict[int, Table] = {
     8: {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 64, 8, 2)},
     9: {64: Blocks(128, 128, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(128, 64, 8, 2)},
-    10: {64: Blocks(128, 128, 8, 3), 128: Blocks(128, 128, 8, 2), 256: Blocks(64, 64, 8, 2)},
+    10: {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 128, 8, 2), 256: Blocks(64, 64, 8, 2)},
 }
 """Of 16-bit numbers, by generation of the chip."""
 BACKWARD_QUERIES: dict[int, Table] = {
@@ -62,8 +62,9 @@ travel to memory; with fewer than 64 queries Hopper makes those of queries by th
 the generation before. Blackwell's blocks fill its tensor memory."""
 BACKWARD_FUSED_CAPPED = BACKWARD_FUSED | {9: BACKWARD_FUSED[9] | {128: Blocks(64, 64, 8, 3)}}
 """With a softcap, whose hyperbolic tangent takes registers of its own."""
-WIDE_NUMBERS, WIDE_NUMBERS_OF_KEYS = Blocks(32, 16, 8, 1), Blocks(32, 32, 8, 1)
-"""For fp32, whose products take the slow units whatever the blocks are."""
+WIDE_NUMBERS, WIDE_NUMBERS_BY_QUERIES = Blocks(32, 32, 8, 1), Blocks(32, 16, 8, 1)
+"""For fp32, whose products take the slow units whatever the blocks are. The backward pass by
+queries keeps most in registers."""
 
 
 def scale_or_default(query: Tensor, scale: float | None) -> float:
@@ -72,7 +73,7 @@ def scale_or_default(query: Tensor, scale: float | None) -> float:
 
 
 def choose_blocks(table: Table, x: Tensor, wide_numbers: Blocks = WIDE_NUMBERS) -> Blocks:
-    """Of a table, for heads as wide as those of x."""
+    """Return the blocks of a table for heads as wide as those of x."""
     if x.dtype == torch.float32:
         return wide_numbers
     return table[min(wide for wide in table if wide >= x.shape[-1])]
@@ -206,7 +207,8 @@ def launch_backward(
     if fused:
         sums = lse.new_zeros(max(batch * heads * padded, 1), options["WIDTH"])
     else:
-        by_query = choose_blocks(BACKWARD_QUERIES[generation(query)], query)
+        table = BACKWARD_QUERIES[generation(query)]
+        by_query = choose_blocks(table, query, WIDE_NUMBERS_BY_QUERIES)
         launch(
             attention_backward_device.backward_queries,
             (ceil_div(queries, by_query.queries) * heads * batch,),
@@ -257,4 +259,4 @@ def _key_blocks(query: Tensor, softcap: float | None, fused: bool) -> Blocks:
     tables = BACKWARD_KEYS
     if fused:
         tables = BACKWARD_FUSED if softcap is None else BACKWARD_FUSED_CAPPED
-    return choose_blocks(tables[generation(query)], query, WIDE_NUMBERS_OF_KEYS)
+    return choose_blocks(tables[generation(query)], query)

@@ -231,18 +231,21 @@ def _add_product(
     down: tl.tensor,
     across: tl.tensor,
     BLOCKS: tl.constexpr,
+    FEW_BITS: tl.constexpr,
 ) -> tl.tensor:
     """Return total + a b; with BLOCKS, a b is multiplied by the scales of this part of the sum.
 
-    Matrix units of generation 9 sum 8-bit numbers in few bits, so they never sum more than the
-    depth of a tile. The interpreter loses the smallest numbers of e5m2 in a product; in fp32 it
-    does not.
+    FEW_BITS: matrix units sum 8-bit numbers in few bits, as those of generation 9 do, so they sum
+    no more than the depth of a tile, and sums of tiles are added outside of them. The interpreter
+    loses the smallest numbers of e5m2 in a product; in fp32 it does not.
     """
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     if BLOCKS:
         return total + tl.dot(a, b) * (down[:, None] * across[None, :])
-    return tl.dot(a, b, total, max_num_imprecise_acc=a.shape[1])
+    if FEW_BITS:
+        return total + tl.dot(a, b)
+    return tl.dot(a, b, total)
 
 
 @triton.jit
@@ -266,6 +269,7 @@ def _multiply(
     EXPERTS: tl.constexpr,
     ALIKE: tl.constexpr,
     BLOCKS: tl.constexpr,
+    FEW_BITS: tl.constexpr,
 ) -> None:
     """parts: scales along a row. ALIKE: how many rows of b share their scales."""
     over = tl.cdiv(outputs, COLUMNS)
@@ -294,7 +298,7 @@ def _multiply(
         if BLOCKS:
             left_scale = tl.load(down + start // DEPTH, mask=inside, other=0.0)
             right_scale = tl.load(across + start // DEPTH, mask=within, other=0.0)
-        total = _add_product(total, one, other, left_scale, right_scale, BLOCKS)
+        total = _add_product(total, one, other, left_scale, right_scale, BLOCKS, FEW_BITS)
     if not BLOCKS:
         total *= left_scale[:, None] * right_scale[None, :]
     at = out + place.to(tl.int64)[:, None] * outputs + column[None, :]
@@ -318,6 +322,7 @@ def _multiply_columns(
     DEPTH: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    FEW_BITS: tl.constexpr,
     ADD: tl.constexpr,
 ) -> None:
     high, wide = tl.cdiv(outputs, ROWS), tl.cdiv(inputs, COLUMNS)
@@ -344,7 +349,7 @@ def _multiply_columns(
         if BLOCKS:
             left_scale = tl.load(down + step * outputs, mask=inside, other=0.0)
             right_scale = tl.load(across + step * inputs, mask=within, other=0.0)
-        total = _add_product(total, one, other, left_scale, right_scale, BLOCKS)
+        total = _add_product(total, one, other, left_scale, right_scale, BLOCKS, FEW_BITS)
     if not BLOCKS:
         total *= left_scale[:, None] * right_scale[None, :]
     at = grads + expert.to(tl.int64) * outputs * inputs + row[:, None] * inputs + column[None, :]
@@ -444,6 +449,7 @@ def launch_multiply(
         EXPERTS=power_of_2(experts + 1),
         ALIKE=1 if b_scales.shape[1] == outputs else SHARED,
         BLOCKS=parts > 1,
+        FEW_BITS=generation(a_PK) < 10,
         warps=tiles.warps,
         stages=tiles.stages,
     )
@@ -477,6 +483,7 @@ def launch_gradient(
         DEPTH=tiles.depth,
         EXPERTS=power_of_2(experts + 1),
         BLOCKS=len(a_scales) != experts,
+        FEW_BITS=generation(a_NW) < 10,
         ADD=add,
         warps=tiles.warps,
         stages=tiles.stages,

@@ -259,7 +259,7 @@ def test_blocks_of_queries_divide_what_is_kept_of_them():
     fused = attention_launch.BACKWARD_FUSED, attention_launch.BACKWARD_FUSED_CAPPED
     tables = [table for tables in own + fused for table in tables.values()]
     blocks = [one for table in tables for one in table.values()]
-    blocks += [attention_launch.WIDE_NUMBERS, attention_launch.WIDE_NUMBERS_OF_KEYS]
+    blocks += [attention_launch.WIDE_NUMBERS, attention_launch.WIDE_NUMBERS_BY_QUERIES]
     assert all(attention_launch.PADDING % one.queries == 0 for one in blocks)
 
 
