@@ -23,8 +23,7 @@ block size divides it, so programs need no mask to read it or to add to it."""
 
 @triton.jit
 def _slope(d_s: tl.tensor, s: tl.tensor, cap: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
-    """Return the gradient of the products of queries and keys, given the gradient of the scores s,
-    which may be capped."""
+    """Multiply d_s, the gradient of the scores s, by the slope of the softcap, if there is one."""
     if CAP:
         bent = s / (cap * LOG2_E)
         return d_s * (1.0 - bent * bent)

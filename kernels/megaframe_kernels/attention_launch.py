@@ -99,8 +99,9 @@ def _adjacent(x: Tensor) -> Tensor:
 
 
 def _together(pairs: int, rows: Tensor, shared: float) -> int:
-    """Return how many pairs of a head and a sample start together. `shared` of the pairs read the
-    same head of `rows` [B, length, heads, D] and of a second tensor of this shape."""
+    """Return how many pairs of a head and a sample start together. shared: how many pairs read the
+    same head of `rows` [B, length, heads, D] and of a second tensor of this shape; below 1 if a
+    pair reads several heads."""
     read = 2 * rows.shape[1] * rows.shape[3] * rows.element_size() / shared
     return max(min(int(_CACHED / max(read, 1)), pairs), 1)
 
