@@ -232,8 +232,9 @@ def _key_gradients(
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Add what a block of queries contributes to the gradients of keys and values. With `d_q`, also
-    add what these keys contribute to the gradients of the queries, as unscaled sums.
+    """Return the gradients d_k and d_v of keys and values, plus what a block of queries contributes
+    to them. With `d_q`, also add there what these keys contribute to the gradients of the queries,
+    as unscaled sums.
 
     Scores are transposed here, [N, M], so the products for keys and values need no transpose of
     computed tiles. Tiles of 64 x 128 just fit into registers, so as little as possible may be live

@@ -53,7 +53,7 @@ def reference_parts(
     inside = (here >= 0) & (here < z.shape[1])
     at = here.masked_fill(~inside, 0)[:, None]
     label = torch.where(inside, z.gather(1, at)[:, 0], 0.0) if z.shape[1] else z.sum(1)
-    if label_smoothing:  # with 0, a logit of -inf would give 0 * -inf = NaN
+    if label_smoothing:  # without smoothing, a logit of -inf would give 0 * -inf = NaN
         label = (1.0 - label_smoothing) * label + label_smoothing / vocab * z.sum(1)
     return z.logsumexp(1), label
 

@@ -40,9 +40,9 @@ TILES = {
     10: Tiles(128, 128, SHARED, 8, 4),
 }
 """By generation of the chip. The depth of a tile is the number of elements that share a scale.
-Generation 9 adds the sums of that many products in fp32 outside of its matrix units, because these
-keep only about 14 bits of their sums (DeepSeek-AI 2024). So does every generation with scales per
-128 elements, because each sum is scaled first."""
+Before generation 10, the sums of that many products are added in fp32 outside of the matrix units,
+because those of generation 9 keep only about 14 bits of their sums (DeepSeek-AI 2024). With scales
+per 128 elements this is so on every generation, because each sum is scaled first."""
 SHARING = ("expert", "column", "block")
 """Which numbers share a scale when columns are quantised: all of an expert, each column of an
 expert, or every 128 numbers of a column."""
