@@ -34,7 +34,7 @@ from limited import LAST, run_limited, told, write_json  # noqa: E402
 
 _MINUTES = 7.8
 _OF_TRAINING = 0.5
-"""Share of the time that is reserved for the whole steps after kernels."""
+"""Share of the time that kernels leave to whole steps."""
 _QUIET_SECONDS = 60.0
 """Limit for one implementation on one case, which may have to be compiled first."""
 _LEAST_SECONDS = 12.0
@@ -55,7 +55,7 @@ GROUPS = (
     ("grouped_scaled_product", "grouped_scaled_gradient", "quantise_columns", "quantise_experts"),
     ("router", "expert_order", "permute", "unpermute", "attention_backward", "quantise"),
 )
-"""Kernels that are measured in one process; those with goals come first."""
+"""Groups of kernels, each measured in one process. Those with goals come first."""
 NAMES = tuple(name for group in GROUPS for name in group)
 _ON_A_GPU = "test_graphs.py::test_a_step_on_a_gpu_is_the_same_to_the_bit_as_a_graph"
 
@@ -102,7 +102,7 @@ TESTS = {
         2,
     ),
 }
-"""By the name of what is measured after them."""
+"""By the name of the measurements that they precede."""
 
 
 def run_tests(command: Sequence[str], seconds: float) -> dict[str, Any]:

@@ -1,14 +1,14 @@
 """Graph: all passes of a step as one CUDA graph, which the host starts with one call.
 
-A graph is made for the shapes of a step's microbatches. Before each run their tokens and the scale
-of the gradients are copied to where it reads them, and since its results always lie in the same
-memory, those that outlive the step are copied. The update is not in it: learning rates and the
-number of the step are the host's.
+A graph is made for the shapes of a step's microbatches. Before each run, their tensors and the
+scale of the gradients are copied to the buffers that the graph reads. Its results always lie in the
+same memory, so those that outlive the step are copied. The update is not part of the graph, because
+the host computes the learning rate and the number of the step.
 
-Transfers are in it, in the order in which all ranks start them. Those that were started outside
-have been waited for before, and those that start inside are waited for inside. Whether a step is
-recorded, run again or neither follows from what all ranks have alike, and so is the same on each of
-them, as NCCL demands.
+Transfers are part of the graph, in the order in which all ranks start them. Those started outside
+of it have been waited for before it runs, and those started inside are waited for inside. Whether a
+step is recorded, replayed or neither depends only on what is the same on all ranks, so all ranks do
+the same, as NCCL requires.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from megaframe.optim.health import Sign
 from megaframe.plan.graphs import graph_reasons
 
 _EAGER = 2
-"""Steps of a kind that run without a graph first: what is made once is made in them."""
+"""Number of steps of each kind that run without a graph first. They create whatever is created only
+once."""
 _MOST = 4
-"""Graphs that a run keeps."""
+"""Maximum number of graphs that a run keeps."""
 
 
 @dataclass(frozen=True)
 class Passed:
-    """What the passes of a step came to, as `Outcome` has it."""
+    """The results of all passes of a step, with the fields of `Outcome`."""
 
     loss: Tensor
     ahead: Tensor
@@ -47,7 +48,7 @@ class Passed:
     tallies: Sequence[Tally]
 
     def copied(self) -> Passed:
-        """In memory that no graph writes."""
+        """Return a copy in memory that no graph writes."""
         return Passed(
             self.loss.clone(),
             self.ahead.clone(),
@@ -57,15 +58,17 @@ class Passed:
 
 
 Compute = Callable[[Sequence[Microbatch], Tensor], Passed]
-"""All passes of a step over its microbatches, with gradients times the given scalar."""
+"""Runs all passes of a step over its microbatches, with gradients multiplied by the given
+scalar."""
 Record = Callable[[Callable[[], Passed]], tuple[Passed, Callable[[], None]]]
-"""Records what a function launches: what it returns, and what runs it into the same place. Whether
-it also runs while it is recorded makes no difference."""
+"""Records what a function launches. Returns the function's result, and a function that runs the
+recorded work again and overwrites that result. Whether the work also runs while it is recorded
+makes no difference."""
 
 
 def record_cuda(compute: Callable[[], Passed]) -> tuple[Passed, Callable[[], None]]:
-    """By torch's CUDA graphs, which run one after the other and so share their memory. Threads that
-    save go on meanwhile."""
+    """Record with torch's CUDA graphs, which share their memory because they run one after the
+    other. Threads that save checkpoints continue meanwhile."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"):
         passed = compute()
@@ -86,7 +89,8 @@ class _Recorded:
 
 
 class Graph:
-    """Of the ranks of a mesh. record: makes one. tell: is given a line to show."""
+    """Runs the passes of steps as graphs, one for each kind of shapes. record: makes a graph. tell:
+    is given a line to show."""
 
     def __init__(
         self, mesh: Mesh, tell: Callable[[str], None], record: Record = record_cuda
@@ -95,10 +99,11 @@ class Graph:
         self._recorded: dict[Any, _Recorded] = {}
         self._met: dict[Any, int] = {}
         self._told = False
-        mesh.before_close.append(self._recorded.clear)  # NCCL's groups end when no graph has them
+        mesh.before_close.append(self._recorded.clear)  # graphs must release NCCL's groups first
 
     def run(self, compute: Compute, microbatches: Sequence[Microbatch], scale: Tensor) -> Passed:
-        """What `compute` returns for the microbatches and the scale, an fp64 scalar."""
+        """Return what `compute` returns for the microbatches and the scale, an fp64 scalar. After
+        the first steps of a kind, record a graph and replay it."""
         kind = tuple(_kind_of(one) for one in microbatches)
         found = self._recorded.get(kind)
         if found is not None:
@@ -126,7 +131,7 @@ class Graph:
 
 
 def refuse(config: RunConfig, mesh: Mesh, kernels: Kernels) -> None:
-    """Raise `UserError` where a step is no graph, with every reason."""
+    """Raise `UserError`, with every reason, if the passes of a step cannot be a graph here."""
     found = [*graph_reasons(config, mesh.layout.sizes)]
     if mesh.device.type != "cuda":
         found.append(f"CUDA graphs need a GPU, and this runs on a {mesh.device.type}")

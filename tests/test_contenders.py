@@ -1,6 +1,5 @@
-"""The contenders of the benchmarks that are megaframe itself: layers on their own give the answer
-of plain PyTorch, the loader reads, and the command of each whole run has a config that a run takes.
-"""
+"""The benchmark contenders that are megaframe itself: single layers give the same answer as plain
+PyTorch, the loader reads, and the command of each whole run has a config that a run accepts."""
 
 import contextlib
 import io
@@ -37,12 +36,13 @@ from experts_workload import SHAPES, Shape  # noqa: E402
 
 
 def tolerance(length):
-    """Of a mean square of what four products in a row give, each with sums of `length` terms."""
+    """Return the relative tolerance of a mean square of the results of four successive products,
+    each with sums of `length` terms."""
     return 2 * 4 * torch.finfo(torch.float32).eps * math.sqrt(length)
 
 
 def printed(main, arguments, monkeypatch, capsys):
-    """What a contender prints last."""
+    """Return what a contender prints last, read as JSON."""
     monkeypatch.setattr(sys, "argv", [main.__module__, *arguments])
     main()
     return json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -84,7 +84,7 @@ def test_the_loader_reads(options, corpus, monkeypatch, capsys):
 
 
 class Started(Exception):
-    """A contender has started a process: its command, and in how large a world."""
+    """A contender has started a process. Arguments: its command, and the size of its world."""
 
 
 def start(command, *, env=None, **_):
@@ -92,7 +92,7 @@ def start(command, *, env=None, **_):
 
 
 def whole_runs(tmp_path):
-    """The contenders of every comparison of whole runs."""
+    """Yield the contenders of every comparison of whole runs."""
     text = tmp_path / "text.txt"
     text.write_text("a few words " * 100)
     given = Namespace(steps=2, precision="bf16", text=text, without_ours=False)

@@ -1,14 +1,15 @@
-"""Attention that never holds the scores, forward and backward, over the spans that queries see.
+"""Attention that never holds all scores, forward and backward, over the spans that queries see.
 
-Backward recomputes the scores from the log-sum-exp of each query, in one of two ways. `triton` goes
-over the tiles twice, once by queries for their gradients and once by keys for theirs: no two
-programs add to the same place, so results are bitwise repeatable, for seven matrix products per
-tile. `triton-fused` goes over them once by keys, for five: each block of keys adds what it
-contributes to the gradients of queries to a buffer in fp32, in whatever order the programs reach
-it. It refuses where deterministic algorithms are asked for. Programs could enforce an order by
-waiting for those of the keys before them, but nothing in Triton waits until an addition by the copy
-engine is visible to others: the threads would have to add, and none could do so before its
-predecessors have. Whether that would still be faster than `triton` is unknown.
+The backward pass recomputes the scores from the log-sum-exp of each query, in one of two ways.
+`triton` visits the tiles twice: by queries for the gradients of queries, then by keys for those of
+keys and values. No two programs add to the same place, so results are bitwise repeatable, at the
+cost of seven matrix products per tile. `triton-fused` visits the tiles once, by keys, with five
+products: each block of keys adds its contribution to the gradients of queries to an fp32 buffer, in
+whatever order the programs reach it. It refuses to run if deterministic algorithms are requested.
+Programs could enforce an order by waiting for the programs of the preceding keys, but Triton has no
+way to wait until an addition by the copy engine is visible to other programs. The threads would
+have to do the additions, each program after its predecessors; whether that would still be faster
+than `triton` is unknown.
 
 Shape legend: B samples, Q queries, K keys, N query heads, G key and value heads, D width of a head.
 """
@@ -34,10 +35,10 @@ from megaframe_kernels.kernel import Implementation, Kernel, refuse_types
 from megaframe_kernels.spans import Spans
 
 FUSED = "triton-fused"
-"""The implementation whose backward pass is one pass."""
+"""Name of the implementation whose backward pass visits the tiles once."""
 _WIDEST = 256
 _SHARED_OF_WIDEST = 136 * 1024
-"""Bytes of shared memory that heads wider than 128 take before Hopper."""
+"""Bytes of shared memory that heads wider than 128 need on chips before Hopper."""
 
 
 def reference(
@@ -51,11 +52,12 @@ def reference(
     sinks_N: Tensor | None = None,
     need_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """softmax(scale q k) v over the keys that a query sees; 0 where it sees none.
+    """Return softmax(scale q k) v over the keys that each query sees, and 0 for a query that sees
+    none.
 
     Query head n uses key head n // (N / G). scale: by default D^(-1/2). softcap: scores s become
-    cap tanh(s / cap). sinks: one more score a head, whose value is 0. Returns [B, Q, N, D] and,
-    if needed, the log-sum-exp of the scores (sinks included), at least fp32 [B, N, Q].
+    cap tanh(s / cap). sinks: one extra score per head, whose value is 0. Returns [B, Q, N, D] and,
+    if `need_lse`, the log-sum-exp of the scores (sinks included), [B, N, Q] in at least fp32.
     """
     wide = torch.promote_types(query_BQND.dtype, torch.float32)
     query, key, value = (x.to(wide).transpose(1, 2) for x in (query_BQND, key_BKGD, value_BKGD))
@@ -167,11 +169,11 @@ def reference_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What these keys add to the gradients of queries, keys and values.
+    """Return what these keys add to the gradients of queries, keys and values.
 
-    out, lse: of all keys that the queries see, of which those here may be a part (a tile of a
-    ring). With shares p = exp(scale q k - lse) and dp = d_out v: dv = p d_out,
-    ds = scale p (dp - sum(d_out out)), dq = ds k, dk = ds q.
+    out, lse: the output and log-sum-exp over all keys that the queries see. The keys given here may
+    be only a part of them (a tile of a ring). With shares p = exp(scale q k - lse) and dp = d_out
+    v: dv = p d_out, ds = scale p (dp - sum(d_out out)), dq = ds k, dk = ds q.
     """
     wide = torch.promote_types(query_BQND.dtype, torch.float32)
     given = (d_out_BQND, query_BQND, key_BKGD, value_BKGD, out_BQND)
@@ -202,7 +204,7 @@ def run_triton_backward(
     scale: float | None = None,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference; `fused`: in one pass."""
+    """Compute `reference_backward` in Triton. fused: in one pass over the tiles."""
     saved = (query_BQND, key_BKGD, value_BKGD, out_BQND, lse_BNQ.contiguous(), *spans.tensors)
     made = _direct_backward(d_out_BQND, None, *saved, None, scale, None, fused)
     d_query, d_key, d_value, _ = made
@@ -221,7 +223,7 @@ def run_triton(
     need_lse: bool = False,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """As the reference; `fused`: its gradients in one pass."""
+    """Compute the reference in Triton. fused: compute the gradients in one pass over the tiles."""
     given = (query_BQND, key_BKGD, value_BKGD, *spans.tensors, sinks_N)
     out, lse = _direct_forward(*given, scale, softcap, fused)
     return out, lse if need_lse else None
@@ -236,7 +238,8 @@ def _run_torch(
     scale: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """As the reference, by the fastest of torch's own attentions that takes these."""
+    """Compute the reference by the fastest of torch's own attentions that supports the
+    arguments."""
     out = F.scaled_dot_product_attention(
         query_BQND.transpose(1, 2),
         key_BKGD.transpose(1, 2),
@@ -268,7 +271,7 @@ def _run_flash_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """As the reference, by the package flash-attn, in its deterministic mode."""
+    """Compute the reference by the package flash-attn, in its deterministic mode."""
     from flash_attn import flash_attn_func
 
     window = (-1, -1) if spans.window is None else (spans.window - 1, 0)
@@ -361,8 +364,9 @@ def _backend_refuses(
     spans: Spans,
     **options: Any,
 ) -> str | None:
-    """Torch knows best what one of its backends takes on this GPU, by widths of heads, numbers of
-    keys and whether algorithms must be deterministic; a backend that is forced on others fails."""
+    """Return why a backend of torch cannot run, or None. can_use: torch's own check of what the
+    backend supports on this GPU (widths of heads, numbers of keys, deterministic algorithms).
+    Forcing a backend to run on anything else fails."""
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return "it takes bf16 and fp16 on a GPU"
     reason = _torch_refuses(query, key, value, spans, **options)

@@ -1,6 +1,6 @@
 """Device code of attention's backward pass, in two passes over the tiles or in one.
 
-The shape legend and what is shared with the forward pass are in `attention_device.py`.
+`attention_device.py` has the shape legend and what is shared with the forward pass.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from megaframe_kernels.attention_device import (
 from megaframe_kernels.device_math import LOG2_E, product
 
 PADDING = tl.constexpr(128)
-"""What the backward pass keeps of each query is padded to a multiple of this many queries, which
-every block divides: no program needs a mask to read it or to add to it."""
+"""The backward pass pads what it stores for each query to a multiple of this many queries. Every
+block size divides it, so programs need no mask to read it or to add to it."""
 
 
 @triton.jit
 def _slope(d_s: tl.tensor, s: tl.tensor, cap: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
-    """Gradient of the products from that of capped scores."""
+    """Multiply d_s, the gradient of the scores s, by the slope of the softcap, if there is one."""
     if CAP:
         bent = s / (cap * LOG2_E)
         return d_s * (1.0 - bent * bent)
@@ -47,10 +47,11 @@ def prepare_backward(
     M: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """What scores need of each query, padded: p = exp2(s - shift) and d_s = p (d_p - delta).
+    """Store what the other kernels need for each query, including padding: p = exp2(s - shift) and
+    d_s = p (d_p - delta).
 
-    shift: the log-sum-exp in units of log 2, infinite where nothing is seen and p must be 0.
-    delta: sum(d_out out) - d_lse.
+    shift: the log-sum-exp in units of log 2; infinite for a query that sees nothing, so that p is
+    0. delta: sum(d_out out) - d_lse.
     """
     padded = tl.cdiv(queries, PADDING) * PADDING
     blocks = padded // M
@@ -192,8 +193,9 @@ def _add_rows(
     M: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Add rows [M, D] to those of a matrix in global memory, in fp32 and as one of many programs.
-    BULK: `sums` is a descriptor, and the copy engine adds while the program goes on."""
+    """Add rows [M, D] to those of a matrix in global memory, in fp32. Other programs may add to the
+    same rows at the same time. BULK: `sums` is a tensor descriptor, and the copy engine does the
+    addition while the program continues."""
     if BULK:
         sums.atomic_add([row.to(tl.int32), 0], rows)
     else:
@@ -230,13 +232,14 @@ def _key_gradients(
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Add what a block of queries contributes to the gradients of keys and values, and with `d_q`
-    also what these keys contribute to those of the queries, as unscaled sums.
+    """Return the gradients d_k and d_v of keys and values, plus what a block of queries contributes
+    to them. With `d_q`, also add there what these keys contribute to the gradients of the queries,
+    as unscaled sums.
 
-    Scores are transposed here, [N, M]: the products for keys and values then need no transpose of
-    what was computed. Tiles of 64 x 128 just fit into registers, so as little as possible may live
-    across a product: the numbers of a query are loaded where they are used, the slope is applied
-    before d_p exists, and only tiles at an `edge` are masked, in a branch.
+    Scores are transposed here, [N, M], so the products for keys and values need no transpose of
+    computed tiles. Tiles of 64 x 128 just fit into registers, so as little as possible may be live
+    across a product: the numbers of a query are loaded where they are used, the slope of the
+    softcap is applied before d_p exists, and only tiles at an `edge` take the branch that masks.
     """
     query = block * M + tl.arange(0, M)
     q_MD = load_rows(q, block, q_stride, queries, width, True, M, WIDTH, EVEN)
@@ -300,11 +303,12 @@ def backward_keys(
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """All query heads of a group in one program: the sums of keys and values have one order, and
-    need no atomics. d_q: what each block of keys adds to the queries' gradients, unscaled and in no
-    fixed order; None where `backward_queries` computes those."""
+    """Compute the gradients of a block of keys and values. One program handles all query heads of a
+    group, so these sums have a fixed order and need no atomics. d_q: where each block of keys adds
+    its part of the gradients of queries, unscaled and in no fixed order; None if `backward_queries`
+    computes those."""
     blocks, groups = tl.cdiv(keys, N), heads // per_group
-    # The first keys are seen by most.
+    # With a causal mask the first keys are seen by the most queries.
     mine, group, sample = share_programs(blocks, together, groups)
     key = mine * N + tl.arange(0, N)
     batch = sample.to(tl.int64)
@@ -312,7 +316,7 @@ def backward_keys(
     first = tl.load(firsts + batch * keys + key, mask=inside, other=0)
     last = tl.load(lasts + batch * keys + key, mask=inside, other=0)
     low, high, whole_low, whole_high = find_visits(first, last, inside, queries, M)
-    if mine * N + N > keys:  # nor may a query see what is no key
+    if mine * N + N > keys:  # the block extends beyond the last key, so all tiles need the mask
         whole_high = whole_low
     wide = group.to(tl.int64)
     k_rows, v_rows = k + batch * k_batch + wide * k_head, v + batch * v_batch + wide * v_head
@@ -325,7 +329,7 @@ def backward_keys(
     padded = tl.cdiv(queries, PADDING) * PADDING
     kept = (batch * heads + head) * padded
     block = low
-    for _ in range(0, per_group * (high - low)):  # one loop, whose loads run ahead across heads
+    for _ in range(0, per_group * (high - low)):  # a single loop also loads ahead across heads
         edge = (block < whole_low) | (block >= whole_high)
         k_sum, v_sum = _key_gradients(
             k_sum, v_sum, d_q, k_ND, v_ND, q_rows, d_rows, shift, delta, kept, block, edge, first,

@@ -1,9 +1,9 @@
-"""Device code of attention: what both directions share, and the forward pass.
+"""Device code of attention: the forward pass, and what it shares with the backward pass.
 
-Forward and backward walk the same way: a program has a block of queries (or keys), knows from their
-spans which blocks of keys (or queries) any of them sees, and which of those all of them see; only
-the others are masked. Scores are in units of log 2, because exponentials of 2 are what the hardware
-has. Shape legend: M queries of a block, N keys of a block, D width of a head.
+Both passes visit tiles in the same way. A program has a block of queries (or keys). From their
+spans it knows which blocks of keys (or queries) any of them sees, and which of these all of them
+see; only the others are masked. Scores are in units of log 2, because the hardware computes
+exponentials of 2. Shape legend: M queries per block, N keys per block, D width of a head.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from megaframe_kernels.device_math import LOG2_E, LOG_2, product, tanh
 def share_programs(
     blocks: tl.tensor, together: tl.tensor, heads: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """A program's turn among the blocks of a head, its head and its sample. Blocks of the same turn
-    start together, of as many heads as keep what they read in the cache: of a causal mask the first
-    turns are the longest, and the last programs of all are short."""
+    """Return a program's turn among the blocks of a head, its head and its sample.
+
+    Programs start in groups of `together` pairs of a head and a sample, so few that what they read
+    stays in the cache. Within a group, blocks of the same turn start together. With a causal mask
+    the first turns take longest, so the last programs of all are short.
+    """
     pairs = tl.num_programs(0) // blocks
     first = tl.program_id(0) // (blocks * together) * together
     abreast = tl.minimum(pairs - first, together)
@@ -37,8 +40,8 @@ def find_visits(
     length: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Blocks low .. high - 1 hold all that the spans do; whole_low .. whole_high - 1 of them are in
-    every span."""
+    """Return low, high, whole_low and whole_high. Blocks low .. high - 1 contain everything in the
+    spans. Of these, blocks whole_low .. whole_high - 1 are inside every span."""
     low = tl.min(tl.where(inside, start, length), 0) // BLOCK
     high = tl.maximum(tl.cdiv(tl.max(tl.where(inside, stop, 0), 0), BLOCK), low)
     whole_low = tl.cdiv(tl.max(tl.where(inside, start, 0), 0), BLOCK)
@@ -60,8 +63,9 @@ def load_rows(
     WIDTH: tl.constexpr,
     EVEN: tl.constexpr,
 ) -> tl.tensor:
-    """A block of rows [row, D] of a matrix; what is outside is 0. The block's place is one number
-    of 64 bits, the places in it have 32: they stay in registers from one block to the next."""
+    """Load a block of rows [row, D] of a matrix, with 0 for what is outside the matrix. MASK: rows
+    may be outside. The offset of the block is one 64-bit number, and the offsets within it are
+    32-bit numbers that stay in registers from one block to the next."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     at = base + tl.cast(block, tl.int64) * ROWS * stride + (row[:, None] * stride + column[None, :])
     if MASK:
@@ -78,7 +82,7 @@ def load_rows(
 def scale_scores(
     product: tl.tensor, scale: tl.tensor, cap: tl.tensor, CAP: tl.constexpr
 ) -> tl.tensor:
-    """Scores in units of log 2."""
+    """Return scores in units of log 2, given the products of queries and keys."""
     if CAP:
         return tanh(product * (scale / cap)) * (cap * LOG2_E)
     return product * (scale * LOG2_E)
@@ -93,7 +97,8 @@ def _block_at(
     whole_high: tl.tensor,
     edges: tl.tensor,
 ) -> tl.tensor:
-    """The block of a visit: those that are masked come first, `left` of them before the others."""
+    """Return the block of a visit. The `edges` masked blocks come first: `left` of them are to the
+    left of the unmasked blocks, the rest to the right."""
     edge = tl.where(visit < left, low + visit, whole_high + visit - left)
     return tl.where(visit < edges, edge, whole_low + visit - edges)
 
@@ -129,8 +134,10 @@ def _attend(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Add a block of keys to the running result (Dao et al. 2022).
 
-    LATE: values are multiplied with the shares p and the decay of the visit before, between the
-    scores of this one and their exponentials: matrix units work meanwhile (Shah et al. 2024).
+    RAW: the scores have no softcap, and their positive scale is applied in the exponentials. LATE:
+    the shares p of the previous visit, with their decay, are multiplied with its values between the
+    scores of this visit and their exponentials, so that the matrix units work meanwhile (Shah et
+    al. 2024).
     """
     key = block * N + tl.arange(0, N)
     k_ND = load_rows(k, block, k_stride, keys, width, MASK, N, WIDTH, EVEN)
@@ -146,7 +153,7 @@ def _attend(
         s = tl.where(seen, s, -float("inf"))
     highest = tl.maximum(top, tl.max(s, 1) * unit)
     shift = highest
-    if MASK:  # a query that has seen nothing yet
+    if MASK:  # for a query that has seen nothing yet
         shift = tl.where(highest == -float("inf"), 0.0, highest)
     shares = tl.exp2(s * unit - shift[:, None])
     less = tl.exp2(top - shift)
@@ -196,7 +203,7 @@ def forward(
 ) -> None:
     blocks = tl.cdiv(queries, M)
     turn, head, sample = share_programs(blocks, together, heads)
-    mine = blocks - 1 - turn  # the last queries of a causal mask see most
+    mine = blocks - 1 - turn  # with a causal mask the last queries see the most keys
     query = mine * M + tl.arange(0, M)
     group = (head // per_group).to(tl.int64)
     head, batch = head.to(tl.int64), sample.to(tl.int64)

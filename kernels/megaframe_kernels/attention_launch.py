@@ -1,6 +1,6 @@
-"""Launches of attention's kernels, and the blocks they work in on each generation of chips.
+"""Launches of the attention kernels, and their block sizes for each generation of chips.
 
-The shape legend is that of `attention.py`.
+The shape legend is in `attention.py`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from megaframe_kernels.device import ceil_div, generation, launch, power_of_2
 
 PADDING: int = attention_backward_device.PADDING.value
 _CACHED = 32 * 2**20
-"""Bytes of what programs that start together read, which the cache of a large chip holds."""
+"""How many bytes programs that start together may read, so that the cache of a large chip holds
+them."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """queries, keys: of a block. warps, stages: as Triton has them."""
+    """Size of a kernel's blocks. queries, keys: per block. warps, stages: Triton's launch
+    options."""
 
     queries: int
     keys: int
@@ -31,49 +33,52 @@ class Blocks:
 
 
 Table: TypeAlias = dict[int, Blocks]
-"""By the padded width of a head; what is in between takes the next."""
+"""Blocks by width of a head. A width that is not listed uses the next larger one."""
 
 FORWARD: dict[int, Table] = {
     8: {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 64, 8, 2)},
     9: {64: Blocks(128, 128, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(128, 64, 8, 2)},
     10: {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 128, 8, 2), 256: Blocks(64, 64, 8, 2)},
 }
-"""Of 16-bit numbers, by generation of the chip."""
+"""For 16-bit types, by generation of the chip."""
 BACKWARD_QUERIES: dict[int, Table] = {
     8: {64: Blocks(128, 64, 8, 2), 128: Blocks(128, 64, 8, 2), 256: Blocks(64, 32, 8, 2)},
     9: {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 32, 8, 3)},
     10: {64: Blocks(128, 64, 8, 3), 128: Blocks(128, 64, 8, 3), 256: Blocks(64, 32, 8, 3)},
 }
-"""With three stages the loads of a visit are under way during the whole visit before it; with two
-they start at its end, and are waited for at once. Ampere's smaller chips have room for two."""
+"""With three stages, the loads of a visit are in flight during the whole previous visit. With two,
+they start only at its end and are waited for at once. The smaller chips of generation 8 (Ampere)
+have room for two only."""
 BACKWARD_KEYS: dict[int, Table] = {
     8: {64: Blocks(32, 128, 8, 2), 128: Blocks(64, 64, 8, 2), 256: Blocks(32, 32, 8, 2)},
     9: {64: Blocks(64, 128, 8, 3), 128: Blocks(32, 128, 8, 3), 256: Blocks(32, 64, 8, 1)},
     10: {64: Blocks(64, 128, 8, 3), 128: Blocks(64, 128, 8, 2), 256: Blocks(32, 64, 8, 1)},
 }
-"""The largest blocks that stay in registers, which each assembler fills in its own way."""
+"""The largest blocks that stay in registers, which the assembler allocates differently on each
+generation."""
 BACKWARD_FUSED: dict[int, Table] = {
     8: {64: Blocks(32, 128, 8, 2), 128: Blocks(64, 64, 8, 2), 256: Blocks(32, 32, 8, 2)},
     9: {64: Blocks(64, 128, 8, 3), 128: Blocks(64, 128, 8, 3), 256: Blocks(64, 32, 8, 2)},
     10: {64: Blocks(64, 128, 8, 3), 128: Blocks(64, 64, 8, 3), 256: Blocks(32, 64, 8, 1)},
 }
-"""Of the pass that makes all three gradients. The more keys a block has, the fewer sums of queries
-travel to memory; with fewer than 64 queries Hopper makes those of queries by the slower units of
-the generation before. Blackwell's blocks fill its tensor memory."""
+"""For the single pass that computes all three gradients. The more keys a block has, the fewer
+partial sums of query gradients are added in memory. With fewer than 64 queries per block, Hopper
+would compute the product for query gradients with the slower matrix units of the previous
+generation. Blackwell's blocks fill its tensor memory."""
 BACKWARD_FUSED_CAPPED = BACKWARD_FUSED | {9: BACKWARD_FUSED[9] | {128: Blocks(64, 64, 8, 3)}}
-"""With a softcap, whose hyperbolic tangent takes registers of its own."""
+"""The same with a softcap, whose hyperbolic tangent needs registers of its own."""
 WIDE_NUMBERS, WIDE_NUMBERS_BY_QUERIES = Blocks(32, 32, 8, 1), Blocks(32, 16, 8, 1)
-"""For fp32, whose products take the slow units whatever the blocks are. The backward pass by
-queries keeps most in registers."""
+"""Blocks for fp32, whose products use the slow units whatever the block size. The second is for the
+backward pass by queries, which keeps the most in registers."""
 
 
 def scale_or_default(query: Tensor, scale: float | None) -> float:
-    """What scores are multiplied by: D^(-1/2) where nothing is given."""
+    """Return the factor of the scores: `scale`, or D^(-1/2) if it is None."""
     return query.shape[-1] ** -0.5 if scale is None else scale
 
 
 def choose_blocks(table: Table, x: Tensor, wide_numbers: Blocks = WIDE_NUMBERS) -> Blocks:
-    """Return the blocks of a table for heads as wide as those of x."""
+    """Return the blocks for the head width and type of x. wide_numbers: the blocks for fp32."""
     if x.dtype == torch.float32:
         return wide_numbers
     return table[min(wide for wide in table if wide >= x.shape[-1])]
@@ -94,8 +99,9 @@ def _adjacent(x: Tensor) -> Tensor:
 
 
 def _together(pairs: int, rows: Tensor, shared: float) -> int:
-    """How many pairs of a head and a sample start together, where `shared` of them read the same
-    head of rows [B, length, heads, D] and of others like them."""
+    """Return how many pairs of a head and a sample start together. shared: how many pairs read the
+    same head of `rows` [B, length, heads, D] and of a second tensor of this shape; below 1 if a
+    pair reads several heads."""
     read = 2 * rows.shape[1] * rows.shape[3] * rows.element_size() / shared
     return max(min(int(_CACHED / max(read, 1)), pairs), 1)
 
@@ -111,7 +117,8 @@ def launch_forward(
     softcap: float | None,
     blocks: Blocks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Out [B, Q, N, D] and log-sum-exp, fp32 [B, N, Q]."""
+    """Return out [B, Q, N, D] and the log-sum-exp, fp32 [B, N, Q]. blocks: by default those of
+    `FORWARD`."""
     query, key, value = _adjacent(query), _adjacent(key), _adjacent(value)
     batch, queries, heads, width = query.shape
     per_group = heads // key.shape[2]
@@ -141,7 +148,7 @@ def launch_forward(
         scale_or_default(query, scale),
         softcap or 1.0,
         RAW=softcap is None and scale_or_default(query, scale) > 0.0,
-        LATE=generation(query) > 8,  # where matrix units work by themselves
+        LATE=generation(query) > 8,  # matrix products are asynchronous there
         M=blocks.queries,
         N=blocks.keys,
         warps=blocks.warps,
@@ -168,15 +175,16 @@ def launch_backward(
     softcap: float | None,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value and sinks (empty without them); `fused`: all in one pass.
+    """Return the gradients of query, key, value and sinks (empty without sinks). fused: compute
+    them in one pass over the tiles.
 
-    Of a ring, `out` and `lse` are those over all keys, and the keys here a part of them.
+    In a ring, `out` and `lse` are those over all keys, and `key` and `value` are a part of them.
     """
     query, key, value, d_out = (_adjacent(x) for x in (query, key, value, d_out))
     batch, queries, heads, width = query.shape
     padded = PADDING * ceil_div(queries, PADDING)
     shift, delta = lse.new_empty(2, batch, heads, padded)
-    tall = 32  # of heads of 256, more rows would leave the registers
+    tall = 32  # with more rows, heads of 256 would not fit in registers
     launch(
         attention_backward_device.prepare_backward,
         (padded // tall * heads * batch,),
@@ -225,7 +233,8 @@ def launch_backward(
             stages=by_query.stages,
             **options,
         )
-    bulk = fused and generation(query) > 8 and query.device.type != "cpu"  # not interpreted
+    # The copy engine adds from generation 9 on, but not in Triton's interpreter.
+    bulk = fused and generation(query) > 8 and query.device.type != "cpu"
     launch(
         attention_backward_device.backward_keys,
         (ceil_div(key.shape[1], by_key.keys) * groups * batch,),

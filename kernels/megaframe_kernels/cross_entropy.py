@@ -1,8 +1,9 @@
 """Cross-entropy with label smoothing and z-loss, of whole logits or of one rank's part of them.
 
-Two numbers a token carry everything: the log-partition and the smoothed logit of the label. Those
-of parts of a vocabulary are joined to those of the whole by one log-sum-exp and one sum, so a rank
-that has a part runs the same two kernels. Shape legend: T tokens, V vocabulary (of this rank).
+Two numbers per token carry everything: the log-partition and the smoothed logit of the label. Those
+of the parts of a vocabulary are combined into those of the whole by one log-sum-exp and one sum, so
+a rank that has a part runs the same two kernels. Shape legend: T tokens, V vocabulary (of this
+rank).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _BLOCK = 8192
 _GRADIENT_BLOCK = 2048
 
 Join: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Of a rank's log-partitions and label logits [T] those of all ranks: log-sum-exp, and sum."""
+"""Combines this rank's log-partitions and label logits [T] with those of the other ranks, by
+log-sum-exp and by sum."""
 
 
 def reference_parts(
@@ -39,10 +41,10 @@ def reference_parts(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-partition and smoothed label logit of each token, at least fp32 [T].
+    """Return the log-partition and the smoothed label logit of each token, [T] in at least fp32.
 
-    The logits are those of the words from `start` on, of `vocab` in all; a label outside adds 0.
-    softcap: logits x become cap tanh(x / cap).
+    logits: of the words from `start` on, out of `vocab` in all; a label that is not among them adds
+    0. softcap: logits x become cap tanh(x / cap).
     """
     z = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     if softcap is not None:
@@ -51,13 +53,14 @@ def reference_parts(
     inside = (here >= 0) & (here < z.shape[1])
     at = here.masked_fill(~inside, 0)[:, None]
     label = torch.where(inside, z.gather(1, at)[:, 0], 0.0) if z.shape[1] else z.sum(1)
-    if label_smoothing:  # else a word at -inf would make the sum, and 0 of it, no number
+    if label_smoothing:  # without smoothing, a logit of -inf would give 0 * -inf = NaN
         label = (1.0 - label_smoothing) * label + label_smoothing / vocab * z.sum(1)
     return z.logsumexp(1), label
 
 
 def losses(partition_T: Tensor, label_T: Tensor, labels_T: Tensor, z_loss: float) -> Tensor:
-    """Loss of each token from what is known of the whole vocabulary; 0 where it is ignored."""
+    """Return the loss of each token, given its numbers over the whole vocabulary; 0 where the label
+    is IGNORE."""
     loss = partition_T - label_T + z_loss * partition_T.square()
     return torch.where(labels_T == IGNORE, 0.0, loss)
 
@@ -73,10 +76,10 @@ def reference(
     vocab: int | None = None,
     join: Join | None = None,
 ) -> Tensor:
-    """Loss of each token, at least fp32 [T]; 0 where the label is IGNORE.
+    """Return the loss of each token, [T] in at least fp32; 0 where the label is IGNORE.
 
     lse(z) - (1 - s) z[label] - s mean(z) + z_loss lse(z)^2 (Szegedy et al. 2016; de Brebisson and
-    Vincent 2016). With `join`, of a vocabulary whose part from `start` on is here.
+    Vincent 2016). With `join`, the logits are the part from `start` on of a larger vocabulary.
     """
     whole = vocab or logits_TV.shape[1]
     parts = reference_parts(logits_TV, labels_T, start, whole, label_smoothing, softcap)
@@ -86,7 +89,8 @@ def reference(
 
 
 class _Joined(torch.autograd.Function):
-    """All ranks have the same losses and the same gradient of them, so backward needs nobody."""
+    """Calls `join`. All ranks have the same losses and the same gradient of them, so the backward
+    pass needs no communication."""
 
     @staticmethod
     def forward(ctx: Any, partition: Tensor, label: Tensor, join: Join) -> tuple[Tensor, Tensor]:
@@ -101,7 +105,7 @@ class _Joined(torch.autograd.Function):
 
 
 def joined(partition_T: Tensor, label_T: Tensor, join: Join) -> tuple[Tensor, Tensor]:
-    """What `join` makes of this rank's numbers, differentiable."""
+    """Apply `join` to this rank's numbers, with gradients."""
     return _Joined.apply(partition_T, label_T, join)
 
 
@@ -121,17 +125,18 @@ def _forward(
     CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row a program: running maxima and sums of exponentials (Milakov and Gimelshein 2018).
+    """Compute one row per program, with running maxima and sums of exponentials (Milakov and
+    Gimelshein 2018).
 
-    Each few neighbours have a maximum of their own until the row ends: threads need not meet in
-    the loop. The next block is asked for before this one is used. Maxima are in units of log 2,
-    because exponentials of 2 are what the hardware has.
+    Every 8 neighbouring columns of a block have a maximum of their own until the row ends, so
+    threads need not synchronise in the loop. The next block is loaded before the current one is
+    used. Maxima are in units of log 2, because the hardware computes exponentials of 2.
     """
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     at = logits + row * stride
     total = tl.zeros([BLOCK // 8], tl.float32)
-    top, plain = total - 1e38, total  # not -inf, whose difference from itself is no number
+    top, plain = total - 1e38, total  # not -inf, because -inf - (-inf) is NaN
     following = tl.load(at + place, mask=place < words, other=-float("inf"))
     for first in range(0, words, BLOCK):
         inside = first + place < words
@@ -178,7 +183,8 @@ def _backward(
     CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """d_partition exp(z - partition) + d_target (label's share), times the slope of the cap."""
+    """Compute d_partition exp(z - partition) + d_target (label's share), times the slope of the
+    softcap."""
     across = tl.cdiv(words, BLOCK)
     row = (tl.program_id(0) // across).to(tl.int64)
     column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
@@ -206,7 +212,7 @@ def launch_forward(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `reference_parts`, fp32."""
+    """Compute `reference_parts` in Triton, in fp32."""
     flat = logits_TV if logits_TV.stride(1) == 1 else logits_TV.contiguous()
     rows, words = flat.shape
     partition = flat.new_empty(rows, dtype=torch.float32)
@@ -244,7 +250,7 @@ def launch_backward(
     label_smoothing: float = 0.0,
     softcap: float | None = None,
 ) -> None:
-    """Write the gradient of the logits, which may be where the logits are."""
+    """Write the gradient of the logits to `d_logits_TV`, which may be the logits themselves."""
     rows, words = logits_TV.shape
     block = min(_GRADIENT_BLOCK, power_of_2(max(words, 16)))
     launch(
@@ -338,7 +344,7 @@ def run_triton(
     vocab: int | None = None,
     join: Join | None = None,
 ) -> Tensor:
-    """As the reference."""
+    """Compute the reference in Triton."""
     whole = vocab or logits_TV.shape[1]
     partition_T, label_T = _direct_forward(
         logits_TV, labels_T, start, whole, label_smoothing, softcap
@@ -349,7 +355,7 @@ def run_triton(
 
 
 def run_torch(logits_TV: Tensor, labels_T: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-    """As the reference, by torch's own cross-entropy."""
+    """Compute the reference by torch's own cross-entropy."""
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     return F.cross_entropy(
         logits_TV.to(wide),
@@ -368,7 +374,7 @@ def run_liger(
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """As the reference, by Liger-Kernel; it writes the gradient over the logits."""
+    """Compute the reference by Liger-Kernel, which overwrites the logits with their gradient."""
     from liger_kernel.transformers import functional
 
     return functional.liger_cross_entropy(
@@ -391,7 +397,7 @@ def _refuses(logits_TV: Tensor, labels_T: Tensor, **_: Any) -> str | None:
 def refuses_parts(
     *_: Any, join: Join | None = None, vocab: int | None = None, start: int = 0, **__: Any
 ) -> str | None:
-    """Why a library that knows whole vocabularies only cannot run, or None."""
+    """Return why a library that only supports whole vocabularies cannot run, or None."""
     return "it does not support a part of a vocabulary" if join or vocab or start else None
 
 

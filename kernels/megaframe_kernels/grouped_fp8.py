@@ -1,12 +1,12 @@
-"""Grouped products in 8 bits: experts' rows and matrices are quantised, and multiplied in one
-launch.
+"""Grouped products in 8 bits: the rows and matrices of all experts are quantised, and multiplied in
+one launch.
 
-Every result is the same as for each expert's product on its own, because only numbers of one expert
-share a scale. Quantising rows needs nothing new (`fp8.QUANTISE`), unless an expert has one scale.
-The gradient of a matrix is a sum over the rows of its expert, and matrix units read 8-bit numbers
-only along the summed dimension. Columns are therefore written as rows, in which each expert starts
-at a multiple of 128. The buffers have room for any division of the rows over experts, so the host
-needs no counts.
+Every result is the same as from multiplying each expert on its own, because only numbers of one
+expert share a scale. Rows are quantised by the usual kernel (`fp8.QUANTISE`), unless each expert
+has one scale. The gradient of a matrix is a sum over the rows of its expert, and matrix units
+multiply 8-bit numbers only if the summed dimension is contiguous. Columns are therefore written as
+rows, in which each expert starts at a multiple of 128. The buffers have room for any division of
+the rows over experts, so the host needs no counts.
 
 Shape legend: P places (rows in the order of experts), E experts, C columns, K summed over, N
 outputs, H inputs, W = 128 (ceil(P / 128) + E) spaced places, S scales of a column.
@@ -39,12 +39,13 @@ TILES = {
     9: Tiles(128, 128, SHARED, 8, 4),
     10: Tiles(128, 128, SHARED, 8, 4),
 }
-"""By generation of the chip. The depth of a tile is the number of elements that share a scale. The
-sum of that many products is scaled and added in fp32, because matrix units of generation 9 keep
-only about 14 bits of their sums (DeepSeek-AI 2024)."""
+"""By generation of the chip. The depth of a tile is the number of elements that share a scale.
+Before generation 10, the sums of that many products are added in fp32 outside of the matrix units,
+because those of generation 9 keep only about 14 bits of their sums (DeepSeek-AI 2024). With scales
+per 128 elements this is so on every generation, because each sum is scaled first."""
 SHARING = ("expert", "column", "block")
-"""What shares a scale of columns: all numbers of an expert, each of its columns, or 128 numbers of
-a column."""
+"""Which numbers share a scale when columns are quantised: all of an expert, each column of an
+expert, or every 128 numbers of a column."""
 _COLUMNS = 64
 
 
@@ -115,10 +116,10 @@ def reference(
     ends_E: Tensor,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """y[p] = a[p] b[e]^T, [P, N], for the expert e to which place p belongs, rounded once to
+    """Return y[p] = a[p] b[e]^T, [P, N], for the expert e to which place p belongs, rounded once to
     `dtype`. Places beyond the last end give 0.
 
-    a_scales, b_scales: of rows, [P, 1] and [E, N, 1], or of each 128 elements of rows, [P, ceil(K /
+    a_scales, b_scales: per row, [P, 1] and [E, N, 1], or per 128 elements of a row, [P, ceil(K /
     128)] and [E, N or ceil(N / 128), ceil(K / 128)].
     """
     y_PN = a_PK.new_zeros(a_PK.shape[0], b_ENK.shape[1], dtype=dtype)
@@ -138,9 +139,9 @@ def reference_gradient(
     ends_E: Tensor,
     add: bool,
 ) -> Tensor:
-    """grads[e] = sum over the spaced places w of e of a[n, w] b[h, w], in place; with `add`,
-    grads[e] += that. Operands and scales are as from `reference_columns`. ends: those of places,
-    not spaced."""
+    """Set grads[e] to the sum over the spaced places w of expert e of a[n, w] b[h, w], in place;
+    with `add`, add it. Operands and scales are as from `reference_columns`. ends: where the places
+    of each expert end, without spacing."""
     for expert, (_, there) in enumerate(_spans(ends_E)):
         rows = slice(expert, expert + 1)
         if len(a_scales) != len(ends_E):
@@ -233,11 +234,12 @@ def _add_product(
     BLOCKS: tl.constexpr,
     FEW_BITS: tl.constexpr,
 ) -> tl.tensor:
-    """Return total + a b; with BLOCKS, a b is multiplied by the scales of this part of the sum.
+    """Return total + a b. With BLOCKS, a b is first multiplied by the scales of this part of the
+    sum.
 
-    FEW_BITS: matrix units sum 8-bit numbers in few bits, as those of generation 9 do, so they sum
-    no more than the depth of a tile, and sums of tiles are added outside of them. The interpreter
-    loses the smallest numbers of e5m2 in a product; in fp32 it does not.
+    FEW_BITS: matrix units keep few bits when they sum 8-bit numbers, as those of generation 9 do.
+    They then sum no more than the depth of a tile, and the sums of tiles are added outside of them.
+    The interpreter multiplies in fp32, because its products of e5m2 lose the smallest numbers.
     """
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
@@ -271,7 +273,8 @@ def _multiply(
     BLOCKS: tl.constexpr,
     FEW_BITS: tl.constexpr,
 ) -> None:
-    """parts: scales along a row. ALIKE: how many rows of b share their scales."""
+    """Multiply rows by their expert's matrix. parts: number of scales along a row. ALIKE: how many
+    rows of b share their scales."""
     over = tl.cdiv(outputs, COLUMNS)
     tile, right = walk(tl.program_id(0), tl.num_programs(0) // over, over)
     expert, first, end = find_tile(ends, tile, experts, places, ROWS, EXPERTS)

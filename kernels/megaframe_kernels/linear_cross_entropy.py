@@ -1,9 +1,9 @@
-"""The output head and its cross-entropy together, so that the logits never exist whole.
+"""The output head and its cross-entropy together, so that the logits never exist as a whole.
 
-A chunk of tokens at a time, logits are made, become their own gradient where they lie, and are
-multiplied back into the gradients of hidden state and weight, which are therefore ready when
-forward is; backward multiplies them by the number it is given. Shape legend: T tokens, V vocabulary
-(of this rank), H hidden.
+For one chunk of tokens at a time, the logits are computed, replaced by their gradient in place, and
+multiplied into the gradients of the hidden state and the weight. These gradients are therefore
+complete when the forward pass ends; the backward pass only multiplies them by the gradient of the
+loss. Shape legend: T tokens, V vocabulary (of this rank), H hidden.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from megaframe_kernels.kernel import Implementation, Kernel, refuse_place, refus
 from megaframe_kernels.loss import run_triton as loss_of
 
 CHUNK = 2**28
-"""Logits that exist at a time; enough rows that the products do not feel the division."""
+"""Number of logits that exist at a time: enough rows that the division into chunks does not slow
+down the products."""
 _TILE = 128
-"""Rows of a tile of a product; chunks of more, but the last, are whole numbers of them."""
+"""Rows of a product's tile. Chunks of more rows are multiples of it, except the last one."""
 
 
 def reference(
@@ -37,10 +38,11 @@ def reference(
     vocab: int | None = None,
     join: Join | None = None,
 ) -> Tensor:
-    """Sum of the losses of all tokens, a scalar in at least fp32; options as of cross_entropy.
+    """Return the sum of the losses of all tokens, a scalar in at least fp32. Options are as in
+    `cross_entropy.reference`.
 
-    With `join`, the gradient of the hidden state is this rank's share: their sum over the ranks is
-    the gradient.
+    With `join`, the gradient of the hidden state is this rank's share; the sum of the shares over
+    the ranks is the gradient.
     """
     logits = hidden_TH @ weight_VH.t()
     return cross_entropy.reference(
@@ -107,7 +109,7 @@ def run_triton(
     join: Join | None = None,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """As the reference; `chunk` logits exist at a time."""
+    """Compute the reference in Triton. chunk: number of logits that exist at a time."""
     options = {
         "start": start,
         "vocab": vocab or weight_VH.shape[0],
@@ -126,7 +128,7 @@ def run_liger(
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """As the reference, by Liger-Kernel."""
+    """Compute the reference by Liger-Kernel."""
     from liger_kernel.transformers import functional
 
     return functional.liger_fused_linear_cross_entropy(

@@ -1,8 +1,8 @@
-"""Cross-entropy whose logits become their own gradient where they lie.
+"""Cross-entropy that replaces the logits by their own gradient in place.
 
-What is left of a chunk of logits is what its head multiplies next, so nothing as large as them is
-made beside them. Of a part of a vocabulary the numbers of all ranks are joined before the gradient
-is made. Shape legend: T tokens, V vocabulary (of this rank).
+The head multiplies this gradient next, so no second buffer as large as a chunk of logits is needed.
+With a part of a vocabulary, the numbers of all ranks are combined before the gradient is computed.
+Shape legend: T tokens, V vocabulary (of this rank).
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ def reference(
     gradient: bool = True,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of each token, at least fp32 [T], and the logits, which with `gradient` have become that
-    of the sum of the losses, times the scalar `scale` if there is one. Negative labels have no
-    loss; options as of cross_entropy."""
+    """Return the loss of each token, [T] in at least fp32, and the logits. With `gradient`, these
+    have been overwritten by the gradient of the sum of the losses, times the scalar `scale` if
+    there is one. Tokens with negative labels have no loss. Options are as in
+    `cross_entropy.reference`."""
     options: dict[str, Any] = {
         "label_smoothing": label_smoothing,
         "z_loss": z_loss,
@@ -86,13 +87,14 @@ def run_triton(
     gradient: bool = True,
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As the reference. The scale is multiplied in fp32, before the gradient is rounded."""
+    """Compute the reference in Triton. The gradient is multiplied by the scale in fp32, before it
+    is rounded."""
     rest = (start, vocab or logits_TV.shape[1], label_smoothing, softcap)
     own, own_label = _parts_op(logits_TV, labels_T, *rest)
     whole, label = (own, own_label) if join is None else join(own.clone(), own_label.clone())
     valid = (labels_T >= 0).to(own.dtype)
     if gradient:
-        # exp(z - whole), the share of the whole vocabulary, needs no join of gradients.
+        # exp(z - whole) is the probability over the whole vocabulary: no gradients to exchange.
         weight = valid if scale is None else valid * scale
         _gradient_op(
             weight * (1.0 + 2.0 * z_loss * whole), -weight, logits_TV, labels_T, whole, *rest

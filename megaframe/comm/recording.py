@@ -68,7 +68,8 @@ def recording(name: str, place: Place, traffics: Sequence[Traffic]) -> Iterator[
 
 def keep_order() -> None:
     """Tell NCCL to start transfers in the order in which this process does, whatever their
-    communicator. Call it before process groups are made. A setting of the environment stays."""
+    communicator. Call this before process groups are made. A value that the environment already has
+    is kept."""
     os.environ.setdefault(_ORDER, "1")
 
 

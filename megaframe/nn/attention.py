@@ -1,7 +1,7 @@
 """Causal self-attention with grouped key and value heads.
 
 Shape legend: B samples, S positions, G key/value heads (groups), R query heads per group, N = G * R
-query heads, D width of a head, V of a value head where it may be another one.
+query heads, D width of a head, V width of a value head where that may differ.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megaframe.parameter import Module
 
 
 class Attention(Module):
-    """Queries, keys and values come from one weight [G, R + 2, D, hidden]: each group's R query
-    heads, then its key and its value head, so that a tensor shard is whole groups. window: of the
-    layer, one of the model's."""
+    """Self-attention of one layer. Queries, keys and values come from one weight [G, R + 2, D,
+    hidden], in which each group has its R query heads, its key head and its value head, so that a
+    tensor shard has whole groups. window: how many tokens this layer sees, None for all before."""
 
     def __init__(self, name: str, model: Model, output_std: float, window: int | None) -> None:
         self.window = window
@@ -58,15 +58,15 @@ class Attention(Module):
         )
 
     def __call__(self, x: Tensor, norm: Elementwise, frame: Frame) -> Tensor:
-        """[rows, hidden], normalised by `norm`, to the same shape. On a tensor axis each rank has
-        some of the groups, and all tokens."""
+        """Map [rows, hidden], normalised by `norm`, to the same shape. On a tensor axis each rank
+        has some of the groups, and all tokens."""
         batch, length = frame.batch, frame.length
         qkv = self.qkv(x, norm, frame)[: frame.tokens].view(
             batch, length, -1, self.per_group + 2, self.width
         )
         query, key_BSG1D, value_BSG1D = qkv.split((self.per_group, 1, 1), dim=3)
         if self.groups < frame.tensor.size:
-            # Neighbours share a group; each attends with some of its query heads.
+            # Neighbouring ranks share a group; each has some of its query heads.
             sharing = frame.tensor.size // self.groups
             query = query.chunk(sharing, 3)[frame.tensor.index % sharing]
         query_BSND = query.reshape(batch, length, -1, self.width)
@@ -93,8 +93,9 @@ def attention(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """What the heads of this tensor rank make of all tokens of a sample, those on other context
-    ranks among them: [filled, N * V]. window: of the layer. scale: of the scores."""
+    """Return the outputs of this tensor rank's heads for this context rank's tokens, [filled, N *
+    V]. The tokens see those of the same sample on other context ranks too. window: of the layer.
+    scale: of the scores."""
     shared, seen = frame.context.share_heads(query_BSND, key_BSGD, value_BSGV), frame.seen[window]
     if isinstance(seen, Circle):
         out_BSNV = ring_attention(*shared, seen, scale)
@@ -108,12 +109,12 @@ def attention(
 def _among_here(
     query_BSND: Tensor, key_BSGD: Tensor, value_BSGV: Tensor, seen: Among, scale: float
 ) -> Tensor:
-    """Attention among tokens that are all here, [B, S, N, V]."""
+    """Compute attention among tokens that are all on this rank, [B, S, N, V]."""
     if query_BSND.is_meta:  # shapes do not depend on what is seen
         seen = replace(seen, sight=Sight(None, None))
     uneven = query_BSND.shape[3] != value_BSGV.shape[3]
     on_host = query_BSND.device.type == "cpu" and (uneven or seen.sight.narrow)
-    # Of shapes alone torch's own would make all scores.
+    # For meta tensors torch's own attention would make all scores.
     if on_host or query_BSND.is_meta or in_products(query_BSND, key_BSGD, seen.mask):
         return _Tiles.apply(query_BSND, key_BSGD, value_BSGV, seen, scale)
     out_BNSV = F.scaled_dot_product_attention(
@@ -129,9 +130,9 @@ def _among_here(
 
 
 class _Tiles(torch.autograd.Function):
-    """Tile by tile, on a CPU. Torch's own attention would make all scores at once, and keep them,
-    where values are not as wide as queries and keys; with a mask it computes what nobody sees, and
-    keeps for every block what it adds to the scores."""
+    """Attention on a CPU, tile by tile. If values are not as wide as queries and keys, torch's own
+    attention makes all scores at once and keeps them. With a mask it also computes scores that no
+    query sees, and every block keeps a copy of the mask as a bias."""
 
     @staticmethod
     def forward(
@@ -152,7 +153,7 @@ class _Tiles(torch.autograd.Function):
         if len(parts) > 1:
             out = torch.cat([part for part, _ in parts], 1)
             lse = torch.cat([part for _, part in parts], 2)
-        out = out.contiguous()  # of what is only padding nothing is kept
+        out = out.contiguous()  # do not keep the padding that `attend` cut off
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.seen, ctx.scale = seen, scale
         return out

@@ -1,12 +1,12 @@
 """Products of 8-bit floats: forward, of input gradients and of weight gradients.
 
-Both operands are rounded just before they are multiplied, by scales of the numbers that are there:
-one for the tensor, one for each row along what is summed over, or one for each block of it. On a
-GPU the product is torch's scaled one; elsewhere the same rounding is followed by an exact product,
-so that what a run on a GPU loses can be seen on a CPU. Products of all experts, for which the host
-need not know how many rows each has, exist as kernels only: elsewhere each expert has its own.
-Shape legend: M rows, K summed over, N columns, E experts, P rows of all of them, O outputs, I
-inputs.
+Both operands are rounded just before they are multiplied. Their scales are computed from the
+numbers that this rank has: one for the tensor, one for each row along the summed dimension, or one
+for each block of it. On a GPU the product is torch's scaled one; elsewhere the same rounding is
+followed by an exact product, so that what a run on a GPU loses can be seen on a CPU. Products of
+all experts at once, for which the host need not know how many rows each has, exist only as kernels;
+without those, each expert is multiplied on its own. Shape legend: M rows, K summed over, N columns,
+E experts, P rows of all experts, O outputs, I inputs.
 """
 
 from __future__ import annotations
@@ -22,32 +22,34 @@ from torch import Tensor
 from megaframe.kernels import Kernels
 
 BLOCK = 128
-"""Elements along what is summed over that share a scale; those of as many rows of a weight do."""
+"""Number of elements along the summed dimension that share a scale. In a weight, so many rows share
+it too."""
 _STEP = 16
-"""Dims that torch's scaled product takes are multiples of this."""
+"""torch's scaled product takes only dims that are multiples of this."""
 Blocks = tuple[int, int] | None
 
 
 @dataclass(frozen=True)
 class EightBits:
-    """scaling: what shares a scale. Numbers are e4m3; with one scale for a tensor, gradients, whose
-    range is wider, are e5m2 (Micikevicius et al. 2022)."""
+    """Matrix products in 8 bits. scaling: what shares a scale. Numbers are e4m3, but with one scale
+    per tensor gradients are e5m2, because their range is wider (Micikevicius et al. 2022)."""
 
     scaling: Literal["tensor", "row", "block"]
     kernels: Kernels
 
     def takes(self, *widths: int) -> bool:
-        """Whether a matrix of these dims is multiplied in 8 bits; else it is as without."""
+        """Return whether a matrix of these dims is multiplied in 8 bits; if not, it is multiplied
+        as without `train.fp8`."""
         return all(width % (BLOCK if self.scaling == "block" else _STEP) == 0 for width in widths)
 
     def groups(self, rows_PK: Tensor, ends_E: Tensor) -> bool:
-        """Whether kernels multiply such rows of all experts at once. Those that multiply take what
-        those that round take."""
+        """Return whether kernels multiply such rows of all experts at once. Only the kernel that
+        quantises is asked, because those that multiply take whatever it takes."""
         return self.kernels.find("quantise_columns", rows_PK, ends_E) is not None
 
     def product(self, left_MK: Tensor, right_NK: Tensor, *, gradient: bool, matrix: bool) -> Tensor:
-        """left right^T in the type of `left`. gradient: `left` is one. matrix: `right` is a weight,
-        else rows of tokens."""
+        """Return left right^T in the type of `left`. gradient: `left` is a gradient. matrix:
+        `right` is a weight; otherwise it is rows of tokens."""
         left, left_scales = self._rounded(left_MK, self._rows, gradient)
         weight = self._matrices if matrix else self._rows
         right, right_scales = self._rounded(right_NK, weight, False)
@@ -55,32 +57,33 @@ class EightBits:
         return self._find("scaled_product", *given)(*given)
 
     def weight_gradient(self, dy_TO: Tensor, x_TI: Tensor) -> Tensor:
-        """dy^T x, [O, I], in the type of `dy`."""
+        """Return dy^T x, [O, I], in the type of `dy`."""
         return self.product(dy_TO.t(), x_TI.t(), gradient=True, matrix=False)
 
     def grouped_product(self, x_PI: Tensor, matrices_EOI: Tensor, ends_E: Tensor) -> Tensor:
-        """Rows times the transposed matrix of their expert, [P, O], in the type of the rows, each
-        expert's as `product` has it."""
+        """Return each row times the transposed matrix of its expert, [P, O], in the type of the
+        rows. For each expert the result is that of `product`."""
         return self._grouped(x_PI, *self._rounded_matrices(matrices_EOI), ends_E, gradient=False)
 
     def grouped_input_gradient(self, dy_PO: Tensor, matrices_EOI: Tensor, ends_E: Tensor) -> Tensor:
-        """Rows times the matrix of their expert, [P, I]. What is summed over must lie together: of
-        16-bit matrices no turned copy is made, only the 8-bit ones are written turned."""
+        """Return each row times the matrix of its expert, [P, I]. The summed dimension must be
+        contiguous, so the 8-bit matrices are written transposed; the 16-bit ones are not."""
         experts, outputs, inputs = matrices_EOI.shape
-        if self.scaling == "block":  # whose scales are those of the turned matrix too
+        if self.scaling == "block":  # the scales of square blocks are transposed too
             flat, scales = self._rounded_matrices(matrices_EOI)
             turned = flat.view(torch.uint8).mT.contiguous().view(flat.dtype), scales.mT
             return self._grouped(dy_PO, *turned, ends_E, gradient=True)
         given = matrices_EOI.flatten(0, 1), _ends_of(matrices_EOI), *self._columns(gradient=False)
         columns, scales = self._find("quantise_columns", *given)(*given)
-        apart = -(-outputs // BLOCK) * BLOCK  # from one expert's places to the next one's
+        apart = -(-outputs // BLOCK) * BLOCK  # from the start of one expert to that of the next
         turned = columns.as_strided((experts, inputs, outputs), (apart, columns.stride(0), 1))
         return self._grouped(dy_PO, turned, scales[:, :, None], ends_E, gradient=True)
 
     def grouped_gradient(
         self, dy_PO: Tensor, x_PI: Tensor, ends_E: Tensor, grads_E: Tensor, add: bool
     ) -> None:
-        """Write each expert's dy^T x to its gradient [O, I] or of a shape like it; or add it."""
+        """Write each expert's dy^T x to its gradient, or with `add` add it. grads: [E, O, I], or
+        any shape that can be viewed as that."""
         given = dy_PO, ends_E, *self._columns(gradient=True)
         left, left_scales = self._find("quantise_columns", *given)(*given)
         given = x_PI, ends_E, *self._columns(gradient=False)
@@ -93,7 +96,8 @@ class EightBits:
     def _grouped(
         self, rows_PK: Tensor, right_ENK: Tensor, by: Tensor, ends_E: Tensor, *, gradient: bool
     ) -> Tensor:
-        """Rows times transposed matrices that are rounded already, by their scales."""
+        """Return each row times the transposed matrix of its expert. The matrices are already
+        rounded; by: their scales."""
         rows, scales = self._rounded(rows_PK, self._rows, gradient, ends_E)
         given = rows, right_ENK, scales, by, ends_E, rows_PK.dtype
         return self._find("grouped_scaled_product", *given)(*given)
@@ -104,18 +108,18 @@ class EightBits:
         return flat.view(matrices_EOI.shape), scales.view(len(ends_E), -1, scales.shape[1])
 
     def _columns(self, *, gradient: bool) -> tuple[torch.dtype, str]:
-        """Type of columns, and what shares a scale of them."""
+        """Return the type of columns, and what shares a scale of them."""
         sharing = {"tensor": "expert", "row": "column", "block": "block"}[self.scaling]
         return self._kind(gradient=gradient), sharing
 
     @property
     def _rows(self) -> Blocks:
-        """What shares a scale of rows of tokens."""
+        """The block of rows of tokens that shares a scale."""
         return {"tensor": None, "row": (1, 0), "block": (1, BLOCK)}[self.scaling]
 
     @property
     def _matrices(self) -> Blocks:
-        """What shares a scale of weights."""
+        """The block of a weight that shares a scale."""
         return (BLOCK, BLOCK) if self.scaling == "block" else self._rows
 
     def _kind(self, *, gradient: bool) -> torch.dtype:
@@ -125,8 +129,9 @@ class EightBits:
     def _rounded(
         self, x_RK: Tensor, block: Blocks, gradient: bool, ends_E: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """In 8 bits with scales. Zeros behind each row make its length what a product takes. ends:
-        of the rows of each expert, which shares no scale with others."""
+        """Return x in 8 bits, and its scales. Rows are padded with zeros to a length that a product
+        takes. ends: of each expert's rows; instead of one scale per tensor there is then one per
+        expert, and no padding."""
         kind = self._kind(gradient=gradient)
         if block is None and ends_E is not None:
             return self._find("quantise_experts", x_RK, ends_E, kind)(x_RK, ends_E, kind)
@@ -137,7 +142,8 @@ class EightBits:
         return self._find("quantise", *given)(*given)
 
     def _find(self, name: str, *given: Any) -> Callable[..., Any]:
-        """What computes this kernel of the library, if nothing faster its reference."""
+        """Return the function that computes this kernel of the library: the fastest implementation
+        that takes the arguments, or the reference if there is none."""
         if run := self.kernels.find(name, *given):
             return run
         from megaframe_kernels.registry import KERNELS
@@ -146,6 +152,6 @@ class EightBits:
 
 
 def _ends_of(matrices_EOI: Tensor) -> Tensor:
-    """Where the rows of each matrix end, int32 [E]."""
+    """Return where the rows of each matrix end, int32 [E]."""
     experts, rows, _ = matrices_EOI.shape
     return (rows * torch.arange(1, experts + 1, device=matrices_EOI.device)).int()

@@ -1,14 +1,15 @@
-"""The output head and the loss, together, so that the logits of a microbatch never exist whole.
+"""The output head and the loss, together, so that the logits of a microbatch never exist as a
+whole.
 
-A chunk of tokens at a time, the logits are made, turned into probabilities in place and multiplied
-back into the gradients of the hidden state and of the weight; then their buffer is used again. The
-gradient is therefore ready when the forward pass is, and nothing is computed twice.
+For one chunk of tokens at a time, the logits are computed, turned into probabilities in place and
+multiplied into the gradients of the hidden state and the weight; then their buffer is reused. The
+gradient is therefore complete when the forward pass ends, and nothing is computed twice.
 
 The gradient of the loss with respect to the logits of one token is probability minus target, times
-a scale (1 / valid tokens, times the loss scale). The scale is a tensor: only a number that the
-device reads can change from one run of a CUDA graph to the next. The logits' gradient is multiplied
-by it before it is rounded, so scaling costs no precision as long as the type has the range (in fp16
-that is what the loss scale is for), and tokens without a label get zeros.
+a scale (1 / valid tokens, times the loss scale). The scale is a tensor, because only a number that
+the device reads can change from one run of a CUDA graph to the next. The logits' gradient is
+multiplied by it before it is rounded, so scaling costs no precision as long as the type has the
+range (which the loss scale ensures in fp16), and tokens without a label get zeros.
 Shape legend: T tokens of a chunk, V vocabulary, H hidden.
 """
 
@@ -28,13 +29,13 @@ from megaframe.plan.memory import most_logits
 from megaframe.product import product_into
 
 _PARTS = 32
-"""As large a part of the largest chunk is in fp32 at a time."""
+"""The largest chunk is processed in this many parts, of which one at a time is in fp32."""
 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """label_smoothing: share of the target spread over the vocabulary. z_loss: weight of the
-    squared log-partition. softcap: logits x become cap * tanh(x / cap)."""
+    """Options of the loss. label_smoothing: share of the target spread over the vocabulary. z_loss:
+    weight of the squared log-partition. softcap: logits x become cap * tanh(x / cap)."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -43,9 +44,9 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class HeadResult:
-    """loss: fp64 scalar, the sum over valid tokens; on a tensor axis all of it on the first rank.
-    d_hidden: its gradient times the given scale, [rows, H] in the type of the hidden state; None
-    without a gradient."""
+    """The loss and its gradient. loss: fp64 scalar, the sum over valid tokens; zero on all tensor
+    ranks but the first. d_hidden: the gradient of the sum with respect to the hidden state, times
+    the given scale, [rows, H] in the type of the hidden state; None without a scale."""
 
     loss: Tensor
     d_hidden: Tensor | None
@@ -60,11 +61,11 @@ def head_loss(
     tensor: Group,
     kernels: Kernels = NO_KERNELS,
 ) -> HeadResult:
-    """Sum of the losses of all tokens whose label is not IGNORE.
+    """Return the sum of the losses of all tokens whose label is not IGNORE.
 
-    hidden: this rank's rows. labels: of the rows of all tensor ranks. With a `scale`, an fp64
-    scalar on the same device, also scale * d(loss sum)/d(hidden), and scale * d(loss sum)/d(weight)
-    is added to the weight's gradient. Without one, nothing but the loss.
+    hidden: this rank's rows. labels: those of the rows of all tensor ranks. With a `scale`, an fp64
+    scalar on the same device, also return scale * d(loss sum)/d(hidden), and add scale * d(loss
+    sum)/d(weight) to the weight's gradient. Without one, compute only the loss.
     """
     hidden_TH = all_gather(hidden_TH, tensor).wait()
     tokens, vocab = hidden_TH.shape[0], weight.value.shape[0]
@@ -93,7 +94,7 @@ def head_loss(
 
 @dataclass(frozen=True)
 class _Part:
-    """Where a rank's logits lie in the vocabulary: from `start` on, of `vocab` in all."""
+    """Where this rank's logits lie in the vocabulary: from word `start` on, out of `vocab`."""
 
     start: int
     vocab: int
@@ -108,8 +109,8 @@ def _losses(
     scale: Tensor | None,
     kernels: Kernels,
 ) -> Tensor:
-    """Loss of each token in at least fp32, meaningless for tokens without a label. With a `scale`
-    the logits become scale * d(loss)/d(logits), which is zero for those tokens."""
+    """Return the loss of each token in at least fp32, meaningless for tokens without a label. With
+    a `scale`, replace the logits by scale * d(loss)/d(logits), which is zero for those tokens."""
     join = None
     if part.tensor.size > 1:
 
@@ -130,9 +131,12 @@ def _plain_losses(
     options: LossOptions,
     scale: Tensor | None,
 ) -> Tensor:
-    """In at least fp32, a few rows at a time: where a target's probability is near 1, its loss and
-    its gradient are what rounding would take away. So probabilities are rounded where they lie, and
-    the target's gradient when it is known."""
+    """Compute `_losses` in plain code, in at least fp32 and a few rows at a time.
+
+    If a target's probability is near 1, rounding it would lose its loss and its gradient. So the
+    probabilities are rounded when they replace the logits, but the gradient of the target's logit
+    is computed from unrounded numbers and rounded once, at the end.
+    """
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     cap, smooth = options.softcap, options.label_smoothing
     here_T = labels_T.clamp_min(0) - part.start
@@ -178,8 +182,9 @@ def _plain_losses(
 
 
 def _widened(logits_TV: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """A few rows at a time in this type, those of the chunk themselves where that is theirs: so
-    many that on a CPU they stay in the cache, and are little beside a chunk."""
+    """Yield a few rows of a chunk at a time in the type `wide`: the chunk's own rows if they have
+    that type, otherwise a copy in a buffer that is reused. On a CPU the rows fit in the cache, and
+    the buffer is small compared with a chunk."""
     tokens, vocab = logits_TV.shape
     step = min(tokens, max(1, most_logits(host=logits_TV.device.type == "cpu") // _PARTS // vocab))
     room = logits_TV.new_empty(step, vocab, dtype=wide) if wide != logits_TV.dtype else None
@@ -192,8 +197,8 @@ def _widened(logits_TV: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tens
 def _over_the_vocabulary(
     partition_T: Tensor, target_T: Tensor, tensor: Group
 ) -> tuple[Tensor, Tensor]:
-    """Log-partition and target logit of the whole vocabulary from those of its parts, in two
-    collectives."""
+    """Return the log-partition and target logit over the whole vocabulary, given those of this
+    rank's part, in two collectives."""
     if tensor.size == 1:
         return partition_T, target_T
     top_T = all_reduce(partition_T.clone(), tensor, "max").wait()

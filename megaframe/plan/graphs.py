@@ -1,12 +1,12 @@
 """Graphs: why the passes of a step cannot be recorded as one graph (`train.cuda_graph`).
 
-What is recorded is done again with the same shapes, in the same memory, without the host. So
-nothing in it may depend on a number that the host has to learn on the way, and what changes from
-step to step has to reach it as a tensor.
+A graph repeats the recorded work with the same shapes, in the same memory, without the host. So
+nothing in it may depend on a number that the host has to read from the device on the way, and what
+changes from step to step has to reach it as a tensor.
 
-Collectives are recorded like all else, in the same order on every rank, and NCCL starts them in
-that order (`comm/recording.py`). Messages between two ranks are not recorded: torch's flight
-recorder keeps their events and would query them later, which an event of a graph does not allow.
+Collectives are recorded like all other work, in the same order on every rank, and NCCL starts them
+in that order (`comm/recording.py`). Messages between two ranks are not recorded: torch's flight
+recorder keeps their events and would query them later, which is not allowed for events of a graph.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megaframe.config.schema import RunConfig
 
 
 def graph_reasons(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
-    """What of a config cannot be recorded, with what to use instead. sizes: of the axes."""
+    """Yield what in a config cannot be recorded, with what to use instead. sizes: of the axes."""
     yield from _transfers(config, sizes)
     yield from _experts(config, sizes)
     if config.train.offload:

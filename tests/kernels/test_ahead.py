@@ -1,4 +1,5 @@
-"""Compiling for chips that are not here: Triton's own compiler, and the assembler's report."""
+"""Compiling for chips that are not present, with Triton's own compiler and the assembler's
+report."""
 
 import os
 import re
@@ -16,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "kernels"
 
 
 def compiled(folder, *arguments):
-    """Rows of the report of what is compiled into a folder."""
+    """Compile into a folder. Return the rows of the report."""
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE), "TRITON_CACHE_DIR": str(folder)}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "megaframe_kernels.ahead", *arguments]
@@ -46,20 +47,20 @@ def test_nothing_spills(arguments, tmp_path):
 
 
 def adds_in_bulk(folder):
-    """One addition by the copy engine, which nothing waits for before the next one, and all five
-    products by the units of Hopper."""
+    """Assert that the loop has one addition by the copy engine, which is waited for only just
+    before the next one, and that all five products use Hopper's matrix units."""
     (fused,) = (p for p in folder.rglob("backward_keys.ptx") if "cp.reduce" in p.read_text())
     text = fused.with_suffix(".ttgir").read_text()
     loop = text[text.index("scf.for") :]
     products, added = (loop.count(f"ttng.{one} ") for one in ("warp_group_dot", "async_tma_reduce"))
     assert (products, added) == (5, 1) and "tt.dot " not in text
     assert loop.index("async_tma_store_wait") < loop.index("async_tma_reduce")
-    # All four loads of the next visit are under way when one is computed with.
+    # All four loads of the next visit are in flight while a tile is computed.
     assert int(re.search(r"ttg.async_wait .*\{num = (\d+)", loop)[1]) >= 4
 
 
 def test_no_maximum_or_minimum_of_numbers_loses_nan(tmp_path):
-    """The interpreter keeps it in the larger of two, whatever it is told."""
+    """The interpreter cannot show this: its maximum of two numbers always keeps NaN."""
     compiled(tmp_path, "--kernels", "activation", "quantise", "--chips", "90")
     keeps_nan(tmp_path)
 
@@ -87,7 +88,7 @@ def test_what_does_not_fit_is_told():
 
 def test_every_triton_kernel_has_examples():
     written = {"linear_cross_entropy", "loss", "scattered_adamw", "scattered_square_sum"}
-    # Among those of the kernels before them.
+    # These are compiled by the examples of other kernels.
     written |= {"attention_backward", "grouped_gradient"}
     written |= {"grouped_scaled_gradient", "quantise_experts", "quantise_columns"}
     names = {n for n, k in KERNELS.items() if "triton" in k.implementations} - written

@@ -22,8 +22,9 @@ OWN = ("triton", FUSED)
 
 @pytest.fixture(params=zip((8, 9), OWN, strict=True), ids=OWN)
 def name(request, monkeypatch):
-    """An own implementation: backward in two passes or in one. In one of them forward multiplies
-    values at once, in the other a visit later; on a GPU as is best for that GPU."""
+    """Return one of the library's own implementations: backward in two passes or in one. On a CPU,
+    the forward pass of the first multiplies values in the same visit as their scores, that of the
+    second one visit later. On a GPU both do what is best for that GPU."""
     order, name = request.param
     if DEVICE == "cpu":
         monkeypatch.setattr(attention_launch, "generation", lambda _: order)
@@ -40,7 +41,8 @@ def heads(queries, keys=None, batch=1, n=2, g=1, width=16, dtype=torch.float32, 
 
 
 def hold(name, given, spans, **options):
-    """Compare with the truth; the longest sum is over all keys and query heads."""
+    """Compare with the reference in fp64. The longest sum is over all keys or queries and all
+    heads."""
     length = max(spans.first.shape[1], spans.starts.shape[1]) * given[0].shape[2]
     check(KERNEL, name, (*given, spans), options, length, length, scale=0.5)
 
@@ -52,7 +54,7 @@ def test_causal_with_grouped_heads(dtype, name):
 
 
 def test_blocks_without_a_mask_and_windows(name):
-    # 130 tokens in blocks of 32: some blocks are seen whole, some in part, some by nobody.
+    # 130 tokens in blocks of 32: some blocks are seen as a whole, some in part, some not at all.
     hold(name, heads(130, n=1), find_spans(1, 130, 130, DEVICE))
     hold(name, heads(130, n=1), find_spans(1, 130, 130, DEVICE, window=40))
     hold(name, heads(67, n=1), find_spans(1, 67, 67, DEVICE, causal=False))
@@ -83,7 +85,7 @@ def test_softcap_sinks_and_scale(softcap, scale, name):
     length = 45 * 4
 
     class WithSinks:
-        """The sinks as an argument, so that their gradient is compared too."""
+        """Takes the sinks as a tensor argument, so that their gradient is compared too."""
 
         constant, tolerance = KERNEL.constant, KERNEL.tolerance
 
@@ -110,7 +112,8 @@ def test_softcap_sinks_and_scale(softcap, scale, name):
     [("triton", 0, 1, 1), (FUSED, 10, 10, 2), ("triton", 16, 12, 4)],
 )
 def test_heads_that_start_one_after_the_other(name, tensors, by_head, by_group, monkeypatch):
-    """Of 12 heads and of 6 groups that share two of them, in 2 samples."""
+    """In 2 samples there are 12 pairs of a head and a sample, and 6 of a group of 2 heads and a
+    sample."""
     monkeypatch.setattr(attention_launch, "_CACHED", tensors * 70 * 16 * 4)
     assert attention_launch._together(12, heads(70)[1], 2) == by_head
     assert attention_launch._together(6, heads(70)[0], 1 / 2) == by_group
@@ -149,12 +152,13 @@ def test_large_scores_and_strided_heads(name):
     fused = rand(1, 40, 2, 4, 16, scale=20.0)
     given = tuple(fused[..., i, :].detach().requires_grad_() for i in (0, 1, 3))
     spans = find_spans(1, 40, 40, DEVICE)
-    # A score of 10^4 carries its rounding into the exponential.
+    # The rounding error of a score of 10^4 is carried into the exponential.
     check(KERNEL, name, (*given, spans), {}, 40 * 1000**2, scale=50.0)
 
 
 def test_what_is_no_key_adds_nothing_however_low_the_scores_are(name):
-    """To places of a block behind the last key a score of 0 would give a share of e^300."""
+    """All scores are about -300. A place of a block beyond the last key has a score of 0, which
+    would give it a share of e^300 if it were not masked."""
     ones = torch.ones(1, 40, 2, 16)
     query, key = (sign * 8.7 * ones + rand(1, 40, 2, 16, seed=8, scale=0.1) for sign in (1, -1))
     given = query.requires_grad_(), key.requires_grad_(), rand(1, 40, 2, 16).requires_grad_()
@@ -164,8 +168,8 @@ def test_what_is_no_key_adds_nothing_however_low_the_scores_are(name):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_ring_of_tiles_is_the_whole(fused):
-    """Keys in two parts, queries in zigzag: outputs merged by their log-sum-exp, gradients from the
-    final ones."""
+    """Keys come in two parts and queries in zigzag order. Outputs are merged by their log-sum-exp,
+    and gradients are computed from the merged ones."""
     query, key, value = (x.detach() for x in heads(48, n=2, g=2))
     d_out = rand(1, 48, 2, 16, seed=8)
     whole = find_spans(1, 48, 48, DEVICE, window=30)
@@ -198,7 +202,8 @@ def test_a_ring_of_tiles_is_the_whole(fused):
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_backward_of_a_tile(name, dtype):
-    """Of the first keys of those that the outputs are of, some seen by nobody."""
+    """The tile has the first of the keys that the outputs are over. Some queries see none of
+    them."""
     query, key, value = (x.detach() for x in heads(40, batch=2, n=4, g=2, dtype=dtype))
     out, lse = launch_forward(query, key, value, *find_spans(2, 40, 40, DEVICE).tensors[:2], *NONE)
     d_out = rand(*out.shape, dtype=dtype, seed=5)
@@ -224,7 +229,7 @@ def test_gradients_are_bitwise_repeatable():
     [("triton", ["backward_queries", "backward_keys"]), (FUSED, ["backward_keys"])],
 )
 def test_the_passes_of_backward(name, passes, chip):
-    """Without memory: the copy engine adds from Hopper on."""
+    """Uses tensors without memory. The copy engine adds from Hopper on."""
     launches = []
     with captured(launches.append, chip), torch.device("meta"):
         ends = torch.empty(1, 256, dtype=torch.int32)
@@ -251,7 +256,7 @@ def test_sums_without_an_order_are_left_out_where_algorithms_are_deterministic(k
         assert choice.find(*given) is ordered
         with pytest.raises(KernelError, match=f"{kernel.name}={FUSED} .*no fixed order"):
             select(KERNELS, {kernel.name: FUSED})[kernel.name](*given)
-    assert select(KERNELS)[kernel.name].find(*given) is ordered  # so it is until one is measured
+    assert select(KERNELS)[kernel.name].find(*given) is ordered  # until a chip is measured
 
 
 def test_blocks_of_queries_divide_what_is_kept_of_them():
@@ -279,7 +284,7 @@ class OnGpu(torch.Tensor):
 @pytest.mark.parametrize(("name", "backend"), [("cudnn", "cudnn"), ("torch-flash", "flash")])
 @pytest.mark.parametrize("mode", [False, True])
 def test_a_backend_of_torch_takes_what_torch_says(name, backend, mode, monkeypatch):
-    """Torch's answer is stood in for: a build without CUDA always says no."""
+    """Torch's check is replaced, because without CUDA it always says no."""
     asked = []
 
     def answer(params, debug):

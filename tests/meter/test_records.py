@@ -1,4 +1,4 @@
-"""Values of a step on one rank; two ranks are in test_meter_ranks.py."""
+"""Values recorded in a step, on one rank. `test_meter_ranks.py` tests two ranks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_tensor_is_taken_as_it_is_now():
 
 
 class Arrivals(TorchDispatchMode):
-    """Counts the operators that bring numbers of the host to another device."""
+    """Counts the operators that copy numbers between the host and another device."""
 
     count = 0
 
@@ -90,7 +90,7 @@ class Arrivals(TorchDispatchMode):
 
 
 def test_numbers_of_the_host_go_to_a_device_together():
-    # A GPU's host would wait for each copy that is not made from pinned memory.
+    # On a GPU, the host would wait for each copy from memory that is not pinned.
     records = Records()
     for how in ("last", "sum", "max"):
         records.add(how, 1.0, how)
@@ -98,7 +98,7 @@ def test_numbers_of_the_host_go_to_a_device_together():
         records.add(f"{how} of the device", torch.ones(2, device="meta"), how)
     with Arrivals() as arrivals:
         records.reduce(ALONE, torch.device("meta"))
-    assert arrivals.count == 3  # a vector for what is last, one for sums, one for the largest
+    assert arrivals.count == 3  # one vector each for last values, sums and maxima
 
 
 def test_a_step_starts_empty():

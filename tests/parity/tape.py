@@ -1,10 +1,10 @@
-"""A graph of a CPU: what a function launches is written down with the very tensors of that time,
-and done again without a line of the function. So what is not where it was, or would have to be told
-by the host, shows in the numbers.
+"""A CPU's stand-in for a CUDA graph: what a function launches is written down with the very tensors
+of that time, and replayed without any of the function's Python code. So a number that is not in the
+same memory any more, or that the host would have to supply, shows in the results.
 
-Operators, kernels and transfers are written down. It fails on what a GPU could not record: a wait
-for what was started before, a transfer that nobody waits for, a question whether one has arrived, a
-number that the host must know, numbers that come from the host.
+Operators, kernels and transfers are written down. Recording fails on what a GPU could not record: a
+wait for something started before, a transfer that nobody waits for, a query whether a transfer has
+arrived, a number that the host must know, and numbers that come from the host.
 """
 
 import sys
@@ -23,8 +23,8 @@ from megaframe.comm.pending import Pending
 
 
 class Tape(TorchDispatchMode):
-    """steps: what is done again. works: transfers under way, by number. order: the axes of all
-    transfers, as they were started."""
+    """Writes down what is launched. steps: what is replayed. works: transfers in flight, by number.
+    order: the axes of all transfers, in the order in which they were started."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ class Tape(TorchDispatchMode):
         made = function(*args, **kwargs)
         name = function.__name__.split(".")[0]
         assert name != "lift_fresh", "numbers come from the host"
-        # A graph of autograd behind an argument is not kept.
+        # Detached, so that no autograd graph of an argument is kept.
         given = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         found = [x.detach() for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
         here = {x.untyped_storage().data_ptr() for x in tensors(given)}
@@ -65,7 +65,8 @@ def into(found, function, given):
 
 
 def record(compute, order):
-    """As `megaframe.graph.record_cuda`. order: is given the axes of each transfer, in order."""
+    """Record on a tape, as `megaframe.graph.record_cuda` does on a GPU. order: is extended by the
+    axes of each transfer, in order."""
     tape = Tape()
     with nobody_waits(), written(tape), tape:
         passed = compute()
@@ -76,7 +77,8 @@ def record(compute, order):
 
 @contextmanager
 def written(tape):
-    """Transfers and kernels, of which torch does not know."""
+    """Return a context in which a tape also gets transfers and kernels, which torch's dispatcher
+    does not see."""
     started, finish, launch = pending.started, Pending._finish, device.launch
     numbers = {}
 
@@ -103,7 +105,8 @@ def written(tape):
 
     def launch_one(inner, *arguments, **options):
         inner(*arguments, **options)
-        if torch._C._len_torch_dispatch_stack():  # else within an operator, which is written down
+        # With an empty stack this is inside an operator, which is itself written down.
+        if torch._C._len_torch_dispatch_stack():
             tape.steps.append(partial(launch, *arguments, **options))
 
     def asked(self):

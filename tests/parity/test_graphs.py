@@ -1,10 +1,10 @@
-"""A step that is recorded and done again gives the same bits as one that is told anew: with other
-tokens, masks of dropout and documents, numbers of tokens that have a label, loss scales, rates and
-evaluations between, after a step that was skipped, one without any label, steps of another shape, a
-way back and a new start, on every layout that may record.
+"""A step that is recorded and replayed gives the same bits as one that runs anew: with other
+tokens, dropout masks, documents, numbers of tokens that have a label, loss scales and learning
+rates; with evaluations in between; after a skipped step, a step without any label, steps of another
+shape, a return to an earlier state and a new start; on every layout that may record.
 
-A tape stands for the graph of a GPU (`tape.py`). What it cannot show is that CUDA and NCCL record:
-with a GPU for each rank, the same cases run as CUDA graphs.
+A tape stands in for the graph of a GPU (`tape.py`). It cannot show that CUDA and NCCL record: with
+a GPU for each rank, the same cases run as CUDA graphs.
 """
 
 import os
@@ -26,13 +26,13 @@ from megaframe.pipeline import Pipeline
 from megaframe.plan.graphs import graph_reasons
 
 KEPT = _EAGER + 2
-"""The step before which weights and state are kept, to go back to."""
+"""The step before which weights and state are copied, to return to them later."""
 SICK, SHORT, UNLABELLED = _EAGER + 3, _EAGER + 4, _EAGER + 5
 STEPS = _EAGER + 6
 
 
 class Passed:
-    """A place that the device has passed."""
+    """A mark that the device has passed."""
 
     def query(self):
         return True
@@ -40,8 +40,8 @@ class Passed:
 
 @deterministic()
 def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
-    """This rank's part -> what its steps came to, what a watch sees of those that were recorded,
-    and the axes of all transfers in them."""
+    """Run one rank. Return the results of its steps, what a watch sees of the recorded ones, and
+    the axes of all transfers in them."""
     if device == "cuda":
         keep_order()
         train = {**train, "cuda_graph": graphs}
@@ -79,7 +79,7 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
         numbers += [number for tally in outcome.tallies for number in tally.counts.values()]
         found.append([*numbers, *(sign.largest for sign in outcome.signs)])
         moved = torch.tensor([*mesh.take_traffic().values()])
-        if config.parallel.zero < 3:  # a graph brings also what an evaluation has left here
+        if config.parallel.zero < 3:  # a graph also fetches what an evaluation has left here
             found[-1].append(moved)
         return mine
 
@@ -114,7 +114,7 @@ def run(device, graphs, model, train, parallel, optim, kernels, packed=False):
 
 
 def begun(config, mesh, graphs, told, order):
-    """What the rank runs from its start on. told: gets the place of a watch at every recorded
+    """Return a new pipeline of this rank. told: gets what a watch sees at every run of a recorded
     step. order: gets the axes of the transfers that a tape records."""
     pipeline = Pipeline(config, mesh, StepTimer().time)
     if graphs:
@@ -134,7 +134,8 @@ def begun(config, mesh, graphs, told, order):
 
 
 def batch_of(config, step, packed):
-    """Tokens of a step, of which another number has a label in every one."""
+    """Return the global batch of a step. The number of tokens that have a label differs between
+    steps."""
     batch = global_batch(config, step)
     if step == UNLABELLED:
         batch = replace(batch, labels_BS=torch.full_like(batch.labels_BS, IGNORE))
@@ -146,7 +147,8 @@ def wide(batch):
 
 
 def poison(optimizer):
-    """Make some weights not finite. Returns buckets with what they had."""
+    """Make weights NaN, except those that balance experts. Return the buckets with their old
+    weights."""
     found = []
     for bucket in optimizer.buckets:
         if bucket.parameters[0].spec.role != "balance":
@@ -202,7 +204,7 @@ ON_A_GPU = {
     "experts alone": (EXPERTS, {**SMALL, "microbatch": 2}, {}, {}, TRITON, False),
     "kernels": ({**LLAMA, "hidden": 64, "vocab": 256}, FEW, {}, {}, {}, True),
 }
-"""The last one by whatever kernels are the fastest there."""
+"""The last one uses the kernels that are fastest on this GPU."""
 
 
 def assert_recorded_as_plain(pool, device, case):
@@ -213,7 +215,8 @@ def assert_recorded_as_plain(pool, device, case):
         for number, (here, there) in enumerate(zip(found, wanted, strict=True)):
             for one, other in zip(here, there, strict=True):
                 assert torch.equal(one.nan_to_num(-1.0), other.nan_to_num(-1.0)), number
-        # All but the first ones of a start, the one of another shape, and those after a new start.
+        # All but the first steps of a start and the one of another shape; one step after the return
+        # to the earlier state; two after the new start.
         assert len(told) == STEPS - _EAGER - 1 + 1 + 2
         assert all(doing.endswith("the graph of all passes") for doing in told)
         assert order == recorded[0][2], "ranks start transfers in different orders"

@@ -1,4 +1,4 @@
-"""What makes a host wait for its device."""
+"""Finds what makes a host wait for its device."""
 
 import sys
 from contextlib import contextmanager
@@ -30,8 +30,8 @@ class _Waits(TorchDispatchMode):
 
 @contextmanager
 def nobody_waits():
-    """No operator and no method of a tensor that brings numbers to the host is called, but for what
-    the interpreter of Triton does with them."""
+    """Return a context that fails on every operator and tensor method that brings numbers to the
+    host, except inside Triton's interpreter."""
     inside = []
 
     def forbidden(name, real):
