@@ -4,9 +4,9 @@ machine code needs.
     python -m megaframe_kernels.ahead --chips 80 90 100
 
 prints for each kernel and chip the registers, shared memory, and stack and spill bytes that the
-assembler reports. The exit status is 1 if anything uses the stack, spills or does not fit. Wrappers
-are called with tensors that have a shape and a type but no memory, so their sizes can be those of
-real runs.
+assembler reports. The exit status is 1 if anything uses the stack, spills, does not fit or has
+matrix products that wait for each other. Wrappers are called with tensors that have a shape and a
+type but no memory, so their sizes can be those of real runs.
 """
 
 from __future__ import annotations
@@ -149,13 +149,13 @@ def _number(pattern: str, text: str) -> int:
 
 
 def table(usages: Iterable[Usage]) -> str:
-    """Format the usages as aligned text; those that spill or do not fit are marked."""
+    """Format the usages as aligned text; those that are not clean are marked."""
     rows = [f"{'kernel':<24}{'example':<34}{'sm':>4}{'regs':>6}{'shared':>8}{'spills':>8}  matrix"]
     for u in usages:
         spills = u.stack + u.spill_stores + u.spill_loads
         rows.append(
             f"{u.kernel:<24}{u.example:<34}{u.chip:>4}{u.registers:>6}{u.shared:>8}{spills:>8}"
-            f"  {u.matrix}{', serial' if u.serial else ''}{'' if u.clean else '  <- does not fit'}"
+            f"  {u.matrix}{', serial' if u.serial else ''}{'' if u.clean else '  <- not clean'}"
         )
     return "\n".join(rows)
 
