@@ -4,6 +4,7 @@ import hashlib
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -22,6 +23,8 @@ def obstacle():
         return "the stand-in is for a build of torch without GPUs"
     if torch.__version__.split("+")[0] != wanted:
         return f"the stand-in uses internals of torch {wanted}; this is {torch.__version__}"
+    if sys.platform != "linux":
+        return "the stand-in needs Triton, and Triton needs Linux"
     if shutil.which("g++") is None:
         return "there is no g++ to compile the stand-in"
     return None

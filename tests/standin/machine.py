@@ -52,14 +52,15 @@ for _name, (_result, *_arguments) in _SIGNATURES.items():
     getattr(library, _name).restype = _result
     getattr(library, _name).argtypes = _arguments
 
-_reports, _known = [], set()
+_file, _known = None, set()
 _KEPT = []
 """What compiled code refers to."""
 
 
 def report_to(path):
     """Write reports to a file from now on."""
-    _reports.append(path)
+    global _file
+    _file = path
 
 
 def report(kind, text):
@@ -67,9 +68,9 @@ def report(kind, text):
     text and place. The place is the innermost functions of this project, such as
     `shelf.py:take < stage.py:backward`; it is empty in threads of torch's own."""
     found = (kind, text, _place())
-    if found not in _known and _reports:
+    if found not in _known and _file:
         _known.add(found)
-        with open(_reports[-1], "a") as file:  # at once, as a rank may end without notice
+        with open(_file, "a") as file:  # at once, as a rank may end without notice
             file.write(json.dumps(found) + "\n")
 
 

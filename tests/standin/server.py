@@ -16,7 +16,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 from standin import machine  # noqa: I001  (before torch)
 from standin import collectives, cuda, kernels
 
-_SECONDS = 60
+_SECONDS = 120
 """Until a rank that hangs is ended."""
 
 
