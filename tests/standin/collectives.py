@@ -135,6 +135,33 @@ class Nccl(dist.ProcessGroup):
 
         return self._start("all_gather", [x], [into], launch)
 
+    def allgather(self, into, x, options=None):
+        (parts,), (own,) = into, x
+
+        def launch(reads, writes):
+            sizes, flat = [part.numel() for part in writes], reads[0].view(-1)
+            found = flat.new_empty(sum(sizes))
+            leaving = [flat.numel()] * self.size()
+            work = dist.all_to_all_single(
+                found, flat.repeat(self.size()), sizes, leaving, self._gloo, async_op=True
+            )
+
+            def land():
+                for part, came in zip(writes, found.split(sizes), strict=True):
+                    part.copy_(came.view_as(part))
+
+            return work, land
+
+        return self._start("all_gather", [own], parts, launch)
+
+    def all_to_all_single(self, into, x, coming, leaving, options=None):
+        def launch(reads, writes):
+            found, sizes = torch.empty_like(writes[0]), (coming or None, leaving or None)
+            work = dist.all_to_all_single(found, reads[0], *sizes, self._gloo, async_op=True)
+            return work, lambda: writes[0].copy_(found)
+
+        return self._start("all_to_all", [x], [into], launch)
+
     def reduce_scatter_single(self, into, x, options):
         def launch(reads, writes):
             work = dist.all_reduce(reads[0], options.reduceOp, self._gloo, async_op=True)
