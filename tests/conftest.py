@@ -49,6 +49,7 @@ _LONGEST = (
     "test_release.py",
     "test_pipeline.py",
     "test_launch.py",
+    "test_standin.py",
     "test_zero.py",
     "test_plan_tool.py",
     "test_context.py",

@@ -1,0 +1,106 @@
+"""The compiled part of the stand-in, as Python calls it, and what it has reported.
+
+To be imported before anything imports torch, because torch asks only once which devices there are.
+"""
+
+import ctypes
+import json
+import os
+import sys
+import traceback
+from ctypes import CFUNCTYPE, c_char_p, c_double, c_int, c_int64, c_void_p
+from pathlib import Path
+
+assert "torch" not in sys.modules, "the stand-in comes before torch"
+library = ctypes.CDLL(os.environ["STANDIN_LIBRARY"], ctypes.RTLD_GLOBAL)
+
+_HERE = Path(__file__).resolve().parent
+_PROJECT = tuple(str(_HERE.parents[1] / name) for name in ("megaframe", "kernels", "tests"))
+_STANDIN, _PROGRAMS = str(_HERE), str(_HERE / "programs.py")
+_REPORTER, _CALL = CFUNCTYPE(None, c_char_p, c_char_p), CFUNCTYPE(None)
+_SIGNATURES = {
+    "set_reporter": (None, _REPORTER),
+    "get_device": (c_int,),
+    "set_device": (None, c_int),
+    "count_devices": (c_int,),
+    "used_memory": (c_int64,),
+    "peak_memory": (c_int64,),
+    "reset_peak_memory": (None,),
+    "get_stream": (c_int,),
+    "set_stream": (None, c_int),
+    "new_stream": (c_int,),
+    "synchronize_stream": (None, c_int),
+    "synchronize_device": (None,),
+    "new_event": (c_void_p,),
+    "delete_event": (None, c_void_p),
+    "event_record": (None, c_void_p, c_int),
+    "event_wait": (None, c_void_p, c_int),
+    "event_recorded": (c_int, c_void_p),
+    "event_synchronize": (None, c_void_p),
+    "event_query": (c_int, c_void_p, c_int),
+    "event_milliseconds": (c_double, c_void_p, c_void_p),
+    "begin_work": (None, c_char_p),
+    "touch_memory": (None, c_void_p, c_void_p, c_int),
+    "is_capturing": (c_int,),
+    "begin_capture": (c_void_p,),
+    "end_capture": (None,),
+    "capture_call": (None, _CALL),
+    "replay": (None, c_void_p),
+    "delete_graph": (None, c_void_p),
+}
+for _name, (_result, *_arguments) in _SIGNATURES.items():
+    getattr(library, _name).restype = _result
+    getattr(library, _name).argtypes = _arguments
+
+_file, _known = None, set()
+_KEPT = []
+"""What compiled code refers to."""
+
+
+def report_to(path):
+    """Write reports to a file from now on."""
+    global _file
+    _file = path
+
+
+def report(kind, text):
+    """Report what a GPU could not do, or would leave to chance: once, as a line of JSON with kind,
+    text and place. The place is the innermost functions of this project, such as
+    `shelf.py:take < stage.py:backward`; it is empty in threads of torch's own."""
+    found = (kind, text, _place())
+    if found not in _known and _file:
+        _known.add(found)
+        with open(_file, "a") as file:  # at once, as a rank may end without notice
+            file.write(json.dumps(found) + "\n")
+
+
+def _place():
+    stack = [f for f in reversed(traceback.extract_stack()) if f.filename.startswith(_PROJECT)]
+    own = [f for f in stack if not f.filename.startswith(_STANDIN) or f.filename == _PROGRAMS]
+    return " < ".join(f"{Path(f.filename).name}:{f.name}" for f in own[:3])
+
+
+def count_as_work(name, reads, writes):
+    """Note that work of the current stream reads and writes these tensors of the host's view."""
+    library.begin_work(name.encode())
+    for tensors, write in ((reads, 0), (writes, 1)):
+        for x in tensors:
+            if x.numel():
+                last = sum(
+                    (size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)
+                )
+                start = x.data_ptr()
+                library.touch_memory(start, start + (last + 1) * x.element_size(), write)
+
+
+def repeat_in_graph(call, *kept):
+    """Let the graph that is being captured, if there is one, call this whenever it is replayed.
+    kept: tensors whose memory the graph uses."""
+    if library.is_capturing():
+        called = _CALL(call)
+        _KEPT.append((called, kept))
+        library.capture_call(called)
+
+
+_reporter = _REPORTER(lambda kind, text: report(kind.decode(), text.decode()))
+library.set_reporter(_reporter)
