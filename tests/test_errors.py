@@ -50,7 +50,7 @@ def test_an_error_is_its_message_and_its_status(error, status, capsys):
     assert capsys.readouterr().err == f"error: {error}\n"
 
 
-def test_a_mistake_of_all_ranks_is_told_by_the_first_and_stands_in_the_summary():
+def test_a_mistake_of_all_ranks_is_told_once_and_stands_in_the_summary():
     words = ["--nproc-per-node", "2", ENTRY, "--config", "demo", "train.stps=5"]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *words],
@@ -61,7 +61,7 @@ def test_a_mistake_of_all_ranks_is_told_by_the_first_and_stands_in_the_summary()
     assert done.returncode == 1
     told, _, summary = done.stderr.partition("pretrain_gpt.py FAILED")
     line = "train.stps: unknown key; did you mean train.steps?"
-    assert told.count(line) == 1 and "rank 1:" not in told
+    assert told.count(line) == 1
     assert summary.count(line) == 1 and "To enable traceback" not in summary
 
 
