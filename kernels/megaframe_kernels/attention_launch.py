@@ -182,25 +182,7 @@ def launch_backward(
     """
     query, key, value, d_out = (_adjacent(x) for x in (query, key, value, d_out))
     batch, queries, heads, width = query.shape
-    padded = PADDING * ceil_div(queries, PADDING)
-    shift, delta = lse.new_empty(2, batch, heads, padded)
-    tall = 32  # with more rows, heads of 256 would not fit in registers
-    launch(
-        attention_backward_device.prepare_backward,
-        (padded // tall * heads * batch,),
-        d_out,
-        out.contiguous(),
-        lse,
-        None if d_lse is None else d_lse.contiguous(),
-        shift,
-        delta,
-        queries,
-        heads,
-        width,
-        *d_out.stride()[:3],
-        M=tall,
-        WIDTH=power_of_2(width),
-    )
+    shift, delta = _prepare(d_out, d_lse, out, lse)
     groups, per_group = key.shape[2], heads // key.shape[2]
     strides = (s for x in (query, key, value, d_out) for s in x.stride()[:3])
     lengths = queries, key.shape[1]
@@ -213,7 +195,7 @@ def launch_backward(
     by_key = _key_blocks(query, softcap, fused)
     sums = None
     if fused:
-        sums = lse.new_zeros(max(batch * heads * padded, 1), options["WIDTH"])
+        sums = lse.new_zeros(max(delta.numel(), 1), options["WIDTH"])
     else:
         table = BACKWARD_QUERIES[generation(query)]
         by_query = choose_blocks(table, query, WIDE_NUMBERS_BY_QUERIES)
@@ -255,13 +237,41 @@ def launch_backward(
         **options,
     )
     if sums is not None and d_query.numel():
-        made = sums.view(batch, heads, padded, -1)[:, :, :queries, :width]
+        made = sums.view(*delta.shape, -1)[:, :, :queries, :width]
         torch.mul(made.transpose(1, 2), scale_or_default(query, scale), out=d_query)
     d_sinks = query.new_empty(0)
     if sinks is not None:
         share = (sinks.float()[None, :, None] - lse).exp()
         d_sinks = -(share * delta[:, :, :queries]).sum((0, 2)).to(sinks.dtype)
     return d_query, d_key, d_value, d_sinks
+
+
+def _prepare(
+    d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return what the scores of each query need in the backward pass, fp32 [B, N, padded queries]:
+    the shift of its exponents, and what is subtracted from the gradients of its shares."""
+    batch, queries, heads, width = d_out.shape
+    padded = PADDING * ceil_div(queries, PADDING)
+    shift, delta = lse.new_empty(2, batch, heads, padded)
+    tall = 32  # with more rows, heads of 256 would not fit in registers
+    launch(
+        attention_backward_device.prepare_backward,
+        (padded // tall * heads * batch,),
+        d_out,
+        out.contiguous(),
+        lse,
+        None if d_lse is None else d_lse.contiguous(),
+        shift,
+        delta,
+        queries,
+        heads,
+        width,
+        *d_out.stride()[:3],
+        M=tall,
+        WIDTH=power_of_2(width),
+    )
+    return shift, delta
 
 
 def _key_blocks(query: Tensor, softcap: float | None, fused: bool) -> Blocks:
