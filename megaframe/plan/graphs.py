@@ -26,20 +26,20 @@ def graph_reasons(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
 
 def _transfers(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[str]:
     parallel, tensor = config.parallel, sizes["tensor"]
-    axes = [axis for axis in ("tensor", "context", "data", "pipeline") if sizes[axis] > 1]
+    several = any(sizes[axis] > 1 for axis in ("tensor", "context", "data", "pipeline"))
     for axis in ("context", "pipeline"):
-        if axis in axes:
+        if sizes[axis] > 1:
             yield (
                 f"parallel.{axis}={sizes[axis]} sends messages between two ranks, whose events "
                 "torch's flight recorder would query later; use data and tensor ranks"
             )
-    if axes and config.run.device == "shared":
+    if several and config.run.device == "shared":
         yield "run.device=shared exchanges through the host's memory; use cuda"
     if tensor > 1 and parallel.symmetric_memory != "off":
         yield (
             f"parallel.symmetric_memory={parallel.symmetric_memory} has streams of its own; use off"
         )
-    if axes and parallel.compress != "none":
+    if several and parallel.compress != "none":
         yield (
             f"parallel.compress={parallel.compress} decomposes or sorts by functions of torch of "
             "which it is not known that they never wait for the host; use none"
