@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.kernels import NO_KERNELS, Kernels
-from megaframe.product import product_into
+from megaframe.matmul import product_into
 from megaframe.spec import Box, ParamSpec
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from megaframe.autotune import Routines
 from megaframe.checkpoint import Checkpoint, Place, Slice
 from megaframe.config import RunConfig
 from megaframe.config.compare import TRAINING_ONLY, differences
@@ -44,6 +45,8 @@ class RunState(BaseModel):
     optimizer: state of the optimizer besides its tensors.
     loss, grad_norm: of the last step, for comparison with the first step after a load.
     history: the judgement of earlier steps.
+    routines: what multiplies matrices and computes attention on the CPU. Empty on a GPU, and in
+    checkpoints of versions that did not record it.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -54,6 +57,7 @@ class RunState(BaseModel):
     loss: float
     grad_norm: float
     history: HistoryState = HistoryState()
+    routines: Routines = Routines()
 
 
 def initial_state(config: RunConfig) -> RunState:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from megaframe.autotune import tune
 from megaframe.checkpoint import Place, Slice, locate, open_checkpoint
 from megaframe.config import RunConfig
 from megaframe.data.tokenizer import Tokenizer, load_tokenizer
@@ -34,10 +35,13 @@ def load_model(
     if path is None:
         raise UserError(f"--checkpoint {given}: there is no checkpoint in this folder")
     with open_checkpoint(path) as checkpoint:
-        config = read_state(checkpoint).config
+        state = read_state(checkpoint)
+        config = state.config
         if precision is not None:
             train = config.train.model_copy(update={"precision": precision, "fp8": "none"})
             config = config.model_copy(update={"train": train})
+        if device == "cpu":
+            tune(config, state.routines)
         stage = whole_model(config)
         saved = checkpoint.tensors
         if ema and not any(name.startswith(AVERAGE) for name in saved):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaframe.autotune import tune
 from megaframe.checkpoint import Checkpoint, Place, Slice, Writer, find, given, open_checkpoint
 from megaframe.checkpoint.memory import MemoryWriter
 from megaframe.comm import all_reduce, barrier
@@ -89,6 +90,8 @@ class Trainer:
         aside = None
         if state is None and mesh.rank == 0:
             aside = set_aside(self.folder / METRICS_FILE)
+        recorded = None if state is None else state.routines
+        self._routines, chosen = tune(config, recorded, mesh)
         specs = model_specs(config)
         self.meter = Meter(
             config, mesh, specs, timer, start_step=self.step, held=self.optimizer.held
@@ -96,7 +99,7 @@ class Trainer:
         self._experts: ExpertMeter | None = None
         if config.model.moe is not None:
             self._experts = ExpertMeter(config, specs, mesh.layout.expert)
-        for line in (*notes, *pipeline_summary(config, self.pipeline.schedule)):
+        for line in (*notes, *pipeline_summary(config, self.pipeline.schedule), *chosen):
             self.meter.note(line)
         if self._dropped:
             self.meter.note(
@@ -291,6 +294,7 @@ class Trainer:
             loss=self._global_loss(),
             grad_norm=float(self._last.update.grad_norm) if self._last else math.nan,
             history=self.guard.history.state(),
+            routines=self._routines,
         )
         slices, unsent = self._slices(owned_only=True), self._unsent()
         part = self.step, [*slices, *unsent], state.model_dump(mode="json")

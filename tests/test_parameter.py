@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megaframe import product as product_module
+from megaframe import matmul as product_module
 from megaframe.parameter import Module, Parameter
 from megaframe.spec import Box, Constant, ParamSpec
 

@@ -23,7 +23,7 @@ from megaframe.errors import UserError, reported
 from megaframe.plan.chips import CHIPS, Chip, nearest_chips
 from megaframe.plan.constants import Constants, constants_of
 from megaframe.plan.kernels import product_seconds, rates
-from megaframe.product import product
+from megaframe.matmul import product
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _AGAIN = 0.2

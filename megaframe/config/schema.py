@@ -190,6 +190,11 @@ class Kernels(Section):
     """The router, unless experts are grouped; permuting tokens by expert and back, if one rank has
     all experts and none has a capacity limit, so that nothing waits for the host; grouped matrix
     products of all experts."""
+    matmul: Literal["auto", "torch", "onednn"] = "auto"
+    """Library of matrix products on a CPU. `auto` measures at the start of a run which one is
+    fastest, for each kind of product, and how attention is; a resumed run keeps that. With
+    `run.deterministic` it is `torch`. `torch` takes what torch takes (MKL for fp32), `onednn`
+    oneDNN; types that the processor does not multiply are copied to fp32."""
     fp8: Literal["auto", "triton", "torch", "reference"] = "auto"
     """Rounding to 8 bits and 8-bit matrix products, for `train.fp8`."""
 

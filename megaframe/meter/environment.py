@@ -12,23 +12,25 @@ from typing import Any
 
 import torch
 
-from megaframe import __version__
+from megaframe import __version__, matmul
 from megaframe.config import RunConfig
 from megaframe.dashboard.run import ENVIRONMENT_FILE
 from megaframe.mesh import Mesh, ranks_on_this_node
 from megaframe.meter.sinks import cannot_write
+from megaframe.nn import tile_products
+from megaframe.parameter import PRECISIONS
 
 
 def write_environment(config: RunConfig, mesh: Mesh) -> None:
     """Write the environment into the run folder, over that of an earlier process."""
     path = Path(config.run.dir) / ENVIRONMENT_FILE
     try:
-        path.write_text(json.dumps(environment(mesh), indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(environment(config, mesh), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise cannot_write(path, error) from None
 
 
-def environment(mesh: Mesh) -> dict[str, Any]:
+def environment(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
     """Return names and values. They include the command as it was typed, with its overrides."""
     device = mesh.device
     found: dict[str, Any] = {
@@ -46,6 +48,11 @@ def environment(mesh: Mesh) -> dict[str, Any]:
         "command": " ".join(sys.argv),
         "commit": _commit(),
     }
+    if device.type == "cpu":
+        dtype = PRECISIONS[config.train.precision].compute
+        found["instructions"] = torch.backends.cpu.get_cpu_capability()
+        found["matrix products"] = matmul.in_use(dtype)
+        found["attention"] = tile_products.in_use(dtype)
     if device.type == "cuda":
         found["cuda"] = torch.version.cuda or torch.version.hip
         found["memory of the device"] = torch.cuda.get_device_properties(device).total_memory

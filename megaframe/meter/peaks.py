@@ -15,9 +15,9 @@ import torch
 
 from megaframe.comm import all_reduce, barrier
 from megaframe.config import RunConfig
+from megaframe.matmul import product
 from megaframe.mesh import Mesh
 from megaframe.parameter import PRECISIONS
-from megaframe.product import product
 
 _TYPES = ("fp16", "bf16", "tf32", "fp32", "fp64")
 _CHIPS: tuple[tuple[str, tuple[float | None, ...]], ...] = (

@@ -17,6 +17,7 @@ from torch import Tensor
 from megaframe.comm import Group, Pending
 from megaframe.config import Model
 from megaframe.kernels import NO_KERNELS, Kernels
+from megaframe.matmul import product
 from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.nn.among import Among
 from megaframe.nn.context import Context
@@ -32,7 +33,6 @@ from megaframe.nn.tiles import Sight
 from megaframe.nn.turns import Turn
 from megaframe.parameter import Parameter
 from megaframe.plan.windows import windows
-from megaframe.product import product
 
 _FILLING = 2**31 - 1
 """Document number of padding tokens."""

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from megaframe.comm import Group, all_gather, all_reduce, reduce_scatter
 from megaframe.kernels import NO_KERNELS, Kernels
+from megaframe.matmul import product_into
 from megaframe.microbatch import IGNORE
 from megaframe.parameter import Parameter
 from megaframe.plan.memory import most_logits
-from megaframe.product import product_into
 
 _PARTS = 32
 """The largest chunk is processed in this many parts, of which one at a time is in fp32."""

@@ -15,12 +15,13 @@ it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from megaframe.product import fast_bf16, products, wide_products
+from megaframe.matmul import products, wide_products
 
 _SCORES = 1 << 20
 """Scores of a block: 4 MiB in fp32."""
@@ -29,17 +30,47 @@ _ROWS = 64, 256
 _PIECES = 4
 """Least number of blocks of a tile, unless they would be too short. Of the scores of a causal tile
 with n blocks, about one in n is computed for nothing."""
-_ENOUGH = 1 << 20
-"""Scores of a head from which fp32 is faster here than in the fused attention. Its products are not
-faster; its passes over the scores are."""
+_LONG = 1 << 20
+"""Scores of a head from which a problem is long."""
 _LOG2_E = math.log2(math.e)
+
+Size = Literal["short", "long"]
+"""Of attention: with less than `_LONG` scores per head, or with more."""
+Method = Literal["fused", "blocks"]
+"""fused: torch's fused attention for CPUs. blocks: the functions of this module."""
+SIZES: tuple[Size, ...] = get_args(Size)
+_chosen: dict[tuple[torch.dtype, Size], Method] = {}
+
+
+def methods_for(dtype: torch.dtype) -> tuple[Method, ...]:
+    """Return the methods for operands of a type, torch's own first. In other types than fp32 and
+    bf16 the exponentials here would be as narrow as the operands, or nothing is gained."""
+    return get_args(Method) if dtype in (torch.float32, torch.bfloat16) else ("fused",)
+
+
+def unmeasured(dtype: torch.dtype, size: Size) -> Method:
+    """Return the method to take where nothing was measured. In fp32 the products of blocks are no
+    faster than the fused ones, but the passes over the scores are; in bf16 both are."""
+    blocks = dtype is torch.bfloat16 or (dtype is torch.float32 and size == "long")
+    return "blocks" if blocks else "fused"
+
+
+def use(dtype: torch.dtype, methods: Mapping[Size, Method]) -> None:
+    """Compute attention of operands of a type on the CPU by these methods from now on in this
+    process; by `unmeasured` where none is given."""
+    for size in SIZES:
+        _chosen[dtype, size] = methods.get(size) or unmeasured(dtype, size)
+
+
+def in_use(dtype: torch.dtype) -> dict[Size, Method]:
+    """Return the method for operands of a type on the CPU, by size of the problem."""
+    return {size: _chosen.get((dtype, size)) or unmeasured(dtype, size) for size in SIZES}
 
 
 def pays(query_BNQD: Tensor, key_BGKD: Tensor) -> bool:
     """Return whether this is faster on a CPU than the fused attention."""
-    if query_BNQD.dtype is torch.bfloat16:
-        return fast_bf16()
-    return query_BNQD.dtype is torch.float32 and query_BNQD.shape[2] * key_BGKD.shape[2] >= _ENOUGH
+    size: Size = "long" if query_BNQD.shape[2] * key_BGKD.shape[2] >= _LONG else "short"
+    return in_use(query_BNQD.dtype)[size] == "blocks"
 
 
 def attend(

@@ -3,11 +3,42 @@
 import pytest
 import torch
 
-from megaframe import product as module
-from megaframe.product import product, product_into, products, wide_products
+from megaframe import matmul as module
+from megaframe.matmul import (
+    KINDS,
+    libraries_for,
+    product,
+    product_into,
+    products,
+    use,
+    wide_products,
+)
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
-SIZES = [(1, 1, 1), (5, 7, 3), (64, 33, 130), (3, 4, 0), (0, 4, 2), (3, 0, 2)]
+CHOICES = [(dtype, library) for dtype in DTYPES for library in libraries_for(dtype)]
+SIZES = [
+    (1, 1, 1),
+    (5, 7, 3),
+    (64, 33, 130),
+    (9, 300, 70),
+    (300, 5, 9),
+    (3, 4, 0),
+    (0, 4, 2),
+    (3, 0, 2),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_chosen(monkeypatch):
+    """Each test starts without a choice of libraries and leaves none."""
+    monkeypatch.setattr(module, "_chosen", {})
+
+
+def take(choice):
+    """Use a library for every kind of product of a type, and return the type."""
+    dtype, library = choice
+    use(dtype, dict.fromkeys(KINDS, library))
+    return dtype
 
 
 def operands(rows, inner, columns, dtype, *, transposed):
@@ -21,10 +52,11 @@ def tolerance(dtype, inner, largest=1.0):
     return {"rtol": 2 * eps, "atol": 8 * eps * largest * max(1, inner) ** 0.5}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("rows", "inner", "columns"), SIZES)
-def test_product_and_bias(rows, inner, columns, dtype, transposed):
+def test_product_and_bias(rows, inner, columns, choice, transposed):
+    dtype = take(choice)
     left, right = operands(rows, inner, columns, dtype, transposed=transposed)
     bias = torch.randn(columns).to(dtype)
     wanted = left.double() @ right.double()
@@ -36,16 +68,17 @@ def test_product_and_bias(rows, inner, columns, dtype, transposed):
         torch.testing.assert_close(found.double(), expected, **tolerance(dtype, inner))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("size", [(5, 7, 3), (130, 160, 220)])
 @pytest.mark.parametrize("heads", [1, 3])
-def test_products_of_several(heads, size, dtype, transposed):
+def test_products_of_several(heads, size, choice, transposed):
     """Small products are computed at once, large ones in fp32 one by one. Wide products round only
     their sums, and restore torch's setting of precision.
 
     Sums of K terms, in any order, are off by at most K u |left| |right| (Higham, Accuracy and
     Stability of Numerical Algorithms, 3.5), and the result is rounded once more."""
+    dtype = take(choice)
     pairs = [operands(*size, dtype, transposed=transposed) for _ in range(heads)]
     left, right = (torch.stack([pair[side] for pair in pairs]) for side in (0, 1))
     wanted = left.double() @ right.double()
@@ -63,11 +96,12 @@ def test_products_of_several(heads, size, dtype, transposed):
     assert torch.backends.mkldnn.matmul.fp32_precision == allowed
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(("rows", "inner", "columns"), SIZES)
 @pytest.mark.parametrize("piece", [1, 700, 1 << 20])
-def test_written_or_added_in_pieces(rows, inner, columns, dtype, add, piece, monkeypatch):
+def test_written_or_added_in_pieces(rows, inner, columns, choice, add, piece, monkeypatch):
+    dtype = take(choice)
     monkeypatch.setattr(module, "PIECE_BYTES", piece)
     left, right = operands(rows, inner, columns, dtype, transposed=True)
     old = torch.randn(rows, columns) if add else torch.full((rows, columns), torch.nan)
@@ -81,14 +115,18 @@ def test_written_or_added_in_pieces(rows, inner, columns, dtype, add, piece, mon
 def test_fp32_on_a_cpu_keeps_fp32_precision():
     """No lower precision is used: tf32 would give an error of about 0.03, sequential fp32 additions
     at most about eps * 4096."""
-    left, right = operands(64, 4096, 64, torch.float32, transposed=False)
-    error = (product(left, right).double() - left.double() @ right.double()).abs().max()
-    assert error < torch.finfo(torch.float32).eps * 4096
+    for library in libraries_for(torch.float32):
+        take((torch.float32, library))
+        left, right = operands(64, 4096, 64, torch.float32, transposed=False)
+        error = (product(left, right).double() - left.double() @ right.double()).abs().max()
+        assert error < torch.finfo(torch.float32).eps * 4096
 
 
 def test_onednn_has_a_fast_routine_for_every_piece(capfd, monkeypatch):
     """oneDNN logs the routine of each product; its `ref` routine is a thousand times slower."""
     monkeypatch.setattr(module, "PIECE_BYTES", 4096)
+    if "onednn" in libraries_for(torch.float32):
+        take((torch.float32, "onednn"))
     with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
         for rows, columns in ((16, 200), (200, 16)):
             left, right = operands(rows, 64, columns, torch.float32, transposed=False)

@@ -1,0 +1,359 @@
+"""Autotune: which of torch's routines multiply matrices and compute attention on this CPU, measured
+when a run starts.
+
+The measurement takes at most `BUDGET` seconds and is made by the first rank for all. It is kept in
+a cache of the user by processor, torch version, threads and type, and in the checkpoints of the
+run, so that a resumed run computes bitwise what the uninterrupted one would. On a machine that is
+busy with other work it would say nothing, so the routines of `fixed` are taken there. On a GPU, and
+in fp64, there is nothing to choose.
+
+A file of the cache belongs to one machine, and the first process that writes it wins: runs that
+start at the same time then compute alike. A file that is damaged, of another machine or of another
+version is ignored and replaced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
+
+from megaframe import matmul
+from megaframe.config import RunConfig
+from megaframe.matmul import Kind, Library
+from megaframe.mesh import Mesh
+from megaframe.nn import tile_products, tiles
+from megaframe.nn.tile_products import Method, Size
+from megaframe.parameter import PRECISIONS
+
+BUDGET = 0.3
+"""Seconds that all measurements of a run may take together."""
+_HOPELESS = 2.0
+"""A candidate this many times slower than the best on a small problem is not tried on a larger
+one."""
+_UNDISTURBED = 0.8
+"""Share of a measurement in which this thread must have run, waiting for its helpers included."""
+_TRIES = 5
+"""Further calls of a small problem."""
+_TIE = 1.03
+"""The first candidate, torch's own routine, is taken unless another one is faster by this."""
+_SHAPES: Mapping[Kind, tuple[int, int, int]] = {
+    "dense": (1024, 256, 768),
+    "into": (512, 768, 512),
+    "experts": (128, 512, 1024),
+    "batched": (256, 64, 512),
+}
+"""Rows, inner and columns of the measured products: one to a few milliseconds of two cores each,
+and operands and results that are larger than a core's own cache, as those of a model are."""
+_HEADS: Mapping[Size, tuple[int, int]] = {"short": (8, 256), "long": (1, 1024)}
+"""Heads and tokens of the measured attention."""
+_MAX_BYTES = 1 << 16
+"""Size of the largest file of the cache that is read."""
+_SETTINGS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+"""Environment variables by which the libraries leave out instructions that the processor has."""
+_T = TypeVar("_T", bound=str)
+
+
+class Routines(BaseModel):
+    """What computes on the CPU with operands of one type. type: its name in torch; empty where
+    torch's own routines are the only ones. products: library by kind of matrix product. attention:
+    method by size of the problem."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: str = ""
+    products: dict[Kind, Library] = {}
+    attention: dict[Size, Method] = {}
+
+    def available(self, dtype: torch.dtype) -> bool:
+        """Return whether these are routines for a type, and this machine has all of them."""
+        here = set(matmul.libraries_for(dtype))
+        return self.type == str(dtype) and set(self.products.values()) <= here
+
+    def described(self) -> str:
+        """Return them in words for the log."""
+        named = [f"{kind} {library}" for kind, library in self.products.items()]
+        named += [f"{size} attention {method}" for size, method in self.attention.items()]
+        return ", ".join(named)
+
+
+class _Entry(BaseModel):
+    """A file of the cache."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    machine: dict[str, str | int]
+    routines: Routines
+
+
+def tune(
+    config: RunConfig, recorded: Routines | None, mesh: Mesh | None = None
+) -> tuple[Routines, list[str]]:
+    """Choose the routines of a run, take them into use in this process, and return them with lines
+    for the log, none where there is nothing to choose.
+
+    recorded: what the run has used so far, from its checkpoint. mesh: the ranks of the run, which
+    must all call this; None for a program of one process on the CPU, such as generation.
+    """
+    dtype = PRECISIONS[config.train.precision].compute
+    on_cpu = mesh is None or mesh.device.type == "cpu"
+    if not on_cpu or len(matmul.libraries_for(dtype)) == 1:
+        return Routines(), []
+    wanted = config.kernels.matmul
+    if wanted != "auto":
+        found, why = fixed(dtype, wanted), f"kernels.matmul={wanted}"
+    elif recorded is not None and recorded.available(dtype):
+        found, why = recorded, "as the checkpoint records"
+    elif config.run.deterministic:
+        found, why = fixed(dtype, "torch"), "run.deterministic"
+    elif mesh is None:
+        found, why = cached_or_measured(dtype)
+    else:
+        found, why = _of_first_rank(dtype, mesh)
+    matmul.use(dtype, found.products)
+    tile_products.use(dtype, found.attention)
+    return found, [f"matrix products and attention on this CPU ({why}): {found.described()}"]
+
+
+def fixed(dtype: torch.dtype, library: str) -> Routines:
+    """Return the routines if one library is named for all products. library: `torch`, or `onednn`
+    where torch would use MKL."""
+    found = matmul.unmeasured(dtype)
+    if library == "onednn" and (found != "torch" or dtype is torch.float32):
+        named: Library = "onednn" if dtype is torch.float32 else "fp32-onednn"
+        found = named if named in matmul.libraries_for(dtype) else found
+    return Routines(
+        type=str(dtype),
+        products={kind: found for kind in matmul.KINDS},
+        attention={size: tile_products.unmeasured(dtype, size) for size in tile_products.SIZES},
+    )
+
+
+def _of_first_rank(dtype: torch.dtype, mesh: Mesh) -> tuple[Routines, str]:
+    """Return the routines that the first rank has in its cache or measures."""
+    key = f"autotune/{dtype}"
+    if mesh.rank == 0:
+        routines, why = cached_or_measured(dtype)
+        mesh.store.set(key, json.dumps([routines.model_dump(), why]))
+        return routines, why
+    found, why = json.loads(mesh.store.get(key))
+    return Routines.model_validate(found), why
+
+
+def cached_or_measured(dtype: torch.dtype) -> tuple[Routines, str]:
+    """Return the routines for a type on this machine, and where they come from."""
+    machine = machine_of(dtype)
+    path = cache_file(machine)
+    cached = read_cache(path, machine) if path else None
+    if cached is not None and cached.available(dtype):
+        return cached, "measured before"
+    start, own = time.perf_counter(), time.thread_time()
+    measured = measure(dtype)
+    taken, own = time.perf_counter() - start, time.thread_time() - own
+    if own < _UNDISTURBED * taken:
+        # What waits for a processor is not slow: on a busy machine anything may come out.
+        why = f"not measured: other work had this machine for {1 - own / taken:.0%} of the time"
+        return fixed(dtype, "torch"), why
+    if path is not None:
+        measured = _keep(path, machine, measured)
+    return measured, f"measured in {taken:.2f} s"
+
+
+def machine_of(dtype: torch.dtype) -> dict[str, str | int]:
+    """Return what the speed of a routine depends on, and its type."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
+    facts = dict(line.split(":", 1) for line in lines.split("\n\n")[0].splitlines() if ":" in line)
+    named = {key.strip(): value.strip() for key, value in facts.items()}
+    parts = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
+    return {
+        "processor": " ".join(named.get(part, "") for part in parts),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        **{name: os.environ.get(name, "") for name in _SETTINGS},
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "type": str(dtype),
+    }
+
+
+def cache_file(machine: Mapping[str, str | int]) -> Path | None:
+    """Return the file of the user's cache for this machine; None for a user without a home."""
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return None
+    digest = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:16]
+    return home / "megaframe" / f"autotune-{digest}.json"
+
+
+def read_cache(path: Path, machine: Mapping[str, str | int]) -> Routines | None:
+    """Return the routines in a file of the cache; None if there is none, if it is damaged or if it
+    is of another machine."""
+    try:
+        with open(path, "rb") as file:
+            entry = _Entry.model_validate_json(file.read(_MAX_BYTES))
+    except (OSError, ValidationError):
+        return None
+    return entry.routines if entry.machine == dict(machine) else None
+
+
+def _keep(path: Path, machine: dict[str, str | int], measured: Routines) -> Routines:
+    """Write a file of the cache and return what it holds afterwards: that of another process if it
+    was faster. A cache that cannot be written only costs a measurement at the next start."""
+    written = path.with_suffix(f".{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written.write_text(_Entry(machine=machine, routines=measured).model_dump_json(indent=1))
+        try:
+            os.link(written, path)  # fails if the file exists, as a rename would not
+        except FileExistsError:
+            first = read_cache(path, machine)
+            if first is not None:
+                return first
+            os.replace(written, path)
+    except OSError:
+        pass
+    finally:
+        written.unlink(missing_ok=True)
+    return measured
+
+
+def measure(dtype: torch.dtype) -> Routines:
+    """Return the fastest routines for a type, in at most about `BUDGET` seconds."""
+    end = time.perf_counter() + BUDGET
+    methods = tile_products.methods_for(dtype)
+    default = fixed(dtype, "torch")
+    products, attention = default.products, default.attention
+    left = len(products) + len(attention)
+    before = matmul.in_use(dtype), tile_products.in_use(dtype)
+
+    def share() -> float:
+        """Return when the next measurement must end: all get an equal part of what is left."""
+        nonlocal left
+        now = time.perf_counter()
+        left -= 1
+        return now + (end - now) / (left + 1)
+
+    try:
+        for kind in products:
+            work = partial(_multiply, dtype, kind)
+            products[kind] = fastest(matmul.libraries_for(dtype), work, share(), products[kind])
+        matmul.use(dtype, products)  # attention is measured with the products that it will use
+        for size in attention:
+            attend = partial(_attend, dtype, size)
+            attention[size] = fastest(methods, attend, share(), attention[size])
+    finally:
+        matmul.use(dtype, before[0])
+        tile_products.use(dtype, before[1])
+    return Routines(type=str(dtype), products=products, attention=attention)
+
+
+def fastest(
+    candidates: Sequence[_T],
+    prepare: Callable[[_T, bool], Callable[[], object]],
+    end: float,
+    default: _T,
+) -> _T:
+    """Return the candidate whose work takes least time, or the first one if it takes at most
+    `_TIE` more, or `default` if there is no time left.
+
+    prepare: returns a function that does a candidate's work, on a small problem if its second
+    argument is set. end: time of `time.perf_counter` after which nothing is started. Candidates
+    take turns and the least time of each counts, because other work on the machine only adds to it.
+    """
+    if len(candidates) == 1 or time.perf_counter() >= end:
+        return default
+    now = time.perf_counter()
+    each = (end - now) / (2 * len(candidates))  # half of the time at most
+    small = {name: _least(prepare(name, True), each) for name in candidates}
+    limit = _HOPELESS * min(small.values())
+    runs = {name: prepare(name, False) for name in candidates if small[name] <= limit}
+    best = dict.fromkeys(runs, math.inf)
+    rounds = 0
+    while len(runs) > 1 and (rounds < 2 or time.perf_counter() < end):
+        for name, run in runs.items():
+            best[name] = min(best[name], _seconds(run))
+        rounds += 1
+    first = next(iter(runs))
+    quickest = min(best, key=lambda name: best[name])
+    return first if best[first] <= _TIE * best[quickest] else quickest
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _least(run: Callable[[], object], limit: float) -> float:
+    """Return the least seconds of some calls, which take up to `limit` together. One more comes
+    first, which prepares threads, code and memory."""
+    end = time.perf_counter() + limit
+    run()
+    least = _seconds(run)
+    for _ in range(_TRIES):
+        if time.perf_counter() > end:
+            break
+        least = min(least, _seconds(run))
+    return least
+
+
+def _multiply(
+    dtype: torch.dtype, kind: Kind, library: Library, small: bool
+) -> Callable[[], object]:
+    """Return a function that computes a product of a kind by a library."""
+    rows, inner, columns = _SHAPES[kind]
+    if small:
+        rows, inner = rows // 4, inner // 4
+    if kind == "batched":
+        left, right = _numbers(dtype, 8, rows, inner), _numbers(dtype, 8, inner, columns)
+        return _by(dtype, kind, library, lambda: matmul.products(left, right))
+    if kind == "into":  # the gradient of a weight: both operands are rows of tokens, added in fp32
+        left, right = _numbers(dtype, inner, rows).t(), _numbers(dtype, inner, columns)
+        out = torch.zeros(rows, columns, dtype=torch.promote_types(dtype, torch.float32))
+        add = partial(matmul.product_into, out, left, right, add=True)
+        return _by(dtype, kind, library, add)
+    left, right = _numbers(dtype, rows, inner), _numbers(dtype, columns, inner).t()
+    return _by(dtype, kind, library, lambda: matmul.product(left, right))
+
+
+def _by(
+    dtype: torch.dtype, kind: Kind, library: Library, run: Callable[[], object]
+) -> Callable[[], None]:
+    def work() -> None:
+        matmul.use(dtype, {kind: library})
+        run()
+
+    return work
+
+
+def _attend(dtype: torch.dtype, size: Size, method: Method, small: bool) -> Callable[[], None]:
+    """Return a function that computes causal attention, forward and backward, by a method."""
+    heads, length = _HEADS[size]
+    if small:
+        length //= 8
+    query, key, value, d_out = (_numbers(dtype, 1, length, heads, 64) for _ in range(4))
+
+    def work() -> None:
+        tile_products.use(dtype, dict.fromkeys(tile_products.SIZES, method))
+        out, lse = tiles.attend(query, key, value, None, causal=True, scale=0.125)
+        tiles.attend_backward(d_out, query, key, value, out, lse, None, causal=True, scale=0.125)
+
+    return work
+
+
+def _numbers(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Return small numbers that are not random: those of the run must not depend on them."""
+    count = math.prod(shape)
+    return torch.linspace(-1.0, 1.0, count).view(shape).to(dtype)

@@ -1,0 +1,262 @@
+"""Matrix products, by the fastest library that this machine has for them.
+
+On a CPU torch multiplies fp32 matrices with MKL, and bf16 ones with oneDNN where the processor has
+instructions for them, otherwise with a routine that is ten times slower than its products in fp32.
+Which library is faster differs between processors, even of one maker, so nothing here assumes it:
+`use` is told, by `matmul_selection` after a measurement, by a resumed run, or by the config. On
+GPUs, in fp64 and for empty operands it is always torch.
+
+What a library returns in memory of its own is computed in pieces that stay in cache until they are
+copied or added where they belong.
+
+Shape legend: M rows, K summed over, N columns, H matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Kind = Literal["dense", "into", "experts", "batched"]
+"""Classes of products. dense: one matrix times many rows, into a new tensor. into: written or added
+to memory that exists, such as logits and gradients. experts: few rows. batched: the small ones of
+attention."""
+Library = Literal["torch", "onednn", "fp32-torch", "fp32-onednn"]
+"""torch: whatever torch takes for operands of this type. onednn: oneDNN, through the operator of
+torch's compiler. fp32-: operands of a narrower type are copied to fp32, multiplied by that library,
+and the sums are rounded once, as the processors do that multiply narrow types themselves."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+PIECE_BYTES = 4 << 20
+"""Size of the pieces in which results and copies are computed that are then used up. Half or twice
+as much changes a step by less than its spread (benchmarks/matmul_constants.py)."""
+GPU_PIECE_BYTES = 256 << 20
+"""The same on a GPU, where the product of one piece must be large enough to fill the GPU."""
+FEW_ROWS = 256
+"""Below this many rows a product is of the kind `experts`."""
+ALONE = 1 << 22
+"""From this many multiplications per matrix on, a loop over matrices costs less than what it can
+save: 0.1 ms of a core, ten times a call of an operator."""
+_LEAST_SLICE = 64
+"""Rows or columns of the smallest piece, below which products become slow."""
+
+_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def fast_bf16() -> bool:
+    """Return whether this machine's CPU has instructions for bf16 products that oneDNN uses."""
+    return _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def libraries_for(dtype: torch.dtype) -> tuple[Library, ...]:
+    """Return the libraries that can multiply this type on this CPU, torch's own choice first."""
+    found: tuple[Library, ...] = ("torch",)
+    if dtype in _NARROW:
+        found += ("fp32-torch",)
+    if _ONEDNN and dtype is torch.float32:
+        found += ("onednn",)
+    if _ONEDNN and dtype in _NARROW:
+        found += ("fp32-onednn",)
+    return found
+
+
+def unmeasured(dtype: torch.dtype) -> Library:
+    """Return the library to take where nothing was measured: torch's, except for types that the
+    processor has no products of."""
+    narrow = dtype is torch.float16 or (dtype is torch.bfloat16 and not fast_bf16())
+    return "fp32-torch" if narrow else "torch"
+
+
+_chosen: dict[tuple[torch.dtype, Kind], Library] = {}
+
+
+def use(dtype: torch.dtype, libraries: Mapping[Kind, Library]) -> None:
+    """Multiply operands of a type on the CPU by these libraries from now on in this process, by
+    kind of product; by `unmeasured` where none is given."""
+    for kind in KINDS:
+        _chosen[dtype, kind] = libraries.get(kind) or unmeasured(dtype)
+
+
+def in_use(dtype: torch.dtype) -> dict[Kind, Library]:
+    """Return the library that multiplies operands of a type on the CPU, by kind of product."""
+    return {kind: _library(dtype, kind) for kind in KINDS}
+
+
+def _library(dtype: torch.dtype, kind: Kind) -> Library:
+    found = _chosen.get((dtype, kind))
+    if found is None:
+        found = _chosen[dtype, kind] = unmeasured(dtype)
+    return found
+
+
+def product(left_MK: Tensor, right_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """Return left [M, K] times right [K, N], plus a bias [N] if given, as [M, N]."""
+    library: Library = "torch"
+    if _on_cpu(left_MK):
+        library = _library(left_MK.dtype, "experts" if len(left_MK) < FEW_ROWS else "dense")
+    if library in ("torch", "onednn"):
+        return _multiply(library, left_MK, right_KN, bias_N)
+    out_MN = left_MK.new_empty(len(left_MK), right_KN.shape[1])
+    _widened_into(library, out_MN, left_MK, right_KN, add=False)
+    return out_MN if bias_N is None else out_MN.add_(bias_N)
+
+
+def products(left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
+    """Return left [H, M, K] times right [H, K, N] for each H, as [H, M, N]."""
+    if not _on_cpu(left_HMK):
+        return torch.bmm(left_HMK, right_HKN)
+    library = _library(left_HMK.dtype, "batched")
+    if library.startswith("fp32-"):
+        wide = _batched(library, left_HMK.float(), right_HKN.float())
+        return wide.to(left_HMK.dtype)
+    return _batched(library, left_HMK, right_HKN)
+
+
+def wide_products(left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
+    """Do the same as `products`, with a result in fp32 for bf16 operands."""
+    if left_HMK.dtype is not torch.bfloat16:
+        return products(left_HMK, right_HKN)
+    library = _library(left_HMK.dtype, "batched")
+    if library != "torch":
+        return _batched(library, left_HMK.float(), right_HKN.float())
+    # Make torch use oneDNN and let oneDNN treat the fp32 operands as bf16. They hold bf16 numbers,
+    # so nothing is lost.
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # put there at import
+    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
+    try:
+        return torch.bmm(left_HMK.float(), right_HKN.float())
+    finally:
+        matmul.fp32_precision = before
+
+
+def product_into(out_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, add: bool) -> None:
+    """Compute out = left right, or with `add`, out += left right.
+
+    `out` may have a higher precision than the operands. Its old content matters with `add` only.
+    """
+    if left_MK.is_cuda and out_MN.dtype is torch.float32 and _sums_wide(left_MK.dtype):
+        beta = 1.0 if add else 0.0
+        wide = torch.ops.aten.addmm.dtype_out
+        wide(out_MN, left_MK, right_KN, torch.float32, beta=beta, out=out_MN)
+        return
+    library: Library = _library(left_MK.dtype, "into") if _on_cpu(left_MK) else "torch"
+    if library.startswith("fp32-"):
+        _widened_into(library, out_MN, left_MK, right_KN, add=add)
+    elif out_MN.dtype == left_MK.dtype and library == "torch":
+        torch.addmm(out_MN, left_MK, right_KN, beta=1.0 if add else 0.0, out=out_MN)
+    else:
+        _in_pieces(library, out_MN, left_MK, right_KN, add=add)
+
+
+def _in_pieces(
+    library: Library, out_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, add: bool
+) -> None:
+    """Compute `product_into` from results in memory of their own, along the longer dim of `out`."""
+    rows, columns = out_MN.shape
+    by_rows = rows > columns
+    short, long = sorted((rows, columns))
+    size = PIECE_BYTES if left_MK.device.type == "cpu" else GPU_PIECE_BYTES
+    step = max(1, size // max(1, short * out_MN.element_size()))
+    for start in range(0, long, step):
+        piece = slice(start, start + step)
+        if by_rows:
+            into, made = out_MN[piece], _multiply(library, left_MK[piece], right_KN)
+        else:
+            into, made = out_MN[:, piece], _multiply(library, left_MK, right_KN[:, piece])
+        _put(into, made, add)
+
+
+def _widened_into(
+    library: Library, out_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, add: bool
+) -> None:
+    """Compute `product_into` from copies of the operands in fp32, in pieces along the longest of
+    M, K and N, so that the copy of the longer operand is never whole."""
+    M, K, N = *left_MK.shape, right_KN.shape[1]
+    along = max((M, 0), (N, 1), (K, 2))[1]
+    beside = {0: K + N, 1: K + M, 2: M + N}[along]
+    step = max(_LEAST_SLICE, PIECE_BYTES // (4 * beside))
+    into_place = out_MN.dtype is torch.float32 and library == "fp32-torch"
+    if along == 2:
+        sums_MN = out_MN if into_place else out_MN.new_empty(M, N, dtype=torch.float32)
+        for start in range(0, K, step):
+            piece = slice(start, start + step)
+            more = start > 0 or (add and into_place)
+            left, right = left_MK[:, piece].float(), right_KN[piece].float()
+            if library == "fp32-torch":
+                torch.addmm(sums_MN, left, right, beta=1.0 if more else 0.0, out=sums_MN)
+            else:
+                _in_pieces("onednn", sums_MN, left, right, add=more)
+        if not into_place:
+            _put(out_MN, sums_MN, add)
+        return
+    left, right = (left_MK, right_KN.float()) if along == 0 else (left_MK.float(), right_KN)
+    for start in range(0, max(M, N), step):
+        piece = slice(start, start + step)
+        if along == 0:
+            into, a, b = out_MN[piece], left[piece].float(), right
+        else:
+            into, a, b = out_MN[:, piece], left, right[:, piece].float()
+        if into_place:
+            torch.addmm(into, a, b, beta=1.0 if add else 0.0, out=into)
+        else:
+            _put(into, _multiply(_of_fp32(library), a, b), add)
+
+
+def _put(into: Tensor, made: Tensor, add: bool) -> None:
+    if add:
+        into.add_(made)
+    else:
+        into.copy_(made)
+
+
+def _of_fp32(library: Library) -> Library:
+    """Return the library that multiplies the fp32 copies."""
+    return "onednn" if library == "fp32-onednn" else "torch"
+
+
+def _multiply(
+    library: Library, left_MK: Tensor, right_KN: Tensor, bias_N: Tensor | None = None
+) -> Tensor:
+    """Return left right plus the bias, by torch or oneDNN."""
+    if library == "onednn":
+        transposed = right_KN.t()
+        if not (transposed.is_contiguous() or right_KN.is_contiguous()):
+            # For a slice of columns, oneDNN (3.x) takes a path that is a thousand times slower.
+            transposed = right_KN.contiguous().t()
+        return torch.ops.mkldnn._linear_pointwise(left_MK, transposed, bias_N, "none", [], "")
+    if bias_N is None:
+        return left_MK @ right_KN
+    return torch.addmm(bias_N, left_MK, right_KN)
+
+
+def _batched(library: Library, left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
+    """Return the products of fp32 operands, or by torch of operands of any type."""
+    heads, rows, inner = left_HMK.shape
+    if library.endswith("onednn") and rows * inner * right_HKN.shape[2] >= ALONE:
+        made = [_multiply("onednn", *pair) for pair in zip(left_HMK, right_HKN, strict=True)]
+        return torch.stack(made) if heads > 1 else made[0][None]
+    return torch.bmm(left_HMK, right_HKN)
+
+
+@lru_cache
+def _sums_wide(dtype: torch.dtype) -> bool:
+    """Return whether torch can add a product of this type to fp32 sums in one operation on this
+    GPU. The first call tries it, because torch before 2.10 may not be able to."""
+    if dtype not in _NARROW:
+        return False
+    left = torch.ones(16, 16, dtype=dtype, device="cuda")
+    out = torch.ones(16, 16, dtype=torch.float32, device="cuda")
+    try:
+        torch.ops.aten.addmm.dtype_out(out, left, left, torch.float32, beta=1.0, out=out)
+    except (AttributeError, RuntimeError):
+        return False
+    return bool((out == 17.0).all())
+
+
+def _on_cpu(left: Tensor) -> bool:
+    return left.device.type == "cpu" and left.numel() > 0
