@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exactness import DEVICE, DTYPES, check, generator, rand
+from exactness import DEVICE, DTYPES, assert_close, check, generator, rand, wide
 from megaframe_kernels import cross_entropy, linear_cross_entropy
 from megaframe_kernels import loss as loss_kernel
 from megaframe_kernels.cross_entropy import IGNORE
@@ -71,8 +71,9 @@ def on_ranks(compute, vocab, bounds):
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_divided_vocabulary_gives_the_losses_and_gradients_of_the_whole(options):
     whole, chosen = rand(6, 29, scale=2.0).requires_grad_(), labels(6, 29)
-    want = cross_entropy.run_triton(whole, chosen, **options)
-    (truth,) = torch.autograd.grad(want.sum(), whole)
+    exact = wide(whole)
+    want = cross_entropy.reference(exact, chosen, **options)
+    (truth,) = torch.autograd.grad(want.sum(), exact)
 
     def compute(part, join):
         logits = whole.detach()[:, part].requires_grad_()
@@ -83,17 +84,19 @@ def test_a_divided_vocabulary_gives_the_losses_and_gradients_of_the_whole(option
 
     results = on_ranks(compute, 29, (7, 20))
     for loss, _ in results:
-        torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(torch.cat([g for _, g in results], 1), truth, rtol=1e-5, atol=1e-6)
+        assert_close(cross_entropy.KERNEL, loss, want.detach(), 29, "loss")
+    d_logits = torch.cat([g for _, g in results], 1)
+    assert_close(cross_entropy.KERNEL, d_logits, truth, 29, "gradient")
 
 
 def test_words_that_cannot_be():
     """Some logits of a row are -inf, and all logits of one rank."""
     whole, chosen = rand(6, 29, scale=2.0), torch.arange(6)
     whole[:, 9:25] = -float("inf")
-    want, truth = loss_kernel.reference(whole.clone(), chosen)
+    want, truth = loss_kernel.reference(whole.double(), chosen)
     got, made = loss_kernel.run_triton(whole.clone(), chosen)
-    torch.testing.assert_close((got, made), (want, truth), rtol=1e-5, atol=1e-6)
+    assert_close(loss_kernel.KERNEL, got, want, 29, "loss")
+    assert_close(loss_kernel.KERNEL, made, truth, 29, "gradient")
 
     def compute(part, join):
         given = whole[:, part].clone(), chosen
@@ -101,8 +104,9 @@ def test_words_that_cannot_be():
 
     results = on_ranks(compute, 29, (9, 20))
     for losses, _ in results:
-        torch.testing.assert_close(losses, want, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(torch.cat([g for _, g in results], 1), truth, rtol=1e-5, atol=1e-6)
+        assert_close(loss_kernel.KERNEL, losses, want, 29, "loss")
+    d_logits = torch.cat([g for _, g in results], 1)
+    assert_close(loss_kernel.KERNEL, d_logits, truth, 29, "gradient")
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -130,13 +134,16 @@ def test_logits_become_their_gradient(options, dtype):
 
 
 def test_chunks_change_nothing_and_backward_scales():
+    kernel = linear_cross_entropy.KERNEL
     hidden, weight = rand(11, 8).requires_grad_(), rand(29, 8, seed=1).requires_grad_()
-    results = []
+    exact = wide(hidden), wide(weight)
+    want = kernel.reference(*exact, labels(11, 29))
+    truth = want.detach(), *torch.autograd.grad(0.25 * want, exact)
     for chunk in (1, 3 * 29, 10**6):
         loss = linear_cross_entropy.run_triton(hidden, weight, labels(11, 29), chunk=chunk)
-        results.append((loss.detach(), *torch.autograd.grad(0.25 * loss, (hidden, weight))))
-    for other in results[1:]:
-        torch.testing.assert_close(results[0], other, rtol=1e-5, atol=1e-6)
+        results = loss.detach(), *torch.autograd.grad(0.25 * loss, (hidden, weight))
+        for one, true in zip(results, truth, strict=True):
+            assert_close(kernel, one, true, 29 * 11, f"chunks of {chunk}", scale=1.0)
 
 
 def test_chunks_are_whole_tiles(monkeypatch):
@@ -156,8 +163,9 @@ def test_chunks_are_whole_tiles(monkeypatch):
 def test_linear_cross_entropy_on_a_divided_vocabulary():
     hidden, weight = rand(6, 8).requires_grad_(), rand(29, 8, seed=1).requires_grad_()
     options, chosen = {"label_smoothing": 0.1, "z_loss": 0.01}, labels(6, 29)
-    want = linear_cross_entropy.reference(hidden, weight, chosen, **options)
-    true_hidden, true_weight = torch.autograd.grad(want, (hidden, weight))
+    exact = wide(hidden), wide(weight)
+    want = linear_cross_entropy.reference(*exact, chosen, **options)
+    true_hidden, true_weight = torch.autograd.grad(want, exact)
 
     def compute(part, join):
         mine = weight.detach()[part].requires_grad_()
@@ -167,9 +175,9 @@ def test_linear_cross_entropy_on_a_divided_vocabulary():
         return loss.detach(), *torch.autograd.grad(loss, (hidden, mine))
 
     results = on_ranks(compute, 29, (13,))
+    kernel, length = linear_cross_entropy.KERNEL, 29 * 6
     for loss, _, _ in results:
-        torch.testing.assert_close(loss, want.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(sum(h for _, h, _ in results), true_hidden, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(
-        torch.cat([w for _, _, w in results]), true_weight, rtol=1e-4, atol=1e-5
-    )
+        assert_close(kernel, loss, want.detach(), length, "loss")
+    d_hidden, d_weight = sum(h for _, h, _ in results), torch.cat([w for _, _, w in results])
+    assert_close(kernel, d_hidden, true_hidden, length, "gradient of hidden", scale=1.0)
+    assert_close(kernel, d_weight, true_weight, length, "gradient of the weight", scale=1.0)

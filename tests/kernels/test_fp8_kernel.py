@@ -5,6 +5,7 @@ import torch
 from exactness import DEVICE, DTYPES, assert_close, rand
 from megaframe_kernels import fp8
 from torch._subclasses.fake_tensor import FakeTensorMode
+from tolerances import assert_near
 
 BLOCKS = [None, (1, 0), (1, 128), (4, 16), (0, 8), (3, 20)]
 
@@ -71,7 +72,8 @@ def test_what_is_not_finite_shows(dtype, block, power_of_two):
 def test_the_largest_number_survives():
     x = torch.tensor([[1e30, -3.0, 0.0, 1e-30]])
     got, scales = fp8.run_triton(x)
-    assert fp8.restore(got, scales)[0, 0].item() == pytest.approx(1e30, rel=1e-6)
+    # The scale is a quotient, and what it gives a product: two roundings.
+    assert_near(fp8.restore(got, scales)[0, 0], x[0, 0], 2)
     assert torch.isfinite(got.float()).all()
 
 

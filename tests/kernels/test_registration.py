@@ -7,6 +7,7 @@ from megaframe_kernels import permute
 from megaframe_kernels.registry import KERNELS
 from megaframe_kernels.selection import select
 from megaframe_kernels.spans import find_spans
+from tolerances import assert_near
 
 ops = torch.ops.megaframe
 CHOICES = select(KERNELS)
@@ -118,8 +119,8 @@ def test_a_step_compiles_whole():
     mine = [t.clone() for t in given]
     want = step(*given)
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(*mine), want, rtol=0, atol=0)
-    torch.testing.assert_close(mine, given, rtol=0, atol=0)
+    for one, other in zip((*compiled(*mine), *mine), (*want, *given), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_block_compiles_whole():
@@ -131,6 +132,8 @@ def test_a_block_compiles_whole():
     leaves = [g for g in given if isinstance(g, torch.Tensor) and g.requires_grad]
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
     results = [function(*given) for function in (block, compiled)]
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    terms = 32 + 64 + 32 + 8 + 40  # of the products one after the other, up to the logits
+    assert_near(*results, terms, what="loss")
     gradients = [torch.autograd.grad(result, leaves) for result in results]
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+    for place, (one, other) in enumerate(zip(*gradients, strict=True)):
+        assert_near(one, other, 2 * terms, what=f"gradient {place}")

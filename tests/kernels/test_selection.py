@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import triton
-from exactness import rand
+from exactness import assert_close, rand
 from megaframe_kernels import installed, selection
 from megaframe_kernels.kernel import REFERENCE, KernelError
 from megaframe_kernels.registry import KERNELS
@@ -37,7 +37,7 @@ def test_what_is_refused_goes_to_the_next_and_at_last_to_the_reference():
     assert choice.find(x.double(), gain) == KERNELS["norm"].implementations["torch"].run
     router = select(KERNELS)["router"]
     assert router.find(x.double(), 2) == KERNELS["router"].reference
-    torch.testing.assert_close(router(x.double(), 2)[0], router(x, 2)[0].double())
+    assert_close(KERNELS["router"], router(x, 2)[0], router(x.double(), 2)[0], 8, "weights")
 
 
 def test_an_override_runs_or_is_an_error():
