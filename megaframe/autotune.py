@@ -21,6 +21,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -212,7 +213,7 @@ def _keep(path: Path, machine: dict[str, str | int], measured: Routines) -> Rout
     """Write a file of the cache and return what it holds afterwards: that of another process if it
     was faster. A cache that cannot be written only costs a measurement at the next start."""
     written = path.with_suffix(f".{secrets.token_hex(4)}")
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         written.write_text(_Entry(machine=machine, routines=measured).model_dump_json(indent=1))
         try:
@@ -222,10 +223,8 @@ def _keep(path: Path, machine: dict[str, str | int], measured: Routines) -> Rout
             if first is not None:
                 return first
             os.replace(written, path)
-    except OSError:
-        pass
-    finally:
-        written.unlink(missing_ok=True)
+        finally:
+            written.unlink(missing_ok=True)
     return measured
 
 

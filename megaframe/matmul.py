@@ -14,7 +14,7 @@ Shape legend: M rows, K summed over, N columns, H matrices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Literal, get_args
 
@@ -102,8 +102,8 @@ def product(left_MK: Tensor, right_KN: Tensor, bias_N: Tensor | None = None) -> 
     if library in ("torch", "onednn"):
         return _multiply(library, left_MK, right_KN, bias_N)
     out_MN = left_MK.new_empty(len(left_MK), right_KN.shape[1])
-    _widened_into(library, out_MN, left_MK, right_KN, add=False)
-    return out_MN if bias_N is None else out_MN.add_(bias_N)
+    _widened_into(library, out_MN, left_MK, right_KN, add=False, bias_N=bias_N)
+    return out_MN
 
 
 def products(left_HMK: Tensor, right_HKN: Tensor) -> Tensor:
@@ -172,39 +172,53 @@ def _in_pieces(
 
 
 def _widened_into(
-    library: Library, out_MN: Tensor, left_MK: Tensor, right_KN: Tensor, *, add: bool
+    library: Library,
+    out_MN: Tensor,
+    left_MK: Tensor,
+    right_KN: Tensor,
+    *,
+    add: bool,
+    bias_N: Tensor | None = None,
 ) -> None:
     """Compute `product_into` from copies of the operands in fp32, in pieces along the longest of
-    M, K and N, so that the copy of the longer operand is never whole."""
+    M, K and N, so that the copy of the longer operand is never whole. A bias is added before the
+    sums are rounded."""
     M, K, N = *left_MK.shape, right_KN.shape[1]
-    along = max((M, 0), (N, 1), (K, 2))[1]
-    beside = {0: K + N, 1: K + M, 2: M + N}[along]
-    step = max(_LEAST_SLICE, PIECE_BYTES // (4 * beside))
-    into_place = out_MN.dtype is torch.float32 and library == "fp32-torch"
-    if along == 2:
-        sums_MN = out_MN if into_place else out_MN.new_empty(M, N, dtype=torch.float32)
-        for start in range(0, K, step):
-            piece = slice(start, start + step)
-            more = start > 0 or (add and into_place)
+    wide: Library = "onednn" if library == "fp32-onednn" else "torch"
+    in_place = out_MN.dtype is torch.float32 and wide == "torch" and bias_N is None
+    bias_N = None if bias_N is None else bias_N.float()
+    if max(M, N) <= K:
+        sums_MN = out_MN if in_place else out_MN.new_empty(M, N, dtype=torch.float32)
+        for piece in _slices(K, M + N):
+            more = piece.start > 0 or (add and in_place)
             left, right = left_MK[:, piece].float(), right_KN[piece].float()
-            if library == "fp32-torch":
+            if wide == "torch":
                 torch.addmm(sums_MN, left, right, beta=1.0 if more else 0.0, out=sums_MN)
             else:
-                _in_pieces("onednn", sums_MN, left, right, add=more)
-        if not into_place:
-            _put(out_MN, sums_MN, add)
+                _in_pieces(wide, sums_MN, left, right, add=more)
+        if not in_place:
+            _put(out_MN, sums_MN if bias_N is None else sums_MN.add_(bias_N), add)
         return
-    left, right = (left_MK, right_KN.float()) if along == 0 else (left_MK.float(), right_KN)
-    for start in range(0, max(M, N), step):
-        piece = slice(start, start + step)
-        if along == 0:
-            into, a, b = out_MN[piece], left[piece].float(), right
+    by_rows = M >= N
+    whole = (right_KN if by_rows else left_MK).float()
+    for piece in _slices(max(M, N), K + min(M, N)):
+        if by_rows:
+            into, left, right, bias = out_MN[piece], left_MK[piece].float(), whole, bias_N
         else:
-            into, a, b = out_MN[:, piece], left, right[:, piece].float()
-        if into_place:
-            torch.addmm(into, a, b, beta=1.0 if add else 0.0, out=into)
+            into, left, right = out_MN[:, piece], whole, right_KN[:, piece].float()
+            bias = None if bias_N is None else bias_N[piece]
+        if in_place:
+            torch.addmm(into, left, right, beta=1.0 if add else 0.0, out=into)
         else:
-            _put(into, _multiply(_of_fp32(library), a, b), add)
+            _put(into, _multiply(wide, left, right, bias), add)
+
+
+def _slices(length: int, beside: int) -> Iterator[slice]:
+    """Yield slices of a dim such that each, with `beside` fp32 numbers for each of its elements,
+    has about `PIECE_BYTES`."""
+    step = max(_LEAST_SLICE, PIECE_BYTES // (4 * beside))
+    for start in range(0, length, step):
+        yield slice(start, start + step)
 
 
 def _put(into: Tensor, made: Tensor, add: bool) -> None:
@@ -212,11 +226,6 @@ def _put(into: Tensor, made: Tensor, add: bool) -> None:
         into.add_(made)
     else:
         into.copy_(made)
-
-
-def _of_fp32(library: Library) -> Library:
-    """Return the library that multiplies the fp32 copies."""
-    return "onednn" if library == "fp32-onednn" else "torch"
 
 
 def _multiply(

@@ -3,6 +3,7 @@ tile is computed. The tiles of a ring cover what is seen once, and nothing that 
 """
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -184,19 +185,24 @@ def test_products_of_blocks_are_plain_attention(
             torch.testing.assert_close(mine, plain, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("method", get_args(tile_products.Method))
 @pytest.mark.parametrize(
     ("length", "dtype"),
     [(1024, torch.float32), (512, torch.float32), (64, torch.bfloat16), (1024, torch.float64)],
 )
-def test_tiles_that_it_pays_for_are_made_of_products(length, dtype):
-    """`attend` uses products exactly if `pays` says so, which the bits of the result show."""
+def test_tiles_are_computed_by_the_chosen_method(length, dtype, method, monkeypatch):
+    """`attend` uses products exactly if `pays` says so, which the bits of the result show. A choice
+    for one size leaves the other as it was."""
+    monkeypatch.setattr(tile_products, "_chosen", {})
+    size = "long" if length == 1024 else "short"
+    if method in tile_products.methods_for(dtype):
+        tile_products.use(dtype, {size: method})
     query, kv = torch.randn(1, length, 1, 8), torch.randn(2, 1, length, 1, 8)
     heads_first = [x.to(dtype).transpose(1, 2) for x in (query, *kv)]
     pays = tile_products.pays(*heads_first[:2])
-    expected = (length == 1024 and dtype is torch.float32) or (
-        dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-    assert pays == expected
+    assert pays == (method == "blocks" and dtype is not torch.float64)
+    other = "short" if size == "long" else "long"
+    assert tile_products.in_use(dtype)[other] == tile_products.unmeasured(dtype, other)
     how = {"causal": True, "scale": SCALE}
     found, _ = attend(query.to(dtype), *kv.to(dtype), None, **how)
     products, _ = tile_products.attend(*heads_first, **how)

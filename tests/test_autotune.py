@@ -1,0 +1,261 @@
+"""The routines of a CPU: chosen by measurement, once, for all ranks, and kept by resumed runs."""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megaframe import autotune, matmul
+from megaframe.autotune import Routines, cached_or_measured, fastest, fixed, machine_of, tune
+from megaframe.config import RunConfig, load
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh
+from megaframe.nn import tile_products
+from megaframe.trainer import Trainer
+
+FP32 = torch.float32
+TORCH = fixed(FP32, "torch")
+OTHER = Routines(
+    type=str(FP32),
+    products={kind: matmul.libraries_for(FP32)[-1] for kind in matmul.KINDS},
+    attention={"short": "blocks", "long": "fused"},
+)
+"""What no rule chooses by itself."""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """Each test has a cache of its own, and leaves the routines of this process as they were."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(matmul, "_chosen", {})
+    monkeypatch.setattr(tile_products, "_chosen", {})
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only work advances, and the work: work(seconds by candidate) for `fastest`."""
+    now = [0.0]
+    known = SimpleNamespace(perf_counter=lambda: now[0], thread_time=lambda: now[0])
+    monkeypatch.setattr(autotune, "time", known)
+
+    def work(seconds, calls):
+        def prepare(name, small):
+            def run():
+                calls.append((name, small))
+                now[0] += seconds[name] / (10 if small else 1)
+
+            return run
+
+        return prepare
+
+    return SimpleNamespace(now=now, work=work)
+
+
+def config_of(precision="fp32", library="auto", **run):
+    return RunConfig(
+        model={"layers": 1, "hidden": 8, "heads": 1, "vocab": 7},
+        train={"precision": precision},
+        kernels={"matmul": library},
+        run={"device": "cpu", **run},
+    )
+
+
+def cached():
+    return autotune.cache_file(machine_of(FP32))
+
+
+def write_cache(routines, **changes):
+    cached().parent.mkdir(parents=True, exist_ok=True)
+    machine = {**machine_of(FP32), **changes}
+    cached().write_text(json.dumps({"machine": machine, "routines": routines.model_dump()}))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ({"a": 2.0, "b": 1.0, "c": 1.5}, "b"),
+        ({"a": 1.0, "b": 0.99, "c": 1.0}, "a"),  # as good as equal: torch's own
+        ({"a": 1.0, "b": 0.9, "c": 0.8}, "c"),
+        ({"a": 9.0, "b": 1.0, "c": 9.0}, "b"),
+    ],
+)
+def test_the_fastest_is_chosen(seconds, chosen, clock):
+    calls = []
+    assert fastest(tuple(seconds), clock.work(seconds, calls), 1000.0, "a") == chosen
+    hopeless = {name for name in seconds if seconds[name] > 2 * min(seconds.values())}
+    assert hopeless.isdisjoint(name for name, small in calls if not small)
+
+
+def test_measuring_ends_in_time(clock):
+    """Nothing starts after the end but the second of two rounds, and without any time left nothing
+    is measured."""
+    calls, seconds = [], {"a": 1.0, "b": 1.0}
+    fastest(("a", "b"), clock.work(seconds, calls), 10.0, "b")
+    assert clock.now[0] < 10.0 + 2 * sum(seconds.values())
+    calls.clear()
+    assert fastest(("a", "b"), clock.work(seconds, calls), 0.0, "b") == "b" and not calls
+
+
+def test_a_measurement_names_routines_that_this_machine_has():
+    """All kinds are measured, and what was in use before is in use again."""
+    for dtype in (FP32, torch.bfloat16, torch.float16):
+        matmul.use(dtype, {"dense": "torch"})
+        before = matmul.in_use(dtype), tile_products.in_use(dtype)
+        found = autotune.measure(dtype)
+        assert found.available(dtype)
+        assert tuple(found.products) == matmul.KINDS
+        assert tuple(found.attention) == tile_products.SIZES
+        assert set(found.attention.values()) <= set(tile_products.methods_for(dtype))
+        assert (matmul.in_use(dtype), tile_products.in_use(dtype)) == before
+
+
+def test_a_measurement_is_made_once(clock, monkeypatch):
+    measured = []
+    monkeypatch.setattr(autotune, "measure", lambda dtype: measured.append(dtype) or OTHER)
+    monkeypatch.setattr(autotune, "machine_of", lambda dtype: {"type": str(dtype)})
+    for _ in range(2):
+        assert cached_or_measured(FP32)[0] == OTHER
+    assert measured == [FP32]
+    cached_or_measured(torch.bfloat16)
+    assert measured == [FP32, torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b'{"machine": {"pro',
+        b"\x00" * 100,
+        b"[]",
+        b'{"machine": {}, "routines": {"products": {"dense": "rm -rf"}}}',
+        b" " * (1 << 20),
+    ],
+)
+def test_a_damaged_cache_is_made_anew(content, clock, monkeypatch):
+    cached().parent.mkdir(parents=True)
+    cached().write_bytes(content)
+    monkeypatch.setattr(autotune, "measure", lambda dtype: OTHER)
+    found, why = cached_or_measured(FP32)
+    assert found == OTHER and why.startswith("measured in")
+    assert autotune.read_cache(cached(), machine_of(FP32)) == OTHER
+    assert [path.name for path in cached().parent.iterdir()] == [cached().name]
+
+
+@pytest.mark.parametrize("other", [{"threads": 999}, {"torch": "1.0"}, {"processor": "another"}])
+def test_the_cache_of_another_machine_is_made_anew(other, clock, monkeypatch):
+    """A folder that was copied, or a home that machines share."""
+    write_cache(TORCH, **other)
+    monkeypatch.setattr(autotune, "measure", lambda dtype: OTHER)
+    assert cached_or_measured(FP32)[0] == OTHER
+
+
+def test_the_first_process_that_writes_the_cache_decides_for_all(clock, monkeypatch):
+    def measure(dtype):
+        write_cache(TORCH)  # as another process, meanwhile
+        return OTHER
+
+    monkeypatch.setattr(autotune, "measure", measure)
+    assert cached_or_measured(FP32)[0] == TORCH
+
+
+def test_without_a_cache_runs_work(clock, monkeypatch, tmp_path):
+    (tmp_path / "cache").write_text("a file where a folder should be")
+    monkeypatch.setattr(autotune, "measure", lambda dtype: OTHER)
+    assert cached_or_measured(FP32)[0] == OTHER
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(autotune.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError()))
+    assert cached_or_measured(FP32)[0] == OTHER
+
+
+def test_a_busy_machine_is_not_measured(clock, monkeypatch):
+    """Its choice is not written either, so that the next run measures again."""
+    monkeypatch.setattr(autotune.time, "thread_time", lambda: 0.5 * clock.now[0])
+
+    def measure(dtype):
+        clock.now[0] += 0.2
+        return OTHER
+
+    monkeypatch.setattr(autotune, "measure", measure)
+    found, why = cached_or_measured(FP32)
+    assert found == TORCH and "50%" in why and not cached().exists()
+
+
+def test_a_key_and_deterministic_runs_fix_the_routines(monkeypatch):
+    monkeypatch.setattr(autotune, "measure", None)  # is not called
+    mesh = Mesh(Layout(), device="cpu")
+    assert tune(config_of(library="torch"), None, mesh)[0] == TORCH
+    assert tune(config_of(deterministic=True), None, mesh)[0] == TORCH
+    named, lines = tune(config_of(library="onednn"), OTHER, mesh)
+    assert set(named.products.values()) == {matmul.libraries_for(FP32)[-1]}
+    assert "kernels.matmul=onednn" in lines[0] and "dense onednn" in lines[0]
+    assert matmul.in_use(FP32) == named.products
+    assert tune(config_of("fp64"), None, mesh) == (Routines(), [])
+
+
+def test_narrow_types_are_never_left_to_a_slow_routine(monkeypatch):
+    """torch multiplies bf16 and fp16 element by element on processors without such instructions."""
+    for fast in (True, False):
+        monkeypatch.setattr(matmul, "fast_bf16", lambda fast=fast: fast)
+        for library in ("torch", "onednn"):
+            bf16, fp16 = (fixed(x, library).products for x in (torch.bfloat16, torch.float16))
+            assert ("torch" in bf16.values()) == fast and "torch" not in fp16.values()
+            if library == "onednn" and not fast and matmul._ONEDNN:
+                assert set(bf16.values()) == {"fp32-onednn"}
+
+
+def choose_on_a_rank(folder):
+    """Return what this rank uses if its own measurement would say something else on each rank."""
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    mesh = Mesh(Layout(data=2), device="cpu")
+    mine = OTHER if mesh.rank == 0 else TORCH
+    autotune.cached_or_measured, kept = lambda dtype: (mine, ""), autotune.cached_or_measured
+    try:
+        return tune(config_of(), None, mesh)[0], matmul.in_use(FP32)
+    finally:
+        autotune.cached_or_measured = kept
+        matmul.use(FP32, {})
+        tile_products.use(FP32, {})
+        mesh.close()
+
+
+def test_all_ranks_use_what_the_first_rank_chose(pool, tmp_path):
+    for routines, in_use in pool.run(2, choose_on_a_rank, tmp_path):
+        assert routines == OTHER and in_use == OTHER.products
+
+
+def train(overrides):
+    """Train in this process. Returns the run's log and the losses of its steps."""
+    config = load(None, overrides)
+    Trainer(config, Mesh(Layout(), device="cpu")).run()
+    folder = Path(config.run.dir)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return (folder / "run.log").read_text(), [json.loads(line)["loss"] for line in lines]
+
+
+def test_a_resumed_run_keeps_its_routines(overrides, tmp_path):
+    """It is bitwise the uninterrupted one, although the cache says otherwise by then. The routines
+    are in the log, in the record of the environment and in the checkpoint."""
+    write_cache(OTHER)
+    keys = {"kernels__matmul": "auto", "train__precision": "fp32", "checkpoint__every": 4}
+    shape = {"model__hidden": 64, "optim__schedule": "constant"}
+    log, whole = train(overrides(run__dir=tmp_path / "whole", **keys, **shape))
+    assert f"(measured before): {OTHER.described()}" in log
+    train(overrides(train__steps=4, **keys, **shape))
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert environment["matrix products"] == OTHER.products
+    write_cache(TORCH)
+    log, losses = train(overrides(checkpoint__resume="latest", **keys, **shape))
+    assert f"(as the checkpoint records): {OTHER.described()}" in log
+    assert losses == whole
+    _, fresh = train(overrides(run__dir=tmp_path / "fresh", **keys, **shape))
+    assert fresh != whole  # the routines make a difference that this test could see
+
+
+def test_a_run_that_resumes_in_another_precision_chooses_anew(monkeypatch):
+    monkeypatch.setattr(autotune, "cached_or_measured", lambda dtype: (fixed(dtype, "torch"), ""))
+    mesh = Mesh(Layout(), device="cpu")
+    assert tune(config_of("bf16"), OTHER, mesh)[0] == fixed(torch.bfloat16, "torch")
+    assert tune(config_of("fp32"), Routines(), mesh)[0] == TORCH  # of a GPU, or an older version
