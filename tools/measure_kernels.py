@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 
 from megaframe.errors import UserError, reported
+from megaframe.matmul import product
 from megaframe.plan.chips import CHIPS, Chip, nearest_chips
 from megaframe.plan.constants import Constants, constants_of
 from megaframe.plan.kernels import product_seconds, rates
-from megaframe.matmul import product
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _AGAIN = 0.2
