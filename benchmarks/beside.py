@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT
+from harness import ROOT, processor
 
 RESULTS = ROOT / "benchmarks/results"
 PAGE, PICTURE = ROOT / "docs/peers.md", ROOT / "docs/images/peers.svg"
@@ -150,7 +150,7 @@ def page() -> str:
     ]
     for comparison in found:
         document = json.loads(comparison.file.read_text(encoding="utf-8"))
-        cores = document["machine"]["cores"]
+        cores = f"{document['machine']['cores']} of {processor(document)}"
         parts.append(
             f"## {comparison.title}\n\nCommit {document['commit'][:8]}, {document['date'][:10]}, "
             f"rounds: {document['config']['rounds']}, threads per process: {document['threads']}, "

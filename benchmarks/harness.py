@@ -26,6 +26,10 @@ ROOT = Path(__file__).resolve().parent.parent
 MATRIX_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 """Processor flags that decide the speed of fp32 and bf16 matrix products."""
 
+SETTINGS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+"""Environment variables by which torch, oneDNN and MKL leave out instructions of the processor:
+with them one machine stands for others."""
+
 LOSS_TOLERANCE = 0.3
 """With an initial std of 0.02 the first loss is about 0.1 above ln(vocab)."""
 
@@ -190,8 +194,8 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Return the processor and its matrix instructions, the cores that this process may use, and
-    the memory in bytes."""
+    """Return the processor and its matrix instructions, the settings that leave out some of them,
+    the cores that this process may use, and the memory in bytes."""
     info = Path("/proc/cpuinfo")
     pairs = (
         line.partition(":") for line in (info.read_text() if info.exists() else "").split("\n")
@@ -201,9 +205,19 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": facts.get("model name", platform.processor()),
         "instructions": [name for name in MATRIX_INSTRUCTIONS if name in flags],
+        "settings": {name: os.environ[name] for name in SETTINGS if name in os.environ},
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
+
+
+def processor(document: Mapping[str, Any]) -> str:
+    """Return the processor of a file of measurements in words: its name as the system gives it, its
+    matrix instructions, and what was left out of them."""
+    here = document["machine"]
+    words = [here["cpu"], f"({', '.join(here['instructions'])})"]
+    settings = [f"{name}={value}" for name, value in here.get("settings", {}).items()]
+    return " ".join([*words, *(["with", *settings] if settings else ())])
 
 
 def commit() -> str:
@@ -223,11 +237,13 @@ def write(
     config: Mapping[str, Any],
     threads: int,
     results: Mapping[str, tuple[Sequence[Line], Mapping[str, Sequence[Outcome]]]],
+    limits: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
     """Write all measurements, and what they were made on, as JSON.
 
     `results` has, for each heading (such as a precision), the lines and the outcomes behind them.
-    Commands are left out, because they contain paths of one machine.
+    `limits` has tokens per second that no contender can exceed, one for each round. Commands are
+    left out, because they contain paths of one machine.
     """
     document = {
         "commit": commit(),
@@ -239,6 +255,7 @@ def write(
             heading: {
                 "summary": [asdict(line) for line in lines],
                 "rounds": {name: [asdict(run) for run in runs] for name, runs in outcomes.items()},
+                **({"limit": asdict(Spread.of(limits[heading]))} if limits else {}),
             }
             for heading, (lines, outcomes) in results.items()
         },

@@ -46,8 +46,12 @@ def pretrain(folder: Path, overrides: Sequence[str]) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines]
 
 
+RECOMPUTE = ("train.recompute=selective", "train.recompute_blocks=2")
+"""Less memory for a few percent of the speed: norms, activations and the first two blocks."""
+
+
 def overrides_of(precision: str, steps: int, prefix: Path) -> list[str]:
-    """Return the workload as keys of the config."""
+    """Return the workload as keys of the config; everything else is at its default."""
     shape = WORKLOAD
     return [
         f"model.layers={shape.layers}",
@@ -66,8 +70,6 @@ def overrides_of(precision: str, steps: int, prefix: Path) -> list[str]:
         f"train.global_batch={shape.batch}",
         f"train.microbatch={shape.batch}",
         f"train.precision={precision}",
-        "train.recompute=selective",
-        "train.recompute_blocks=2",
         f"optim.lr={shape.learning_rate}",
         "optim.schedule=constant",
         f"optim.beta1={shape.beta1}",
@@ -82,7 +84,9 @@ def overrides_of(precision: str, steps: int, prefix: Path) -> list[str]:
 
 
 def main() -> None:
-    arguments = parser(__doc__).parse_args()
+    command = parser(__doc__)
+    command.add_argument("--recompute", action="store_true", help="recompute activations")
+    arguments = command.parse_args()
     shape = WORKLOAD
     steps = WARMUP_STEPS + arguments.steps
     random = np.random.default_rng(shape.seed)
@@ -90,7 +94,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_documents(folder / "tokens", [tokens], shape.vocab)
-        metrics = pretrain(folder, overrides_of(arguments.precision, steps, folder / "tokens"))
+        keys = overrides_of(arguments.precision, steps, folder / "tokens")
+        metrics = pretrain(folder, [*keys, *(RECOMPUTE if arguments.recompute else ())])
     timed = metrics[WARMUP_STEPS:]
     speeds = [line["tokens_per_second"] for line in timed]
     math = sum(line["time"]["compute"] + line["time"]["optimizer"] for line in timed)

@@ -19,10 +19,15 @@ from megaframe.plan.stages import StagePlan
 from megaframe.schedule import Action
 
 
+HOST_LOGITS = 12_900_000
+"""Logits of a chunk of the head on a CPU. Half or twice as many change the head's time by less than
+its spread, from caches of 16 to 32 MiB (benchmarks/cache_constants.py)."""
+
+
 def most_logits(*, host: bool) -> int:
     """Return how many logits exist at once at most. On the host fewer would slow down fp32 products
     (docs/log.md); a GPU's products need many rows even where the vocabulary per rank is small."""
-    return 12_900_000 if host else 1 << 28
+    return HOST_LOGITS if host else 1 << 28
 
 
 @dataclass(frozen=True)
