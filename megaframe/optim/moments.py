@@ -19,9 +19,10 @@ from megaframe.optim.route import STAYS, Parts, Route
 from megaframe.optim.rule import Step
 from megaframe.plan.room import CHUNK
 
-_CHUNK, _GPU_CHUNK = BLOCK << 8, BLOCK << 15
-"""Elements at a time: what fits into the cache of a core, and what keeps a GPU busy. `CHUNK` is for
-what is copied to a GPU."""
+_CHUNK, _GPU_CHUNK = BLOCK << 10, BLOCK << 15
+"""Elements at a time: 1 MiB of each tensor, which caches hold and beside which the calls of a chunk
+take little time (benchmarks/cache_constants.py), and what keeps a GPU busy. `CHUNK` is for what is
+copied to a GPU."""
 _LARGEST_NUMBER = 1 << 30
 """Numbers of draws start again after so many, because they are multiplied in 64 bits."""
 _WEIGHTS = "weights"

@@ -19,9 +19,10 @@ from megaframe.plan.stages import StagePlan
 from megaframe.schedule import Action
 
 
-HOST_LOGITS = 12_900_000
-"""Logits of a chunk of the head on a CPU. Half or twice as many change the head's time by less than
-its spread, from caches of 16 to 32 MiB (benchmarks/cache_constants.py)."""
+HOST_LOGITS = 25_800_000
+"""Logits of a chunk of the head on a CPU: 512 rows of a vocabulary of 50,304. Every product of a
+chunk packs the whole weight again, so with half as many the head takes 7% longer and with twice as
+many 1 to 3% less (benchmarks/cache_constants.py)."""
 
 
 def most_logits(*, host: bool) -> int:
