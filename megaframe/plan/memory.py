@@ -18,7 +18,6 @@ from megaframe.plan.room import CHUNK, ROOMS, moment_width, moments, passing_wid
 from megaframe.plan.stages import StagePlan
 from megaframe.schedule import Action
 
-
 HOST_LOGITS = 25_800_000
 """Logits of a chunk of the head on a CPU: 512 rows of a vocabulary of 50,304. Every product of a
 chunk packs the whole weight again, so with half as many the head takes 7% longer and with twice as
