@@ -7,18 +7,21 @@ communicating. A resumed run keeps its layout, which is read from the config in 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from megaframe.config import RunConfig, load
 from megaframe.config.numbers import axis_sizes
+from megaframe.device import hidden_gpu, host_memory
 from megaframe.errors import UserError
 from megaframe.layout import Layout
+from megaframe.mesh import ranks_on_this_node
 from megaframe.plan.advice import decision
 from megaframe.plan.again import settled
-from megaframe.plan.cluster import DEFAULT, Cluster, likely_cluster, load_cluster
-from megaframe.plan.constants import constants_of
+from megaframe.plan.cluster import DEFAULT, Cluster, device_cluster, load_cluster
+from megaframe.plan.constants import cluster_constants
 from megaframe.plan.search import search
 from megaframe.plan.stages import stage_plans
 from megaframe.plan.valid import FREE
@@ -28,19 +31,21 @@ _SIMULATED = 8
 
 
 def with_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
-    """Return the config with a layout chosen if `parallel.auto` is set, and lines that explain the
-    choice. Layout keys that the config sets are kept. Raises `UserError` if no layout fits."""
+    """Return the config with a layout chosen if `parallel.auto` is set, and lines that say what is
+    known of the machine and explain the choice. Layout keys that the config sets are kept. Raises
+    `UserError` if no layout fits, or if nothing is known of the speed of this machine's chip."""
     if not config.parallel.auto:
-        return config, []
+        return config, _of_machine(config)
     begun = _begun(config)
     if begun is not None and not axis_sizes(begun.parallel, world)[1]:
         kept = _taken(config, begun)
-        return kept, [f"parallel.auto: the layout that {config.run.dir} started with"]
+        same = f"parallel.auto: the layout that {config.run.dir} started with"
+        return kept, [same, *_of_machine(config)]
     cluster = cluster_of(config)
     given = config.parallel.model_fields_set.intersection(FREE)
     values = {name: getattr(config.parallel, name) for name in given}
     fixed = {name: value for name, value in values.items() if value is not None}
-    family = constants_of(cluster.chip.family)
+    family = cluster_constants(cluster)
     found = search(config, world, cluster, family, fixed, simulated=_SIMULATED)
     best = _taken(config, found.best.config)
     why = [*decision(found, cluster), *found.best.prediction.reasons]
@@ -68,14 +73,36 @@ def with_blocks(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
 
 
 def cluster_of(config: RunConfig) -> Cluster:
-    """Return the cluster that the config names, or else the likely one for its device."""
+    """Return the cluster that the config names, or else the likely one for its device, whose chip
+    and memory are those of the device. `Cluster.notes` says what is only assumed."""
     if config.parallel.cluster is not None:
         return load_cluster(config.parallel.cluster)
     device, here = config.run.device, torch.cuda.is_available()
     if device == "cpu" or (device != "cuda" and not here):
-        return load_cluster("cpu")
-    name = torch.cuda.get_device_name() if here else ""
-    return load_cluster(likely_cluster(name) or DEFAULT)
+        cpu = load_cluster("cpu")
+        memory = host_memory() / ranks_on_this_node()
+        return replace(cpu, chip=replace(cpu.chip, memory=memory))
+    if not here:
+        text = (
+            "run.device=cuda, but there is no GPU here that could be asked for its name and "
+            f"memory: cluster {DEFAULT} is assumed; name another with parallel.cluster"
+        )
+        return replace(load_cluster(DEFAULT), notes=(text,))
+    found = torch.cuda.get_device_properties(0)
+    name = torch.cuda.get_device_name(0)
+    return device_cluster(name, found.total_memory, found.multi_processor_count)
+
+
+def _of_machine(config: RunConfig) -> list[str]:
+    """Return lines about the machine that no part of the config tells: which chip its GPUs are, or
+    why a run with `auto` is on the CPU."""
+    if config.parallel.cluster is not None:
+        return []
+    notes = list(cluster_of(config).notes)
+    if config.run.device in ("auto", "shared") and not torch.cuda.is_available():
+        hidden = hidden_gpu()
+        notes += [f"run.device={config.run.device} is the CPU: {hidden}"] if hidden else []
+    return notes
 
 
 def _taken(config: RunConfig, of: RunConfig) -> RunConfig:

@@ -1,18 +1,30 @@
-"""Device: where this process computes, and two settings of the host for it: the C library keeps
-freed memory, and a rank that wakes does not preempt another one."""
+"""Device: where this process computes, whether a GPU is left unused, and two settings of the host:
+the C library keeps freed memory, and a rank that wakes does not preempt another one.
+
+A run never lands on a CPU by accident: if the machine has a GPU that torch cannot use, `auto` is an
+error with the reason, which `torch.cuda.is_available` keeps to itself.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megaframe.errors import UserError
 
+_DRIVERS = {11: 450, 12: 525, 13: 580}
+"""First driver branch that runs programs built with a major version of CUDA (NVIDIA, "CUDA
+Compatibility", table of minor version compatibility)."""
+_HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Variables with which a user hides GPUs from a program."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameter numbers of glibc's mallopt (malloc.h)."""
 
@@ -21,13 +33,24 @@ def device_of(wanted: str) -> torch.device:
     """Return the torch device of this process and make it current.
 
     wanted: `cpu`, `cuda` or `auto` (a GPU for each local rank), or `shared` (the first GPU for all
-    of them). `auto` and `shared` use the CPU if torch sees no GPU.
-    Raises `UserError` if `cuda` is wanted and there is no GPU, or if this local rank has none.
+    of them). `auto` and `shared` use the CPU of a machine without a GPU.
+    Raises `UserError` if `cuda` is wanted and there is no GPU, if `auto` or `shared` is wanted and
+    there is one that torch cannot use, or if this local rank has none.
     """
-    available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        raise UserError("run.device=cuda, but torch sees no GPU here; use run.device=cpu or auto")
-    if wanted == "cpu" or not available:
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        reason = unusable_gpu()
+        if wanted == "cuda":
+            why = f": {reason}" if reason else ""
+            raise UserError(
+                f"run.device=cuda, but torch sees no GPU here{why}; use run.device=cpu or auto"
+            )
+        if reason:
+            raise UserError(
+                f"run.device={wanted} finds no GPU that it can use, although this machine has one: "
+                f"{reason}; or use run.device=cpu to train on the CPU"
+            )
         return torch.device("cpu")
     local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if wanted == "shared":
@@ -41,6 +64,102 @@ def device_of(wanted: str) -> torch.device:
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     return device
+
+
+def unusable_gpu(root: Path = Path("/")) -> str | None:
+    """Return why torch cannot use a GPU that this machine has, and what to do; None if the machine
+    has none, or if the user hides it (`hidden_gpu`).
+
+    Only device files count: a driver alone may be that of the host of a container, which was given
+    none of its GPUs. Call it if torch sees no GPU.
+
+    Args:
+        root: the root of the file system.
+    """
+    makers = list(_makers(root))
+    if not makers or _hiding() is not None:
+        return None
+    version = torch.__version__
+    built = {"NVIDIA": torch.version.cuda, "AMD": torch.version.hip}
+    if not any(built[maker] for maker in makers):
+        kind = "CUDA" if "NVIDIA" in makers else "ROCm"
+        other = " or ".join(name for name in ("CUDA", "ROCm") if built[_MAKER[name]])
+        return (
+            f"torch {version} is built for {other or 'CPUs only'}, and this is a GPU of "
+            f"{makers[0]}; install torch's {kind} build (pytorch.org/get-started)"
+        )
+    driver, cuda = _driver(root), torch.version.cuda
+    if "NVIDIA" in makers and driver and cuda:
+        least = _DRIVERS.get(int(cuda.partition(".")[0]), max(_DRIVERS.values()))
+        if int(driver.partition(".")[0]) < least:
+            return (
+                f"the NVIDIA driver {driver} is too old for CUDA {cuda} of torch {version}, which "
+                f"needs driver {least} or later; install one, or a torch built with an older CUDA"
+            )
+    return f"torch {version} cannot start it: {_torch_says()}"
+
+
+def hidden_gpu(root: Path = Path("/")) -> str | None:
+    """Return why a run uses the CPU beside a GPU that torch is not meant to see, or None: the user
+    hides it by a variable, or only its driver is here, as in a container without GPUs. root: as for
+    `unusable_gpu`."""
+    hiding = _hiding()
+    if hiding is not None and any(_makers(root)):
+        return f"{hiding}={os.environ[hiding]} hides the GPUs of this machine"
+    if not any(_makers(root)) and (driver := _driver(root)):
+        return (
+            f"the NVIDIA driver {driver} is loaded, but there is no GPU among the devices; a "
+            "container needs to be given GPUs (docker run --gpus all)"
+        )
+    return None
+
+
+_MAKER = {"CUDA": "NVIDIA", "ROCm": "AMD"}
+
+
+def _makers(root: Path) -> Iterator[str]:
+    """Yield the makers of GPUs whose device files are there. In WSL NVIDIA's is `dxg`, next to a
+    library of the driver."""
+    if any(re.fullmatch(r"nvidia\d+", path.name) for path in root.glob("dev/nvidia*")) or (
+        (root / "dev/dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists()
+    ):
+        yield "NVIDIA"
+    if (root / "dev/kfd").exists():
+        yield "AMD"
+
+
+def _hiding() -> str | None:
+    """Return the variable with which the user hides all GPUs, or None."""
+    return next((name for name in _HIDING if os.environ.get(name) in ("", "-1", "none")), None)
+
+
+def _driver(root: Path) -> str | None:
+    """Return the version of the loaded NVIDIA driver, or None."""
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"\b(\d{3,}\.\d+(\.\d+)?)\b", text)
+    return found[1] if found else None
+
+
+def _torch_says() -> str:
+    """Return why torch cannot initialise CUDA, in the first line of its own words."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).splitlines()[0]
+    return "it finds no device, and does not say why"
+
+
+def host_memory(root: Path = Path("/")) -> int:
+    """Return the bytes of this machine's memory, or of its container's limit if that is less. root:
+    as for `unusable_gpu`."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # ValueError: there is no limit
+            found = min(found, int((root / name).read_text(encoding="utf-8")))
+    return found
 
 
 def brought(x: Tensor, device: torch.device) -> Tensor:

@@ -4,11 +4,17 @@ On a GPU the library `megaframe_kernels` is asked for every kernel. On a CPU it 
 implementations that the config names; without any it is not even imported. Code that has a faster
 kernel calls `find`, and its plain form follows right after the call. The plain form is the
 reference, and is what runs on a CPU.
+
+Nothing falls back without a word: `report` says which implementation each kernel uses and why not
+a faster one, a kernel that refuses arguments is named when it first does, and a GPU without the
+library is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,16 +59,63 @@ class Kernels:
 
     choices: the chosen implementations, by name of the kernel.
     compiler: compiles a function of plain code; None to run plain code as it is.
+    plain: why plain code runs, for each key of `FAMILIES` that the run uses without any choice.
+    tell: called with a line to show, when an implementation first refuses arguments.
     """
 
     def __init__(
         self,
         choices: Mapping[str, Choice] | None = None,
         compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+        plain: Mapping[str, str] | None = None,
+        tell: Callable[[str], None] = print,
     ) -> None:
-        self._choices = choices or {}
+        self._choices = {
+            name: replace(choice, told=partial(self._refused, name))
+            for name, choice in (choices or {}).items()
+        }
+        self._plain, self._tell = plain or {}, tell
+        self._told: set[tuple[str, str]] = set()
         self._compiler = compiler
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+    def _refused(self, name: str, implementation: str, reason: str, instead: str) -> None:
+        """Say once that an implementation does not take arguments, and what is tried instead."""
+        if (name, implementation) not in self._told:
+            self._told.add((name, implementation))
+            slow = "warning: " if instead == PLAIN_CODE else ""
+            self._tell(
+                f"{slow}kernel {name}: {instead} in place of {implementation}, which does not take "
+                f"some of this run's inputs: {reason}"
+            )
+
+    def report(self) -> Iterator[str]:
+        """Yield lines for the start of the log: which implementation each kernel uses, by key of
+        `FAMILIES`, and why not a faster one."""
+        if self._plain and not self._choices and len(set(self._plain.values())) == 1:
+            yield f"kernels: plain code, because {next(iter(self._plain.values()))}"
+            return
+        yield "kernels, and why not faster ones:"
+        for key, names in FAMILIES.items():
+            used = [self._choices[name] for name in names if name in self._choices]
+            alike: dict[str, list[str]] = {}
+            for choice in used:
+                alike.setdefault(_shown(choice), []).append(choice.kernel.name)
+            lines = [f"{', '.join(names)} {how}" for how, names in alike.items()]
+            if key in self._plain:
+                lines.append(f"plain code, because {self._plain[key]}")
+            if lines:
+                yield f"  {key}: {'; '.join(lines)}"
+
+    def record(self) -> dict[str, Any]:
+        """Return what `report` says for JSON: for each kernel the implementation that is used, and
+        the faster ones that are not with the reason."""
+        chosen = {
+            name: {"uses": choice.active, "not": dict(choice.absent)}
+            for name, choice in self._choices.items()
+        }
+        left = {key: {"uses": PLAIN_CODE, "why": why} for key, why in self._plain.items()}
+        return {**chosen, **left}
 
     def has(self, name: str) -> bool:
         """Return whether there is a choice for this kernel; `find` may still refuse arguments."""
@@ -71,6 +124,13 @@ class Kernels:
     def active(self) -> dict[str, str]:
         """Return the implementation that runs for each kernel unless it refuses the arguments."""
         return {name: choice.active for name, choice in self._choices.items()}
+
+    def refusal(self, name: str, *arguments: Any, **options: Any) -> str | None:
+        """Return why plain code computes a kernel for these arguments, or None if it does not."""
+        choice = self._choices.get(name)
+        if choice is None:
+            return f"{name} has no implementation but the reference here"
+        return choice.refusal(*arguments, **options)
 
     @property
     def fuses(self) -> bool:
@@ -109,39 +169,61 @@ NO_KERNELS = Kernels()
 """A run without kernels and compiler."""
 
 
+def _shown(choice: Choice) -> str:
+    """Return an implementation, and in parentheses why it is not a faster one."""
+    absent = "; ".join(f"not {name}: {reason}" for name, reason in choice.absent.items())
+    return f"{choice.active} ({absent})" if absent else choice.active
+
+
+def _families(config: RunConfig) -> tuple[str, ...]:
+    """Return the keys of `FAMILIES` whose kernels a step of this run calls."""
+    unused = {"experts": config.model.moe is None, "fp8": config.train.fp8 == "none"}
+    return tuple(key for key in FAMILIES if not unused.get(key, False))
+
+
 def make_kernels(
     config: RunConfig,
     device: torch.device,
     compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    tell: Callable[[str], None] = print,
 ) -> Kernels:
     """Return the kernels of a run on a device. With a compiler, elementwise kernels are left to it
     unless the config names an implementation.
 
-    Raises `UserError` for a named implementation that this machine does not have, and for
-    `train.fp8` without the library, which also contains the plain code of 8-bit products.
+    tell: as for `Kernels`.
+
+    Raises:
+        UserError: a named implementation that this machine does not have; no library on a GPU,
+            unless the config asks for plain code; or `train.fp8` without the library, which also
+            contains the plain code of 8-bit products.
     """
     asked = {key: getattr(config.kernels, key) for key in FAMILIES}
     named = {key: name for key, name in asked.items() if name not in (AUTO, PLAIN_CODE)}
-    wanted = [key for key, name in asked.items() if name != PLAIN_CODE]
-    if device.type != "cuda":
-        wanted = list(named)
-    elif compiler is not None:
-        wanted = [key for key in wanted if key in named or key != _FUSED_BY_A_COMPILER]
+    plain = {key: _why_plain(config, device, compiler is not None, key) for key in FAMILIES}
+    called = _families(config)
+    wanted = [key for key in FAMILIES if plain[key] is None and (key in called or key in named)]
+    said = {key: why for key in called if (why := plain[key]) is not None}
     needing = {f"kernels.{key}={name}": f"kernels.{key}={AUTO}" for key, name in named.items()}
     if config.train.fp8 != "none":
         needing[f"train.fp8={config.train.fp8}"] = "train.fp8=none"
     if not (wanted or needing):
-        return Kernels({}, compiler)
+        return Kernels({}, compiler, said, tell)
     try:
         from megaframe_kernels.kernel import KernelError
         from megaframe_kernels.registry import KERNELS
         from megaframe_kernels.selection import select
-    except ImportError as error:
-        if not needing:
-            return Kernels({}, compiler)
-        what, instead = next(iter(needing.items()))
+    except (ImportError, AttributeError, OSError) as error:  # AttributeError: of an old Triton
+        if needing:
+            what, instead = next(iter(needing.items()))
+            raise UserError(
+                f"{what} needs the library of kernels, which needs Triton: {error}; use {instead}"
+            ) from None
         raise UserError(
-            f"{what} needs the library of kernels, which needs Triton: {error}; use {instead}"
+            f"the library of kernels cannot be imported: {error}; without it this GPU would run "
+            "plain code, which is several times slower. Install Triton (`pip install triton`, on "
+            "Windows triton-windows; torch for ROCm brings its own) and megaframe with its kernels "
+            f"(`pip install .`), or ask for plain code: "
+            f"{' '.join(f'kernels.{key}={PLAIN_CODE}' for key in wanted)}"
         ) from None
     choices: dict[str, Choice] = {}
     for key in wanted:
@@ -155,4 +237,18 @@ def make_kernels(
             choices |= select(used, overrides)
         except KernelError as error:
             raise UserError(f"kernels.{key}: {error}; use another, or {AUTO}") from None
-    return Kernels(choices, compiler)
+    return Kernels(choices, compiler, said, tell)
+
+
+def _why_plain(config: RunConfig, device: torch.device, compiled: bool, key: str) -> str | None:
+    """Return why no kernels of this key of `FAMILIES` are chosen, or None if some are."""
+    asked = getattr(config.kernels, key)
+    if asked == PLAIN_CODE:
+        return f"kernels.{key}={PLAIN_CODE}"
+    if asked != AUTO:
+        return None
+    if device.type != "cuda":
+        return f"the device is a {device.type} (a kernel runs there if kernels.KEY names it)"
+    if compiled and key == _FUSED_BY_A_COMPILER:
+        return f"train.compile={config.train.compile} compiles it"
+    return None

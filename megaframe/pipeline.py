@@ -21,6 +21,7 @@ from megaframe.kernels import make_kernels
 from megaframe.mesh import EXPERT_SETS, Mesh, ranks_on_this_node
 from megaframe.microbatch import Microbatch, look_ahead, part_of
 from megaframe.nn.context import Context
+from megaframe.nn.eight_bits import check_eight_bits
 from megaframe.nn.moe.dispatch import Places
 from megaframe.optim.optimizer import Optimizer, Tied
 from megaframe.plan.context import exchanging_ranks
@@ -56,7 +57,9 @@ class Pipeline:
         self.context = Context(*mesh.divide_context(exchanging_ranks(config.parallel)))
         experts = _places(config, mesh)
         tensor = mesh.group("tensor")
-        self.kernels = kernels = make_kernels(config, mesh.device, _compiler(config, tell))
+        compiler = _compiler(config, tell)
+        self.kernels = kernels = make_kernels(config, mesh.device, compiler, tell)
+        self._warning = check_eight_bits(config, mesh.device, kernels)
         self.stages = build_stages(config, plans, tensor, self.context, experts, kernels)
         ends = rank_of[0], rank_of[-1]
         shared = config.model.tie_embeddings or config.model.mtp_depth > 0
@@ -89,6 +92,13 @@ class Pipeline:
             return Schedule(ranks), paired
 
         self._lowered = lowered
+
+    def computed_with(self) -> Iterator[str]:
+        """Yield lines for the start of the log: which code computes a step, and why not faster
+        code. What else is chosen by the machine belongs here too."""
+        yield from self.kernels.report()
+        if self._warning is not None:
+            yield self._warning
 
     def follow(self, follower: Follower) -> None:
         """Call `follower` for every action of the following steps; see `Engine`."""

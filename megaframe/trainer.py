@@ -77,7 +77,7 @@ class Trainer:
         self._dropped = False
         self._differences: list[str] = []
         timer = StepTimer.on(mesh.device)
-        self.pipeline = Pipeline(config, mesh, timer.time, lambda text: self.meter.note(text))
+        self.pipeline = Pipeline(config, mesh, timer.time, lambda text: self.meter.note_here(text))
         self.pipeline.follow(timer.follow)
         self.optimizer = self.pipeline.optimizer
         data = mesh.group("data")
@@ -94,12 +94,19 @@ class Trainer:
         self._routines, chosen = tune(config, recorded, mesh)
         specs = model_specs(config)
         self.meter = Meter(
-            config, mesh, specs, timer, start_step=self.step, held=self.optimizer.held
+            config,
+            mesh,
+            specs,
+            timer,
+            start_step=self.step,
+            held=self.optimizer.held,
+            kernels=self.pipeline.kernels.record(),
         )
         self._experts: ExpertMeter | None = None
         if config.model.moe is not None:
             self._experts = ExpertMeter(config, specs, mesh.layout.expert)
-        for line in (*notes, *pipeline_summary(config, self.pipeline.schedule), *chosen):
+        summary = pipeline_summary(config, self.pipeline.schedule)
+        for line in (*notes, *summary, *self.pipeline.computed_with(), *chosen):
             self.meter.note(line)
         if self._dropped:
             self.meter.note(

@@ -3,11 +3,14 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from megaframe.automatic import with_layout
+from megaframe.automatic import cluster_of, with_blocks, with_layout
 from megaframe.config import Model, RunConfig, dump, load
+from megaframe.device import host_memory
 from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.plan.check import check
@@ -18,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def made(folder, **sections):
     parallel = {"auto": True, "cluster": "h100-ib", **sections.pop("parallel", {})}
     return RunConfig(
-        run={"dir": str(folder)},
+        run={"dir": str(folder), "device": sections.pop("run_device", "auto")},
         model={"layers": 16, "hidden": 4096, "heads": 32, "vocab": 50_000},
         train={"seq": 4096, "global_batch": 256},
         parallel=parallel,
@@ -67,6 +70,73 @@ def test_a_model_without_room_is_refused_before_anything_is_built(tmp_path):
     large = Model(layers=80, hidden=16384, heads=128, vocab=50_000)
     with pytest.raises(UserError, match="no layout on 8 GPUs of h100-ib"):
         with_layout(config.model_copy(update={"model": large}), 8)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(name, gib): torch sees a GPU with this name and memory."""
+
+    def there(name, gib):
+        found = SimpleNamespace(total_memory=int(gib * 2**30), multi_processor_count=46)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: name)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index=0: found)
+
+    return there
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "cluster", "chip"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40gb-roce", "a100-40gb"),
+        ("NVIDIA H20", 95.1, "h20", "h20"),
+        ("NVIDIA GeForce RTX 4090", 23.5, "rtx-4090", "rtx-4090"),
+        ("AMD Instinct MI300X", 192.0, "mi300x", "mi300x"),
+    ],
+)
+def test_chip_and_memory_are_those_of_the_device(gpu, tmp_path, name, gib, cluster, chip):
+    gpu(name, gib)
+    config = made(tmp_path, parallel={"cluster": None})
+    found = cluster_of(config)
+    assert (found.name, found.chip.name) == (cluster, chip)
+    assert found.chip.memory == int(gib * 2**30)
+    _, notes = with_layout(config, 8)
+    assert f"8 ranks on {cluster}" in notes[0] and any(f"chip {chip}" in note for note in notes)
+    fitted = found.chip.family in ("a100", "h100")
+    assert any("not fitted" in note for note in notes) != fitted
+    _, (note,) = with_layout(made(tmp_path, parallel={"auto": False, "cluster": None}), 8)
+    assert note.startswith(f"{name} is the chip {chip}, with {gib:.1f} GiB")
+
+
+def test_of_an_unknown_chip_only_memory_is_planned(gpu, tmp_path):
+    gpu("NVIDIA Abacus", 47.0)
+    auto = {"auto": True, "cluster": None}
+    with pytest.raises(UserError, match=r"unknown chip NVIDIA Abacus with 47\.0 GiB: its memory"):
+        with_layout(made(tmp_path, parallel=auto), 8)
+    plain = made(tmp_path, parallel={**auto, "auto": False})
+    found, notes = with_layout(plain, 8)
+    assert found == plain and "tools/measure_kernels.py --write" in notes[0]
+    few = plain.model_copy(
+        update={"train": plain.train.model_copy(update={"recompute_blocks": "auto"})}
+    )
+    _, (note,) = with_blocks(few, 8)
+    assert "to fit NVIDIA Abacus" in note
+
+
+def test_a_gpu_that_cannot_be_asked_is_assumed_with_a_word(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = made(tmp_path, parallel={"auto": False, "cluster": None}, run_device="cuda")
+    assert cluster_of(config).name == "h100-ib"
+    _, (note,) = with_layout(config, 8)
+    assert "no GPU here that could be asked" in note and "h100-ib is assumed" in note
+
+
+def test_a_cpu_has_the_memory_of_the_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = made(tmp_path, parallel={"auto": False, "cluster": None}, run_device="cpu")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert cluster_of(config).chip.memory == host_memory() / 4
+    assert with_layout(config, 4) == (config, [])
 
 
 def test_a_run_says_why_and_its_folder_has_the_layout(overrides, tmp_path):

@@ -1,10 +1,15 @@
-"""Settings that a rank requests from its host."""
+"""The device of a rank, GPUs that a run would leave unused, and what a rank requests from its
+host."""
 
 import os
 import sys
 
 import pytest
+import torch
 
+from megaframe import device
+from megaframe.device import device_of, hidden_gpu, host_memory, unusable_gpu
+from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
 
@@ -24,3 +29,115 @@ def of_threads():
     found = [os.sched_getscheduler(int(thread)) for thread in made]
     mesh.close()
     return found
+
+
+# ------------------------------------------------------------------------------------ GPUs unused
+
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder)"
+CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Thu Sep 12 22:40:06 UTC 2024"
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """machine(files, cuda, hip, hiding) -> root of a machine with these files, where torch is built
+    with CUDA or ROCm of this version and sees no GPU."""
+
+    def make(files=(), cuda=None, hip=None, hiding=None):
+        for name, text in dict(files).items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        monkeypatch.setattr(torch, "__version__", "2.13.0")
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        for name in device._HIDING:
+            monkeypatch.delenv(name, raising=False)
+        if hiding is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hiding)
+        return tmp_path
+
+    return make
+
+
+def of_nvidia(driver, form=CLOSED):
+    return {
+        "dev/nvidia0": "",
+        "dev/nvidiactl": "",
+        "proc/driver/nvidia/version": form.format(driver),
+    }
+
+
+@pytest.mark.parametrize(
+    ("files", "cuda", "hip", "said"),
+    [
+        (
+            of_nvidia("535.183.01"),
+            "13.0",
+            None,
+            ["driver 535.183.01 is too old for CUDA 13.0 of torch 2.13.0", "driver 580 or later"],
+        ),
+        (of_nvidia("470.82.01", OPEN), "12.8", None, ["470.82.01", "525 or later"]),
+        (of_nvidia("535.183.01"), None, None, ["built for CPUs only", "torch's CUDA build"]),
+        (of_nvidia("535.183.01"), None, "6.4", ["built for ROCm", "a GPU of NVIDIA"]),
+        ({"dev/nvidia3": ""}, None, None, ["built for CPUs only"]),
+        ({"dev/kfd": ""}, "12.8", None, ["built for CUDA", "a GPU of AMD", "ROCm build"]),
+        ({"dev/dxg": "", "usr/lib/wsl/lib/libcuda.so.1": ""}, None, None, ["GPU of NVIDIA"]),
+        (of_nvidia("580.65.06"), "13.0", None, ["cannot start it: it says so"]),
+        ({"dev/kfd": ""}, None, "6.4", ["cannot start it: it says so"]),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_has_a_reason(machine, monkeypatch, files, cuda, hip, said):
+    def refuse():
+        raise RuntimeError("it says so\nat length")
+
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    root = machine(files, cuda, hip)
+    reason = unusable_gpu(root)
+    assert all(part in reason for part in said), reason
+    assert hidden_gpu(root) is None
+    monkeypatch.setattr(device, "unusable_gpu", lambda: unusable_gpu(root))
+    for wanted in ("auto", "shared", "cuda"):
+        with pytest.raises(UserError) as error:
+            device_of(wanted)
+        assert reason in str(error.value) and f"run.device={wanted}" in str(error.value)
+        assert "use run.device=cpu" in str(error.value)
+    assert device_of("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("files", "hiding", "said"),
+    [
+        ({}, None, None),
+        ({"dev/nvidiactl": "", "dev/nvidia-uvm": ""}, None, None),
+        ({"dev/dxg": ""}, None, None),
+        (of_nvidia("470.82.01"), "", "CUDA_VISIBLE_DEVICES= hides the GPUs"),
+        (of_nvidia("470.82.01"), "-1", "CUDA_VISIBLE_DEVICES=-1 hides the GPUs"),
+        ({}, "-1", None),
+        (
+            {"proc/driver/nvidia/version": CLOSED.format("470.82.01")},
+            None,
+            "driver 470.82.01 is loaded, but there is no GPU among the devices; a container",
+        ),
+    ],
+)
+def test_a_machine_without_gpus_or_with_hidden_ones_is_a_cpu(
+    machine, monkeypatch, files, hiding, said
+):
+    root = machine(files, "13.0", hiding=hiding)
+    assert unusable_gpu(root) is None
+    found = hidden_gpu(root)
+    assert found is None if said is None else said in found
+    monkeypatch.setattr(device, "unusable_gpu", lambda: unusable_gpu(root))
+    assert device_of("auto") == device_of("shared") == torch.device("cpu")
+    with pytest.raises(UserError, match=r"torch sees no GPU here; use run\.device=cpu or auto"):
+        device_of("cuda")
+
+
+def test_memory_of_the_host_is_at_most_that_of_its_container(tmp_path):
+    whole = host_memory(tmp_path)
+    assert 2**28 < whole < 2**50
+    limit = tmp_path / "sys/fs/cgroup/memory.max"
+    limit.parent.mkdir(parents=True)
+    for text, found in (("max", whole), (str(2**26), 2**26), (str(2**60), whole)):
+        limit.write_text(text + "\n")
+        assert host_memory(tmp_path) == found

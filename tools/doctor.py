@@ -100,6 +100,8 @@ def judge_software() -> Iterator[Finding]:
     import torch
     from megaframe_kernels.installed import versions
 
+    from megaframe.device import hidden_gpu, unusable_gpu
+
     found = ", ".join(f"{name} {version}" for name, version in versions().items())
     yield Finding("software", f"Python {platform.python_version()}, {found}")
     known, seen = look_at_smi(), torch.cuda.device_count()
@@ -112,9 +114,13 @@ def judge_software() -> Iterator[Finding]:
             yield Finding("torch", said, "warning")
         else:
             said = f"torch {torch.__version__} sees {seen} of {len(known)} GPUs"
-            yield Finding("torch", f"{said}: install its CUDA build", "error")
+            yield Finding("torch", said, "error" if seen else "warning")
     if not seen:
-        yield Finding("torch", f"no GPU: a run uses the CPU, {os.cpu_count()} cores")
+        if reason := unusable_gpu():
+            yield Finding("torch", f"no GPU that a run can use: {reason}", "error")
+            return
+        hidden = f" ({reason})" if (reason := hidden_gpu()) else ""
+        yield Finding("torch", f"no GPU: a run uses the CPU, {os.cpu_count()} cores{hidden}")
         return
     for index in range(seen):
         yield _try_gpu(index)

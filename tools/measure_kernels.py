@@ -1,8 +1,11 @@
 """Measure a few kernels on this machine's chip, and print the constants that explain them.
 
+    python tools/measure_kernels.py --write mine.yaml      then parallel.cluster=mine.yaml
+
 Products of several sizes give the share of the peak and the cost of starting a tile, a large
 addition gives the memory bandwidth, attention its own rate, and a tiny kernel the time of a launch.
-The result, `Constants(...)`, is what the planner uses for a chip.
+The result, `Constants(...)`, is what the planner uses for a chip. A chip that is not in the table
+has no peaks; then the rates of the fastest products and of the addition take their place.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +27,13 @@ import torch.nn.functional as F
 from megaframe.errors import UserError, reported
 from megaframe.matmul import product
 from megaframe.plan.chips import CHIPS, Chip, nearest_chips
+from megaframe.plan.cluster import Cluster, device_cluster, load_cluster, write_cluster
 from megaframe.plan.constants import Constants, constants_of
 from megaframe.plan.kernels import product_seconds, rates
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MEASURED = ("product", "start", "attention", "memory", "launch")
+"""The constants that one process can measure."""
 _AGAIN = 0.2
 """Least seconds for which each kernel is repeated."""
 
@@ -87,15 +95,38 @@ def explained(
     return best
 
 
+def widths_up_to(largest: int) -> list[int]:
+    """Return the widths of the square products that are measured."""
+    return [size for size in (256, 512, 1024, 2048, 4096, 8192) if size <= largest]
+
+
+def moving_rate(device: torch.device, largest: int) -> float:
+    """Return the bytes/s at which a large addition reads and writes memory."""
+    large = torch.randn(largest * largest, device=device)
+    return 2 * large.nbytes / seconds_of(lambda: large.add(1.0), device)
+
+
+def with_measured_rates(chip: Chip, device: torch.device, largest: int) -> Chip:
+    """Return a chip of which only the memory is known, with the rates that are measured on it: of
+    the fastest product by type, and of moving memory. Types in which it cannot multiply have no
+    rate."""
+    peaks: dict[str, float] = {}
+    for kind, dtype in TYPES.items():
+        sizes = [(width, width, width) for width in widths_up_to(largest)[-3:]]
+        try:
+            taken = product_times(sizes, dtype, device)
+        except RuntimeError:
+            continue
+        peaks[kind] = max(2.0 * n**3 / t for (n, _, _), t in zip(sizes, taken, strict=True))
+    return replace(chip, peaks=peaks, bandwidth=moving_rate(device, largest))
+
+
 def measure(chip: Chip, kind: str, device: torch.device, largest: int) -> Measured:
     """Measure all constants of this chip that one process can measure; the others are those already
     known. largest: width of the largest product."""
     known = constants_of(chip.family)
-    widths = [size for size in (256, 512, 1024, 2048, 4096, 8192) if size <= largest]
-    sizes = [(width, width, width) for width in widths] + [(largest, largest, 64)]
-    large = torch.randn(largest * largest, device=device)
-    moving = seconds_of(lambda: large.add(1.0), device)
-    memory = min(1.0, 2 * large.nbytes / moving / chip.bandwidth)
+    sizes = [(width, width, width) for width in widths_up_to(largest)] + [(largest, largest, 64)]
+    memory = min(1.0, moving_rate(device, largest) / chip.bandwidth)
     small = torch.zeros(1, device=device)
     launch = seconds_of(lambda: small.add_(1.0), device)
     heads, length, width = 8, min(2048, largest), 64
@@ -112,31 +143,69 @@ def measure(chip: Chip, kind: str, device: torch.device, largest: int) -> Measur
     return explained(chip, kind, sizes, product_times(sizes, TYPES[kind], device), at)
 
 
+def cluster_here(device: torch.device) -> Cluster:
+    """Return the likely cluster of the device that is measured."""
+    if device.type == "cpu":
+        return load_cluster("cpu")
+    found = torch.cuda.get_device_properties(0)
+    name = torch.cuda.get_device_name(0)
+    return device_cluster(name, found.total_memory, found.multi_processor_count)
+
+
+def described(chip: Chip, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a cluster's description that tell what was measured: the chip, its rates
+    if its datasheet is not known, and the constants."""
+    keys: dict[str, Any] = {"chip": chip.name, "memory": chip.memory}
+    if chip.name not in CHIPS:
+        peaks = {kind: float(f"{rate:.4g}") for kind, rate in chip.peaks.items()}
+        bandwidth = float(f"{chip.bandwidth:.4g}")
+        keys |= {"bandwidth": bandwidth, "units": chip.units, "peaks": peaks}
+    return {**keys, "constants": {name: float(f"{values[name]:.3g}") for name in MEASURED}}
+
+
 def main() -> None:
-    """Measure, and print the constants."""
+    """Measure, and print the constants or write them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--chip", default="cpu", help="whose peaks and bandwidth are compared with")
+    parser.add_argument(
+        "--chip", help="whose peaks and bandwidth are compared with (default: that of the device)"
+    )
     parser.add_argument("--precision", choices=list(TYPES), default="bf16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=None)
     parser.add_argument("--largest", type=int, default=None, help="widest product")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--write",
+        type=Path,
+        help="description of a cluster to write, with links that are assumed; of a file that is "
+        "there, the chip is replaced and the links stay",
+    )
     given = parser.parse_args()
-    if given.chip not in CHIPS:
+    if given.chip is not None and given.chip not in CHIPS:
         raise UserError(f"--chip {given.chip} is unknown; use {nearest_chips(given.chip)}")
     device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     largest = given.largest or (1024 if device.type == "cpu" else 8192)
     if largest < 256:
         raise UserError(f"--largest {largest} is too small to measure; use 256 or more")
-    found = measure(CHIPS[given.chip], given.precision, device, largest)
-    values = {key: value for key, value in asdict(found.constants).items() if key != "software"}
+    cluster = cluster_here(device)
+    chip = CHIPS[given.chip] if given.chip else cluster.chip
+    if not chip.has_rates:
+        chip = with_measured_rates(chip, device, largest)
+    found = measure(chip, given.precision, device, largest)
+    values = asdict(found.constants)
+    values = {key: values[key] for key in (*MEASURED, "contention", "links")}
+    if given.write:
+        changes = described(chip, values)
+        write_cluster(given.write, cluster, changes, "Measured by tools/measure_kernels.py.")
     if given.json:
         print(json.dumps({**values, "errors": found.errors}))
         return
-    shown = ", ".join(f"{key}={value:.3g}" for key, value in values.items())
-    print(f"Constants({shown})")
+    shown = ", ".join(f"{key}={value:.3g}" for key, value in values.items() if key in MEASURED)
+    print(f"{chip.name}: Constants({shown})")
     print(f"products within {max(map(abs, found.errors)):.0%} of what these predict")
+    if given.write:
+        print(f"wrote {given.write}; its links: tools/measure_links.py --write {given.write}")
 
 
 if __name__ == "__main__":

@@ -16,21 +16,20 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import yaml
 from torch import Tensor
 
 from megaframe.comm import Group, all_gather, all_reduce, all_to_all, barrier, reduce_scatter
 from megaframe.errors import UserError, reported
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh, global_rank, ranks_on_this_node, world_size
-from megaframe.plan.chips import CHIPS, nearest_chips
-from megaframe.plan.cluster import load_cluster
+from megaframe.plan.chips import CHIPS, chip_of, nearest_chips
+from megaframe.plan.cluster import Cluster, load_cluster, without_rates, write_cluster
 from megaframe.plan.collectives import bus_bandwidth
-from megaframe.plan.constants import Constants, constants_of
+from megaframe.plan.constants import Constants, cluster_constants
 from megaframe.plan.kernels import fit_line
 
 OPERATIONS: Mapping[str, Callable[[Tensor, Group], Tensor]] = {
@@ -140,18 +139,31 @@ def tiers(
 
 
 def describe(
-    path: Path, chip: str, made: list[dict[str, object]], given: argparse.Namespace
+    path: Path, cluster: Cluster, made: list[dict[str, object]], given: argparse.Namespace
 ) -> None:
-    """Write the description, and read it back as a check."""
-    content = {
-        "chip": chip,
-        "tiers": made,
-        "failure_hours": given.failure_hours,
-        "price": given.price,
-    }
-    text = "# Measured by tools/measure_links.py.\n" + yaml.safe_dump(content, sort_keys=False)
-    path.write_text(text, encoding="utf-8")
-    load_cluster(str(path if "/" in str(path) else Path(".") / path.name))
+    """Write the description. cluster: that of the chip. Of a file that is there, as
+    tools/measure_kernels.py writes, only the tiers change, and what the command line names."""
+    changes: dict[str, object] = {"tiers": made}
+    named = {"chip": given.chip, "failure_hours": given.failure_hours, "price": given.price}
+    changes |= {key: value for key, value in named.items() if value is not None}
+    write_cluster(path, cluster, changes, "Measured by tools/measure_links.py.")
+
+
+def cluster_to_describe(given: argparse.Namespace, mesh: Mesh) -> Cluster:
+    """Return the cluster of the file that is to be written if it is there, else one of the chip
+    that the command line names, else the likely one for the device."""
+    if given.write.exists():
+        return load_cluster(str(given.write.resolve()))
+    plain = replace(load_cluster("cpu"), failure_hours=50_000.0, price=0.0)
+    if given.chip is not None or mesh.device.type == "cpu":
+        return replace(plain, chip=CHIPS[given.chip or "cpu"])
+    found = torch.cuda.get_device_properties(mesh.device)
+    chip = chip_of(torch.cuda.get_device_name(mesh.device), found.total_memory)
+    if not chip.has_rates:
+        raise UserError(
+            f"{without_rates(chip)}; then tools/measure_links.py --write mine.yaml adds the links"
+        )
+    return replace(plain, chip=chip)
 
 
 def arguments() -> argparse.Namespace:
@@ -166,11 +178,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--largest", type=int, default=2**26, help="bytes")
     parser.add_argument("--times", type=int, default=7, help="measurements of each size")
     parser.add_argument("--write", type=Path, help="description to write (of tiers, no layout)")
-    parser.add_argument("--chip", default="cpu", help="chip of the description")
-    parser.add_argument("--failure-hours", type=float, default=50000.0)
-    parser.add_argument("--price", type=float, default=0.0, help="dollars per chip and hour")
+    parser.add_argument(
+        "--chip", help="chip of the description (default: that of the file, or of the device)"
+    )
+    parser.add_argument("--failure-hours", type=float, help="default: 50000")
+    parser.add_argument("--price", type=float, help="dollars per chip and hour (default: 0)")
     given = parser.parse_args()
-    if given.chip not in CHIPS:
+    if given.chip is not None and given.chip not in CHIPS:
         raise UserError(f"--chip {given.chip} is unknown; use {nearest_chips(given.chip)}")
     if not 4 <= given.smallest < given.largest:
         raise UserError(
@@ -217,8 +231,8 @@ def run(given: argparse.Namespace) -> None:
             print(*found, sep="\n")
         if given.write:
             whole = {"node": layout.tensor, "cluster": world}
-            constants = constants_of(CHIPS[given.chip].family)
-            describe(given.write, given.chip, tiers(fits, whole, constants), given)
+            cluster = cluster_to_describe(given, mesh)
+            describe(given.write, cluster, tiers(fits, whole, cluster_constants(cluster)), given)
             print(f"wrote {given.write}")
     barrier(mesh.world)
     mesh.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from megaframe.plan.advice import alternatives, decision, said
 from megaframe.plan.again import settled
 from megaframe.plan.check import check
 from megaframe.plan.cluster import DEFAULT, Cluster, cluster_names, load_cluster
-from megaframe.plan.constants import Constants, constants_of
+from megaframe.plan.constants import Constants, cluster_constants
 from megaframe.plan.nearest import in_words, instead
 from megaframe.plan.search import Choice, Found, search
 from megaframe.plan.step import predict
@@ -87,7 +87,11 @@ def asked(arguments: argparse.Namespace) -> Question:
     config = load(arguments.config, arguments.overrides)
     if config.model.vocab is None:
         raise UserError("model.vocab is not set, and a plan reads no tokenizer; give model.vocab=N")
-    cluster = load_cluster(arguments.cluster or config.parallel.cluster or DEFAULT)
+    named = arguments.cluster or config.parallel.cluster
+    cluster = load_cluster(named or DEFAULT)
+    if named is None:
+        text = f"no cluster is named, so {DEFAULT} is assumed; name yours with --cluster"
+        cluster = replace(cluster, notes=(text,))
     parallel = config.parallel
     rest = parallel.tensor * parallel.context * parallel.pipeline
     gpus = arguments.gpus
@@ -101,7 +105,7 @@ def asked(arguments: argparse.Namespace) -> Question:
         for name in FREE:
             if f"{keys}.{name}" in given and getattr(section, name) is not None:
                 fixed[name] = getattr(section, name)
-    return Question(config, gpus, cluster, constants_of(cluster.chip.family), fixed)
+    return Question(config, gpus, cluster, cluster_constants(cluster), fixed)
 
 
 def predicted(question: Question) -> Choice:

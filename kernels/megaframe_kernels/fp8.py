@@ -269,9 +269,15 @@ def run_triton(
 
 def refuse_chip(x: Tensor) -> str | None:
     """Return why Triton cannot compute with 8-bit floats on this tensor's device, or None."""
+    if x.is_cuda and torch.version.hip:
+        return "8-bit floats of these types are NVIDIA's"
     if x.is_cuda and capability(x.device.index) < (8, 9):
-        return "8-bit floats need compute capability 8.9"
+        return f"8-bit floats need compute capability 8.9, and this GPU has {_capability_of(x)}"
     return None
+
+
+def _capability_of(x: Tensor) -> str:
+    return ".".join(map(str, capability(x.device.index)))
 
 
 def refuse_rounding(x: Tensor, dtype: torch.dtype) -> str | None:
@@ -354,13 +360,18 @@ def _product_refuses(
     b_scales: Tensor,
     dtype: torch.dtype = torch.bfloat16,
 ) -> str | None:
-    if not a_MK.is_cuda or capability(a_MK.device.index) < (8, 9):
-        return "torch's scaled product needs a GPU of compute capability 8.9"
+    if not a_MK.is_cuda:
+        return "torch's scaled product needs a GPU"
+    if reason := refuse_chip(a_MK):
+        return reason
     of_tensors = a_scales.shape == b_scales.shape == (1, 1)
     shared = not of_tensors and b_scales.shape[0] != b_NK.shape[0]
     if shared or a_scales.shape[1] > 1:
         if capability(a_MK.device.index)[0] != 9:
-            return "torch's scaled product takes scales of 128 on compute capability 9.0"
+            return (
+                "torch's scaled product takes scales of 128 on compute capability 9.0, and this "
+                f"GPU has {_capability_of(a_MK)}"
+            )
         if _cuda_version() < (12, 9):  # whose cuBLASLt is the first that has them
             return "torch's scaled product takes scales of 128 from CUDA 12.9 on"
     if shared and b_scales.shape[1] % 4:  # torch either refuses these or reads them wrongly

@@ -3,7 +3,7 @@
 The table `choices.json` lists implementations per chip and kernel, fastest first, and is meant to
 be written from what `benchmarks/gpu_check.py` measures. Nothing is timed when a run starts, so two
 runs on the same kind of chip compute alike. The first implementation in the list that can run is
-used, and the reasons why earlier ones cannot are kept. An implementation requested by name either
+used, and the reasons why earlier ones are not are kept. An implementation requested by name either
 runs or is an error.
 """
 
@@ -18,11 +18,16 @@ from typing import Any
 
 import torch
 
-from megaframe_kernels.kernel import REFERENCE, Implementation, Kernel, KernelError
+from megaframe_kernels.kernel import REFERENCE, Implementation, Kernel, KernelError, never
 
 TABLE = Path(__file__).with_name("choices.json")
 UNMEASURED = "unmeasured"
 """Entry of the table for chips that have none of their own."""
+
+
+Told = Callable[[str, str, str], None]
+"""Takes the names of an implementation that refused arguments and of the next one to try, and the
+reason in between: (implementation, reason, next)."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,8 @@ class Choice:
     reference.
 
     order: implementations available on this machine, best first. absent: the preferred ones that
-    are not available, each with the reason. named: whether the implementation was requested by
+    are not used, each with the reason. named: whether the implementation was requested by name.
+    told: is called for every implementation that refuses arguments, unless it was requested by
     name.
     """
 
@@ -39,6 +45,7 @@ class Choice:
     order: tuple[Implementation, ...]
     absent: Mapping[str, str]
     named: bool = False
+    told: Told = never
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Compute the kernel; the arguments are those of its reference."""
@@ -47,14 +54,27 @@ class Choice:
     def find(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
         """Return the function that runs for these arguments. Raises `KernelError` if an
         implementation requested by name does not take them."""
-        for implementation in self.order:
+        for number, implementation in enumerate(self.order):
             reason = implementation.refuses(*arguments, **options)
             if reason is None:
                 return implementation.run
             if self.named:
                 asked = f"{self.kernel.name}={implementation.name}"
                 raise KernelError(f"{asked} cannot run here: {reason}")
+            following = self.order[number + 1 : number + 2]
+            self.told(implementation.name, reason, following[0].name if following else REFERENCE)
         return self.kernel.reference
+
+    def refusal(self, *arguments: Any, **options: Any) -> str | None:
+        """Return why the reference runs for these arguments, or None if it does not."""
+        reasons = dict(self.absent)
+        for implementation in self.order:
+            reason = implementation.refuses(*arguments, **options)
+            if reason is None:
+                return None
+            reasons[implementation.name] = reason
+        shown = [f"not {name}: {reason}" for name, reason in reasons.items()]
+        return f"{self.kernel.name} {', '.join(shown) or 'has no faster implementation'}"
 
     @property
     def active(self) -> str:
@@ -79,10 +99,11 @@ def select(
         _check(name, name, tuple(kernels))
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     measured = table.get(chip or chip_name(), {})
+    order = {name: measured.get(name) or table[UNMEASURED].get(name, []) for name in kernels}
     return {
-        name: _override(kernel, overrides[name])
+        name: _override(kernel, overrides[name], order[name])
         if name in overrides
-        else _choose(kernel, measured.get(name) or table[UNMEASURED].get(name, []))
+        else _choose(kernel, order[name])
         for name, kernel in kernels.items()
     }
 
@@ -100,15 +121,17 @@ def _choose(kernel: Kernel, order: Sequence[str]) -> Choice:
     return Choice(kernel, tuple(present), absent)
 
 
-def _override(kernel: Kernel, name: str) -> Choice:
+def _override(kernel: Kernel, name: str, order: Sequence[str]) -> Choice:
     _check(f"{kernel.name}={name}", name, kernel.names())
+    faster = order[: order.index(name)] if name in order else order
+    absent = dict.fromkeys(faster, f"{name} is requested by name")
     if name == REFERENCE:
-        return Choice(kernel, (), {}, named=True)
+        return Choice(kernel, (), absent, named=True)
     implementation = kernel.implementations[name]
     reason = implementation.missing()
     if reason is not None:
         raise KernelError(f"{kernel.name}={name} cannot run here: {reason}")
-    return Choice(kernel, (implementation,), {}, named=True)
+    return Choice(kernel, (implementation,), absent, named=True)
 
 
 def chip_name() -> str:

@@ -23,9 +23,10 @@ class Run(Section):
     deterministic: bool = False
     """Use only deterministic algorithms, so that two runs are bitwise identical on a GPU too."""
     device: Literal["auto", "cpu", "cuda", "shared"] = "auto"
-    """Device to train on. `auto` gives each rank a GPU if there are any. `shared`: all ranks of a
-    machine compute on its first GPU, or on the CPU if there is none, and communicate through host
-    memory with the GPU's collectives. This is slow and meant for trying layouts."""
+    """Device to train on. `auto` gives each rank a GPU if there are any; a GPU that torch cannot
+    use is an error. `shared`: all ranks of a machine compute on its first GPU, or on the CPU if
+    there is none, and communicate through host memory with the GPU's collectives. This is slow and
+    meant for trying layouts."""
 
 
 class Parallel(Section):
@@ -35,7 +36,8 @@ class Parallel(Section):
     the layout it began with."""
     cluster: str | None = None
     """Description of the cluster to plan for: a name from `configs/clusters`, or a path. Default:
-    chosen by device; h100-ib for tools/plan.py."""
+    the likely one for the device, with its memory; of an unknown device only memory is planned.
+    tools/plan.py assumes h100-ib."""
     tensor: Positive = 1
     """Tensor-parallel ranks. They split each matrix and, outside the matrices, the sequence."""
     tensor_chunks: Positive = 1
@@ -167,7 +169,8 @@ class Kernels(Section):
     elementwise: Literal["auto", "triton", "torch", "liger", "reference"] = "auto"
     """LayerNorm and RMSNorm, MLP activations, rotation of queries and keys. For all keys of this
     section: `auto` picks the fastest supported kernel on a GPU and plain PyTorch on a CPU.
-    `reference` uses plain PyTorch everywhere. Naming an unavailable kernel is an error."""
+    `reference` uses plain PyTorch everywhere. Naming an unavailable kernel is an error, and so is
+    `auto` on a GPU without Triton."""
     attention: Literal[
         "auto",
         "triton",
@@ -196,7 +199,8 @@ class Kernels(Section):
     `run.deterministic` it is `torch`. `torch` takes what torch takes (MKL for fp32), `onednn`
     oneDNN; types that the processor does not multiply are copied to fp32."""
     fp8: Literal["auto", "triton", "torch", "reference"] = "auto"
-    """Rounding to 8 bits and 8-bit matrix products, for `train.fp8`."""
+    """Rounding to 8 bits and 8-bit matrix products, for `train.fp8`. On a GPU that has no fast
+    ones only `reference` runs, slower than 16 bits; otherwise that is an error."""
 
 
 class ParameterGroup(Section):

@@ -113,6 +113,18 @@ class ConsoleSink:
             raise cannot_write(self._folder / LOG_FILE, error) from None
 
 
+def note_elsewhere(config: RunConfig, text: str) -> None:
+    """Print a note of a rank that has no sink, and append it to the run log."""
+    said = json.dumps({"note": text}) if config.meter.console == "json" else text
+    print(said, flush=True)
+    path = Path(config.run.dir) / LOG_FILE
+    try:
+        with open(path, "a", encoding="utf-8") as log:
+            print(text, file=log, flush=True)
+    except OSError as error:
+        raise cannot_write(path, error) from None
+
+
 def columns(steps: int) -> dict[str, int]:
     """Return names and widths of the columns of a line."""
     widths = {"loss": 9, "grad norm": 10, "lr": 10, "tokens/s": 11, "TFLOP/s": 9, "MFU": 7}

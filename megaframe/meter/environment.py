@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from megaframe.nn import tile_products
 from megaframe.parameter import PRECISIONS
 
 
-def write_environment(config: RunConfig, mesh: Mesh) -> None:
-    """Write the environment into the run folder, over that of an earlier process."""
+def write_environment(config: RunConfig, mesh: Mesh, kernels: Mapping[str, Any]) -> None:
+    """Write the environment into the run folder, over that of an earlier process. kernels: which
+    are used, and why not faster ones."""
     path = Path(config.run.dir) / ENVIRONMENT_FILE
     try:
-        path.write_text(json.dumps(environment(config, mesh), indent=1) + "\n", encoding="utf-8")
+        found = {**environment(config, mesh), "kernels": kernels}
+        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise cannot_write(path, error) from None
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from megaframe.config import RunConfig
 from megaframe.mesh import Mesh
-from megaframe.meter.console import ConsoleSink
+from megaframe.meter.console import ConsoleSink, note_elsewhere
 from megaframe.meter.environment import write_environment
 from megaframe.meter.flops import count_flops
 from megaframe.meter.links import free_seconds
@@ -42,8 +42,9 @@ class Meter:
 
     specs: of the whole model. timer: that of the step, which others may charge too. start_step:
     number of steps that the run has already done; sinks drop what they have of later ones. held:
-    returns the bytes on this rank by kind. All ranks make a meter and call it at the same points of
-    a step. Raises `UserError` if a sink cannot be opened.
+    returns the bytes on this rank by kind. kernels: which are used, for the environment. All ranks
+    make a meter and call it at the same points of a step. Raises `UserError` if a sink cannot be
+    opened.
     """
 
     def __init__(
@@ -55,8 +56,9 @@ class Meter:
         *,
         start_step: int = 0,
         held: Held = dict,
+        kernels: Mapping[str, Any] | None = None,
     ) -> None:
-        self._mesh, self._world = mesh, mesh.world
+        self._config, self._mesh, self._world = config, mesh, mesh.world
         self._device = mesh.device
         self._flops = count_flops(specs, config)
         self._timer = timer or StepTimer.on(mesh.device)
@@ -73,7 +75,7 @@ class Meter:
         self._console: ConsoleSink | None = None
         if mesh.rank == 0:
             self._sinks = open_sinks(config, start_step)
-            write_environment(config, mesh)
+            write_environment(config, mesh, kernels or {})
             self._console = ConsoleSink(config, start_step)
             self._sinks.append(self._console)
         peak = device_peak(config, mesh)
@@ -158,6 +160,16 @@ class Meter:
         """Print a text on the console and in the run log, once for all ranks."""
         if self._console is not None:
             self._console.note(text)
+
+    def note_here(self, text: str) -> None:
+        """Print a text that a part of the model gives rise to, and that the first rank, which may
+        have another part, need not know. It is printed for the first rank of each pipeline rank,
+        because the others have the same."""
+        place = self._mesh.coordinate
+        if self._console is not None:
+            self.note(text)
+        elif not any(place[axis] for axis in ("tensor", "context", "data")):
+            note_elsewhere(self._config, f"rank {self._mesh.rank}: {text}")
 
     def close(self) -> None:
         """Write the last line and the summary, at the end of a run. A run that fails does not need

@@ -19,13 +19,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.kernels import Kernels
+from megaframe.config import RunConfig
+from megaframe.errors import UserError
+from megaframe.kernels import PLAIN_CODE, Kernels
+from megaframe.parameter import PRECISIONS
 
 BLOCK = 128
 """Number of elements along the summed dimension that share a scale. In a weight, so many rows share
 it too."""
+Scaling = Literal["tensor", "row", "block"]
 _STEP = 16
 """torch's scaled product takes only dims that are multiples of this."""
+_PROBE = 512
+"""Dims of a product that is as easy to compute as any: no implementation refuses its shape."""
+SCALINGS: tuple[Scaling, ...] = ("tensor", "row", "block")
 Blocks = tuple[int, int] | None
 
 
@@ -34,8 +41,22 @@ class EightBits:
     """Matrix products in 8 bits. scaling: what shares a scale. Numbers are e4m3, but with one scale
     per tensor gradients are e5m2, because their range is wider (Micikevicius et al. 2022)."""
 
-    scaling: Literal["tensor", "row", "block"]
+    scaling: Scaling
     kernels: Kernels
+
+    def refusal(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Return why the reference would multiply in 8 bits on this device, whatever the shapes, or
+        None. dtype: that of the operands before they are rounded."""
+        x, kind = torch.empty(_PROBE, _PROBE, device=device, dtype=dtype), self._kind(gradient=True)
+        scales = []
+        for block in (self._rows, self._matrices):
+            if reason := self.kernels.refusal("quantise", x, kind, block):
+                return reason
+            rows, columns = block or (0, 0)
+            shape = [_PROBE // size if size > 0 else 1 for size in (rows, columns)]
+            scales.append(torch.empty(shape, device=device))
+        eight = torch.empty(_PROBE, _PROBE, device=device, dtype=torch.float8_e4m3fn)
+        return self.kernels.refusal("scaled_product", eight, eight, *scales, dtype)
 
     def takes(self, *widths: int) -> bool:
         """Return whether a matrix of these dims is multiplied in 8 bits; if not, it is multiplied
@@ -155,3 +176,38 @@ def _ends_of(matrices_EOI: Tensor) -> Tensor:
     """Return where the rows of each matrix end, int32 [E]."""
     experts, rows, _ = matrices_EOI.shape
     return (rows * torch.arange(1, experts + 1, device=matrices_EOI.device)).int()
+
+
+def check_eight_bits(config: RunConfig, device: torch.device, kernels: Kernels) -> str | None:
+    """Check how this run multiplies in 8 bits.
+
+    Returns:
+        A warning if the reference does, because the device is a CPU or the config asks for it; None
+        if it does not, or if the run does not multiply in 8 bits.
+
+    Raises:
+        UserError: it would on a GPU, unasked, which is slower than 16 bits.
+    """
+    scaling, dtype = config.train.fp8, PRECISIONS[config.train.precision].compute
+    if scaling == "none":
+        return None
+    what = f"train.fp8={scaling}"
+    if config.kernels.fp8 == PLAIN_CODE:
+        return f"warning: {what} runs as the reference, slower than without (kernels.fp8=reference)"
+    if device.type != "cuda":
+        return (
+            f"warning: {what} is emulated on a {device.type}: it rounds as on a GPU, and is slower "
+            "than without"
+        )
+    reason = EightBits(scaling, kernels).refusal(device, dtype)
+    if reason is None:
+        return None
+    others = [
+        f"train.fp8={other}"
+        for other in SCALINGS
+        if other != scaling and EightBits(other, kernels).refusal(device, dtype) is None
+    ]
+    raise UserError(
+        f"{what} would run as the reference on this GPU, slower than without: {reason}; use "
+        f"{' or '.join([*others, 'train.fp8=none'])}, or kernels.fp8={PLAIN_CODE} to run it so"
+    )

@@ -15,8 +15,8 @@ from megaframe.config.load import load
 from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.plan.check import check
-from megaframe.plan.cluster import Cluster, likely_cluster, load_cluster
-from megaframe.plan.constants import constants_of
+from megaframe.plan.cluster import Cluster, device_cluster, load_cluster
+from megaframe.plan.constants import cluster_constants
 from megaframe.plan.nearest import in_words
 from megaframe.plan.search import Choice, search
 from megaframe.plan.step import predict
@@ -48,9 +48,7 @@ class Beside:
         """Yield a sentence with the best layout for as many ranks, and then its reasons; or only
         that no layout would save enough."""
         config, ranks, cluster = self.choice.config, self.choice.layout.world, self.cluster
-        found = search(
-            config, ranks, cluster, constants_of(cluster.chip.family), simulated=_SIMULATED
-        )
+        found = search(config, ranks, cluster, cluster_constants(cluster), simulated=_SIMULATED)
         now, best = self.choice.prediction.step_seconds, found.best.prediction
         if best.step_seconds > (1 - _WORTH) * now:
             yield (
@@ -86,16 +84,22 @@ def beside(config: Path, environment: Mapping[str, Any], cluster: str | None = N
     given, ranks = load(str(config)), environment.get("ranks")
     if not isinstance(ranks, int) or ranks < 1:
         raise UserError("the run's environment.json does not say how many ranks it had")
-    device = str(environment.get("device", ""))
-    name = cluster or given.parallel.cluster or likely_cluster(device)
-    if name is None:
-        raise UserError(
-            f"no cluster of {device or 'this device'} is known; name one with --cluster"
-        )
     if given.model.vocab is None:
         raise UserError("model.vocab is not set in the run's config")
-    machine = load_cluster(name)
+    name = cluster or given.parallel.cluster
+    machine = load_cluster(name) if name else _of_device(environment)
     check(given, ranks, data=False)
     layout = Layout.from_parallel(given.parallel, ranks)
-    prediction = predict(given, layout, machine, constants_of(machine.chip.family))
+    prediction = predict(given, layout, machine, cluster_constants(machine))
     return Beside(Choice(given, layout, prediction), machine)
+
+
+def _of_device(environment: Mapping[str, Any]) -> Cluster:
+    """Return the likely cluster of the device that a run's environment names."""
+    device, memory = str(environment.get("device", "")), environment.get("memory of the device")
+    try:
+        return device_cluster(device, memory if isinstance(memory, int) else None)
+    except UserError:
+        raise UserError(
+            f"no cluster of {device or 'this device'} is known; name one with --cluster"
+        ) from None

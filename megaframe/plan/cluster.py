@@ -1,13 +1,15 @@
 """Cluster: the machine that a run is planned for, as data: chip, tiers of links, failures, price.
 
-`load_cluster("h100-ib")` reads `configs/clusters/h100-ib.yaml`; a path reads any such file. A tier
-is a set of ranks that reach each other at the same speed. A rank's bandwidth is what it gets while
-all other ranks use theirs, so no formula needs to know which ranks share an adapter.
+`load_cluster("h100-ib")` reads `configs/clusters/h100-ib.yaml`; a path reads any such file.
+`device_cluster` is the likely one for a device, and says what it assumes. A tier is a set of ranks
+that reach each other at the same speed. A rank's bandwidth is what it gets while all other ranks
+use theirs, so no formula needs to know which ranks share an adapter.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
@@ -20,21 +22,32 @@ from megaframe.config.numbers import either
 from megaframe.config.section import Positive, Section
 from megaframe.config.shipped import CONFIGS
 from megaframe.errors import UserError
-from megaframe.plan.chips import CHIPS, Chip, nearest_chips
+from megaframe.plan.chips import CHIPS, UNKNOWN, Chip, chip_named, chip_of, nearest_chips
 
 DEFAULT = "h100-ib"
 """Cluster of a plan that names none: nodes of 8 H100 SXM with 400 Gb/s InfiniBand per GPU."""
-_BY_NAME = {
-    "A100": "a100-ib",
-    "H100": "h100-ib",
-    "H200": "h200-ib",
-    "B200": "b200-ib",
-    "CPU": "cpu",
+_OF_CHIP = {
+    "a100-40gb": "a100-40gb-roce",
+    "a100-80gb": "a100-ib",
+    "h100": "h100-ib",
+    "h200": "h200-ib",
+    "b200": "b200-ib",
+    "gb200": "gb200-nvl72",
+    "gh200-96gb": "gh200-ib",
+    "gh200-144gb": "gh200-ib",
+    "cpu": "cpu",
 }
-"""Likely cluster of a device whose name contains the key."""
+"""The shipped cluster whose links a chip is likely to have."""
+_NODE, _LARGEST = 8, 4096
+"""Chips of a node, and of the whole cluster, where nothing is known of its links."""
+_NETWORK = 12.5e9
+"""Bytes/s of the network for each chip there: an adapter of 100 Gb/s."""
 FOLDER = CONFIGS / "clusters"
 _MAX_BYTES = 100_000
-_OF_CHIP = ("memory", "bandwidth", "watts", "host_link")
+_FIGURES = ("memory", "bandwidth", "units", "watts", "host_link")
+_NEEDED = ("memory", "bandwidth", "peaks")
+"""Figures of a chip that its description can have, and those that it must have if the chip is not
+in the table."""
 
 TierKind = Literal["switch", "rail", "torus"]
 """switch: every rank of the tier reaches every other in the same way. rail: a rank reaches only the
@@ -70,7 +83,8 @@ class Cluster:
     it. price: dollars per chip and hour. restart_seconds: time from a failure until training
     continues. storage: bytes/s at which one rank writes a checkpoint. jitter: share by which the
     slowest of 1,000 ranks lags behind the mean; it grows with the root of the logarithm of the
-    number of ranks.
+    number of ranks. constants: what was measured on the chip, by the names of
+    `constants.Constants`. notes: what is assumed about the cluster; every plan says it.
     """
 
     name: str
@@ -81,6 +95,8 @@ class Cluster:
     restart_seconds: float = 600.0
     storage: float = 1e9
     jitter: float = 0.0
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         mistakes = list(_tier_mistakes(self.tiers))
@@ -133,6 +149,16 @@ class _TierFile(Section):
     reduces: bool = False
 
 
+class _ConstantsFile(Section):
+    product: _Above | None = None
+    start: Annotated[float, Field(ge=0)] | None = None
+    attention: _Above | None = None
+    memory: _Above | None = None
+    launch: _Above | None = None
+    contention: Annotated[float, Field(ge=0)] | None = None
+    links: Annotated[tuple[_Above, ...], Field(min_length=1)] | None = None
+
+
 class _ClusterFile(Section):
     chip: str
     tiers: Annotated[tuple[_TierFile, ...], Field(min_length=1)]
@@ -143,57 +169,157 @@ class _ClusterFile(Section):
     jitter: Annotated[float, Field(ge=0, lt=1)] = 0.0
     memory: _Above | None = None
     bandwidth: _Above | None = None
+    units: Positive | None = None
     watts: _Above | None = None
     host_link: _Above | None = None
-    peaks: dict[str, _Above] | None = None
+    peaks: dict[Literal["fp8", "fp16", "bf16", "tf32", "fp32", "fp64"], _Above] | None = None
+    constants: _ConstantsFile | None = None
 
 
-def likely_cluster(device: str) -> str | None:
-    """Return the name of the cluster that a device with this name is likely to belong to, or None
-    if the device is unknown."""
-    return next((cluster for part, cluster in _BY_NAME.items() if part in device), None)
+_FILES = (_ClusterFile, _TierFile, _ConstantsFile)
+
+
+def device_cluster(device: str, memory: float | None = None, units: int = 2) -> Cluster:
+    """Return the likely cluster of a device. The device determines chip and memory; `notes` says
+    what is only assumed. Of an unknown device nothing but its memory can be planned.
+
+    Args:
+        device: name of the device, as torch reports it.
+        memory: its bytes; by default those of the chip's datasheet.
+        units: its multiprocessors.
+
+    Raises:
+        UserError: nothing at all is known: neither the device's name nor its memory.
+    """
+    chip = chip_named(device) if memory is None else chip_of(device, memory, units)
+    if chip is None:
+        raise UserError(f"{device or 'this device'} is not a known chip; name a cluster for it")
+    name = _OF_CHIP.get(chip.name)
+    if name is not None:
+        made = replace(load_cluster(name), chip=chip)
+        links = f"the links and the price of cluster {name}"
+    else:
+        inside = chip.link or chip.host_link or 2 * _NETWORK
+        network = min(_NETWORK, inside)
+        tiers = (
+            Tier("node", _NODE, 8e-6, inside),
+            Tier("network", _LARGEST, 10e-6, network),
+        )
+        # Failures as of nodes of A100 or H100 (`configs/clusters`); there is no price.
+        made = Cluster(chip.name, chip, tiers, failure_hours=50_000, price=0.0)
+        links = (
+            f"nodes of {_NODE} joined by {'its links' if chip.link else 'PCI Express'} at "
+            f"{inside / 1e9:g} GB/s, a network of {network / 1e9:g} GB/s for each chip and no price"
+        )
+    if not chip.has_rates:
+        return replace(made, notes=(without_rates(chip),))
+    return replace(
+        made,
+        notes=(
+            f"{device} is the chip {chip.name}, with {chip.memory / 2**30:.1f} GiB; "
+            f"parallel.cluster is not given, so {links} are assumed",
+        ),
+    )
+
+
+def without_rates(chip: Chip) -> str:
+    """Return the sentence about a chip of which only the memory is known: what is not predicted,
+    and how it can be."""
+    return (
+        f"unknown chip {chip.name} with {chip.memory / 2**30:.1f} GiB: its memory is planned, its "
+        "speed is not predicted; measure it there with `python tools/measure_kernels.py --write "
+        "mine.yaml` and give parallel.cluster=mine.yaml, or name a cluster whose chip is as fast"
+    )
 
 
 def load_cluster(name: str = DEFAULT) -> Cluster:
     """Read a cluster from `configs/clusters/NAME.yaml`, or from a path.
 
-    `memory`, `bandwidth`, `watts`, `host_link` and `peaks` (by type) in the file override those of
-    the chip that it names. Raises `UserError` with all mistakes.
+    The chip is one of the table, of which `memory`, `bandwidth`, `units`, `watts`, `host_link` and
+    `peaks` (by type) in the file override figures; or another one, which needs them. `constants`
+    are what was measured on it. Raises `UserError` with all mistakes.
     """
-    path = (
-        Path(name) if "/" in name or name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
-    )
+    path = _path(name)
     raw = _read(name, path)
     try:
         given = _ClusterFile.model_validate(raw)
     except ValidationError as errors:
         lines = [_told(error) for error in errors.errors()[:20]]
         raise UserError("\n  ".join([f"cluster {path.name}", *lines])) from None
-    if given.chip not in CHIPS:
-        raise UserError(
-            f"cluster {path.name}: chip={given.chip} is unknown; use {nearest_chips(given.chip)}, "
-            "or one of these with memory, bandwidth, watts and peaks of its own"
-        )
-    chip = CHIPS[given.chip]
-    own = {key: getattr(given, key) for key in _OF_CHIP}
-    chip = replace(chip, **{key: value for key, value in own.items() if value is not None})
-    if given.peaks is not None:
-        chip = replace(chip, peaks={**chip.peaks, **given.peaks})
+    constants = given.constants.model_dump(exclude_none=True) if given.constants else {}
     return Cluster(
         name=path.stem,
-        chip=chip,
+        chip=_chip(path, given),
         tiers=tuple(Tier(**tier.model_dump()) for tier in given.tiers),
         failure_hours=given.failure_hours,
         price=given.price,
         restart_seconds=given.restart_seconds,
         storage=given.storage,
         jitter=given.jitter,
+        constants=constants,
     )
+
+
+def _chip(path: Path, given: _ClusterFile) -> Chip:
+    """Return the chip of a description. Raises `UserError` if it is unknown and not described."""
+    own = {key: getattr(given, key) for key in _FIGURES}
+    own = {key: value for key, value in own.items() if value is not None}
+    peaks: dict[str, float] = {kind: peak for kind, peak in (given.peaks or {}).items()}
+    if given.chip in CHIPS:
+        known = CHIPS[given.chip]
+        return replace(known, **own, peaks={**known.peaks, **peaks})
+    missing = [key for key in _NEEDED if not getattr(given, key)]
+    if missing:
+        raise UserError(
+            f"cluster {path.name}: chip={given.chip} is unknown; use {nearest_chips(given.chip)}, "
+            f"or give its {', '.join(missing)} (tools/measure_kernels.py --write measures them)"
+        )
+    return Chip(given.chip, UNKNOWN, peaks, **{"units": 2, **own})
+
+
+def write_cluster(path: Path, made: Cluster, changes: Mapping[str, Any], comment: str) -> None:
+    """Write the description of a cluster, and read it back as a check.
+
+    What the file already says stays, except for `changes`.
+
+    Args:
+        path: the file. Its name is the cluster's.
+        made: the cluster to describe where there is no such file yet.
+        changes: keys of the description, and their values.
+        comment: the first line of the file.
+    """
+    if path.exists():
+        content = dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+    else:
+        content = {
+            "chip": made.chip.name,
+            "tiers": [
+                {
+                    "name": tier.name,
+                    "size": tier.size,
+                    "kind": tier.kind,
+                    "bandwidth": tier.bandwidth,
+                    "latency": tier.latency,
+                }
+                for tier in made.tiers
+            ],
+            "failure_hours": made.failure_hours,
+            "price": made.price,
+        }
+    text = f"# {comment}\n" + yaml.safe_dump({**content, **changes}, sort_keys=False)
+    path.write_text(text, encoding="utf-8")
+    load_cluster(str(path if "/" in str(path) else Path(".") / path.name))
 
 
 def cluster_names() -> tuple[str, ...]:
     """Return the names that `load_cluster` knows."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
+
+
+def _path(name: str) -> Path:
+    """Return the file of a cluster: a path, or the name of a shipped one."""
+    is_path = "/" in name or name.endswith((".yaml", ".yml"))
+    return Path(name) if is_path else FOLDER / f"{name}.yaml"
 
 
 def _read(name: str, path: Path) -> Any:
@@ -221,7 +347,7 @@ def _told(error: Any) -> str:
     if error["type"] == "missing":
         return f"{where}: missing; give the figure"
     if error["type"] == "extra_forbidden":
-        known = [*_ClusterFile.model_fields, *_TierFile.model_fields]
+        known = [key for one in _FILES for key in one.model_fields]
         near = get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0) or known
         return f"{where}: unknown key; did you mean {near[0]}?"
     return f"{where}={str(error['input'])[:60]}: {error['msg'][0].lower()}{error['msg'][1:]}"

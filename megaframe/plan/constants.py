@@ -8,10 +8,12 @@ source code, and is never fitted.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
+from megaframe.plan.chips import UNKNOWN
+from megaframe.plan.cluster import Cluster
 from megaframe.plan.collectives import on_tier
 
 NCCL = ("ring", "tree", "in_network", "pairwise", "scatter")
@@ -116,6 +118,8 @@ class Constants:
     take on the innermost tier.
     links: share of a link's bandwidth that collectives reach, by tier from the innermost; the last
     one applies to all further tiers. Taken from NCCL measurements, not fitted.
+    unfitted: where the numbers are from if they are neither fitted to steps on such chips nor
+    measured on one; every prediction says so.
     """
 
     product: float = 0.85
@@ -126,6 +130,7 @@ class Constants:
     contention: float = 0.2
     links: tuple[float, ...] = (0.8,)
     software: Software = field(default=MEGAFRAME)
+    unfitted: str = ""
 
     def link(self, tier: int) -> float:
         """Return the share of its bandwidth that collectives reach on tier number `tier`."""
@@ -135,17 +140,28 @@ class Constants:
 # NCCL's all-reduce of large messages reaches 233 of 300 GB/s on 8 A100 (VIA-Research/vTrain,
 # trace/a100), and its rings 370 of 450 GB/s on 8 H100 (NVIDIA/nccl-tests, issue 212). Between nodes
 # it reached 85 to 96% of HDR adapters and 92 to 96% of NDR (issues 119 and 290).
+_A100 = Constants(0.878, 467.0, 0.520, 0.909, 4.5e-05, 3.6, (0.775, 0.9))
 _H100 = Constants(0.778, 1104.0, 0.328, 1.000, 1.2e-05, 0.474, (0.82, 0.9))
+_LIKE_A100 = replace(_A100, unfitted="those of an A100")
+_LIKE_H100 = replace(_H100, unfitted="those of an H100")
 CONSTANTS: Mapping[str, Constants] = {
-    "a100": Constants(0.878, 467.0, 0.520, 0.909, 4.5e-05, 3.6, (0.775, 0.9)),
+    "a100": _A100,
     "h100": _H100,
-    "b200": _H100,
-    "tpu": _H100,
-    "cpu": Constants(0.9, 0.0, 0.4, 0.8, 5e-6, 1.0),
+    "b200": _LIKE_H100,
+    "cdna": _LIKE_H100,
+    "tpu": _LIKE_H100,
+    # Their tensor cores are programmed like those of an A100, warp by warp.
+    "v100": _LIKE_A100,
+    "t4": _LIKE_A100,
+    "ga102": _LIKE_A100,
+    "ada": _LIKE_A100,
+    "gb202": _LIKE_A100,
+    "cpu": Constants(0.9, 0.0, 0.4, 0.8, 5e-6, 1.0, unfitted="guesses"),
+    UNKNOWN: _LIKE_A100,
 }
 """Constants by chip family. Those of a100 and h100 are fitted, except `launch` of h100, which its
-tables do not determine. The others are guesses (b200 and tpu use those of h100) until kernels are
-measured on such chips."""
+tables do not determine. The others are not (`Constants.unfitted`) until kernels are measured on
+such a chip."""
 
 
 def constants_of(family: str) -> Constants:
@@ -156,3 +172,12 @@ def constants_of(family: str) -> Constants:
             f"{', '.join(CONSTANTS)}, or measure them with tools/measure_kernels.py"
         )
     return CONSTANTS[family]
+
+
+def cluster_constants(cluster: Cluster) -> Constants:
+    """Return the constants of a cluster's chip: those measured on it, as its description has them,
+    and otherwise those of the chip's family."""
+    known = constants_of(cluster.chip.family)
+    if not cluster.constants:
+        return known
+    return replace(known, **cluster.constants, unfitted="")

@@ -15,6 +15,7 @@ import numpy as np
 
 from megaframe.errors import UserError
 from megaframe.plan.chips import WIDTH, Chip
+from megaframe.plan.cluster import without_rates
 from megaframe.plan.constants import Constants
 
 Number = Any
@@ -43,7 +44,10 @@ class Rates:
 
 
 def rates(chip: Chip, constants: Constants, kind: str) -> Rates:
-    """Return the rates of a chip in the type `kind`. Raises `UserError` if the chip lacks it."""
+    """Return the rates of a chip in the type `kind`. Raises `UserError` if the chip lacks it, or if
+    nothing is known of the chip's speed."""
+    if not chip.has_rates:
+        raise UserError(without_rates(chip))
     sustained = chip.sustained(kind)
     if sustained is None:
         raise UserError(

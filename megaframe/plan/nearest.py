@@ -9,7 +9,7 @@ import numpy as np
 from megaframe.config.schema import RunConfig
 from megaframe.plan.candidates import SCHEDULES, Candidates
 from megaframe.plan.cluster import Cluster, cluster_names, load_cluster
-from megaframe.plan.constants import Constants, constants_of
+from megaframe.plan.constants import Constants, cluster_constants
 from megaframe.plan.fast import Estimates, estimate
 from megaframe.plan.room import leaves_room
 from megaframe.plan.sizes import RECOMPUTE
@@ -98,7 +98,7 @@ def _ways(
         other = load_cluster(name)
         larger = other.chip.memory > cluster.chip.memory and other.size >= gpus
         if larger and other.chip.family in ("h100", "b200"):
-            found = _fitting(config, gpus, other, constants_of(other.chip.family), fixed)
+            found = _fitting(config, gpus, other, cluster_constants(other), fixed)
             if found:
                 yield f"{gpus} GPUs of {name}: {found}"
                 return

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from megaframe.config.schema import RunConfig
 from megaframe.layout import Layout
 from megaframe.plan.cluster import Cluster, Tier
+from megaframe.plan.constants import Constants
 
 _WORTH_TELLING = 0.02
 _AXES = {
@@ -22,13 +23,14 @@ def reasons(
     config: RunConfig,
     layout: Layout,
     cluster: Cluster,
+    constants: Constants,
     breakdown: Mapping[str, float],
     needed: Mapping[str, int],
     host: int,
 ) -> Iterator[str]:
-    """Yield sentences about a predicted step: memory of the device, memory of the host, what the
-    plan does not consider, compute, and then everything else that takes at least a fiftieth of the
-    step, the longest first.
+    """Yield sentences about a predicted step: memory of the device, memory of the host, what is
+    assumed about the machine, what the plan does not consider, compute, and then everything else
+    that takes at least a fiftieth of the step, the longest first.
 
     breakdown: seconds by part. needed: bytes on the device by kind. host: bytes in host memory.
     """
@@ -48,6 +50,13 @@ def reasons(
         )
     if host:
         yield _from_host(host, cluster, breakdown["optimizer"])
+    yield from cluster.notes
+    if constants.unfitted:
+        yield (
+            f"speeds are not fitted to a {cluster.chip.name}: the shares of its peaks that kernels "
+            f"reach are {constants.unfitted}, and `python tools/measure_kernels.py --write FILE` "
+            "measures them"
+        )
     if config.optim.frozen:
         yield (
             "all of it is planned as if everything were trained: what optim.frozen names needs no "

@@ -1,7 +1,7 @@
 """How long a step takes, where the time goes, and whether it fits.
 
     cluster = load_cluster("h100-ib")
-    constants = constants_of(cluster.chip.family)
+    constants = cluster_constants(cluster)
     predict(config, layout, cluster, constants) -> Prediction      exact: the schedule is simulated
     estimate(config, cluster, constants, candidates) -> Estimates  closed forms on arrays, `fast.py`
 
@@ -96,7 +96,7 @@ def predict(
     timeline = simulate(schedule, _schedule_costs(machine, parts))
     breakdown = _breakdown(machine, plans, parts, schedule, timeline)
     needed = worst_memory(config, layout, schedule, cluster.chip)
-    return _told(config, layout, cluster, breakdown, by_kind(needed), needed.host)
+    return _told(config, layout, machine, breakdown, by_kind(needed), needed.host)
 
 
 def _by_layer(machine: Machine, function: Callable[[Machine, int], T]) -> list[T]:
@@ -211,12 +211,12 @@ def model_flops(config: RunConfig) -> tuple[float, float]:
 def _told(
     config: RunConfig,
     layout: Layout,
-    cluster: Cluster,
+    machine: Machine,
     breakdown: dict[str, float],
     needed: dict[str, int],
     host: int,
 ) -> Prediction:
-    step = float(sum(breakdown.values()))
+    step, cluster = float(sum(breakdown.values())), machine.cluster
     tokens = config.train.global_batch * config.train.seq
     model, hardware = model_flops(config)
     rate = model * tokens / step / layout.world
@@ -232,5 +232,5 @@ def _told(
         memory_bytes=needed,
         fits=fits,
         host_bytes=host,
-        reasons=tuple(reasons(config, layout, cluster, breakdown, needed, host)),
+        reasons=tuple(reasons(config, layout, cluster, machine.constants, breakdown, needed, host)),
     )

@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from megaframe import device
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "doctor.py"
 _spec = importlib.util.spec_from_file_location("doctor", TOOL)
@@ -58,3 +61,14 @@ def test_a_check_that_breaks_is_a_finding():
 
     (finding,) = doctor.examine([judge_luck])
     assert finding == doctor.Finding("luck", "broke: out of it", "error")
+
+
+def test_a_gpu_that_torch_cannot_use_is_an_error(monkeypatch):
+    monkeypatch.setattr(device, "unusable_gpu", lambda: "its driver is too old")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    *_, last = doctor.judge_software()
+    assert (last.level, last.what) == ("error", "torch") and "driver is too old" in last.said
+    monkeypatch.setattr(device, "unusable_gpu", lambda: None)
+    monkeypatch.setattr(device, "hidden_gpu", lambda: "a variable hides it")
+    *_, last = doctor.judge_software()
+    assert last.level == "ok" and last.said.endswith("cores (a variable hides it)")

@@ -5,7 +5,6 @@ import pytest
 from megaframe.config import dump, load
 from megaframe.errors import UserError
 from megaframe.plan.beside import beside, beside_or_why
-from megaframe.plan.cluster import cluster_names, likely_cluster
 from megaframe.plan.constants import constants_of
 from megaframe.plan.search import search
 
@@ -44,7 +43,15 @@ def test_what_is_not_known_has_no_prediction(tmp_path):
     assert beside_or_why(tmp_path, {"ranks": 1}, None)[1].startswith("no prediction: ")
 
 
-def test_devices_are_of_clusters_that_there_are():
-    names = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB", "CPU", "NVIDIA B200", "NVIDIA H200")
-    assert {likely_cluster(name) for name in names} < set(cluster_names())
-    assert likely_cluster("NVIDIA GeForce RTX 4090") is None
+def test_the_cluster_is_that_of_the_device_with_its_memory(tmp_path):
+    path = folder(tmp_path) / "config.yaml"
+    environment = {
+        "ranks": 1,
+        "device": "NVIDIA A100-SXM4-40GB",
+        "memory of the device": 42_285_268_992,
+    }
+    found = beside(path, environment).cluster
+    assert (found.name, found.chip.memory) == ("a100-40gb-roce", 42_285_268_992)
+    environment["device"] = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+    with pytest.raises(UserError, match=r"unknown chip .*1g\.5gb with 39\.4 GiB"):
+        beside(path, environment)

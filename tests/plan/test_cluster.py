@@ -47,7 +47,13 @@ def test_figures_of_its_own_replace_those_of_the_chip(read):
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ("chip: h100", "chip: h1000", ["chip=h1000 is unknown", "h100"]),
+        (
+            "chip: h100",
+            "chip: h1000\nmemory: 1e10",
+            ["chip=h1000 is unknown", "h100", "give its bandwidth, peaks", "measure_kernels"],
+        ),
+        ("price: 2", "price: 2\npeaks: {bf61: 1e12}", ["peaks.bf61"]),
+        ("price: 2", "price: 2\nconstants: {produce: 1}", ["constants.produce", "mean product?"]),
         ("size: 64", "size: 60", ["tiers[1].size=60", "tiers[0].size=8", "use 64"]),
         ("bandwidth: 5e10", "bandwidth: 5e12", ["tiers[1].bandwidth=5e+12", "4e+11 or less"]),
         ("price: 2\n", "", ["price: missing; give the figure"]),
@@ -68,3 +74,12 @@ def test_impossible_clusters(read, before, after, said):
 def test_unknown_clusters():
     with pytest.raises(UserError, match=r"no file h100_ib\.yaml; use h100-ib"):
         load_cluster("h100_ib")
+
+
+def test_a_chip_of_ones_own(read):
+    figures = "memory: 1e10\nbandwidth: 1e11\nunits: 9\npeaks: {fp32: 1e12, tf32: 4e12}\n"
+    cluster = read(GOOD.replace("h100", "mine") + figures + "constants: {launch: 1e-5}\n")
+    chip = cluster.chip
+    assert (chip.name, chip.memory, chip.bandwidth, chip.units) == ("mine", 1e10, 1e11, 9)
+    assert chip.has_rates and chip.peaks == {"fp32": 1e12, "tf32": 4e12}
+    assert cluster.constants == {"launch": 1e-5}

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from argparse import Namespace
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -10,13 +11,20 @@ from pathlib import Path
 
 import pytest
 
+from megaframe.config import RunConfig
 from megaframe.errors import UserError
+from megaframe.layout import Layout
 from megaframe.plan.chips import CHIPS
-from megaframe.plan.cluster import load_cluster
-from megaframe.plan.constants import constants_of
+from megaframe.plan.cluster import device_cluster, load_cluster, write_cluster
+from megaframe.plan.constants import cluster_constants, constants_of
 from megaframe.plan.kernels import product_seconds, rates
+from megaframe.plan.step import predict
 
 ROOT = Path(__file__).parents[2]
+PLANNED = RunConfig(
+    model={"layers": 2, "hidden": 64, "heads": 2, "vocab": 100},
+    train={"precision": "fp32", "global_batch": 4},
+)
 FEW = ["--device", "cpu", "--times", "2", "--smallest", "65536", "--largest", "4194304"]
 
 
@@ -76,6 +84,41 @@ def test_kernels_explain_the_products_they_were_fitted_to(monkeypatch, capsys):
     found = json.loads(capsys.readouterr().out)
     assert all(found[key] > 0 for key in ("product", "memory", "attention", "launch"))
     assert max(map(abs, found["errors"])) < 1.0
+
+
+def test_an_unknown_chip_is_planned_by_what_is_measured_on_it(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    given = ("--write", str(path), "--device", "cpu", "--largest", "256", "--precision", "fp32")
+    module, arguments = loaded("measure_kernels", *given)
+    unknown = device_cluster("Abacus", 8 * 2.0**30, 46)
+    monkeypatch.setattr(module, "cluster_here", lambda device: unknown)
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(UserError, match=r"unknown chip Abacus with 8\.0 GiB: .* not predicted"):
+        predict(PLANNED, Layout(), unknown, cluster_constants(unknown))
+    module.main()
+    assert f"wrote {path}" in capsys.readouterr().out
+    cluster = load_cluster(str(path))
+    assert (cluster.chip.name, cluster.chip.memory, cluster.chip.units) == ("Abacus", 2**33, 46)
+    assert 1e9 < cluster.chip.peaks["fp32"] < 1e14 and cluster.tiers == unknown.tiers
+    constants = cluster_constants(cluster)
+    assert constants.launch == cluster.constants["launch"] and not constants.unfitted
+    prediction = predict(PLANNED, Layout(), cluster, constants)
+    assert prediction.step_seconds > 0 and not any("not fitted" in r for r in prediction.reasons)
+
+
+def test_links_are_added_to_a_description_and_the_chip_stays(tmp_path):
+    path = tmp_path / "mine.yaml"
+    unknown = device_cluster("Abacus", 8 * 2.0**30)
+    figures = {"bandwidth": 1e11, "peaks": {"fp32": 1e12}, "memory": 2**33}
+    write_cluster(path, unknown, {**figures, "constants": {"product": 0.5}}, "by hand")
+    module, _ = loaded("measure_links")
+    given = Namespace(write=path, chip=None, failure_hours=None, price=3.0)
+    cluster = module.cluster_to_describe(given, None)
+    tier = {"name": "node", "size": 2, "kind": "switch", "bandwidth": 1e9, "latency": 1e-6}
+    module.describe(path, cluster, [tier], given)
+    found = load_cluster(str(path))
+    assert (found.chip, found.constants) == (cluster.chip, {"product": 0.5})
+    assert (found.tiers[0].bandwidth, found.price, found.failure_hours) == (1e9, 3.0, 5e4)
 
 
 def test_the_start_of_a_product_is_found_again():

@@ -95,3 +95,14 @@ def test_a_layout_that_does_not_fit_is_told_what_would():
     said = plan("--config", "configs/llama3-8b.yaml", "--gpus", 8)
     assert "it does not fit" in said and "Instead" in said
     assert re.search(r"the same axes: .* s a step, \$20 an hour", said)
+
+
+def test_what_is_assumed_is_said():
+    given = ("--config", "configs/llama3-8b.yaml", "--gpus", 8, "--json", "parallel.zero=1")
+    assumed = "no cluster is named, so h100-ib is assumed; name yours with --cluster"
+    assert assumed in json.loads(plan(*given))["reasons"]
+    named = json.loads(plan(*given, "--cluster", "b200-ib"))["reasons"]
+    assert assumed not in named
+    assert any("not fitted to a b200" in one and "those of an H100" in one for one in named)
+    fitted = json.loads(plan(*given, "--cluster", "h100-ib"))["reasons"]
+    assert not any("assumed" in one or "not fitted" in one for one in fitted)

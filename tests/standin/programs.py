@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.cuda import Event, Stream, current_stream
 
+import pretrain_gpt
 from megaframe.checkpoint.background import Background
 from megaframe.checkpoint.slices import Slice
 from megaframe.comm import Pending, all_reduce
@@ -21,6 +22,16 @@ from megaframe.mesh import Mesh
 from megaframe.meter.timers import DeviceClock
 from megaframe.optim.route import GpuRoute
 from standin.collectives import Work
+from standin.cuda import Properties
+
+
+def pretrain_on():
+    """Pretrain on another device than an H200: the command line begins with its name, compute
+    capability and GiB."""
+    name, capability, memory, *sys.argv[1:] = sys.argv[1:]
+    Properties.name, Properties.total_memory = name, int(float(memory) * 2**30)
+    Properties.major, Properties.minor = map(int, capability.split("."))
+    pretrain_gpt.main()
 
 
 def device():

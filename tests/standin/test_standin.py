@@ -211,6 +211,62 @@ def test_a_graph_of_several_communicators(both):
     )
 
 
+# ------------------------------------------------------------------------- what a run says at first
+
+A100, ADA = ("NVIDIA A100-SXM4-40GB", "8.0", "39.4"), ("NVIDIA L40S", "8.9", "44.4")
+STRANGER = ("NVIDIA Abacus", "9.0", "47")
+
+
+def pretrained(standin, on, keys, fails=False):
+    """Pretrain on a device: name, compute capability, GiB. Return what was printed."""
+    return standin.run("standin.programs:pretrain_on", *on, *keys, fails=fails)
+
+
+def test_chip_and_kernels_are_in_the_log_and_in_the_environment(standin, overrides, tmp_path):
+    keys = {**SMALL, **PLAIN, "kernels__update": "auto", "train__steps": 1}
+    keys["train__precision"] = "fp32"
+    said = pretrained(standin, A100, overrides(**keys, run__device="cuda"))
+    for line in (
+        "NVIDIA A100-SXM4-40GB is the chip a100-40gb, with 39.4 GiB; parallel.cluster is not given",
+        "kernels, and why not faster ones:",
+        "  attention: plain code, because kernels.attention=reference",
+        "  update: adamw, square_sum triton",
+    ):
+        assert line in said and line in (tmp_path / "run/run.log").read_text()
+    environment = json.loads((tmp_path / "run/environment.json").read_text())
+    assert environment["kernels"]["adamw"] == {"uses": "triton", "not": {}}
+    assert environment["kernels"]["loss"]["why"] == "kernels.loss=reference"
+
+
+def test_what_the_kernels_of_another_stage_refuse_is_in_the_log(standin, overrides, tmp_path):
+    keys = {**SMALL, **PLAIN, "kernels__loss": "auto", "train__steps": 1, "parallel__pipeline": 2}
+    standin.run("pretrain_gpt:main", *overrides(**keys, run__device="cuda"), world=2)
+    log = (tmp_path / "run/run.log").read_text()
+    assert log.count("rank 1: warning: kernel loss: reference in place of triton") == 1
+
+
+def test_8_bits_that_would_be_slow_are_an_error_unless_they_are_asked_for(standin, overrides):
+    keys = {**SMALL, **PLAIN, "train__precision": "bf16", "train__steps": 1, "run__device": "cuda"}
+    said = pretrained(standin, A100, overrides(**keys, train__fp8="row"), fails=True)
+    assert standin.failed and "train.fp8=row would run as the reference on this GPU" in said
+    assert "need compute capability 8.9, and this GPU has 8.0; use train.fp8=none, or ker" in said
+    said = pretrained(standin, ADA, overrides(**keys, train__fp8="block"), fails=True)
+    assert standin.failed and "takes scales of 128 on compute capability 9.0" in said
+    assert "use train.fp8=tensor or train.fp8=row or train.fp8=none" in said
+    plain = overrides(**keys, train__fp8="row", kernels__fp8="reference")
+    assert "warning: train.fp8=row runs as the reference" in pretrained(standin, A100, plain)
+
+
+def test_an_unknown_chip_runs_and_has_no_prediction(standin, overrides):
+    keys = {**SMALL, **PLAIN, "train__steps": 1, "run__device": "cuda"}
+    keys["meter__peak_tflops"] = "null"
+    said = pretrained(standin, STRANGER, overrides(**keys))
+    assert "unknown chip NVIDIA Abacus with 47.0 GiB: its memory is planned" in said
+    assert "mfu n/a: unknown chip: 'NVIDIA Abacus'; set meter.peak_tflops" in said
+    said = pretrained(standin, STRANGER, overrides(**keys, parallel__auto="true"), fails=True)
+    assert standin.failed and "speed is not predicted; measure it there with" in said
+
+
 # --------------------------------------------------------------------------- the stand-in can fail
 
 PROGRAMS = {
