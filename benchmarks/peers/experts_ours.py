@@ -15,6 +15,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megaframe.autotune import tune
 from megaframe.config import Model, Moe, RunConfig, Train
 from megaframe.device import keep_freed_memory
 from megaframe.init import fill
@@ -68,6 +69,7 @@ def main() -> None:
         ),
         train=Train(seq=shape.tokens, global_batch=1, precision=given.precision),
     )
+    tune(config, None)
     stage = whole_model(config)
     (block,) = stage.blocks
     assert isinstance(block, Block)
