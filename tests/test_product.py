@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tolerances import assert_near
 
 from megaframe import product as module
 from megaframe.product import product, product_into, products, wide_products
@@ -16,9 +17,10 @@ def operands(rows, inner, columns, dtype, *, transposed):
     return (left.t(), right.t()) if transposed else (left, right)
 
 
-def tolerance(dtype, inner, largest=1.0):
-    eps = torch.finfo(dtype).eps
-    return {"rtol": 2 * eps, "atol": 8 * eps * largest * max(1, inner) ** 0.5}
+def exactly(left, right):
+    """Return the product in fp64, and the sum of the absolute values of its terms."""
+    left, right = left.double(), right.double()
+    return left @ right, left.abs() @ right.abs()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -27,13 +29,13 @@ def tolerance(dtype, inner, largest=1.0):
 def test_product_and_bias(rows, inner, columns, dtype, transposed):
     left, right = operands(rows, inner, columns, dtype, transposed=transposed)
     bias = torch.randn(columns).to(dtype)
-    wanted = left.double() @ right.double()
+    wanted, size = exactly(left, right)
     for found, expected in (
         (product(left, right), wanted),
         (product(left, right, bias), wanted + bias),
     ):
         assert found.dtype is dtype
-        torch.testing.assert_close(found.double(), expected, **tolerance(dtype, inner))
+        assert_near(found, expected, inner + 1, size=size + bias.abs())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,13 +44,10 @@ def test_product_and_bias(rows, inner, columns, dtype, transposed):
 @pytest.mark.parametrize("heads", [1, 3])
 def test_products_of_several(heads, size, dtype, transposed):
     """Small products are computed at once, large ones in fp32 one by one. Wide products round only
-    their sums, and restore torch's setting of precision.
-
-    Sums of K terms, in any order, are off by at most K u |left| |right| (Higham, Accuracy and
-    Stability of Numerical Algorithms, 3.5), and the result is rounded once more."""
+    their sums, and restore torch's setting of precision."""
     pairs = [operands(*size, dtype, transposed=transposed) for _ in range(heads)]
     left, right = (torch.stack([pair[side] for pair in pairs]) for side in (0, 1))
-    wanted = left.double() @ right.double()
+    wanted, numbers = exactly(left, right)
     allowed = torch.backends.mkldnn.matmul.fp32_precision
     for make, kind in (
         (products, dtype),
@@ -56,10 +55,7 @@ def test_products_of_several(heads, size, dtype, transposed):
     ):
         found = make(left, right)
         assert found.dtype is kind
-        summed = size[1] * torch.finfo(torch.promote_types(kind, torch.float32)).eps / 2
-        bound = summed * (left.double().abs() @ right.double().abs())
-        bound += torch.finfo(kind).eps / 2 * (wanted.abs() + bound)
-        assert bool(((found.double() - wanted).abs() <= bound).all())
+        assert_near(found, wanted, size[1], size=numbers)
     assert torch.backends.mkldnn.matmul.fp32_precision == allowed
 
 
@@ -73,17 +69,17 @@ def test_written_or_added_in_pieces(rows, inner, columns, dtype, add, piece, mon
     old = torch.randn(rows, columns) if add else torch.full((rows, columns), torch.nan)
     for kind in {dtype, torch.promote_types(dtype, torch.float32)}:
         out = old.to(kind)
-        wanted = left.double() @ right.double() + (out.double() if add else 0.0)
+        before = out.double() if add else torch.zeros(rows, columns, dtype=torch.float64)
+        wanted, size = exactly(left, right)
         product_into(out, left, right, add=add)
-        torch.testing.assert_close(out.double(), wanted, **tolerance(dtype, inner, 2.0))
+        assert_near(out, wanted + before, inner + 1, size=size + before.abs())
 
 
 def test_fp32_on_a_cpu_keeps_fp32_precision():
-    """No lower precision is used: tf32 would give an error of about 0.03, sequential fp32 additions
-    at most about eps * 4096."""
+    """No lower precision is used: tf32 would give errors of about 0.03."""
     left, right = operands(64, 4096, 64, torch.float32, transposed=False)
-    error = (product(left, right).double() - left.double() @ right.double()).abs().max()
-    assert error < torch.finfo(torch.float32).eps * 4096
+    wanted, _ = exactly(left, right)
+    assert_near(product(left, right), wanted, 4096)  # about 0.008
 
 
 def test_onednn_has_a_fast_routine_for_every_piece(capfd, monkeypatch):

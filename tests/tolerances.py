@@ -91,8 +91,10 @@ def assert_near(
         sums: The type in which sums of `found` are kept, as in `allowance`.
         what: A name of the result for the message.
     """
-    found, expected = (torch.as_tensor(x, dtype=None if isinstance(x, Tensor) else torch.float64)
-                       for x in (found, expected))
+    found, expected = (
+        torch.as_tensor(x, dtype=None if isinstance(x, Tensor) else torch.float64)
+        for x in (found, expected)
+    )
     found, expected = found.detach(), expected.detach()
     mine, theirs, wide = dtype or found.dtype, expected.dtype, expected.double()
     finite = wide[torch.isfinite(wide)].abs()

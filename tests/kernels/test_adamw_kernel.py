@@ -3,8 +3,8 @@
 import pytest
 import torch
 from exactness import assert_close, rand
-from tolerances import assert_near
 from megaframe_kernels import adamw, square_sum
+from tolerances import assert_near
 
 OPTIONS = {
     "lr": 0.01,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from exactness import DEVICE, DTYPES, assert_close, rand
 from megaframe_kernels import fp8
-from torch._subclasses.fake_tensor import FakeTensorMode
 from tolerances import assert_near
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 BLOCKS = [None, (1, 0), (1, 128), (4, 16), (0, 8), (3, 20)]
 

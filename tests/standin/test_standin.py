@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from pool import free_port
+from tolerances import promised
 
 from standin.build import library, obstacle
 
@@ -117,7 +118,7 @@ def both(standin, overrides, tmp_path):
         got = trained(standin, overrides(**changes, run__device="cuda"), world)
         assert_no_problem(standin, waits)
         assert len(got) == len(want) >= 6
-        assert got == pytest.approx(want, rel=1e-10)
+        assert got == promised(want)
 
     return compare
 
@@ -143,7 +144,7 @@ def test_offload_recompute_saves_and_a_resumed_run(standin, overrides, tmp_path)
     got = trained(standin, overrides(**keys, checkpoint__resume="latest"))
     assert_no_problem(standin)
     assert len(got) == len(want) == 10
-    assert got == pytest.approx(want, rel=1e-10)
+    assert got == promised(want)
 
 
 def test_bf16_with_the_kernels_of_a_gpu(standin, overrides, tmp_path):
