@@ -21,8 +21,8 @@ SHAPES = ((40, 3, 10), (20,), (24, 36), (2, 2), (50, 20))
 
 
 FACTORS = 1000
-"""Roundings of a number that PowerSGD sends: products with up to 50 columns, their orthogonal basis,
-and products with that."""
+"""Roundings of a number that PowerSGD sends: a product with up to 50 columns, its orthogonal basis,
+and a product with that."""
 
 
 def gradients(length, rank, step, dtype=torch.float64):
