@@ -3,7 +3,7 @@
 import pytest
 import torch
 from test_pretrain import lines, train
-from tolerances import promised
+from tolerances import assert_within, near, promised
 
 from megaframe.checkpoint import Slice, open_checkpoint
 from megaframe.config import load
@@ -30,6 +30,10 @@ LAYOUTS = (
     (4, {"context": 2, "expert": 4, "zero": 2, "dispatch": "hierarchical", "node_size": 2}),
     (4, {"data_replicate": 2, "zero": 3, "dispatch": "deduplicated", "expert": 2}),
 )
+
+
+LOSS = 8 * 16 * 61
+"""Terms of a loss: tokens times words."""
 
 
 def test_a_run_goes_on_under_other_layouts_of_experts(pool, overrides, tmp_path):
@@ -66,7 +70,7 @@ def test_what_routers_add_to_the_loss_is_told_apart(pool, overrides, tmp_path):
         (found[name],) = lines(tmp_path / name)
     assert found["with"]["aux_loss"] > 0.1 and found["without"]["aux_loss"] == 0
     rest = found["with"]["loss"] - found["with"]["aux_loss"]
-    assert rest == pytest.approx(found["without"]["loss"], rel=1e-12)
+    assert rest == near(found["without"]["loss"], LOSS)
 
 
 def test_how_experts_are_trained_may_change_and_what_they_are_may_not(pool, overrides, tmp_path):
@@ -118,7 +122,8 @@ def test_experts_that_start_from_a_dense_run_answer_as_it_did(
     )
     pool.run(ranks, train, upcycled)
     (found,), (*_, wanted) = lines(tmp_path / "run"), lines(tmp_path / "dense")
-    assert found["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=1e-9)
+    # The step of 1e-12 moves a loss by as much times its gradient, whose sum is below 1000.
+    assert found["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=0, abs=1e-12 * 1000)
 
 
 def test_narrow_experts_start_from_parts_in_turn(pool, overrides, tmp_path):
@@ -133,9 +138,11 @@ def test_narrow_experts_start_from_parts_in_turn(pool, overrides, tmp_path):
     for expert in range(6):
         part = slice(expert % 3 * 8, expert % 3 * 8 + 8)
         up, down = (found[f"blocks.1.moe.experts.{name}.weight"] for name in ("up", "down"))
-        same = {"rtol": 0, "atol": 1e-9}
-        torch.testing.assert_close(up[expert], dense["blocks.1.mlp.up.weight"][:, part], **same)
-        torch.testing.assert_close(down[expert], dense["blocks.1.mlp.down.weight"][:, part], **same)
+        for mine, theirs in (
+            (up[expert], dense["blocks.1.mlp.up.weight"][:, part]),
+            (down[expert], dense["blocks.1.mlp.down.weight"][:, part]),
+        ):
+            assert_within(mine, theirs, 1.2e-12, "a step of 1e-12, and its decay")
 
 
 def whole(path):

@@ -9,6 +9,8 @@ from tolerances import assert_near
 
 from megaframe.microbatch import IGNORE, look_ahead
 
+pytestmark = pytest.mark.numeric
+
 MODELS = {
     "gpt2": {"position": "learned", "bias": True, "tie_embeddings": True, "activation": "gelu"},
     "gelu_tanh_untied": {"position": "none"},

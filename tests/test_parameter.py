@@ -8,6 +8,8 @@ from megaframe import product as product_module
 from megaframe.parameter import Module, Parameter
 from megaframe.spec import Box, Constant, ParamSpec
 
+pytestmark = pytest.mark.numeric
+
 
 def make(shape, dtype, master):
     spec = ParamSpec("a.weight", shape, Constant(0), role="matrix")

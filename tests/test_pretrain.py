@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from program import Program
-from tolerances import promised
+from tolerances import near, promised
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -112,10 +112,10 @@ def test_each_source_is_evaluated_and_no_layout_changes_what_it_comes_to(
     trained, held_out = (corpus, [0.8, 0.2, 0]), (tmp_path / "other", [0, 1, 0])
     one = evaluated(1, "one", trained, held_out)
     assert one["eval_losses"].keys() == {"tokens", "other"}
-    assert one["eval_loss"] == pytest.approx(sum(one["eval_losses"].values()) / 2, rel=1e-12)
+    assert one["eval_loss"] == near(sum(one["eval_losses"].values()) / 2, 4)
     alone = evaluated(1, "alone", trained, train__eval_samples=21)
     assert "eval_losses" not in alone
-    assert alone["eval_loss"] == pytest.approx(one["eval_losses"]["tokens"], rel=1e-12)
+    assert alone["eval_loss"] == promised(one["eval_losses"]["tokens"])
     for axes in ({"data": 2}, {"pipeline": 2}, {"context": 2}, {"tensor": 2}):
         (axis,) = axes
         changes = {f"parallel__{axis}": 2, "train__microbatch": 1}

@@ -7,6 +7,8 @@ from tolerances import allowance, assert_near, assert_within
 from megaframe import product as module
 from megaframe.product import product, product_into, products, wide_products
 
+pytestmark = pytest.mark.numeric
+
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 SIZES = [(1, 1, 1), (5, 7, 3), (64, 33, 130), (3, 4, 0), (0, 4, 2), (3, 0, 2)]
 

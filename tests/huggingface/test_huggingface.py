@@ -20,6 +20,8 @@ from megaframe.microbatch import Microbatch
 from megaframe.plan.windows import windows
 from megaframe.sampling import load_model
 
+pytestmark = pytest.mark.numeric
+
 SHAPE = {
     "num_hidden_layers": 2,
     "hidden_size": 32,

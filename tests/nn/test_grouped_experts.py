@@ -9,6 +9,8 @@ from megaframe.kernels import NO_KERNELS
 from megaframe.nn.eight_bits import EightBits
 from megaframe.nn.moe import experts
 
+pytestmark = pytest.mark.numeric
+
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_one_product_of_all_experts_is_the_loop_over_them(activation, build, make_microbatch):

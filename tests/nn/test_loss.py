@@ -14,6 +14,8 @@ from megaframe.nn.loss import LossOptions, head_loss
 from megaframe.parameter import Parameter
 from megaframe.spec import Box, Constant, ParamSpec, share
 
+pytestmark = pytest.mark.numeric
+
 TOKENS, VOCAB, HIDDEN = 29, 53, 8
 SCALE = 0.3
 """Not a power of two, multiplication by which is exact."""

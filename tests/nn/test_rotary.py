@@ -2,11 +2,14 @@
 
 import math
 
+import pytest
 import torch
 from tolerances import assert_near, near
 
 from megaframe.config import Model
 from megaframe.nn.rotary import Rotary, frequencies
+
+pytestmark = pytest.mark.numeric
 
 POWER = 32
 """Roundings of a power: its exponent's is multiplied by the base's logarithm, which is below 16."""

@@ -25,6 +25,8 @@ from megaframe.nn.seam import Seam
 from megaframe.nn.tally import Tally
 from megaframe.nn.tiles import Sight, attend, attend_backward, merge
 
+pytestmark = pytest.mark.numeric
+
 BATCH, HEADS, GROUPS, WIDTH = 2, 4, 2, 6
 SCALE = 0.7
 

@@ -7,6 +7,8 @@ from tolerances import assert_near, growth, near
 from megaframe.config import RunConfig
 from megaframe.optim.scale import LossScale
 
+pytestmark = pytest.mark.numeric
+
 
 def take_step(built, microbatch, step, scale=1.0):
     built.optimizer.start_step()

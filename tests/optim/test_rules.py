@@ -24,6 +24,8 @@ from megaframe.optim.moments import Keeping
 from megaframe.optim.muon import orthogonal
 from megaframe.optim.rule import Step
 
+pytestmark = pytest.mark.numeric
+
 KEEPING = Keeping(*codes("master"))
 
 

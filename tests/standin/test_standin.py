@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from pool import free_port
-from tolerances import promised
+from tolerances import promised, unit_roundoff
 
 from standin.build import library, obstacle
 
@@ -149,7 +150,8 @@ def test_offload_recompute_saves_and_a_resumed_run(standin, overrides, tmp_path)
 
 def test_bf16_with_the_kernels_of_a_gpu(standin, overrides, tmp_path):
     """Those that `auto` chooses, with Triton's in its interpreter. The distance of losses and norms
-    from those in fp64 is at most twice that of plain code in bf16 on a CPU."""
+    from those in fp64 is at most twice that of plain code in bf16 on a CPU, or one rounding: either
+    may be near by chance."""
     keys = {
         **SMALL,
         "model__layers": 1,
@@ -169,7 +171,9 @@ def test_bf16_with_the_kernels_of_a_gpu(standin, overrides, tmp_path):
     assert_no_problem(standin)
     assert len(got) == len(exact) == 4
     for kind in (slice(0, None, 2), slice(1, None, 2)):  # losses, norms
-        assert farthest(got[kind], exact[kind]) <= 2 * farthest(plain[kind], exact[kind])
+        rounding = unit_roundoff(torch.bfloat16) * max(exact[kind])
+        allowed = max(2 * farthest(plain[kind], exact[kind]), rounding)
+        assert farthest(got[kind], exact[kind]) <= allowed
 
 
 def farthest(these, those):
