@@ -15,7 +15,7 @@ ENGINES := tests/launch/test_ray.py tests/launch/test_slurm.py tests/test_harnes
 # What is imported is compiled once and not in every process, also where the environment turns that off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-engines gpu-check clean
+.PHONY: demo test test-engines test-processors gpu-check clean
 
 demo: $(DEMO)/python.idx
 	$(TRAIN) $(OVERRIDES)
@@ -26,6 +26,10 @@ test: .venv/ready
 
 test-engines: .venv/engines
 	$(BIN)/python -m pytest $(ENGINES)
+
+# Tests of numbers under the instructions and threads of other processors; ARGS names files.
+test-processors: .venv/ready
+	$(BIN)/python tools/test_processors.py $(ARGS)
 
 # Tests and measures kernels and whole steps on the GPU that is here, with the Python that has its torch;
 # ARGS=--skip-training and ARGS=--only-training each have the whole of its time.

@@ -9,8 +9,9 @@ import pytest
 
 # One thread in this process and in every process that a test starts: test files run in parallel,
 # and spinning threads cost the others four times what they gain. The number of threads also affects
-# the order of sums. Torch reads it when it is imported.
-os.environ["OMP_NUM_THREADS"] = "1"
+# the order of sums, so `make test-processors` asks for others. Torch reads it when it is imported.
+os.environ["OMP_NUM_THREADS"] = os.environ.get("TEST_THREADS", "1")
+os.environ["MKL_DYNAMIC"] = "FALSE"  # otherwise there are no more threads than cores
 
 # Torch looks up the name of each address that it connects to. By default a lost answer is asked for
 # again after 5 seconds; with these options torch continues without it after one.

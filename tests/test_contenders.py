@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tolerances import growth
 from torch.nn import functional
 
 from megaframe.config import load
@@ -34,11 +35,13 @@ import train_cpu  # noqa: E402
 from context_workload import own_parts  # noqa: E402
 from experts_workload import SHAPES, Shape  # noqa: E402
 
+pytestmark = pytest.mark.numeric
+
 
 def tolerance(length):
     """Return the relative tolerance of a mean square of the results of four successive products,
     each with sums of `length` terms."""
-    return 2 * 4 * torch.finfo(torch.float32).eps * math.sqrt(length)
+    return 2 * growth(4 * length, torch.float32)
 
 
 def printed(main, arguments, monkeypatch, capsys):

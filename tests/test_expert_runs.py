@@ -3,6 +3,7 @@
 import pytest
 import torch
 from test_pretrain import lines, train
+from tolerances import assert_within, near, promised
 
 from megaframe.checkpoint import Slice, open_checkpoint
 from megaframe.config import load
@@ -31,6 +32,10 @@ LAYOUTS = (
 )
 
 
+LOSS = 8 * 16 * 61
+"""Terms of a loss: tokens times words."""
+
+
 def test_a_run_goes_on_under_other_layouts_of_experts(pool, overrides, tmp_path):
     """Weights, optimizer state, the routers' knowledge of the load, and the metered load agree."""
     steps = 2 * len(LAYOUTS)
@@ -41,9 +46,9 @@ def test_a_run_goes_on_under_other_layouts_of_experts(pool, overrides, tmp_path)
         pool.run(ranks, train, overrides(**EXPERTS, **more, **keys))
     for line, other in zip(lines(tmp_path / "run"), lines(tmp_path / "whole"), strict=True):
         for key in ("loss", "aux_loss", "mtp_loss", "grad_norm"):
-            assert line[key] == pytest.approx(other[key], rel=1e-10)
+            assert line[key] == promised(other[key])
         for key in ("max_load", "entropy", "bias_norm"):
-            assert line["experts"][key] == pytest.approx(other["experts"][key], rel=1e-10)
+            assert line["experts"][key] == promised(other["experts"][key])
             assert len(line["experts"][key]) == 4
         assert line["experts"]["tokens"] == other["experts"]["tokens"]
         for place, row in line["experts"]["tokens"].items():
@@ -65,7 +70,7 @@ def test_what_routers_add_to_the_loss_is_told_apart(pool, overrides, tmp_path):
         (found[name],) = lines(tmp_path / name)
     assert found["with"]["aux_loss"] > 0.1 and found["without"]["aux_loss"] == 0
     rest = found["with"]["loss"] - found["with"]["aux_loss"]
-    assert rest == pytest.approx(found["without"]["loss"], rel=1e-12)
+    assert rest == near(found["without"]["loss"], LOSS)
 
 
 def test_how_experts_are_trained_may_change_and_what_they_are_may_not(pool, overrides, tmp_path):
@@ -117,7 +122,8 @@ def test_experts_that_start_from_a_dense_run_answer_as_it_did(
     )
     pool.run(ranks, train, upcycled)
     (found,), (*_, wanted) = lines(tmp_path / "run"), lines(tmp_path / "dense")
-    assert found["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=1e-9)
+    # The step of 1e-12 moves a loss by as much times its gradient, whose sum is below 1000.
+    assert found["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=0, abs=1e-12 * 1000)
 
 
 def test_narrow_experts_start_from_parts_in_turn(pool, overrides, tmp_path):
@@ -132,9 +138,11 @@ def test_narrow_experts_start_from_parts_in_turn(pool, overrides, tmp_path):
     for expert in range(6):
         part = slice(expert % 3 * 8, expert % 3 * 8 + 8)
         up, down = (found[f"blocks.1.moe.experts.{name}.weight"] for name in ("up", "down"))
-        same = {"rtol": 0, "atol": 1e-9}
-        torch.testing.assert_close(up[expert], dense["blocks.1.mlp.up.weight"][:, part], **same)
-        torch.testing.assert_close(down[expert], dense["blocks.1.mlp.down.weight"][:, part], **same)
+        for mine, theirs in (
+            (up[expert], dense["blocks.1.mlp.up.weight"][:, part]),
+            (down[expert], dense["blocks.1.mlp.down.weight"][:, part]),
+        ):
+            assert_within(mine, theirs, 1.2e-12, "a step of 1e-12, and its decay")
 
 
 def whole(path):

@@ -15,6 +15,8 @@ from megaframe.matmul import (
     wide_products,
 )
 
+pytestmark = pytest.mark.numeric
+
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 CHOICES = [(dtype, library) for dtype in DTYPES for library in libraries_for(dtype)]
 SIZES = [
@@ -48,6 +50,12 @@ def operands(rows, inner, columns, dtype, *, transposed):
     return (left.t(), right.t()) if transposed else (left, right)
 
 
+def exactly(left, right):
+    """Return the product in fp64, and the sum of the absolute values of its terms."""
+    left, right = left.double(), right.double()
+    return left @ right, left.abs() @ right.abs()
+
+
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("rows", "inner", "columns"), SIZES)
@@ -55,13 +63,13 @@ def test_product_and_bias(rows, inner, columns, choice, transposed):
     dtype = take(choice)
     left, right = operands(rows, inner, columns, dtype, transposed=transposed)
     bias = torch.randn(columns).to(dtype)
-    wanted, size = (of(left.double()) @ of(right.double()) for of in (torch.clone, torch.abs))
+    wanted, numbers = exactly(left, right)
     for found, expected in (
         (product(left, right), wanted),
         (product(left, right, bias), wanted + bias),
     ):
         assert found.dtype is dtype
-        assert_near(found, expected, inner + 2, size=size + bias.abs())
+        assert_near(found, expected, inner + 2, size=numbers + bias.abs())
 
 
 @pytest.mark.parametrize("choice", CHOICES)
@@ -74,7 +82,7 @@ def test_products_of_several(heads, size, choice, transposed):
     dtype = take(choice)
     pairs = [operands(*size, dtype, transposed=transposed) for _ in range(heads)]
     left, right = (torch.stack([pair[side] for pair in pairs]) for side in (0, 1))
-    wanted, size = (of(left.double()) @ of(right.double()) for of in (torch.clone, torch.abs))
+    wanted, numbers = exactly(left, right)
     allowed = torch.backends.mkldnn.matmul.fp32_precision
     for make, kind in (
         (products, dtype),
@@ -82,7 +90,7 @@ def test_products_of_several(heads, size, choice, transposed):
     ):
         found = make(left, right)
         assert found.dtype is kind
-        assert_near(found, wanted, left.shape[2], size=size)
+        assert_near(found, wanted, size[1], size=numbers)
     assert torch.backends.mkldnn.matmul.fp32_precision == allowed
 
 
@@ -95,14 +103,14 @@ def test_written_or_added_in_pieces(rows, inner, columns, choice, add, piece, mo
     monkeypatch.setattr(module, "PIECE_BYTES", piece)
     left, right = operands(rows, inner, columns, dtype, transposed=True)
     old = torch.randn(rows, columns) if add else torch.full((rows, columns), torch.nan)
-    made, size = (of(left.double()) @ of(right.double()) for of in (torch.clone, torch.abs))
+    made, numbers = exactly(left, right)
     for kind in {dtype, torch.promote_types(dtype, torch.float32)}:
         out = old.to(kind)
         wanted = made + (out.double() if add else 0.0)
         product_into(out, left, right, add=add)
         # A product may be rounded to the type of its operands before it is added.
         first = unit_roundoff(dtype) * made.abs()
-        total = size + (old.double().abs() if add else 0.0)
+        total = numbers + (old.double().abs() if add else 0.0)
         allowed = allowance(inner + 2, total, kind, result=wanted.abs()) + first
         assert_within(out, wanted, allowed, f"{inner} products of {dtype}, a sum of {kind}")
 

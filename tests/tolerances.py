@@ -107,8 +107,7 @@ def assert_near(
         found,
         expected,
         allowed,
-        f"{terms} roundings of {_name(mine)} (sums {_name(sums or mine)}) and {_name(theirs)}, "
-        f"numbers up to {largest:.3g}",
+        f"{terms} roundings, of numbers up to {largest:.3g}, to {_name(mine)} and {_name(theirs)}",
         what,
     )
 

@@ -5,6 +5,8 @@ import torch
 from exactness import DTYPES, check, rand
 from megaframe_kernels import norm
 
+pytestmark = pytest.mark.numeric
+
 
 def arguments(shape, dtype, kind, added, scale=1.0):
     """Return arguments of a norm. With a residual, the sum is exact, as in the fp64 reference."""

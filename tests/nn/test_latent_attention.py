@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from tolerances import near
 
 from megaframe.config import Model
 from megaframe.nn.latent import LatentAttention
@@ -39,11 +40,11 @@ def test_equal_strengths_scale_scores_and_not_the_rotated_part(mscale):
     rate, factor = frequencies(yarn(mscale=mscale, mscale_all_dim=mscale))
     assert factor == 1.0 and len(rate) == 32
     found = scores_factor(yarn(mscale=mscale, mscale_all_dim=mscale))
-    assert found == pytest.approx((1 + 0.1 * mscale * math.log(40)) ** 2, rel=1e-14)
+    assert found == near((1 + 0.1 * mscale * math.log(40)) ** 2, 8)
 
 
 def test_other_strengths_are_divided():
     _, factor = frequencies(yarn(mscale=0.5, mscale_all_dim=0.8))
-    assert factor == pytest.approx((0.05 * math.log(40) + 1) / (0.08 * math.log(40) + 1), rel=1e-14)
+    assert factor == near((0.05 * math.log(40) + 1) / (0.08 * math.log(40) + 1), 8)
     assert scores_factor(yarn()) == 1.0
-    assert frequencies(yarn())[1] == pytest.approx(0.1 * math.log(40) + 1)
+    assert frequencies(yarn())[1] == near(0.1 * math.log(40) + 1, 4)

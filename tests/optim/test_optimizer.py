@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from tolerances import assert_near, growth, near
 
 from megaframe.config import RunConfig
 from megaframe.optim.scale import LossScale
+
+pytestmark = pytest.mark.numeric
 
 
 def take_step(built, microbatch, step, scale=1.0):
@@ -51,10 +54,13 @@ def test_five_steps_equal_torch_adamw_with_its_own_clipping(build, make_microbat
             for parameter, _, grad in bucket.pieces(bucket.sums, bucket.kept):
                 theirs[parameter.spec.name].grad = grad * factor
         norm = torch.nn.utils.clip_grad_norm_(list(theirs.values()), 0.7)
-        assert float(norm) == pytest.approx(float(update.grad_norm), rel=1e-12)
+        assert float(norm) == near(float(update.grad_norm), sum(w.numel() for w in ours.values()))
+        if norm > 0.7:  # torch adds 1e-6 to the norm by which it divides
+            for weight in theirs.values():
+                weight.grad *= (norm + 1e-6) / norm
         optimizer.step()
         for name, weight in theirs.items():
-            torch.testing.assert_close(ours[name], weight.detach(), rtol=1e-5, atol=1e-7)
+            assert_near(ours[name], weight, 24 * (step + 1), what=name)
     assert built.optimizer.state().updates == 5
 
 
@@ -93,8 +99,9 @@ def test_low_precision_trains_masters_and_the_loss_scale_cancels(build, make_mic
         assert results[precision].dtype == torch.float32
         value = built.stage.blocks[0].mlp.up.weight.value
         assert torch.equal(value, results[precision].to(value.dtype))
-    assert norms["bf16"] == pytest.approx(norms["fp32"], rel=0.03)
-    assert norms["fp16"] == pytest.approx(norms["fp32"], rel=0.004)
+    # Eight products follow each other, and errors of elements average in their norm.
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        assert norms[precision] == pytest.approx(norms["fp32"], rel=growth(8, dtype))
 
 
 def test_fp16_overflow_halves_the_scale_and_keeps_weights(build, make_microbatch):

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from test_optimizer import take_step, weights_of
+from tolerances import allowance, assert_near
 
 from megaframe.errors import UserError
 from megaframe.optim.codes import codes
@@ -22,6 +23,8 @@ from megaframe.optim.elementwise import (
 from megaframe.optim.moments import Keeping
 from megaframe.optim.muon import orthogonal
 from megaframe.optim.rule import Step
+
+pytestmark = pytest.mark.numeric
 
 KEEPING = Keeping(*codes("master"))
 
@@ -51,7 +54,7 @@ def test_sgd_is_that_of_torch_with_its_decay_apart(momentum, nesterov):
             theirs.mul_(1 - 0.05 * 0.2)
         torchs.step()
         sgd.update(ours, grads.clone(), make_step(number, divisor=3.0))
-        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-13, atol=1e-13)
+        assert_near(ours, theirs, 8 * number)
 
 
 def test_lion_is_its_definition():
@@ -65,7 +68,12 @@ def test_lion_is_its_definition():
         weights = weights - 0.1 * (direction + 0.2 * weights)
         mean = 0.99 * mean + 0.01 * grads
         lion.update(ours, grads.clone(), make_step(number))
-        torch.testing.assert_close(ours, weights, rtol=1e-13, atol=1e-13)
+        assert_near(ours, weights, 8 * number)
+
+
+ITERATIONS = 5
+AMPLIFIED = 3.4445**ITERATIONS
+"""Factor of the smallest singular values, and of rounding errors in their directions."""
 
 
 def by_definition(gradient, momentum):
@@ -74,7 +82,7 @@ def by_definition(gradient, momentum):
     momentum.mul_(0.95).add_(gradient)
     x = gradient + 0.95 * momentum
     x = x / x.norm()
-    for _ in range(5):
+    for _ in range(ITERATIONS):
         gram = x @ x.T
         x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
     return 0.2 * math.sqrt(max(x.shape)) * x
@@ -125,12 +133,14 @@ def test_muon_is_its_definition_for_matrices_and_adamw_for_the_rest(build, make_
         for name, weights in weights_of(muon).items():
             role, gradient = grads[name]
             if role != "matrix":
-                torch.testing.assert_close(weights, weights_of(adamw)[name], rtol=1e-12, atol=1e-14)
+                assert_near(weights, weights_of(adamw)[name], 16, what=name)
                 continue
             pairs = zip(matrices_of(name, gradient), momenta[name], strict=True)
             direction = put_together(name, gradient, [by_definition(g, m) for g, m in pairs])
             expected[name].mul_(1 - 0.02 * 0.3).sub_(0.02 * direction)
-            torch.testing.assert_close(weights, expected[name], rtol=1e-10, atol=1e-12)
+            # The iterations amplify errors of a direction, which is then multiplied by 0.02.
+            size = weights.abs().max() + 0.02 * AMPLIFIED * direction.abs().max()
+            assert_near(weights, expected[name], ITERATIONS * sum(weights.shape), size=size)
 
 
 @pytest.mark.parametrize("shape", [(40, 60), (16, 90), (90, 16)])
@@ -138,7 +148,8 @@ def test_singular_values_become_near_1_whatever_the_size_of_the_gradient(shape):
     matrix = random(shape[0] * shape[1], 3).view(shape) * 1e-30
     values = torch.linalg.svdvals(orthogonal(matrix))
     assert values.min() > 0.6 and values.max() < 1.3
-    torch.testing.assert_close(orthogonal(matrix.t()), orthogonal(matrix).t())
+    terms = 3 * ITERATIONS * sum(shape)
+    assert_near(orthogonal(matrix.t()), orthogonal(matrix).t(), terms, size=AMPLIFIED)
     assert torch.equal(orthogonal(torch.zeros(shape)), torch.zeros(shape))
 
 
@@ -186,11 +197,16 @@ def test_groups_learn_at_their_own_rates(build, make_microbatch):
 
     def moved(name, decay=0.0):
         steps = (after[name] - before[name] * (1.0 - decay)).abs()
-        return steps[steps > 1e-12].unique().tolist()
+        rounding = allowance(4, float(before[name].abs().max()), torch.float64)
+        return steps[steps > rounding], rounding
 
-    assert all(value == pytest.approx(0.02) for value in moved("blocks.0.mlp.up.weight"))
-    assert all(value == pytest.approx(0.0025) for value in moved("blocks.1.mlp_norm.gain"))
-    assert all(value == pytest.approx(0.03) for value in moved("head.weight", 0.3))
+    for name, decay, rate in (
+        ("blocks.0.mlp.up.weight", 0.0, 0.02),
+        ("blocks.1.mlp_norm.gain", 0.0, 0.0025),
+        ("head.weight", 0.3, 0.03),
+    ):
+        steps, rounding = moved(name, decay)
+        assert len(steps) and ((steps - rate).abs() <= rounding).all()
 
 
 def test_frozen_parameters_stay_and_cost_nothing(build, make_microbatch):
@@ -241,4 +257,4 @@ def test_the_average_is_its_definition(build, make_microbatch):
     }
     assert found.keys() == expected.keys()
     for name, average in found.items():
-        torch.testing.assert_close(average, expected[name], rtol=1e-12, atol=1e-14)
+        assert_near(average, expected[name], 4 * 4, what=name)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tolerances import unit_roundoff
 from training import MODELS, assert_same, run
 
 from megaframe.comm import all_reduce
@@ -42,8 +43,10 @@ def test_bf16_on_the_wire_costs_its_rounding(replicas, zero, pool, expected):
     keys = {"reduce_precision": "bf16", "data_replicate": replicas, "zero": zero}
     for found in pool.run(4, run, MODELS["gpt2"], {"microbatch": 2}, keys):
         assert found.norms != expected.norms
-        assert found.norms == pytest.approx(expected.norms, rel=2e-3)
-        assert found.losses == pytest.approx(expected.losses, rel=2e-3)
+        # Each gradient is rounded; in a norm, and in the loss that follows, errors average.
+        half = unit_roundoff(torch.bfloat16) / 2
+        assert found.norms == pytest.approx(expected.norms, rel=half)
+        assert found.losses == pytest.approx(expected.losses, rel=half)
 
 
 RUN_STEPS, TAIL = 140, 20

@@ -5,12 +5,15 @@ much, and a run says so at its start; both are checked against two steps in fp64
 from pathlib import Path
 
 import pytest
+from tolerances import PROMISE
 from training import MODELS, run
 
 from megaframe.config import RunConfig
 from megaframe.describe import describe
 from megaframe.layout import Layout
 from megaframe.plan.promise import exceptions, promise_note
+
+pytestmark = pytest.mark.numeric
 
 DESIGN = Path(__file__).resolve().parents[2] / "docs/design.md"
 COLUMNS = [
@@ -23,7 +26,6 @@ COLUMNS = [
 SHARDS = {"hidden": 128, "heads": 2, "ffn": 128}
 """Wide enough for blocks of 128, which two tensor ranks divide."""
 MODEL_OF = {"train.fp8": SHARDS, "model.moe.capacity": {"bias": False}}
-SAME = 1e-10
 
 
 def table():
@@ -70,9 +72,9 @@ def test_the_table_says_how_far_answers_come_apart(option, pool):
     for cell, column in zip(table()[option], COLUMNS, strict=True):
         difference = apart(outcome(pool, given, *column), expected)
         if cell == "same":
-            assert difference < SAME, column
+            assert difference < PROMISE, column
         else:
-            assert SAME < float(cell) / 3 < difference < 3 * float(cell), column
+            assert PROMISE < float(cell) / 3 < difference < 3 * float(cell), column
 
 
 @pytest.mark.parametrize("option", table())

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tolerances import near
 from training import global_batch, share
 
 from megaframe.config import RunConfig
@@ -100,7 +101,7 @@ def test_forced_overflows_skip_updates_alike_at_every_zero_stage(pool):
     for ranks in runs:
         for rank in ranks:
             assert rank[:2] == (scales, updates)
-            assert rank[2] == pytest.approx(norm, rel=1e-6)
+            assert rank[2] == near(norm, sum(map(torch.numel, whole.values())), torch.float32)
             for name, pieces in rank[3].items():
                 for box, piece in pieces:
                     assert torch.equal(piece, whole[name][box.slices])

@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from pool import free_port
+from tolerances import promised, unit_roundoff
 
 from standin.build import library, obstacle
 
@@ -117,7 +119,7 @@ def both(standin, overrides, tmp_path):
         got = trained(standin, overrides(**changes, run__device="cuda"), world)
         assert_no_problem(standin, waits)
         assert len(got) == len(want) >= 6
-        assert got == pytest.approx(want, rel=1e-10)
+        assert got == promised(want)
 
     return compare
 
@@ -143,12 +145,13 @@ def test_offload_recompute_saves_and_a_resumed_run(standin, overrides, tmp_path)
     got = trained(standin, overrides(**keys, checkpoint__resume="latest"))
     assert_no_problem(standin)
     assert len(got) == len(want) == 10
-    assert got == pytest.approx(want, rel=1e-10)
+    assert got == promised(want)
 
 
 def test_bf16_with_the_kernels_of_a_gpu(standin, overrides, tmp_path):
     """Those that `auto` chooses, with Triton's in its interpreter. The distance of losses and norms
-    from those in fp64 is at most twice that of plain code in bf16 on a CPU."""
+    from those in fp64 is at most twice that of plain code in bf16 on a CPU, or one rounding: either
+    may be near by chance."""
     keys = {
         **SMALL,
         "model__layers": 1,
@@ -168,7 +171,9 @@ def test_bf16_with_the_kernels_of_a_gpu(standin, overrides, tmp_path):
     assert_no_problem(standin)
     assert len(got) == len(exact) == 4
     for kind in (slice(0, None, 2), slice(1, None, 2)):  # losses, norms
-        assert farthest(got[kind], exact[kind]) <= 2 * farthest(plain[kind], exact[kind])
+        rounding = unit_roundoff(torch.bfloat16) * max(exact[kind])
+        allowed = max(2 * farthest(plain[kind], exact[kind]), rounding)
+        assert farthest(got[kind], exact[kind]) <= allowed
 
 
 def farthest(these, those):
