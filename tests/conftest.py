@@ -1,6 +1,7 @@
 """Fixtures that several tests share: a small random model, a pool of ranks, a corpus, overrides."""
 
 import gc
+import inspect
 import os
 from types import SimpleNamespace
 
@@ -82,10 +83,22 @@ _LONGEST = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are left out by their marks
 def pytest_collection_modifyitems(items):
-    """Put the files that take longest first, so that workers end at about the same time: next to
+    """Mark as `slow` the cases that `quick(when=...)` leaves out. `when` takes parameters of the
+    test by their names.
+
+    Put the files that take longest first, so that workers end at about the same time: next to
     the documents, which need one core, those that need no second one; then, alternating, those that
     mostly wait and those with many ranks."""
+    for item in items:
+        if mark := item.get_closest_marker("quick"):
+            when = mark.kwargs["when"]
+            given = {
+                name: item.callspec.params[name] for name in inspect.signature(when).parameters
+            }
+            if not when(**given):
+                item.add_marker("slow")
     order = {name: place for place, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 

@@ -93,8 +93,11 @@ def test_ranks_do_not_change_the_run(documents, pool, overrides, tmp_path):
     assert [line["tokens"] // 16 for line in runs[1]] == [8] * 5 + [16] * 7
 
 
+@pytest.mark.parametrize(
+    "axes", [("data",), pytest.param(("pipeline", "context", "tensor"), marks=pytest.mark.slow)]
+)
 def test_each_source_is_evaluated_and_no_layout_changes_what_it_comes_to(
-    pool, corpus, overrides, tmp_path
+    axes, pool, corpus, overrides, tmp_path
 ):
     with TokenFileWriter(str(tmp_path / "other"), np.dtype(np.uint16)) as writer:
         for start in range(30):
@@ -115,8 +118,7 @@ def test_each_source_is_evaluated_and_no_layout_changes_what_it_comes_to(
     alone = evaluated(1, "alone", trained, train__eval_samples=21)
     assert "eval_losses" not in alone
     assert alone["eval_loss"] == pytest.approx(one["eval_losses"]["tokens"], rel=1e-12)
-    for axes in ({"data": 2}, {"pipeline": 2}, {"context": 2}, {"tensor": 2}):
-        (axis,) = axes
+    for axis in axes:
         changes = {f"parallel__{axis}": 2, "train__microbatch": 1}
         other = evaluated(2, axis, trained, held_out, **changes)
         assert other["eval_losses"] == pytest.approx(one["eval_losses"], rel=1e-10)
@@ -169,7 +171,14 @@ LAYOUTS = (
 )
 
 
-def test_resume_under_other_layouts(pool, overrides, tmp_path):
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [LAYOUTS[1], LAYOUTS[5], LAYOUTS[8]],  # each axis once
+        pytest.param(LAYOUTS, marks=pytest.mark.slow),
+    ],
+)
+def test_resume_under_other_layouts(layouts, pool, overrides, tmp_path):
     """Each part of the run has another layout and schedule; tied weights are saved once."""
     every = {
         "model__layers": 6,
@@ -182,9 +191,9 @@ def test_resume_under_other_layouts(pool, overrides, tmp_path):
         "train__eval_samples": 6,
     }
     pool.run(
-        1, train, overrides(run__dir=tmp_path / "whole", train__steps=2 * len(LAYOUTS), **every)
+        1, train, overrides(run__dir=tmp_path / "whole", train__steps=2 * len(layouts), **every)
     )
-    for part, (ranks, parallel) in enumerate(LAYOUTS, 1):
+    for part, (ranks, parallel) in enumerate(layouts, 1):
         keys = {f"parallel__{key}": value for key, value in parallel.items()}
         resumed = {"train__steps": 2 * part, "checkpoint__resume": "latest"}
         pool.run(ranks, train, overrides(**every, **resumed, **keys))

@@ -143,6 +143,8 @@ GONE = "not resumed from copies in memory: "
 FROM_MEMORY = "resumed from copies in memory of step 8"
 
 
+# A node's copies, and other ranks; what lacks or is damaged is told apart in the slow cases.
+@pytest.mark.quick(when=lambda loss: loss is lose_a_node)
 @pytest.mark.parametrize(
     ("loss", "ranks", "said"),
     [

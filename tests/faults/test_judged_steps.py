@@ -79,6 +79,7 @@ def test_data_that_fails_twice_is_left_out_under_any_layout(ranks, run, tmp_path
     assert "it failed twice, and its data is left out; continuing from" in log(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_run_may_stop_at_the_first_bad_step(run, tmp_path):
     damage = (nan_in_sample, None, 45, 1)
     ends = run("run", 2, *damage, faults__non_finite="stop", **EVERY)
@@ -93,6 +94,7 @@ def test_a_run_gives_up_after_many_bad_steps_in_a_row(run, tmp_path):
     assert "; update skipped" in log(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_spike_is_left_out_and_the_decision_survives_a_layout(run, tmp_path):
     """The step with the bad data trains on the next data instead."""
     keys = {"train__steps": 40, "train__global_batch": 32, "train__microbatch": 8}
@@ -118,6 +120,7 @@ def test_a_flipped_bit_is_found_named_and_undone(run, whole, tmp_path):
     assert "step 8: all replicas are equal when rerun; the difference on ranks 0, 1" in text
 
 
+@pytest.mark.slow
 def test_a_device_that_flips_bits_again_is_named(run, tmp_path):
     keys = {"faults__compare_every": 4, "train__microbatch": 1, **EVERY}
     assert run("run", 4, flip, 2, 6, True, **keys) == [EXIT_BAD_DEVICE] * 4
