@@ -225,5 +225,6 @@ def test_what_guides_say_is_in_a_file_is_there():
 
 
 def test_ci_runs_the_test_command_of_the_readme():
-    assert "make test" in (ROOT / ".ci/run").read_text()
-    assert "make test" in commands((ROOT / "README.md").read_text())
+    assert "make test-all\n" in (ROOT / ".ci/run").read_text()
+    assert "`make test-all`" in prose(ROOT / "README.md")
+    assert "make test" in README

@@ -56,7 +56,7 @@ CASES = {
     "muon, zero 3": (LLAMA, {}, {"tensor": 2, "context": 2, "zero": 3}, {"name": "muon"}),
 }
 QUICK = ("zero 3, llama", "tensor", "ring", "zb-v", "muon")
-"""Each axis."""
+"""Each axis, and the optimizer that sends weights."""
 WITH_EXPERTS = {
     "experts": (MOE, {}, {"expert": 4}),
     "experts, zero 3": ({**MOE, **LLAMA}, {}, {"expert": 2, "expert_tensor": 2, "zero": 3}),

@@ -24,7 +24,6 @@ def run(command):
     return done.stdout
 
 
-@pytest.mark.slow
 def test_a_save_can_be_killed_at_any_moment():
     # In memory where possible: what a killed process has written survives there too, and hundreds
     # of flushes to a slow disk would take most of this test's time.

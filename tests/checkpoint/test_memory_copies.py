@@ -143,7 +143,7 @@ GONE = "not resumed from copies in memory: "
 FROM_MEMORY = "resumed from copies in memory of step 8"
 
 
-# A node's copies, and other ranks; what lacks or is damaged is told apart in the slow cases.
+# The largest loss, after which other ranks go on.
 @pytest.mark.quick(when=lambda loss: loss is lose_a_node)
 @pytest.mark.parametrize(
     ("loss", "ranks", "said"),

@@ -94,7 +94,6 @@ def test_a_run_gives_up_after_many_bad_steps_in_a_row(run, tmp_path):
     assert "; update skipped" in log(tmp_path / "run")
 
 
-@pytest.mark.slow
 def test_a_spike_is_left_out_and_the_decision_survives_a_layout(run, tmp_path):
     """The step with the bad data trains on the next data instead."""
     keys = {"train__steps": 40, "train__global_batch": 32, "train__microbatch": 8}
@@ -120,7 +119,6 @@ def test_a_flipped_bit_is_found_named_and_undone(run, whole, tmp_path):
     assert "step 8: all replicas are equal when rerun; the difference on ranks 0, 1" in text
 
 
-@pytest.mark.slow
 def test_a_device_that_flips_bits_again_is_named(run, tmp_path):
     keys = {"faults__compare_every": 4, "train__microbatch": 1, **EVERY}
     assert run("run", 4, flip, 2, 6, True, **keys) == [EXIT_BAD_DEVICE] * 4

@@ -119,7 +119,7 @@ def load(model, parallel, sources):
     return wrong, sorted(kinds)
 
 
-# It has every axis that divides weights, and each ZeRO stage but the first.
+# Its layouts have every axis that divides weights, and every ZeRO stage.
 @pytest.mark.quick(when=lambda model: model == "moe")
 @pytest.mark.parametrize("model", MODELS)
 def test_any_layout_loads_as_any_other(model, pool, tmp_path):

@@ -89,7 +89,7 @@ def uncompressed(pool):
     return pool.run(2, learn, {"zero": 1})[0]
 
 
-# The two of which no other test shows that what is left out is sent later.
+# One that rounds, and one that leaves out; PowerSGD is compared with one process above.
 @pytest.mark.quick(when=lambda keys: keys.get("compress") in ("int8", "topk"))
 @pytest.mark.parametrize(
     ("keys", "share"),

@@ -62,7 +62,7 @@ def apart(found, expected):
     )
 
 
-# One of each kind; that a line of the table is right is little else for the next.
+# One of each reason: a limit, a sign, a scale, and what is sent later.
 @pytest.mark.quick(
     when=lambda option: (
         option.rpartition("=")[0] in ("model.moe.capacity", "optim.name")

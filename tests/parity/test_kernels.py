@@ -113,7 +113,7 @@ def errors(results, truth):
     return {name: (float(off.norm()), float(size.norm())) for name, (off, size) in found.items()}
 
 
-# Together they use every kernel but those of other scales of 8-bit products.
+# Together they use every kernel but that for one scale per expert.
 @pytest.mark.quick(
     when=lambda name, ranks: (
         (name, ranks) in (("llama", 2), ("windows", 2), ("moe", 1), ("moe, row", 1))

@@ -31,7 +31,7 @@ LAYOUTS = [
     ("experts", 4, {"expert": 2, "expert_tensor": 2, "dispatch": "all_gather"}),
 ]
 QUICK = [LAYOUTS[place] for place in (3, 7, 9, 10)]
-"""Each axis, and in the first and the third ZeRO stages with sums of each kind."""
+"""Each axis, with ZeRO stages 2 and 3."""
 
 
 @pytest.fixture(scope="module")

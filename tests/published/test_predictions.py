@@ -35,7 +35,7 @@ def lines(name):
     return found
 
 
-# Megatron's own table and one with other layouts than pipelines.
+# Tables of two trainers: Megatron-LM's and llm-foundry's.
 @pytest.mark.quick(when=lambda name: name in ("readme", "llm_foundry"))
 @pytest.mark.parametrize("name", TABLES)
 def test_steps_are_predicted(name):
