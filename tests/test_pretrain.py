@@ -174,7 +174,7 @@ LAYOUTS = (
 @pytest.mark.parametrize(
     "layouts",
     [
-        [LAYOUTS[1], LAYOUTS[5], LAYOUTS[8]],  # each axis once
+        [LAYOUTS[1], LAYOUTS[5], LAYOUTS[8]],  # pipeline, tensor and data ranks
         pytest.param(LAYOUTS, marks=pytest.mark.slow),
     ],
 )

@@ -136,7 +136,7 @@ def run_watched(*given):
         return run(*given)
 
 
-# Each axis without kernels, and experts with them.
+# Plain code, also on tensor and on context ranks, and experts with their kernels.
 @pytest.mark.quick(when=lambda model, kernels: not kernels or model is EXPERTS)
 @pytest.mark.parametrize(
     ("model", "train", "parallel", "kernels"),
