@@ -61,6 +61,7 @@ def test_a_run_learns_and_leaves_its_records(pool, overrides, tmp_path):
     assert (tmp_path / "run/config.yaml").exists()
 
 
+@pytest.mark.quick(when=lambda documents: documents)
 @pytest.mark.parametrize("documents", [False, True])
 def test_ranks_do_not_change_the_run(documents, pool, overrides, tmp_path):
     """Data order, losses and evaluation stay the same, with masks and a growing batch."""

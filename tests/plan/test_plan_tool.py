@@ -77,6 +77,7 @@ def test_a_dry_run_counts_what_the_plan_says():
         assert row["counted"] == pytest.approx(row["planned"], rel=0.05), row
 
 
+@pytest.mark.quick(when=lambda words: words in ("use h100-ib", "parallel.tensor=8"))
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
