@@ -8,20 +8,24 @@ BIN := .venv/bin
 DEMO := runs/demo-data
 TRAIN := $(BIN)/python pretrain_gpt.py --config configs/demo.yaml
 
-# Tests of what `make test` does not install: Ray, lm-evaluation-harness, and Slurm, which comes with
+# Tests of what `make test-all` does not install: Ray, lm-evaluation-harness, and Slurm, which comes with
 # the machine or not.
 ENGINES := tests/launch/test_ray.py tests/launch/test_slurm.py tests/test_harness.py
 
 # What is imported is compiled once and not in every process, also where the environment turns that off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-engines test-processors gpu-check clean
+.PHONY: demo test test-all test-engines test-processors gpu-check clean
 
 demo: $(DEMO)/python.idx
 	$(TRAIN) $(OVERRIDES)
 	$(BIN)/python tools/generate.py --checkpoint runs/demo/checkpoints --prompt "def main("
 
+# Every mechanism once. What repeats one of them with other cases is marked slow.
 test: .venv/ready
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
+
+test-all: .venv/ready
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-engines: .venv/engines

@@ -1,6 +1,7 @@
 """Fixtures that several tests share: a small random model, a pool of ranks, a corpus, overrides."""
 
 import gc
+import inspect
 import os
 from types import SimpleNamespace
 
@@ -34,61 +35,21 @@ from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.optim.optimizer import Optimizer
 from megaframe.stage import whole_model
 
-_LONGEST = (
-    "test_documents.py",
-    "test_checkpoint_remote.py",
-    "test_pretrain.py",
-    "test_rehearsal.py",
-    "test_architecture.py",
-    "test_rank_memory.py",
-    "test_page.py",
-    "test_expert_balance.py",
-    "test_hangs.py",
-    "test_offload.py",
-    "test_lost_ranks.py",
-    "test_compress.py",
-    "test_release.py",
-    "test_pipeline.py",
-    "test_launch.py",
-    "test_standin.py",
-    "test_zero.py",
-    "test_plan_tool.py",
-    "test_context.py",
-    "test_ahead.py",
-    "test_memory_copies.py",
-    "test_checkpoint_processes.py",
-    "test_experts.py",
-    "test_leaving.py",
-    "test_zero_bytes.py",
-    "test_split_ranks.py",
-    "test_further_ahead.py",
-    "test_attempts.py",
-    "test_predictions.py",
-    "test_expert_runs.py",
-    "test_memory.py",
-    "test_gpu_check.py",
-    "test_training_gpu.py",
-    "test_netlab.py",
-    "test_graphs.py",
-    "test_gpu_options.py",
-    "test_kernels.py",
-    "test_optimizer_runs.py",
-    "test_optimizers.py",
-    "test_tensor.py",
-    "test_shared.py",
-    "test_checkpoint_layouts.py",
-    "test_checkpoint_hostile.py",
-    "test_compressed_runs.py",
-    "test_cuda_kernels.py",
-)
 
-
+@pytest.hookimpl(tryfirst=True)  # before tests are left out by their marks
 def pytest_collection_modifyitems(items):
-    """Put the files that take longest first, so that workers end at about the same time: next to
-    the documents, which need one core, those that need no second one; then, alternating, those that
-    mostly wait and those with many ranks."""
-    order = {name: place for place, name in enumerate(_LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+    """Mark as `slow` the cases that `quick(when=...)` leaves out: `when` takes parameters of the
+    test by their names. The documents' commands come first: they take a tenth of all the time, in
+    one file, which would go on alone if it were begun late."""
+    for item in items:
+        if mark := item.get_closest_marker("quick"):
+            when = mark.kwargs["when"]
+            given = {
+                name: item.callspec.params[name] for name in inspect.signature(when).parameters
+            }
+            if not when(**given):
+                item.add_marker("slow")
+    items.sort(key=lambda item: item.path.name != "test_documents.py")
 
 
 def pytest_collection_finish():

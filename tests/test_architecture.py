@@ -24,6 +24,7 @@ def test_imports_point_to_the_same_floor_or_a_lower_one():
     assert "3 kept, 0 broken" in result.stdout
 
 
+@pytest.mark.quick(when=lambda command: command != ["mypy"])  # reads everything for half a minute
 @pytest.mark.parametrize(
     "command", [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]], ids=" ".join
 )

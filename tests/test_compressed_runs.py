@@ -10,6 +10,7 @@ KINDS = {
 }
 
 
+@pytest.mark.quick(when=lambda kind: kind == "powersgd")
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [(kind, (4, 2, 3)) for kind in KINDS] + [("int8", (2, 1, 0)), ("topk", (2, 1, 2))],

@@ -50,6 +50,7 @@ def test_an_error_is_its_message_and_its_status(error, status, capsys):
     assert capsys.readouterr().err == f"error: {error}\n"
 
 
+@pytest.mark.slow
 def test_a_mistake_of_all_ranks_is_told_once_and_stands_in_the_summary():
     words = ["--nproc-per-node", "2", ENTRY, "--config", "demo", "train.stps=5"]
     done = subprocess.run(

@@ -54,6 +54,7 @@ def trained(balance):
     return np.mean(losses), max(float(load.max() / load.mean()) for load in loads.values())
 
 
+@pytest.mark.slow
 def test_the_default_balances_a_skewed_stream_without_hurting_the_loss(pool):
     (found,), (without,) = (pool.run(1, trained, balance) for balance in ("bias", "none"))
     (loss, load), (loss_without, load_without) = found, without

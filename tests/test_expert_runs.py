@@ -36,6 +36,7 @@ LOSS = 8 * 16 * 61
 """Terms of a loss: tokens times words."""
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_other_layouts_of_experts(pool, overrides, tmp_path):
     """Weights, optimizer state, the routers' knowledge of the load, and the metered load agree."""
     steps = 2 * len(LAYOUTS)
@@ -73,6 +74,7 @@ def test_what_routers_add_to_the_loss_is_told_apart(pool, overrides, tmp_path):
     assert rest == near(found["without"]["loss"], LOSS)
 
 
+@pytest.mark.slow
 def test_how_experts_are_trained_may_change_and_what_they_are_may_not(pool, overrides, tmp_path):
     moe, before = "experts: 6, ffn: 12", "capacity: 4.0, z_loss: 0.5"
     keys = {**EXPERTS, "checkpoint__every": 1, "checkpoint__resume": "latest"}
@@ -101,6 +103,7 @@ DENSE = {"model__activation": "swiglu", "model__ffn": 24, "model__layers": 2}
 KEPT = {"train__eval_every": 1, "train__eval_samples": 8}
 
 
+@pytest.mark.quick(when=lambda parallel: "expert_tensor" in parallel)
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
     [(1, {}), (4, {"expert": 2, "expert_tensor": 2, "zero": 3}), (4, {"pipeline": 2, "expert": 2})],

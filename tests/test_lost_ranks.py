@@ -61,6 +61,7 @@ def end(processes, limit):
         assert process.wait(max(0.0, deadline - time.monotonic())) == EXIT_LOST_RANKS
 
 
+@pytest.mark.quick(when=lambda victim: victim == 3)
 @pytest.mark.parametrize(
     ("axes", "victim", "how", "name"),
     [
@@ -99,6 +100,7 @@ def test_a_rank_that_is_lost_is_named_by_all_others(axes, victim, how, name, lau
         end([lost], timeout + MARGIN)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_in_its_own_code_is_named_and_says_where(launch, tmp_path):
     timeout = 5
     processes = launch(

@@ -14,6 +14,7 @@ from megaframe.sampling import load_model
 EVERY = {"optim__schedule": "constant", "checkpoint__every": 6, "train__precision": "fp32"}
 
 
+@pytest.mark.quick(when=lambda optim: optim["optim__name"] == "muon")
 @pytest.mark.parametrize(
     "optim",
     [
@@ -31,6 +32,7 @@ def test_a_resumed_run_is_that_which_never_stopped_to_the_last_bit(
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_ranks_another_optimizer_and_other_frozen_weights(
     pool, overrides, tmp_path
 ):

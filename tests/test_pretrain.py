@@ -62,6 +62,7 @@ def test_a_run_learns_and_leaves_its_records(pool, overrides, tmp_path):
     assert (tmp_path / "run/config.yaml").exists()
 
 
+@pytest.mark.quick(when=lambda documents: documents)
 @pytest.mark.parametrize("documents", [False, True])
 def test_ranks_do_not_change_the_run(documents, pool, overrides, tmp_path):
     """Data order, losses and evaluation stay the same, with masks and a growing batch."""
@@ -94,8 +95,11 @@ def test_ranks_do_not_change_the_run(documents, pool, overrides, tmp_path):
     assert [line["tokens"] // 16 for line in runs[1]] == [8] * 5 + [16] * 7
 
 
+@pytest.mark.parametrize(
+    "axes", [("data",), pytest.param(("pipeline", "context", "tensor"), marks=pytest.mark.slow)]
+)
 def test_each_source_is_evaluated_and_no_layout_changes_what_it_comes_to(
-    pool, corpus, overrides, tmp_path
+    axes, pool, corpus, overrides, tmp_path
 ):
     with TokenFileWriter(str(tmp_path / "other"), np.dtype(np.uint16)) as writer:
         for start in range(30):
@@ -116,8 +120,7 @@ def test_each_source_is_evaluated_and_no_layout_changes_what_it_comes_to(
     alone = evaluated(1, "alone", trained, train__eval_samples=21)
     assert "eval_losses" not in alone
     assert alone["eval_loss"] == promised(one["eval_losses"]["tokens"])
-    for axes in ({"data": 2}, {"pipeline": 2}, {"context": 2}, {"tensor": 2}):
-        (axis,) = axes
+    for axis in axes:
         changes = {f"parallel__{axis}": 2, "train__microbatch": 1}
         other = evaluated(2, axis, trained, held_out, **changes)
         assert other["eval_losses"] == promised(one["eval_losses"])
@@ -170,7 +173,14 @@ LAYOUTS = (
 )
 
 
-def test_resume_under_other_layouts(pool, overrides, tmp_path):
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [LAYOUTS[1], LAYOUTS[5], LAYOUTS[8]],  # pipeline, tensor and data ranks
+        pytest.param(LAYOUTS, marks=pytest.mark.slow),
+    ],
+)
+def test_resume_under_other_layouts(layouts, pool, overrides, tmp_path):
     """Each part of the run has another layout and schedule; tied weights are saved once."""
     every = {
         "model__layers": 6,
@@ -183,9 +193,9 @@ def test_resume_under_other_layouts(pool, overrides, tmp_path):
         "train__eval_samples": 6,
     }
     pool.run(
-        1, train, overrides(run__dir=tmp_path / "whole", train__steps=2 * len(LAYOUTS), **every)
+        1, train, overrides(run__dir=tmp_path / "whole", train__steps=2 * len(layouts), **every)
     )
-    for part, (ranks, parallel) in enumerate(LAYOUTS, 1):
+    for part, (ranks, parallel) in enumerate(layouts, 1):
         keys = {f"parallel__{key}": value for key, value in parallel.items()}
         resumed = {"train__steps": 2 * part, "checkpoint__resume": "latest"}
         pool.run(ranks, train, overrides(**every, **resumed, **keys))

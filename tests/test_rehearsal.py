@@ -55,6 +55,8 @@ CASES = {
     "muon, few heads": (LLAMA, {}, {"tensor": 4, "zero": 1}, {"name": "muon", "ema": 0.9}),
     "muon, zero 3": (LLAMA, {}, {"tensor": 2, "context": 2, "zero": 3}, {"name": "muon"}),
 }
+QUICK = ("zero 3, llama", "tensor", "ring", "zb-v", "muon")
+"""Each axis, and the optimizer that sends weights."""
 WITH_EXPERTS = {
     "experts": (MOE, {}, {"expert": 4}),
     "experts, zero 3": ({**MOE, **LLAMA}, {}, {"expert": 2, "expert_tensor": 2, "zero": 3}),
@@ -64,6 +66,7 @@ WITH_EXPERTS = {
 }
 
 
+@pytest.mark.quick(when=lambda name: name in QUICK)
 @pytest.mark.parametrize("name", CASES)
 def test_alone_or_among_others_a_rank_counts_the_same(name, pool):
     real = pool.run(4, among_others, *CASES[name])
@@ -80,6 +83,7 @@ def test_alone_or_among_others_a_rank_counts_the_same(name, pool):
         assert 0.99 * found.kept - sent <= alone.kept <= 1.01 * found.kept
 
 
+@pytest.mark.quick(when=lambda name: name == "experts, zero 3")
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_experts_are_counted_as_if_equally_busy(name, pool):
     real = pool.run(4, among_others, *WITH_EXPERTS[name])
@@ -119,6 +123,7 @@ def test_shapes_that_do_not_fit_are_found_again_and_again():
                     call(left, right)
 
 
+@pytest.mark.quick(when=lambda rank: rank == 3000)
 @pytest.mark.parametrize("rank", [0, 3000, 4095])
 def test_any_rank_of_a_large_world(rank):
     """The gigabytes of the rank are counted, but not allocated."""

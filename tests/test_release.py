@@ -74,6 +74,7 @@ def test_the_wheel_has_every_file_that_is_imported_or_read(wheel):
     assert not [name for name in packed if name.startswith(("tests", "docs", "benchmarks"))]
 
 
+@pytest.mark.slow
 def test_a_wheel_with_the_cuda_kernels_is_for_its_platform_and_they_load(wheel, tmp_path):
     try:
         find_nvcc()

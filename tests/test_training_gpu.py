@@ -23,6 +23,7 @@ import gpu_workload  # noqa: E402
 import training_gpu  # noqa: E402
 
 
+@pytest.mark.slow
 def test_rows_run_and_both_contenders_start_alike(tmp_path):
     path = tmp_path / "rows.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "training_gpu.py"), "--dry"]

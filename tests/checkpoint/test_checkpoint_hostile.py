@@ -180,6 +180,7 @@ def test_links_out_of_the_folder_are_refused(good, tmp_path, name, target):
         load_all(path)
 
 
+@pytest.mark.slow
 def test_a_load_takes_little_more_than_what_is_loaded():
     """A load uses less than a tenth of the rank's own part in addition, so never a whole tensor."""
     child = Path(__file__).with_name("checkpoint_child.py")

@@ -352,6 +352,7 @@ class TestTools:
         printed = capsys.readouterr()
         return caught.value.code, printed.out + printed.err
 
+    @pytest.mark.slow
     def test_inspect_verify_diff_and_reshard(self, s3, tmp_path, capsys, monkeypatch):
         path = saved(s3, 1.0)
         status, text = self.run(capsys, monkeypatch, "inspect", s3, "--tensors")
@@ -402,6 +403,7 @@ def test_a_pointer_of_any_content_leads_nowhere_else(pointer):
     assert find(home, "latest", lambda note: None) == path
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_a_manifest_of_any_content_is_refused_or_means_the_same(data):
@@ -493,6 +495,7 @@ def train(environment, arguments):
     pretrain_gpt.main()
 
 
+@pytest.mark.slow
 def test_a_run_saves_resumes_and_starts_warm_from_urls(server, s3, pool, overrides, tmp_path):
     keys = {"checkpoint__folder": s3, "checkpoint__every": 4, "checkpoint__keep": 3}
 

@@ -144,6 +144,8 @@ GONE = "not resumed from copies in memory: "
 FROM_MEMORY = "resumed from copies in memory of step 8"
 
 
+# The largest loss, after which other ranks go on.
+@pytest.mark.quick(when=lambda loss: loss is lose_a_node)
 @pytest.mark.parametrize(
     ("loss", "ranks", "said"),
     [

@@ -400,6 +400,7 @@ def tool(name, *options):
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_tools_make_the_demo_data(tmp_path):
     corpus, prefix = tmp_path / "demo.jsonl", tmp_path / "demo"
     assert tool("demo_corpus.py", "--output", corpus, "--megabytes", 0.5).returncode == 0

@@ -303,6 +303,7 @@ def test_a_tensor_that_calls_or_expands_is_named_and_not_followed(copy, tmp_path
     assert not target.exists()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(st.data())
 def test_every_flipped_bit_and_truncation_is_refused_or_changes_nothing_else(good, data):

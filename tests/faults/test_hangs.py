@@ -45,6 +45,7 @@ def stacks(tmp_path):
     return {path.name: path.read_text() for path in (tmp_path / "run/faults").glob("rank-*.txt")}
 
 
+@pytest.mark.slow
 def test_a_sleeping_loader(hang, tmp_path):
     told = hang(2, fault_runs.sleep_in_data_of_one, None, 3, 1)
     said = (
@@ -67,11 +68,13 @@ def test_a_stage_that_sleeps_in_a_pass(hang):
         assert re.search(said, text), text
 
 
+@pytest.mark.slow
 def test_a_single_process(hang):
     (text,) = hang(1, fault_runs.sleep_in_data, 0, 2)
     assert "rank 0 (pipeline 0, data 0: stage 0) at step 3, data" in text and "<lambda>" in text
 
 
+@pytest.mark.slow
 def test_collectives_in_another_order(hang, tmp_path):
     """The ranks restart once, because the network may be the cause, but not a second time."""
     keys = {"checkpoint__resume": "latest", "checkpoint__every": 2}
@@ -82,6 +85,7 @@ def test_collectives_in_another_order(hang, tmp_path):
     assert fault_runs.log(tmp_path / "run").count("restarted in the same processes") == 1
 
 
+@pytest.mark.slow
 def test_an_error_of_a_rank_is_not_taken_for_one_of_the_network(hang):
     keys = {"checkpoint__resume": "latest", "checkpoint__every": 2}
     other, own = hang(2, fault_runs.end_with_an_error, 1, 3, ends=(EXIT_LOST_RANKS, 1), **keys)

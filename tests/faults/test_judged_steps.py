@@ -80,6 +80,7 @@ def test_data_that_fails_twice_is_left_out_under_any_layout(ranks, run, tmp_path
     assert "it failed twice, and its data is left out; continuing from" in log(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_run_may_stop_at_the_first_bad_step(run, tmp_path):
     damage = (nan_in_sample, None, 45, 1)
     ends = run("run", 2, *damage, faults__non_finite="stop", **EVERY)

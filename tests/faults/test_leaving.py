@@ -15,6 +15,7 @@ from megaframe.faults import leaving
 from megaframe.faults.leaving import heeding_signals
 
 
+@pytest.mark.quick(when=lambda number: number == signal.SIGTERM)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
 def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_from_there(
     number, status, pool, overrides, tmp_path
@@ -78,6 +79,7 @@ def statuses(folder, deadline):
     return [(folder / f"status-{number}").read_text() for number in range(len(ranks))]
 
 
+@pytest.mark.quick(when=lambda names: names)
 @pytest.mark.parametrize(("names", "status"), [({"TORCHELASTIC_RUN_ID": "1"}, "143"), ({}, "0")])
 def test_a_rank_whose_launcher_is_killed_saves_and_ends(names, status, overrides, tmp_path):
     """A rank that a shell started, without a launcher's variables, continues."""
@@ -104,6 +106,7 @@ def end_launcher_and_break(trainer):
         trainer.mesh.connections.cut()
 
 
+@pytest.mark.slow
 def test_so_do_ranks_that_begin_again_without_the_launcher_that_started_them(overrides, tmp_path):
     keys = overrides(train__steps=12, parallel__pipeline=2, checkpoint__resume="latest")
     names = {"TORCHELASTIC_RUN_ID": "1"}

@@ -26,6 +26,7 @@ def compiled(folder, *arguments):
     return done.stdout.splitlines()[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -59,6 +60,7 @@ def adds_in_bulk(folder):
     assert int(re.search(r"ttg.async_wait .*\{num = (\d+)", loop)[1]) >= 4
 
 
+@pytest.mark.slow
 def test_no_maximum_or_minimum_of_numbers_loses_nan(tmp_path):
     """The interpreter cannot show this: its maximum of two numbers always keeps NaN."""
     compiled(tmp_path, "--kernels", "activation", "quantise", "--chips", "90")

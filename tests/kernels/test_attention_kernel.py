@@ -47,6 +47,7 @@ def hold(name, given, spans, **options):
     check(KERNEL, name, (*given, spans), options, length, length, scale=0.5)
 
 
+@pytest.mark.quick(when=lambda dtype: dtype == torch.bfloat16)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_causal_with_grouped_heads(dtype, name):
     given = heads(70, batch=2, n=4, g=2, dtype=dtype)
@@ -108,6 +109,7 @@ def test_softcap_sinks_and_scale(softcap, scale, name):
     check(WithSinks, name, (*given, sinks), options, length, length, scale=4.0)
 
 
+@pytest.mark.quick(when=lambda tensors: tensors == 10)
 @pytest.mark.parametrize(
     ("name", "tensors", "by_head", "by_group"),
     [("triton", 0, 1, 1), (FUSED, 10, 10, 2), ("triton", 16, 12, 4)],
@@ -200,6 +202,7 @@ def test_a_ring_of_tiles_is_the_whole(fused):
     assert_close(KERNEL, d_query, truth[:, mine], length, "gradient", scale=0.5)
 
 
+@pytest.mark.quick(when=lambda dtype: dtype == torch.bfloat16)
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_backward_of_a_tile(name, dtype):

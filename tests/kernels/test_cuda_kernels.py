@@ -39,6 +39,7 @@ def library(request, monkeypatch):
         monkeypatch.setattr(cuda_library, "_find", lambda: emulated)
 
 
+@pytest.mark.quick(when=lambda chip: chip == 90)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_compiles_without_spills(chip, tmp_path):
     target = f"-gencode=arch=compute_{chip},code=sm_{chip}"
@@ -122,6 +123,7 @@ def test_other_implementations_of_scattered_adamw(name):
         assert_close(scattered.ADAMW, one, true, 1, "state")
 
 
+@pytest.mark.quick(when=lambda dtype: dtype == torch.bfloat16)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_scattered_square_sum(library, dtype):
     scale = 1e25 if dtype == torch.float32 else 100.0

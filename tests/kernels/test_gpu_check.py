@@ -45,6 +45,7 @@ def result(path):
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_every_kernel_is_measured_and_right(result):
     measured = {m["kernel"] for m in result["measurements"]}
     assert measured == set(KERNELS) - {"scaled_product"} == set(result["active"])
@@ -60,6 +61,7 @@ def test_every_kernel_is_measured_and_right(result):
     assert any(goal["measured"] is not None for goal in result["goals"])
 
 
+@pytest.mark.slow
 def test_a_second_call_keeps_what_the_first_found(path, result):
     again = gpu_check.begin(path, dry=True)
     assert again.known["measurements"] == result["measurements"]
@@ -310,6 +312,7 @@ def test_rows_that_are_left_out_stay_as_they_were(monkeypatch):
     assert results.known["training"] == [made, found[0]]
 
 
+@pytest.mark.slow
 def test_tests_end_as_pytest_says(tmp_path, monkeypatch):
     monkeypatch.setattr(limited, "_GRACE", 60.0)  # even a slow pytest reports its failures
     good, bad, slow = (tmp_path / f"test_{name}.py" for name in ("good", "bad", "slow"))
@@ -332,6 +335,7 @@ def test_tests_end_as_pytest_says(tmp_path, monkeypatch):
     assert found["outcome"].startswith("not finished after") and "assert 1 == 2" in found["log"]
 
 
+@pytest.mark.slow
 def test_tests_of_steps_are_there_and_what_has_no_time_is_left_out():
     results, soon = empty(), time.monotonic() + 100
     gpu_check.check_tests(results, "steps", 500.0, soon, dry=True)

@@ -40,6 +40,7 @@ def same(name, *arguments):
     return torch.equal(got[1], want[1]) and got[1].dtype == torch.float32
 
 
+@pytest.mark.quick(when=lambda counts: counts == COUNTS[0])
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("dtype", fp8.TYPES)
 def test_every_expert_has_a_scale_of_its_own(counts, dtype):
@@ -47,6 +48,7 @@ def test_every_expert_has_a_scale_of_its_own(counts, dtype):
     assert same("quantise_experts", x, ends_of(counts), dtype)
 
 
+@pytest.mark.quick(when=lambda counts: counts == COUNTS[0])
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("dtype", fp8.TYPES)
 @pytest.mark.parametrize("sharing", grouped_fp8.SHARING)
@@ -55,6 +57,7 @@ def test_columns(counts, dtype, sharing):
     assert same("quantise_columns", x, ends_of(counts), dtype, sharing)
 
 
+@pytest.mark.quick(when=lambda dtype: dtype == torch.bfloat16)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sharing", grouped_fp8.SHARING)
 def test_columns_of_strided_low_precision_with_zeros_and_rows_of_nobody(dtype, sharing):
@@ -124,6 +127,7 @@ def test_a_result_may_be_rounded_to_its_own_type_whatever_sums_are_kept_in():
     assert_close(grouped_fp8.KERNEL, got, true, 1, "rounding", precision=torch.float16)
 
 
+@pytest.mark.quick(when=lambda dtype: dtype == torch.bfloat16)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize(
@@ -186,6 +190,7 @@ def test_places_beyond_the_last_expert_are_zero():
             assert (got[: ends[-1]] != 0).any()
 
 
+@pytest.mark.quick(when=lambda counts: counts == COUNTS[4])
 @pytest.mark.parametrize("sharing", grouped_fp8.SHARING)
 @pytest.mark.parametrize("counts", COUNTS)
 def test_gradient(sharing, counts):

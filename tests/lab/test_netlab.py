@@ -152,6 +152,7 @@ def test_a_latency_is_made_or_refused_with_nothing_made():
     assert namespaces() == before
 
 
+@pytest.mark.slow
 @lab
 def test_a_run_over_links_is_the_run_without_them(pool, overrides, tmp_path):
     keys = {"train__steps": 4, "model__hidden": 32}

@@ -80,6 +80,7 @@ def test_a_node_ends_with_the_status_of_the_rank_that_failed_first(tmp_path):
     assert node.said(0, -signal.SIGKILL) == 137
 
 
+@pytest.mark.slow
 def test_a_node_that_is_asked_to_leave_saves_and_tells_so(overrides, tmp_path):
     keys = overrides(train__steps=10**6, checkpoint__every=10**6, checkpoint__resume="latest")
     command = [sys.executable, str(LAUNCH / "node.py"), "--no-doctor", *keys]

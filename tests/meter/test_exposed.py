@@ -111,6 +111,7 @@ def tool(*arguments):
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_the_tool_reads_a_folder_and_says_the_worst_first(tmp_path):
     written(tmp_path / "good.json", [event("compute", 0, 1000)])
     slow = [event("compute", 0, 250), event("communication", 200, 300), event("copies", 900, 100)]

@@ -190,6 +190,7 @@ def slow_stage(patch):
         slower(patch, Stage, "forward", SlowWork.latency)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prepare", [slow_link, slow_stage])
 def test_a_wait_for_a_neighbour_is_bubble_and_for_a_slow_link_communication(
     prepare, pool, overrides, tmp_path

@@ -71,6 +71,7 @@ WIDE = {"hidden": 256, "heads": 2, "kv_heads": 2, "ffn": 256, "norm": "rmsnorm",
 MOE = {"experts": 4, "ffn": 128, "top_k": 2}
 
 
+@pytest.mark.quick(when=lambda parallel: parallel != {"tensor": 2})
 @pytest.mark.parametrize(
     ("scaling", "parallel", "extra"),
     [
@@ -89,6 +90,7 @@ def test_layouts_that_leave_scales_alone_do_not_change_the_answer(scaling, paral
     assert alone.losses != pool.run(1, run, model, {**train, "fp8": "none"})[0].losses
 
 
+@pytest.mark.quick(when=lambda scaling: scaling == "row")
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_it_learns_as_bf16_does(scaling, build):
     """On a language whose next token can be predicted, both losses fall equally fast."""

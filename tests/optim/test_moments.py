@@ -178,6 +178,7 @@ def loss_after(build, make_microbatch, name, state):
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon", "lion", "sgd"])
 def test_training_in_fewer_bits_learns_as_much(name, build, make_microbatch):
     """The model memorises random tokens: the loss falls from 4.1 to less than 2. With fewer bits it

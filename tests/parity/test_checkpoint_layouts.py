@@ -119,6 +119,8 @@ def load(model, parallel, sources):
     return wrong, sorted(kinds)
 
 
+# Its layouts have every axis that divides weights, and every ZeRO stage.
+@pytest.mark.quick(when=lambda model: model == "moe")
 @pytest.mark.parametrize("model", MODELS)
 def test_any_layout_loads_as_any_other(model, pool, tmp_path):
     layouts = LAYOUTS[model]

@@ -26,6 +26,7 @@ def expected(pool):
     return pool.run(1, run, MODELS["gpt2"], {"microbatch": 8})[0]
 
 
+@pytest.mark.quick(when=lambda parallel: parallel.get("data_replicate") == 2)
 @pytest.mark.parametrize("keys", [TOPK, POWER])
 @pytest.mark.parametrize(
     "parallel",
@@ -91,6 +92,8 @@ def uncompressed(pool):
     return pool.run(2, learn, {"zero": 1})[0]
 
 
+# What always rounds; the others are compared with one process above.
+@pytest.mark.quick(when=lambda keys: keys.get("compress") == "int8")
 @pytest.mark.parametrize(
     ("keys", "share"),
     [
@@ -107,6 +110,7 @@ def test_compressed_training_converges(keys, share, pool, uncompressed):
     assert START - found > share * (START - uncompressed)
 
 
+@pytest.mark.slow
 def test_without_error_feedback_it_is_worse(pool):
     keys = {"compress": "topk", "compress_share": 0.002}
     sgd = {"name": "sgd", "lr": 0.3, "weight_decay": 0.0}

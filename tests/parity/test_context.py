@@ -55,6 +55,13 @@ def expected(pool):
     }
 
 
+# The shape with every kind of mask, in every kind of exchange; and the other one of the shapes with
+# documents beside tensor and more pipeline layouts.
+@pytest.mark.quick(
+    when=lambda name, parallel: (
+        name == "packed-windows" or (name == "packed" and "tensor" in parallel)
+    )
+)
 @pytest.mark.parametrize(
     ("name", "ranks", "parallel", "recompute"),
     [(name, *kind) for kind in KINDS for name in SHAPES]
@@ -67,6 +74,7 @@ def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool
     assert_same(found, expected[name, stages])
 
 
+@pytest.mark.quick(when=lambda parallel: parallel["context"] == 4)
 @pytest.mark.parametrize("parallel", [{**RING, "context": 4}, {**ALL_TO_ALL, "context": 2}])
 def test_samples_of_different_lengths(parallel, pool):
     model, train = MODELS["llama"], {**FEW, "microbatch": 1}

@@ -4,6 +4,9 @@ import pytest
 from training import GLOBAL_BATCH, MODELS, STEPS, assert_same, assert_same_bits, run
 
 
+@pytest.mark.quick(
+    when=lambda name, recompute: (name, recompute) in (("gpt2", "full"), ("llama", "selective"))
+)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_and_microbatches_do_not_change_the_answer(name, recompute, pool):

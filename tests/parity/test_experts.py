@@ -41,6 +41,8 @@ LAYOUTS = [
     ("groups", 4, {"expert": 2, "expert_tensor": 2, "dispatch": "all_gather"}, {}),
     ("groups", 4, {"pipeline": 2, "chunks": 2, "schedule": "interleaved", "expert": 2}, {}),
 ]
+QUICK = [LAYOUTS[place][::2] for place in (3, 4, 6, 10, 11, 14)]
+"""Beside tensor (also of experts), context and pipeline ranks; and each other dispatch method."""
 
 
 def shaped(name, parallel):
@@ -60,6 +62,7 @@ def expected(pool):
     return lambda name, parallel, samples: alone(name, parallel.get("pipeline", 1), samples)
 
 
+@pytest.mark.quick(when=lambda name, parallel: (name, parallel) in QUICK)
 @pytest.mark.parametrize(("name", "ranks", "parallel", "train"), LAYOUTS)
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, train, pool, expected):
     train = {**FEW, "microbatch": 1, **train}
@@ -67,6 +70,7 @@ def test_layouts_do_not_change_the_answer(name, ranks, parallel, train, pool, ex
     assert_same(found, expected(name, parallel, train["global_batch"]))
 
 
+@pytest.mark.slow
 def test_samples_of_unequal_length_on_each_rank(pool):
     model, train = shaped("sequence", {}), {"microbatch": 1}
     alone = pool.run(1, run, model, train, {}, False, True)[0]

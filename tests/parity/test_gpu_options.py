@@ -29,6 +29,7 @@ BLOCKS = {**WIDER, "hidden": 128, "moe": {**MOE, "ffn": 128}}
 """Wide enough for products in 8 bits with blocks of 128."""
 
 
+@pytest.mark.quick(when=lambda name: name == "llama")
 @pytest.mark.parametrize(
     ("name", "parallel", "train"),
     [
@@ -70,11 +71,12 @@ def test_offload_without_anything_to_move_is_refused():
         check(config, 1, data=False)
 
 
-def test_compiled_pieces_do_not_change_the_answer(pool):
+@pytest.mark.quick(when=lambda recompute: recompute == "selective")
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_compiled_pieces_do_not_change_the_answer(recompute, pool):
     plain = pool.run(1, run, MODELS["llama"])[0]
-    for recompute in ("none", "selective"):
-        train = {"compile": "aot_eager", "recompute": recompute}
-        assert_same(pool.run(2, run, MODELS["llama"], train, {"tensor": 2}), plain)
+    train = {"compile": "aot_eager", "recompute": recompute}
+    assert_same(pool.run(2, run, MODELS["llama"], train, {"tensor": 2}), plain)
 
 
 def test_shapes_that_keep_changing_are_left_to_plain_code_and_said_once():
@@ -134,6 +136,8 @@ def run_watched(*given):
         return run(*given)
 
 
+# Plain code, also on tensor and on context ranks, and experts with their kernels.
+@pytest.mark.quick(when=lambda model, kernels: not kernels or model is EXPERTS)
 @pytest.mark.parametrize(
     ("model", "train", "parallel", "kernels"),
     [

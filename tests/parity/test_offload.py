@@ -43,6 +43,8 @@ def same_bits(pool, ranks, *sections):
     return found
 
 
+# Every optimizer, and every stage.
+@pytest.mark.quick(when=lambda optim, zero: zero == list(OPTIMIZERS).index(optim) % 4)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_no_bit_is_another(optim, zero, pool):
@@ -53,6 +55,7 @@ def test_no_bit_is_another(optim, zero, pool):
 MOE = {"activation": "swiglu", "moe": {"experts": 4, "ffn": 8, "balance": "bias"}}
 
 
+@pytest.mark.quick(when=lambda parallel: "expert" in parallel)
 @pytest.mark.parametrize(
     ("model", "parallel"),
     [
@@ -66,6 +69,7 @@ def test_nor_under_other_layouts(model, parallel, pool):
     same_bits(pool, 4, model, {**FEW, "precision": "fp16"}, parallel, {})
 
 
+@pytest.mark.quick(when=lambda zero: zero == 3)
 @pytest.mark.parametrize("zero", [0, 3])
 def test_nor_with_the_fused_kernel(zero, pool):
     model = {**MODEL, "layers": 1, "hidden": 16}
@@ -73,6 +77,7 @@ def test_nor_with_the_fused_kernel(zero, pool):
     same_bits(pool, 2, model, train, {"zero": zero}, {}, {"update": "triton"})
 
 
+@pytest.mark.quick(when=lambda zero: zero == 3)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_the_answer_is_that_of_one_process(optim, zero, pool):
@@ -100,6 +105,7 @@ def overflowing(zero, offload):
     return scales, kept
 
 
+@pytest.mark.quick(when=lambda zero: zero == 1)
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_overflows_skip_the_same_updates(zero, pool):
     away, here = (pool.run(2, overflowing, zero, offload) for offload in (True, False))
@@ -132,6 +138,7 @@ def compared(zero, replicate):
     return found
 
 
+@pytest.mark.quick(when=lambda zero: zero == 1)
 @pytest.mark.parametrize(("zero", "replicate"), [(0, 1), (1, 2), (3, 4)])
 def test_replicas_are_compared_where_weights_lie(zero, replicate, pool):
     for first, second, third in pool.run(4, compared, zero, replicate):
@@ -153,6 +160,7 @@ def copied_late(background, tiles, copy):
 plain_copy = Background._copy
 
 
+@pytest.mark.quick(when=lambda first, zero: first is train_away and zero == 3)
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("first", [train, train_away])
 def test_a_run_goes_on_where_state_lies_elsewhere(first, zero, pool, overrides, tmp_path):

@@ -30,6 +30,9 @@ LAYOUTS = [
     (4, {"pipeline": 2}, 1),
     (4, {"pipeline": 2, "tensor": 2}, 2),
 ]
+QUICK = [(1, {"tensor": 2}), (2, {"data_replicate": 2}), (3, {"tensor": 4}), (3, {"context": 2})]
+QUICK += [(0, {"pipeline": 2, "tensor": 2})]
+"""Each ZeRO stage and each axis."""
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,7 @@ def same(pool, expected, name, optim, ranks, parallel, microbatch):
     assert_same(found, expected[name, optim])
 
 
+@pytest.mark.quick(when=lambda zero, parallel: (zero, parallel) in QUICK)
 @pytest.mark.parametrize(
     ("zero", "ranks", "parallel", "microbatch"),
     [(zero, *layout) for zero in (0, 3) for layout in LAYOUTS]
@@ -59,6 +63,7 @@ def test_muon_is_that_of_one_process(ranks, parallel, microbatch, zero, pool, ex
     same(pool, expected, "llama", "muon", ranks, parallel, microbatch)
 
 
+@pytest.mark.quick(when=lambda parallel: "tensor" in parallel)
 @pytest.mark.parametrize(
     ("parallel", "optim", "zero"),
     [
@@ -82,6 +87,7 @@ FEWER_BITS = [
 ]
 
 
+@pytest.mark.quick(when=lambda parallel: "data_replicate" in parallel)
 @pytest.mark.parametrize(
     ("name", "state", "ranks", "parallel", "microbatch", "zero"), FEWER_BITS, ids=str
 )
@@ -93,6 +99,7 @@ def test_fewer_bits_of_state_are_those_of_one_process(
     assert_same(found, rounded(name, state))
 
 
+@pytest.mark.quick(when=lambda zero: zero == 1)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_blocks_that_no_rank_cuts_are_those_of_one_process(zero, pool):
     """256 divides what each of two tensor ranks has of a row."""

@@ -40,6 +40,7 @@ def expected(pool):
     }
 
 
+@pytest.mark.quick(when=lambda stages: stages == 4)
 @pytest.mark.parametrize(
     ("name", "schedule", "stages", "recompute"),
     [
@@ -57,6 +58,7 @@ def test_schedules_do_not_change_the_answer(name, schedule, stages, recompute, p
     assert_same(pool.run(stages, run, model, train, parallel), expected[name])
 
 
+@pytest.mark.quick(when=lambda name, parallel: name == "llama" and "layers_per_stage" in parallel)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     "parallel",
@@ -81,6 +83,7 @@ def test_uneven_stages_with_data_ranks(name, parallel, pool, expected):
     assert_same(found, expected[name])
 
 
+@pytest.mark.quick(when=lambda name, schedule: (name, schedule) == ("llama", "zb-v"))
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 @pytest.mark.parametrize("name", MODELS)
 def test_microbatches_of_different_lengths(name, schedule, pool):

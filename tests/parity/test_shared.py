@@ -30,6 +30,8 @@ LAYOUTS = [
     ("experts", 4, {"expert": 4}),
     ("experts", 4, {"expert": 2, "expert_tensor": 2, "dispatch": "all_gather"}),
 ]
+QUICK = [LAYOUTS[place] for place in (3, 7, 9, 10)]
+"""Each axis, with ZeRO stages 2 and 3."""
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,7 @@ def expected(pool):
     }
 
 
+@pytest.mark.quick(when=lambda name, ranks, parallel: (name, ranks, parallel) in QUICK)
 @pytest.mark.parametrize(("name", "ranks", "parallel"), LAYOUTS)
 def test_no_layout_changes_the_answer(name, ranks, parallel, pool, expected):
     model = {**({**MODELS, "experts": EXPERTS}[name]), "layers": 4}
@@ -53,6 +56,7 @@ def shared(model, train, parallel, serial=False):
         return run(model, train, parallel, serial, device="shared")
 
 
+@pytest.mark.quick(when=lambda parallel: "pipeline" in parallel)
 @pytest.mark.parametrize(("name", "ranks", "parallel"), [LAYOUTS[3], LAYOUTS[9], LAYOUTS[10]])
 def test_serial_and_overlapped_are_bitwise_equal(name, ranks, parallel, pool):
     model = {**({**MODELS, "experts": EXPERTS}[name]), "layers": 4}

@@ -37,6 +37,14 @@ LAYOUTS = [
     (4, ZB_V, "none"),
     (4, ZB_V, "selective"),
 ]
+QUICK = [
+    ("windows", {"tensor": 2}, "selective"),
+    ("llama", {"tensor": 4}, "selective"),
+    ("gpt2", {"tensor": 2, "data": 2}, "none"),
+    ("llama", INTERLEAVED, "full"),
+    ("smooth", ZB_V, "none"),
+]
+"""Each shape, each number of ranks and each kind of recompute once."""
 CHUNKED = [
     ("smooth", 2, {"tensor": 2, "tensor_chunks": 2}, {"recompute": "selective"}),
     ("windows", 2, {"tensor": 2, "tensor_chunks": 3}, {}),
@@ -70,6 +78,7 @@ def same(pool, expected, name, ranks, parallel, train):
     assert_same(found, expected[name, parallel.get("pipeline", 1)])
 
 
+@pytest.mark.quick(when=lambda name, parallel, recompute: (name, parallel, recompute) in QUICK)
 @pytest.mark.parametrize(
     ("name", "ranks", "parallel", "recompute"),
     [(name, *LAYOUTS[i]) for i in range(8) for name in list(SHAPES)[i % 2 :: 2]],
@@ -81,6 +90,7 @@ def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, pool
     same(pool, expected, name, ranks, parallel, trained(name, size, recompute=recompute))
 
 
+@pytest.mark.quick(when=lambda name: name == "llama")
 @pytest.mark.parametrize(("name", "ranks", "parallel", "train"), CHUNKED)
 def test_parts_of_rows_do_not_change_the_answer(name, ranks, parallel, train, pool, expected):
     train = trained(name, **{"microbatch": 1, **train})
@@ -152,6 +162,7 @@ def one_block(model, recompute, tensor, chunks):
     return kept, block_bytes(config, 0) // tensor, moved
 
 
+@pytest.mark.quick(when=lambda recompute, tensor: (recompute, tensor) == ("selective", 4))
 @pytest.mark.parametrize(("tensor", "chunks"), [(2, 1), (4, 3)])
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from megaframe.parameter import PRECISIONS, Parameter
 from megaframe.spec import Box, Constant, ParamSpec
 
 INTERLEAVED = {"pipeline": 2, "chunks": 2, "schedule": "interleaved"}
+BESIDE = ({"tensor": 2}, {"context": 2}, {**INTERLEAVED, "schedule": "zb-v"})
+"""One layout for each axis beside data."""
 LAYOUTS = [
     (2, {}, {"microbatch": 4}),
     (2, {}, {"microbatch": 1, "recompute": "full"}),
@@ -54,6 +56,14 @@ CASES = [
 ]
 
 
+# Each stage with data ranks alone, in one copy and in two; beside each other axis stage 3, which
+# shards everything.
+@pytest.mark.quick(
+    when=lambda name, ranks, parallel, zero: (
+        (name, ranks) == ("gpt2", 4)
+        and parallel in ({}, {"data_replicate": 2}, *(BESIDE if zero == 3 else ()))
+    )
+)
 @pytest.mark.parametrize(("name", "ranks", "parallel", "train", "zero"), CASES)
 def test_stages_do_not_change_the_answer(name, ranks, parallel, train, zero, pool, expected):
     found = pool.run(ranks, run, {**MODELS[name], "layers": 4}, train, {**parallel, "zero": zero})

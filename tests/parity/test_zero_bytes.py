@@ -50,6 +50,7 @@ def assert_bitwise(found, expected):
         assert torch.equal(tensor, others[name]), name
 
 
+@pytest.mark.quick(when=lambda name, ranks: (name, ranks) == ("llama", 4))
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("ranks", "stages"), [(2, (0, 1, 2, 3)), (4, (1, 2, 3))])
 def test_stages_are_bitwise_equal_where_sums_have_one_order(ranks, stages, name, pool):
@@ -62,6 +63,9 @@ def test_stages_are_bitwise_equal_where_sums_have_one_order(ranks, stages, name,
         assert_bitwise(found, first)
 
 
+@pytest.mark.quick(
+    when=lambda zero, compress: (zero, compress) in ((1, "int8"), (2, "powersgd"), (3, "none"))
+)
 @pytest.mark.parametrize(
     ("zero", "replicas", "compress"),
     [
@@ -125,6 +129,7 @@ def gathers(spec, tied, microbatches):
     return microbatches * (2 if tied and "token" in spec.name else 1)
 
 
+@pytest.mark.quick(when=lambda ranks, microbatches: (ranks, microbatches) == (4, 2))
 @pytest.mark.parametrize(
     ("name", "ranks", "zero", "microbatches"),
     [
@@ -150,6 +155,7 @@ def test_bytes_over_data_ranks_are_the_closed_form(name, ranks, zero, microbatch
         assert bytes_ == wanted * ITEM * (ranks - 1) / ranks
 
 
+@pytest.mark.quick(when=lambda zero: zero in (0, 3))
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_slow_links_carry_the_share_of_one_rank_of_a_node(zero, pool):
     """With two nodes of two ranks, a rank sends over slow links half of what a ring over the nodes

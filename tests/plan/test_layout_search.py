@@ -46,6 +46,7 @@ def drawn(many, some):
     return random.Random(0).sample(range(many), min(some, many))
 
 
+@pytest.mark.quick(when=lambda model: model is DENSE)
 @pytest.mark.parametrize(("model", "gpus", "batch"), WORLDS)
 def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
     config = made(model, batch)
@@ -59,6 +60,7 @@ def test_every_candidate_is_a_config_that_runs(model, gpus, batch):
     assert np.unique(table, axis=1).shape[1] == len(every)
 
 
+@pytest.mark.quick(when=lambda model, sections: model is MOE or sections)
 @pytest.mark.parametrize(
     ("model", "gpus", "batch", "sections"),
     [
@@ -85,6 +87,7 @@ def test_estimates_are_what_simulation_says(model, gpus, batch, sections):
     assert np.mean(sizes) > -0.01, "what is estimated to fit mostly does"
 
 
+@pytest.mark.quick(when=lambda gpus: gpus == 96)
 @pytest.mark.parametrize(("model", "gpus", "batch"), WORLDS[:3])
 def test_nothing_drawn_beats_the_first_choice(model, gpus, batch):
     config = made(model, batch)

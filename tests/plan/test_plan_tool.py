@@ -66,6 +66,7 @@ def test_a_search_writes_a_config_and_a_page_that_asks_no_network(tmp_path):
     assert not re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="?http', text)
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_what_the_plan_says():
     given = ["--gpus", 64, "--dry-run", "--rank", 37, "--json", "train.global_batch=16"]
     sizes = ["parallel.tensor=4", "parallel.pipeline=4", "parallel.zero=1", "model.layers=8"]
@@ -76,6 +77,7 @@ def test_a_dry_run_counts_what_the_plan_says():
         assert row["counted"] == pytest.approx(row["planned"], rel=0.05), row
 
 
+@pytest.mark.quick(when=lambda words: words in ("use h100-ib", "parallel.tensor=8"))
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

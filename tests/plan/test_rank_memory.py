@@ -140,6 +140,9 @@ CASES = {
     "away, experts": (8, MOE, {}, {"expert": 4, "zero": 2}, {"offload": True, "state": "int8"}),
     "away, pipeline": (8, LLAMA, {}, {"pipeline": 4, "tensor": 2}, {"offload": True}),
 }
+QUICK = ("zero 2, tied", "zero 3, fp32", "shared heads", "context", "zb-v", "experts, zero 3")
+QUICK += ("weight passes later, blocks again", "muon", "powersgd, few heads", "away, zero 3")
+"""Each axis, each ZeRO stage that moves gradients, and each kind of state."""
 
 
 def made(world, model, train, parallel, optim=None):
@@ -206,6 +209,7 @@ def blocks_gone(monkeypatch):
     monkeypatch.setattr(activations, "_again_bytes", lambda config, plan: 0)
 
 
+@pytest.mark.quick(when=lambda name: name in QUICK)
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is_what_a_rank_counts_within_one_percent(name, blocks_gone):
     world, *sections = CASES[name]
@@ -245,6 +249,7 @@ def runs(draw):
     return config, Layout.from_parallel(config.parallel, world)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(run=runs(), ends=st.sampled_from([0, -1]))
 def test_any_run_is_planned_as_it_counts(run, ends):

@@ -26,6 +26,8 @@ HELD = {
     "vtrain_single": (0.075, 0.32),
     "vtrain_multi": (0.061, 0.39),
 }
+QUICK = ("readme", "llm_foundry")
+"""Tables of two trainers, Megatron-LM's and llm-foundry's: of many layouts, and soon predicted."""
 
 
 def lines(name):
@@ -35,6 +37,7 @@ def lines(name):
     return found
 
 
+@pytest.mark.quick(when=lambda name: name in QUICK)
 @pytest.mark.parametrize("name", TABLES)
 def test_steps_are_predicted(name):
     found, (mean, most) = summary(lines(name)), HELD[name]
@@ -44,11 +47,13 @@ def test_steps_are_predicted(name):
     assert found.held_out <= 1.7 * found.fitted + 0.01
 
 
+@pytest.mark.quick(when=lambda name: name in QUICK)
 @pytest.mark.parametrize("name", TABLES)
 def test_the_page_tells_every_row(name):
     assert section(TABLES[name], lines(name)) in PAGE.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_command_of_the_page_makes_it(monkeypatch, tmp_path, capsys):
     for name in ("PAGE", "PLOT"):
         monkeypatch.setattr(published, name, tmp_path / name)
@@ -92,6 +97,7 @@ def test_rows_of_vtrain_on_one_node_are_computed():
         assert each == pytest.approx(61.894735e-3, abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["korthikanti", "zero_bubble"])
 def test_the_best_of_the_alternatives_is_found(name):
     assert max(losses(lines(name))) == 0

@@ -138,6 +138,7 @@ def rendezvous(schedule):
     return at == [len(actions) for actions in schedule.ranks]
 
 
+@pytest.mark.slow
 @given(st.data(), schedules())
 @settings(deadline=None, max_examples=200)
 def test_what_passes_runs_to_its_end_even_if_sends_wait_for_their_receives(data, schedule):

@@ -57,6 +57,7 @@ def test_compare_shows_every_schedule_with_chunks_that_it_takes():
     assert "gpipe" in table and "left out" in table and "zb-h1" in table
 
 
+@pytest.mark.quick(when=lambda words: words in ("did you mean 1f1b", "cannot write"))
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

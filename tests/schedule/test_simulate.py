@@ -55,6 +55,7 @@ def test_stages_of_one_rank_are_its_chunks_and_hand_over_without_a_transfer():
     assert [[one.chunk for one in rank] for rank in timeline.compute] == [[0, 1, 1, 0]] * 2
 
 
+@pytest.mark.slow
 @given(st.data(), schedules(), st.booleans(), st.booleans())
 @settings(deadline=None, max_examples=150)
 def test_equals_the_longest_path(data, schedule, lowered, floats):

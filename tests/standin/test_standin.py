@@ -124,6 +124,7 @@ def both(standin, overrides, tmp_path):
     return compare
 
 
+@pytest.mark.slow
 def test_offload_recompute_saves_and_a_resumed_run(standin, overrides, tmp_path):
     """Everything that copies beside the computation, in fp64."""
     keys = {
@@ -188,6 +189,7 @@ def test_data_ranks_with_optimizer_state_in_host_memory(both):
     both(2, optim__name="muon", optim__offload="true", parallel__zero=2, train__microbatch=1)
 
 
+@pytest.mark.slow
 def test_expert_ranks(both):
     """The host must know how many tokens come, and how many each expert has in plain code."""
     both(
