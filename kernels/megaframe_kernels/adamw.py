@@ -283,19 +283,26 @@ def _refuses(
 
 
 def _library_refuses(
-    weights: Tensor,
-    grads: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    copy: Tensor | None = None,
-    *,
+    *spans: Tensor | None,
     seed: int | None = None,
     **_: Any,
 ) -> str | None:
+    """spans: weights, gradients, both moments, and maybe the copy."""
     if seed is not None:
         return "it does not round stochastically"
-    kinds = {t.dtype for t in (weights, grads, mean, square)}
+    kinds = {span.dtype for span in spans[:4] if span is not None}
     return None if len(kinds) == 1 else "weights, gradients and moments must be of one type"
+
+
+def _torch_refuses(
+    *spans: Tensor | None,
+    divisor: Tensor | None = None,
+    skip: Tensor | None = None,
+    **options: Any,
+) -> str | None:
+    if any(number is not None and number.dtype != torch.float32 for number in (divisor, skip)):
+        return "torch's fused AdamW takes divisor and skip in fp32, whatever the weights are"
+    return _library_refuses(*spans, **options)
 
 
 def _apex_refuses(
@@ -315,7 +322,7 @@ KERNEL = Kernel(
     reference,
     {
         "triton": Implementation("triton", run_triton, missing_nothing, _refuses),
-        "torch": Implementation("torch", run_torch, missing_nothing, _library_refuses),
+        "torch": Implementation("torch", run_torch, missing_nothing, _torch_refuses),
         "apex": Implementation("apex", run_apex, missing_apex, _apex_refuses),
     },
     constant=8.0,

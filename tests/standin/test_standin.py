@@ -245,6 +245,14 @@ def test_chip_and_kernels_are_in_the_log_and_in_the_environment(standin, overrid
     assert environment["kernels"]["loss"]["why"] == "kernels.loss=reference"
 
 
+def test_an_update_in_fp64_is_plain_code_and_says_why(standin, overrides):
+    keys = {**SMALL, **PLAIN, "kernels__update": "auto", "train__steps": 1}
+    said = standin.run("pretrain_gpt:main", *overrides(**keys, run__device="cuda"))
+    assert "kernel adamw: torch in place of triton, which does not take some of this" in said
+    assert "warning: kernel adamw: reference in place of torch" in said
+    assert "divisor and skip in fp32" in said
+
+
 def test_what_the_kernels_of_another_stage_refuse_is_in_the_log(standin, overrides, tmp_path):
     keys = {**SMALL, **PLAIN, "kernels__loss": "auto", "train__steps": 1, "parallel__pipeline": 2}
     standin.run("pretrain_gpt:main", *overrides(**keys, run__device="cuda"), world=2)
