@@ -17,7 +17,7 @@ from megaframe.plan.check import mistakes
 from megaframe.plan.cluster import DEFAULT, load_cluster
 from megaframe.plan.constants import constants_of
 from megaframe.plan.elastic import fitted
-from megaframe.plan.fit import fit
+from megaframe.plan.fit import fit, instead
 from megaframe.plan.nearest import fastest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +87,8 @@ class Command:
 
 
 def documented():
-    """Yield (document, line) for every command of the documents that names a shipped config."""
+    """Yield every command of the documents that names a shipped config. After a `!` is one that is
+    to fail."""
     for document in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))):
         for block in re.findall(r"```\w*\n(.*?)```", document.read_text(), re.DOTALL):
             for line in block.splitlines():
@@ -107,7 +108,7 @@ def test_a_documented_command_fits_on_the_machine_that_it_names(line):
         fixed = {key.split(".")[1]: 2 for key in command.overrides if key == "parallel.tensor=2"}
         assert fastest(config, command.world, cluster, constants, fixed)
     else:
-        assert misfits(config, command.world, cluster) == []
+        assert (misfits(config, command.world, cluster) == []) == (line[0] != "!")
 
 
 def test_all_kinds_of_commands_are_found():
@@ -115,3 +116,53 @@ def test_all_kinds_of_commands_are_found():
     for words in ("--dry-run", "torchrun", "node.py", "slurm.sh", "ray_train", "plan.py", "netlab"):
         assert words in text
     assert len(list(documented())) > 30
+
+
+# ---------------------------------------------------------------------------------- what is offered
+
+SEARCHED = [
+    *("parallel.pipeline=2", "parallel.schedule=search"),
+    *("train.global_batch=64", "train.microbatch=8"),
+]
+TIGHT = (
+    ("llama3-8b", 8, "h100-ib", ["parallel.zero=0"], "parallel.zero=2"),
+    ("llama3-8b", 8, "h100-ib", ["parallel.zero=1", "train.microbatch=4"], "parallel.zero=3"),
+    ("gpt2-1.5b", 8, "h100-ib", ["train.microbatch=64"], "train.microbatch="),
+    ("gpt2-1.5b", 1, "a100-40gb-roce", ["train.microbatch=16"], "train.recompute_blocks=auto"),
+    ("mistral-7b", 8, "a100-40gb-roce", [], "train.recompute_blocks=auto"),
+    ("llama2-70b", 64, "h100-ib", ["train.microbatch=2"], "train.recompute"),
+    ("llama2-7b", 8, "h100-ib", SEARCHED, ""),
+    ("mixtral-8x7b", 64, "h100-ib", ["parallel.zero=0"], "parallel.zero="),
+)
+
+
+@pytest.mark.parametrize(("name", "gpus", "cluster", "keys", "first"), TIGHT)
+def test_what_is_offered_fits_when_it_is_pasted(name, gpus, cluster, keys, first):
+    machine = load_cluster(cluster)
+    config = load(name, keys)
+    assert mistakes(config, gpus, data=False) == []
+    assert not fit(config, Layout.from_parallel(config.parallel, gpus), machine.chip).fits
+    offers = list(instead(config, gpus, machine, constants_of(machine.chip.family)))
+    assert offers and offers[0].startswith(first)
+    for offer in offers:
+        pasted = shlex.split(offer.rpartition(": ")[0])
+        assert all(word.startswith(("parallel.", "train.", "optim.")) for word in pasted), offer
+        assert misfits(load(name, [*keys, *pasted]), gpus, machine) == [], offer
+
+
+def test_smaller_changes_come_first_and_none_includes_another():
+    machine = load_cluster("h100-ib")
+    config = load("llama3-8b", ["parallel.zero=1", "train.recompute=none"])
+    offers = list(instead(config, 8, machine, constants_of("h100")))
+    assert [offer.partition(":")[0] for offer in offers[:2]] == [
+        "parallel.zero=2",
+        "train.recompute_blocks=auto",
+    ]
+    assert offers[2].startswith("parallel.pipeline=2 ") and len(offers) == 3
+
+
+def test_where_nothing_fits_larger_machines_are_offered():
+    machine = load_cluster("h100-ib")
+    config = load("llama3-70b", ["parallel.pipeline=1", "parallel.tensor=8", "parallel.chunks=1"])
+    offers = list(instead(config, 8, machine, constants_of("h100")))
+    assert offers[0].startswith("16 GPUs of h100-ib: ") and "an hour" in offers[0]
