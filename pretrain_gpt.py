@@ -18,7 +18,7 @@ from megaframe.layout import Layout
 from megaframe.plan.check import check
 from megaframe.plan.elastic import fitted
 
-_USAGE = """usage: pretrain_gpt.py --config FILE [--dry-run] [section.key=value ...]
+_USAGE = """usage: pretrain_gpt.py --config FILE [--dry-run] [--force] [section.key=value ...]
 
   python pretrain_gpt.py --config configs/demo.yaml train.steps=10      (after `make demo`)
   torchrun --nproc-per-node 8 pretrain_gpt.py --config llama3-8b --dry-run
@@ -45,6 +45,7 @@ def main() -> None:
     from megaframe.describe import describe
     from megaframe.faults.leaving import record_flights
     from megaframe.mesh import global_rank, world_size
+    from megaframe.preflight import check_memory
     from megaframe.trainer import resolve
 
     gc.freeze()
@@ -60,10 +61,13 @@ def main() -> None:
         layout = Layout.from_parallel(config.parallel, world)
         if arguments.dry_run:
             host = cluster_of(config).chip.is_host
-            print("\n".join([*notes, describe(config, layout, host=host)]))
+            print("\n".join([*notes, describe(config, layout, host=host)]), flush=True)
+            for line in check_memory(config, layout, dry_run=True, force=arguments.force):
+                print(line)
             return
         if global_rank() >= world:
             return  # the layout that was chosen does not use this rank
+        notes += check_memory(config, layout, force=arguments.force)
         record_flights(config)
         train(config, layout, notes)
 
@@ -82,6 +86,9 @@ def parse_arguments() -> argparse.Namespace:
         "--dry-run",
         action="store_true",
         help="print the resolved config, layout, parameter count and memory, and exit",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="run even if a GPU has less memory than the plan needs"
     )
     parser.add_argument(
         "--explain", metavar="KEY", help="document section.key or section, and exit"

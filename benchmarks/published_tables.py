@@ -158,10 +158,8 @@ def gpt(
     tied: bool = True,
     **parallel: Any,
 ) -> RunConfig:
-    """Return the config of a classic GPT. The schedule is 1F1B by default, or interleaved if it has
-    chunks. tied: whether embedding and head share one table."""
-    if parallel.get("chunks", 1) > 1:
-        parallel.setdefault("schedule", "interleaved")
+    """Return the config of a classic GPT. Data ranks shard nothing unless `zero` is given, as in
+    the runs of that time. tied: whether embedding and head share one table."""
     return RunConfig.model_validate(
         {
             "model": {
@@ -173,7 +171,7 @@ def gpt(
                 "bias": True,
                 "tie_embeddings": tied,
             },
-            "parallel": parallel,
+            "parallel": {"zero": 0, **parallel},
             "train": {
                 "seq": seq,
                 "global_batch": batch,

@@ -20,7 +20,8 @@ from megaframe.plan.again import settled
 from megaframe.plan.check import check
 from megaframe.plan.cluster import DEFAULT, Cluster, cluster_names, load_cluster
 from megaframe.plan.constants import Constants, cluster_constants
-from megaframe.plan.nearest import in_words, instead
+from megaframe.plan.fit import instead
+from megaframe.plan.nearest import in_words
 from megaframe.plan.search import Choice, Found, search
 from megaframe.plan.step import predict
 from megaframe.plan.valid import FREE, Fixed

@@ -57,7 +57,8 @@ class Parallel(Section):
     pipeline: Positive = 1
     """Pipeline-parallel ranks. They split the layers into stages."""
     chunks: Positive = 1
-    """Stages per pipeline rank (virtual pipeline)."""
+    """Stages per pipeline rank (virtual pipeline). With more than one, `schedule` is interleaved
+    unless it is given."""
     data: Positive | None = None
     """Data-parallel ranks. They split the batch. Default: the ranks left over by the other axes."""
     data_replicate: Positive = 1
@@ -75,8 +76,9 @@ class Parallel(Section):
     """Interleave a forward pass with the backward pass that follows it in the schedule, so that one
     computes while the tokens of the other are in transit. Interleaved and V-shaped schedules have
     such pairs."""
-    zero: Annotated[int, Field(ge=0, le=3)] = 0
-    """What data ranks shard: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
+    zero: Annotated[int, Field(ge=0, le=3)] = 1
+    """What data ranks shard: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights. With
+    one data rank there is nothing to shard, and 1 is the same as 0."""
     reduce_precision: Literal["master", "bf16"] = "master"
     """Type in which gradients are reduced. `master` keeps their own type. `bf16` sends half the
     bytes and sums in master precision; with `zero=0` the sums come back in bf16."""
@@ -91,10 +93,13 @@ class Parallel(Section):
     node_size: Positive | None = None
     """Ranks per node. Tensor ranks on several nodes give a warning. Default: the number of ranks
     that the launcher starts on this node."""
-    schedule: str = "1f1b"
+    schedule: str = Field(
+        default_factory=lambda given: "interleaved" if given["chunks"] > 1 else "1f1b"
+    )
     """Pipeline schedule, the order of forward and backward passes: gpipe, 1f1b, interleaved,
     breadth-first, zb-h1, zb-h2, zb-v, v-half, dualpipe-v, search (the best order found for the work
-    of the stages), or file:PATH. `tools/schedule.py` draws them."""
+    of the stages), or file:PATH. `tools/schedule.py` draws them. Default: interleaved with more
+    than one of `chunks`, 1f1b otherwise."""
     schedule_group: Positive | None = None
     """interleaved: microbatches that a chunk runs in succession. Default: `pipeline`."""
     schedule_memory: Annotated[float, Field(ge=1)] | None = None

@@ -11,8 +11,8 @@ from megaframe.config.describe import shown
 from megaframe.config.numbers import (
     TIMES,
     axis_sizes,
+    divisors,
     either,
-    nearest_divisors,
     nearest_multiples,
 )
 from megaframe.config.schema import BatchRamp, Checkpoint, Optim, RunConfig, Train
@@ -46,6 +46,7 @@ def warnings(config: RunConfig, layout: Layout, node_size: int) -> list[str]:
     """
     found = (
         crossing(config, layout, node_size),
+        _nothing_to_compare(config, layout),
         _still_rising(config.optim, config.train.steps),
     )
     return [f"warning: {warning}" for warning in found if warning is not None]
@@ -125,43 +126,58 @@ def _vocabulary(config: RunConfig) -> Iterator[str]:
 
 
 def _batches(train: Train, data: int) -> Iterator[str]:
-    ramp = train.batch_ramp
-    sizes = {"train.global_batch": train.global_batch}
-    if ramp is not None:
-        sizes["train.batch_ramp.start"] = ramp.start
-        sizes["train.batch_ramp.increment"] = ramp.increment
     together = train.microbatch * data
-    for name, size in sizes.items():
-        if size % together:
-            yield (
-                f"{name}={size} does not divide into microbatches of train.microbatch="
-                f"{train.microbatch} on {data} data rank{'s' if data > 1 else ''}; "
-                f"use {nearest_multiples(together, size)}"
-            )
-    if ramp is not None:
-        yield from _ramp(ramp, train.global_batch)
-
-
-def _ramp(ramp: BatchRamp, top: int) -> Iterator[str]:
-    name = "train.batch_ramp"
-    if ramp.start > top:
+    on_ranks = f"train.microbatch={train.microbatch} on {data} data rank{'s' if data > 1 else ''}"
+    top = train.global_batch
+    if top % together:
         yield (
-            f"{name}.start={ramp.start} is more than train.global_batch={top}, "
-            f"to which it grows; use {top} or fewer"
+            f"train.global_batch={top} does not divide into microbatches of {on_ranks}; "
+            f"use {nearest_multiples(together, top)}"
         )
+        top = max(1, round(top / together)) * together  # what a ramp is to rise to
+    if train.batch_ramp is not None:
+        yield from _ramp(train.batch_ramp, top, together, on_ranks)
+
+
+def _ramp(ramp: BatchRamp, top: int, together: int, on_ranks: str) -> Iterator[str]:
+    """Yield what is wrong with a ramp to a global batch of `top`, a multiple of `together` samples:
+    every step's batch must be a multiple of it, too."""
+    name, start, increment = "train.batch_ramp", ramp.start, ramp.increment
+    wrong = []
+    sizes = {f"{name}.start": start, f"{name}.increment": increment}
+    uneven = [f"{key}={size}" for key, size in sizes.items() if size % together]
+    if uneven:
+        do = "does" if len(uneven) == 1 else "do"
+        wrong.append(f"{' and '.join(uneven)} {do} not divide into microbatches of {on_ranks}")
+    if start > top:
+        wrong.append(f"{name}.start={start} is more than train.global_batch={top}")
+    elif start % increment:
+        wrong.append(f"{name}.start={start} is not a multiple of {name}.increment={increment}")
+    elif (top - start) % increment:
+        wrong.append(
+            f"{name}.increment={increment} does not divide the rise from {name}.start={start} to "
+            f"train.global_batch={top}, {top - start}"
+        )
+    if wrong:
+        yield f"{'; '.join(wrong)}; use {either(_ramps(ramp, top, together))}"
+
+
+def _ramps(ramp: BatchRamp, top: int, together: int) -> Iterator[str]:
+    """Yield the nearest ramps that divide. If only the start is wrong, these are the start below
+    and the one above; otherwise the increment below and the one above, each with its nearest
+    start."""
+    # Increments divide the start and the rise to `top`, and therefore `top` itself.
+    fitting = [together * number for number in divisors(top // together)]
+    if ramp.increment in fitting:
+        below = min(top, ramp.start) // ramp.increment * ramp.increment
+        starts = (size for size in (below, below + ramp.increment) if 0 < size <= top)
+        yield f"train.batch_ramp.start={either(starts)}"
         return
-    if ramp.start % ramp.increment:
-        yield (
-            f"{name}.start={ramp.start} is not a multiple of {name}.increment={ramp.increment}; "
-            f"use {nearest_multiples(ramp.increment, ramp.start)}"
-        )
-    rise = top - ramp.start
-    if rise % ramp.increment:
-        yield (
-            f"{name}.increment={ramp.increment} does not divide the rise from {name}.start="
-            f"{ramp.start} to train.global_batch={top}, {rise}; "
-            f"use {nearest_divisors(rise, ramp.increment)}"
-        )
+    smaller = [size for size in fitting if size < ramp.increment][-1:]
+    larger = [size for size in fitting if size > ramp.increment][:1]
+    for increment in (*smaller, *larger):
+        start = min(top, max(1, round(ramp.start / increment)) * increment)
+        yield f"train.batch_ramp.start={start} with train.batch_ramp.increment={increment}"
 
 
 def _stages(config: RunConfig) -> Iterator[str]:
@@ -268,6 +284,17 @@ def _still_rising(optim: Optim, steps: int) -> str | None:
     return (
         f"optim.warmup={optim.warmup} is longer than train.steps={steps}: the learning rate is "
         "still rising when the run ends"
+    )
+
+
+def _nothing_to_compare(config: RunConfig, layout: Layout) -> str | None:
+    every, zero = config.faults.compare_every, config.parallel.zero
+    if not every or not zero or layout.data_replicate > 1:
+        return None
+    return (
+        f"faults.compare_every={every} compares nothing: with parallel.zero={zero} and "
+        "parallel.data_replicate=1 no rank has the weights of another; use parallel.zero=0, or "
+        "parallel.data_replicate=2 or more"
     )
 
 

@@ -1,4 +1,4 @@
-"""The nearest alternatives that would work, with their price, if a model or layout does not fit."""
+"""The nearest alternatives that would work, with their price, if a model fits in no layout."""
 
 from __future__ import annotations
 
@@ -37,26 +37,9 @@ def nothing_fits(
     lines = [
         f"no layout on {gpus} GPUs of {cluster.name}{asked} leaves a GPU with less than "
         f"{needed:.1f} GiB of its {there:.0f} GiB: {in_words(every, place)}",
-        *_ways(config, gpus, cluster, constants, fixed),
+        *ways(config, gpus, cluster, constants, fixed),
     ]
     return "\n  ".join(lines)
-
-
-def instead(config: RunConfig, gpus: int, cluster: Cluster, constants: Constants) -> Iterator[str]:
-    """Yield what would work in place of a layout that does not fit: the same axes with other
-    recompute, ZeRO and microbatch; otherwise another layout of as many GPUs; otherwise what
-    `nothing_fits` suggests."""
-    parallel = config.parallel
-    axes = ("tensor", "context", "pipeline", "expert", "expert_tensor", "data_replicate")
-    same = {name: getattr(parallel, name) for name in axes}
-    if parallel.pipeline > 1:
-        same |= {"schedule": parallel.schedule, "chunks": parallel.chunks}
-    for name, fixed in (("the same axes", same), (f"{gpus} GPUs", {})):
-        found = _fitting(config, gpus, cluster, constants, fixed)
-        if found:
-            yield f"{name}: {found}"
-            return
-    yield from _ways(config, gpus, cluster, constants, None)
 
 
 def in_words(every: Candidates, place: int) -> str:
@@ -75,11 +58,11 @@ def in_words(every: Candidates, place: int) -> str:
     return ", ".join(named)
 
 
-def _ways(
+def ways(
     config: RunConfig, gpus: int, cluster: Cluster, constants: Constants, fixed: Fixed | None
 ) -> Iterator[str]:
-    """Yield what would work: without the given keys, more GPUs, optimizer state in 8 bits, a chip
-    with more memory."""
+    """Yield what would work if no layout fits: without the given keys, more GPUs, optimizer state
+    in 8 bits, a chip with more memory."""
     if fixed:
         free = _fitting(config, gpus, cluster, constants)
         if free:

@@ -17,16 +17,15 @@ from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.plan.again import settled
-from megaframe.plan.candidates import SCHEDULES, Array, Candidates
+from megaframe.plan.candidates import Array, Candidates
 from megaframe.plan.check import check
 from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
 from megaframe.plan.fast import Estimates, estimate
 from megaframe.plan.nearest import nothing_fits
 from megaframe.plan.room import leaves_room
-from megaframe.plan.sizes import RECOMPUTE
 from megaframe.plan.step import Prediction, predict
-from megaframe.plan.valid import PARALLEL, Fixed, candidates
+from megaframe.plan.valid import Fixed, candidates, configured
 
 SIMULATED = 24
 """Number of layouts that are simulated."""
@@ -99,35 +98,6 @@ def search(
         raise UserError(nothing_fits(config, gpus, cluster, constants, every, estimates, fixed))
     end = time.perf_counter()
     return Found(choices, every, estimates, between - before, end - begin)
-
-
-def configured(config: RunConfig, one: Candidates, place: int) -> RunConfig:
-    """Return the config with the layout of candidate number `place`."""
-    parallel = {name: int(getattr(one, name)[place]) for name in PARALLEL}
-    given = config.parallel
-    changed = {
-        **parallel,
-        "schedule": SCHEDULES[int(one.schedule[place])],
-        "schedule_group": None,
-        "schedule_memory": None,
-        "layers_per_stage": None,
-        "tensor_chunks": given.tensor_chunks if parallel["tensor"] > 1 else 1,
-        "expert_overlap": given.expert_overlap
-        and parallel["pipeline"] > 1
-        and parallel["expert"] * parallel["expert_tensor"] > 1
-        and parallel["zero"] < 3,
-    }
-    train = {
-        "microbatch": int(one.microbatch[place]),
-        "recompute": RECOMPUTE[int(one.recompute[place])],
-        "recompute_blocks": 0,
-    }
-    return config.model_copy(
-        update={
-            "parallel": given.model_copy(update=changed),
-            "train": config.train.model_copy(update=train),
-        }
-    )
 
 
 def _simulated(

@@ -90,6 +90,35 @@ def candidates(
     return found.taken(_useful(found, fixed))
 
 
+def configured(config: RunConfig, one: Candidates, place: int) -> RunConfig:
+    """Return the config with the layout of candidate number `place`."""
+    parallel = {name: int(getattr(one, name)[place]) for name in PARALLEL}
+    given = config.parallel
+    changed = {
+        **parallel,
+        "schedule": SCHEDULES[int(one.schedule[place])],
+        "schedule_group": None,
+        "schedule_memory": None,
+        "layers_per_stage": None,
+        "tensor_chunks": given.tensor_chunks if parallel["tensor"] > 1 else 1,
+        "expert_overlap": given.expert_overlap
+        and parallel["pipeline"] > 1
+        and parallel["expert"] * parallel["expert_tensor"] > 1
+        and parallel["zero"] < 3,
+    }
+    train = {
+        "microbatch": int(one.microbatch[place]),
+        "recompute": RECOMPUTE[int(one.recompute[place])],
+        "recompute_blocks": 0,
+    }
+    return config.model_copy(
+        update={
+            "parallel": given.model_copy(update=changed),
+            "train": config.train.model_copy(update=train),
+        }
+    )
+
+
 def _useful(c: Candidates, fixed: Fixed) -> Array:
     """Return the mask of candidates without ZeRO, with other ranks to share with, or with ZeRO as
     given."""

@@ -37,12 +37,23 @@ def worst_memory(config: RunConfig, layout: Layout, schedule: Schedule, chip: Ch
 
     schedule: that of one step, not lowered.
     """
+    memories = pipeline_memory(config, layout, schedule, chip)
+    return max(memories.values(), key=lambda one: one.total)
+
+
+def pipeline_memory(
+    config: RunConfig, layout: Layout, schedule: Schedule, chip: Chip
+) -> dict[int, Memory]:
+    """Return the memory of the ranks of a pipeline by pipeline coordinate, the chip's overhead
+    included; of a long pipeline only of those that may need most. schedule: as in `worst_memory`.
+    """
     plans, lowered, many = stage_plans(config), lower(schedule), len(schedule.ranks)
     ranks = range(many) if many <= _MANY else (0, 1, many // 2, many - 2, many - 1)
-    host = chip.is_host
-    found = (rank_memory(config, layout, plans, lowered, rank, host=host) for rank in ranks)
-    worst = max(found, key=lambda one: one.total)
-    return replace(worst, overhead=round(overhead(chip)))
+    host, extra = chip.is_host, round(overhead(chip))
+    memories = {
+        rank: rank_memory(config, layout, plans, lowered, rank, host=host) for rank in ranks
+    }
+    return {rank: replace(memory, overhead=extra) for rank, memory in memories.items()}
 
 
 def overhead(chip: Chip) -> float:
@@ -125,7 +136,7 @@ class _Blocks:
                 expert=expert,
                 expert_tensor=expert_tensor,
             )
-            sizes = _with(config, tensor, context, expert_tensor, RECOMPUTE[recompute])
+            sizes = _with(config, tensor, context, expert, expert_tensor, RECOMPUTE[recompute])
             for kind, layer in self.layers.items():
                 one = held(config, layout, [StagePlan(1, 3, range(layer, layer + 1))])
                 found = {
@@ -144,7 +155,7 @@ class _Blocks:
             tables.append(-(-(config.model.vocab or 0) // tensor) * config.model.hidden)
         self._of = {key: np.asarray(values, dtype=float)[place] for key, values in rows.items()}
         self.table = np.asarray(tables, dtype=float)[place]
-        self.rotary = float(rotary_bytes(_with(config, 1, 1, 1, "none")))
+        self.rotary = float(rotary_bytes(_with(config, 1, 1, 1, 1, "none")))
         divided = division(config, c)
         self.here = {True: divided.middle, False: divided.end}
 
@@ -280,11 +291,10 @@ def _chosen(c: Sizes, schedule: Array, by_name: Mapping[str, Array]) -> Array:
 
 
 def _with(
-    config: RunConfig, tensor: int, context: int, expert_tensor: int, recompute: str
+    config: RunConfig, tensor: int, context: int, expert: int, expert_tensor: int, recompute: str
 ) -> RunConfig:
     """Return the config with these sizes and one sample per microbatch."""
-    parallel = config.parallel.model_copy(
-        update={"tensor": tensor, "expert_tensor": expert_tensor, "context": context}
-    )
+    sizes = {"tensor": tensor, "context": context, "expert": expert, "expert_tensor": expert_tensor}
+    parallel = config.parallel.model_copy(update=sizes)
     train = config.train.model_copy(update={"microbatch": 1, "recompute": recompute})
     return config.model_copy(update={"parallel": parallel, "train": train})

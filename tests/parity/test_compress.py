@@ -112,7 +112,7 @@ def test_compressed_training_converges(keys, share, pool, uncompressed):
 
 @pytest.mark.slow
 def test_without_error_feedback_it_is_worse(pool):
-    keys = {"compress": "topk", "compress_share": 0.002}
+    keys = {"compress": "topk", "compress_share": 0.002, "zero": 0}
     sgd = {"name": "sgd", "lr": 0.3, "weight_decay": 0.0}
     found, without = (pool.run(2, learn, keys, feedback, sgd, 150)[0] for feedback in (True, False))
     assert found < without - 0.5

@@ -4,7 +4,7 @@ with tensor, context and pipeline ranks, recompute and many microbatches.
 
 import pytest
 import torch
-from training import MODELS, assert_same, run
+from training import MODELS, assert_same, assert_same_bits, run
 
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh, world_size
@@ -47,9 +47,9 @@ def expected(pool):
 ALONE = 5
 """The number of layouts, from the first, that have data ranks only."""
 CASES = [
-    # Every layout with several stages, on one model or both; other test files cover stage 0.
+    # Every layout with several stages, on one model or both; other test files cover stage 1.
     *(("gpt2", *layout, zero) for layout in LAYOUTS[:ALONE] for zero in (1, 2, 3)),
-    *(("gpt2", *layout, 0) for layout in LAYOUTS if "data_replicate" in layout[1]),
+    *(("gpt2", *layout, 0) for layout in LAYOUTS),
     *(("llama", *layout, 3) for layout in LAYOUTS[2:ALONE]),
     *(("gpt2", *LAYOUTS[i], zero) for i in range(ALONE, len(LAYOUTS)) for zero in (1 + i % 2, 3)),
     *(("llama", *LAYOUTS[i], 2 - i % 2) for i in range(ALONE, len(LAYOUTS))),
@@ -68,6 +68,17 @@ CASES = [
 def test_stages_do_not_change_the_answer(name, ranks, parallel, train, zero, pool, expected):
     found = pool.run(ranks, run, {**MODELS[name], "layers": 4}, train, {**parallel, "zero": zero})
     assert_same(found, expected[name])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_with_one_data_rank_the_default_changes_no_bit(stages, precision, pool):
+    train = {"microbatch": 2, "precision": precision}
+    whole, default = (
+        pool.run(stages, run, MODELS["gpt2"], train, {"pipeline": stages, **zero})
+        for zero in ({"zero": 0}, {})
+    )
+    assert_same_bits(default, whole)
 
 
 def tiny(zero):

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from megaframe.config import load
 from megaframe.config.numbers import TIMES
 from megaframe.errors import UserError
-from megaframe.plan.check import check
+from megaframe.layout import Layout
+from megaframe.plan.check import check, warnings
 
 LATENT = "model.latent={kv_rank: 64, head_dim: 32, rotary_dim: 16, value_dim: 32}"
 SOUND = ("model.vocab=100", "data.sources=[{path: x}]")
@@ -153,23 +154,27 @@ def test_a_sound_config_passes(overrides):
         (["train.microbatch=3"], "global_batch=8 .*microbatch=3 on 1 data rank; use 6 or 9"),
         (
             ["train.microbatch=2", "train.batch_ramp={start: 3, increment: 1, samples: 9}"],
-            "batch_ramp.start=3 does not divide .* use 2 or 4",
+            "batch_ramp.start=3 and train.batch_ramp.increment=1 do not divide .*microbatch=2 on 1 "
+            "data rank; use train.batch_ramp.start=4 with train.batch_ramp.increment=2$",
         ),
         (
             ["train.microbatch=2", "train.batch_ramp={start: 2, increment: 1, samples: 9}"],
-            "batch_ramp.increment=1 does not divide .* use 2",
+            "batch_ramp.increment=1 does not divide .* use train.batch_ramp.start=2 with "
+            "train.batch_ramp.increment=2$",
         ),
         (
             ["train.batch_ramp={start: 9, increment: 1, samples: 9}"],
-            "batch_ramp.start=9 is more than train.global_batch=8.* use 8 or fewer",
+            "batch_ramp.start=9 is more than train.global_batch=8; use train.batch_ramp.start=8$",
         ),
         (
             ["train.batch_ramp={start: 2, increment: 4, samples: 9}"],
-            "start=2 is not a multiple of .*increment=4; use 4",
+            "start=2 is not a multiple of .*increment=4; use train.batch_ramp.start=4$",
         ),
         (
             ["train.batch_ramp={start: 5, increment: 5, samples: 9}"],
-            "increment=5 does not divide the rise .*start=5 to train.global_batch=8, 3; use 3",
+            "increment=5 does not divide the rise .*start=5 to train.global_batch=8, 3; use "
+            "train.batch_ramp.start=4 with train.batch_ramp.increment=4 or "
+            "train.batch_ramp.start=8 with train.batch_ramp.increment=8$",
         ),
         (["optim.min_lr=1e-2"], "optim.min_lr=0.01 is above optim.lr=0.0003"),
         (["optim.schedule=wsd", "optim.decay=1000"], "optim.decay=1000 .* use 200"),
@@ -201,6 +206,28 @@ def test_what_is_refused(overrides, message):
     assert any(re.search(message, line) for line in refusals(*overrides))
 
 
+def test_chunks_are_interleaved_unless_a_schedule_is_given():
+    keys = ["parallel.pipeline=2", "parallel.chunks=2"]
+    assert load(None, keys).parallel.schedule == "interleaved"
+    assert load(None, keys[:1]).parallel.schedule == "1f1b"
+    assert load(None, [*keys, "parallel.schedule=zb-v"]).parallel.schedule == "zb-v"
+    assert refusals(*keys, world=2) == []
+    (line,) = refusals(*keys, "parallel.schedule=1f1b", world=2)
+    assert line.startswith("parallel.schedule=1f1b does not run parallel.chunks=2; use")
+
+
+def test_a_comparison_of_nothing_is_warned_of():
+    def warned(*keys, world=4):
+        config = load(None, [*SOUND, "faults.compare_every=5", *keys])
+        return warnings(config, Layout.from_parallel(config.parallel, world), world)
+
+    (line,) = warned()
+    assert line.startswith("warning: faults.compare_every=5 compares nothing: with parallel.zero=1")
+    assert "use parallel.zero=0, or parallel.data_replicate=2" in line
+    assert warned("parallel.zero=0") == warned("parallel.data_replicate=2") == []
+    assert warned("faults.compare_every=0") == []
+
+
 # (a pipeline that is refused, the message, changes that it suggests, each of which must pass)
 PIPELINES = [
     (
@@ -215,7 +242,7 @@ PIPELINES = [
         [{"chunks": 3}, {"pipeline": 3}],
     ),
     (
-        {"pipeline": 2, "chunks": 2},
+        {"pipeline": 2, "chunks": 2, "schedule": "1f1b"},
         "parallel.schedule=1f1b does not run parallel.chunks=2; use parallel.chunks=1, or "
         "parallel.schedule=interleaved, breadth-first, zb-v, v-half, dualpipe-v or search",
         [{"chunks": 1}]
@@ -528,6 +555,10 @@ def test_a_config_that_passes_divides_on_every_step(batch, microbatch, world, ra
         if line.startswith("train.global_batch="):
             for value in re.findall(r"\d+", line.rpartition("use ")[2]):
                 assert refusals(overrides[1], f"train.global_batch={value}", world=world) == []
+        elif len(lines) == 1:
+            for mended in re.split(" or ", line.rpartition("use ")[2]):
+                keys = mended if "=" in mended else f"train.batch_ramp.start={mended}"
+                assert refusals(*overrides, *keys.split(" with "), world=world) == []
 
 
 @settings(deadline=None, max_examples=60)

@@ -14,11 +14,11 @@ from megaframe.plan.check import check
 from megaframe.plan.cluster import load_cluster
 from megaframe.plan.constants import constants_of
 from megaframe.plan.fast import estimate
-from megaframe.plan.nearest import instead
+from megaframe.plan.fit import instead
 from megaframe.plan.room import leaves_room
-from megaframe.plan.search import configured, search
+from megaframe.plan.search import search
 from megaframe.plan.step import predict
-from megaframe.plan.valid import candidates
+from megaframe.plan.valid import candidates, configured
 
 DENSE = {
     "layers": 32,

@@ -185,7 +185,7 @@ def test_gradients_of_a_chunk_leave_in_one_message():
 
 
 def test_what_does_not_fit_is_said():
-    found = predicted(config_of({**GPT, "layers": 200}), 8)
+    found = predicted(config_of({**GPT, "layers": 200}, zero=0), 8)
     assert not found.fits and found.reasons[0].startswith("does not fit: ")
     assert found.memory_bytes["optimizer"] > 80e9
 

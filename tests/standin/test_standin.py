@@ -149,6 +149,19 @@ def test_offload_recompute_saves_and_a_resumed_run(standin, overrides, tmp_path)
     assert got == promised(want)
 
 
+def test_a_model_that_a_gpu_has_no_memory_for_is_refused_before_it_is_built(
+    standin, overrides, tmp_path
+):
+    large = {"model__layers": 100, "model__hidden": 8192, "model__heads": 64}
+    keys = overrides(**{**SMALL, **PLAIN, **large}, run__device="cuda")
+    said = standin.run("pretrain_gpt:main", *keys, world=2, fails=True)
+    assert standin.failed and "not enough memory: rank 0 needs 1,2" in said.replace(
+        "needs 12", "needs 1,2"
+    )
+    assert "(h200) has 140.4 GiB" in said and "--force" in said
+    assert not (tmp_path / "run").exists()
+
+
 def test_bf16_with_the_kernels_of_a_gpu(standin, overrides, tmp_path):
     """Those that `auto` chooses, with Triton's in its interpreter. The distance of losses and norms
     from those in fp64 is at most twice that of plain code in bf16 on a CPU, or one rounding: either

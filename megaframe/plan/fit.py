@@ -1,0 +1,216 @@
+"""Fit: whether every rank has the memory that it needs, and the nearest changes if one does not.
+
+What a run needs is planned to a few percent. So only what needs more than there is cannot fit, and
+what fits with less than that to spare gets a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megaframe.config.describe import shown
+from megaframe.config.schema import RunConfig
+from megaframe.errors import UserError
+from megaframe.layout import Layout
+from megaframe.plan.again import settled
+from megaframe.plan.candidates import SCHEDULES, Array, Candidates
+from megaframe.plan.check import mistakes
+from megaframe.plan.chips import Chip
+from megaframe.plan.cluster import Cluster
+from megaframe.plan.constants import Constants
+from megaframe.plan.fast import estimate
+from megaframe.plan.nearest import ways
+from megaframe.plan.room import leaves_room
+from megaframe.plan.schedules import step_schedule
+from megaframe.plan.search import search
+from megaframe.plan.sizes import RECOMPUTE
+from megaframe.plan.step import predict
+from megaframe.plan.valid import Fixed, candidates
+from megaframe.plan.worst import pipeline_memory
+
+_GIB = 2.0**30
+_AXES = ("tensor", "context", "pipeline", "expert", "expert_tensor", "data_replicate")
+_SECTIONS = ("parallel", "train", "optim")
+_TRIES, _SIMULATED = 6, 4
+"""Most changes of the same axes that are predicted, and most layouts that the search simulates:
+few, because each takes up to a second."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What the rank that needs most memory needs, and what its device has.
+
+    rank: the first rank with its pipeline coordinate. kinds: bytes by kind. there: bytes of the
+    device.
+    """
+
+    rank: int
+    kinds: Mapping[str, int]
+    chip: Chip
+
+    @property
+    def needed(self) -> int:
+        """Bytes on the device, including what its software takes."""
+        return sum(self.kinds.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has as many bytes."""
+        return self.needed <= self.chip.memory
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether so little is left that the plan may be wrong about what fits."""
+        return not leaves_room(self.needed, self.chip)
+
+    def __str__(self) -> str:
+        largest = sorted(self.kinds.items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{kind} {size / _GIB:.1f}" for kind, size in largest if size)
+        return (
+            f"rank {self.rank} needs {self.needed / _GIB:.1f} GiB by the plan, and its device "
+            f"({self.chip.name}) has {self.chip.memory / _GIB:.1f} GiB ({parts})"
+        )
+
+
+def fit(config: RunConfig, layout: Layout, chip: Chip) -> Fit:
+    """Return whether the ranks of a run fit on devices of this kind. The config must have passed
+    `check`, with numbers for `train.recompute_blocks`."""
+    many = config.train.global_batch // (config.train.microbatch * layout.data)
+    memories = pipeline_memory(config, layout, step_schedule(config, many), chip)
+    stage, worst = max(memories.items(), key=lambda item: item[1].total)
+    return Fit(layout.rank(pipeline=stage), worst.kinds, chip)
+
+
+def overrides(config: RunConfig, changed: RunConfig) -> dict[str, str]:
+    """Return the overrides that make `changed` of `config`, by key, of the sections that determine
+    memory."""
+    found = {}
+    for section in _SECTIONS:
+        before, after = getattr(config, section), getattr(changed, section)
+        for name in type(before).model_fields:
+            was, now = getattr(before, name), getattr(after, name)
+            derived = name == "data" and was is None  # what the other axes leave over
+            if was != now and not derived:
+                found[f"{section}.{name}"] = shown(now)
+    return found
+
+
+def instead(config: RunConfig, gpus: int, cluster: Cluster, constants: Constants) -> Iterator[str]:
+    """Yield the nearest changes with which a config that does not fit does: overrides for its
+    command line, with the memory and the step that they lead to. If there are none on as many GPUs,
+    yield what a search would suggest.
+
+    The smallest come first: recompute, ZeRO stage and microbatch on the same axes, as few of them
+    as possible; then the optimizer's state in 8 bits; then the fastest layout.
+    """
+    offers: dict[frozenset[str], str] = {}
+    tries = 0
+    for changed in (
+        *_on_the_same_axes(config, gpus, cluster, constants),
+        *_with_smaller_state(config),
+    ):
+        keys = frozenset(overrides(config, changed))
+        # What a smaller change achieves alone needs no larger one that includes it.
+        if tries < _TRIES and keys and not any(smaller <= keys for smaller in offers):
+            text = _offered(config, changed, gpus, cluster, constants)
+            offers |= {} if text is None else {keys: text}
+            tries += 1
+    found = dict.fromkeys(offers.values())
+    for changed in _fastest(config, gpus, cluster, constants):
+        text = _offered(config, changed, gpus, cluster, constants)
+        found |= {} if text is None else {text: None}
+    yield from found or ways(config, gpus, cluster, constants, None)
+
+
+def _offered(
+    config: RunConfig,
+    changed: RunConfig,
+    gpus: int,
+    cluster: Cluster,
+    constants: Constants,
+) -> str | None:
+    """Return the offer of `changed` instead of `config` in words; None if it cannot run or does not
+    fit either."""
+    if mistakes(changed, gpus, data=False):
+        return None
+    layout = Layout.from_parallel(changed.parallel, gpus)
+    settling = settled(changed, layout, cluster.chip)
+    prediction = predict(settling, layout, cluster, constants)
+    needed = sum(prediction.memory_bytes.values())
+    if not leaves_room(needed, cluster.chip):
+        return None
+    text = " ".join(f"{key}={_quoted(value)}" for key, value in overrides(config, changed).items())
+    return f"{text}: {needed / _GIB:.1f} GiB, {prediction.step_seconds:.3g} s a step"
+
+
+def _quoted(value: str) -> str:
+    """Return a value as a shell takes it."""
+    return f'"{value}"' if " " in value else value
+
+
+def _on_the_same_axes(
+    config: RunConfig, gpus: int, cluster: Cluster, constants: Constants
+) -> Iterator[RunConfig]:
+    """Yield the config with more recompute, a higher ZeRO stage and a smaller microbatch, where
+    that is estimated to fit: the fewest changes first, and of these the fastest. Full recompute is
+    that of as few blocks as fit."""
+    parallel, train = config.parallel, config.train
+    fixed: dict[str, Any] = {name: getattr(parallel, name) for name in _AXES}
+    if parallel.data is not None:
+        fixed["data"] = parallel.data
+    if gpus == parallel.tensor * parallel.pipeline * parallel.data_replicate:
+        fixed["zero"] = parallel.zero  # no rank has another to share with
+    if parallel.pipeline > 1:
+        usual = "interleaved" if parallel.chunks > 1 else "1f1b"
+        known = parallel.schedule in SCHEDULES
+        fixed |= {"chunks": parallel.chunks, "schedule": parallel.schedule if known else usual}
+    found = []
+    now = (parallel.zero, RECOMPUTE.index(train.recompute), train.microbatch)
+    for same in ({**fixed, "microbatch": train.microbatch}, fixed):
+        every, seconds = _that_fit(config, gpus, cluster, constants, same)
+        columns = (every.zero, every.recompute, every.microbatch, seconds)
+        for zero, recompute, microbatch, step in zip(*(c.tolist() for c in columns), strict=True):
+            if zero >= now[0] and recompute >= now[1] and microbatch <= now[2]:
+                then = (zero, recompute, microbatch)
+                many = sum(map(int.__ne__, now, then))
+                found.append((many, step, then))
+    for _, _, (zero, recompute, microbatch) in sorted(found):
+        again: dict[str, Any] = {"recompute": RECOMPUTE[recompute]}
+        if again["recompute"] == "full" != train.recompute:
+            again = {"recompute_blocks": "auto"}
+        yield config.model_copy(
+            update={
+                "parallel": parallel.model_copy(update={"zero": zero}),
+                "train": train.model_copy(update={"microbatch": microbatch, **again}),
+            }
+        )
+
+
+def _with_smaller_state(config: RunConfig) -> Iterator[RunConfig]:
+    if config.optim.state == "master":
+        yield config.model_copy(update={"optim": config.optim.model_copy(update={"state": "int8"})})
+
+
+def _fastest(
+    config: RunConfig, gpus: int, cluster: Cluster, constants: Constants
+) -> Iterator[RunConfig]:
+    """Yield the config with the layout that a search finds, if any fits."""
+    with suppress(UserError):
+        yield search(config, gpus, cluster, constants, simulated=_SIMULATED).best.config
+
+
+def _that_fit(
+    config: RunConfig, gpus: int, cluster: Cluster, constants: Constants, fixed: Fixed
+) -> tuple[Candidates, Array]:
+    """Return the layouts that are estimated to fit, and their seconds of a step."""
+    every = candidates(config, gpus, cluster, fixed)
+    if not len(every):
+        return every, np.zeros(0)
+    estimates = estimate(config, cluster, constants, every)
+    fits = leaves_room(estimates.memory_bytes, cluster.chip)
+    return every.taken(fits), estimates.step_seconds[fits]
