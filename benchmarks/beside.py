@@ -15,11 +15,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, processor
+from harness import ROOT, file_name, machine, processor
 
 RESULTS = ROOT / "benchmarks/results"
 PAGE, PICTURE = ROOT / "docs/peers.md", ROOT / "docs/images/peers.svg"
@@ -56,14 +56,16 @@ class Comparison:
 
 MEGATRON, DEEPSPEED = "megatron_python", "deepspeed_python"
 NANOGPT, HUGGINGFACE = "nanogpt", "huggingface_python"
+TRAINING = Comparison(
+    "One process, two threads",
+    "train_cpu.py",
+    f"train_cpu_{file_name(machine())}.json",
+    "../README.md",
+    (NANOGPT, MEGATRON, HUGGINGFACE),
+)
+"""Training depends on the processor more than anything else, so each has a file of its own."""
 COMPARISONS = (
-    Comparison(
-        "One process, two threads",
-        "train_cpu.py",
-        "train_cpu.json",
-        "../README.md",
-        (NANOGPT, MEGATRON, HUGGINGFACE),
-    ),
+    TRAINING,
     *(
         Comparison(
             f"Data parallelism on {ranks} ranks (the number after a name is the ZeRO stage)",
@@ -122,6 +124,14 @@ COMPARISONS = (
 )
 
 
+def shown() -> list[Comparison]:
+    """Return the comparisons that have been measured, and training on every processor on which it
+    was."""
+    files = sorted(path.name for path in RESULTS.glob("train_cpu_*.json"))
+    every = [*(replace(TRAINING, result=name) for name in files), *COMPARISONS[1:]]
+    return [one for one in every if one.file.exists()]
+
+
 def tables(comparison: Comparison) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield the cases of a comparison, each with its contenders in order."""
     for case, part in json.loads(comparison.file.read_text(encoding="utf-8"))["results"].items():
@@ -136,7 +146,6 @@ def best_of(rows: Sequence[dict[str, Any]], *, ours: bool) -> dict[str, Any]:
 
 def page() -> str:
     """Return the page as Markdown."""
-    found = [one for one in COMPARISONS if one.file.exists()]
     parts = [
         "# Compared with other trainers",
         "All contenders train the same model on the same data and machine, interleaved in one run. "
@@ -148,7 +157,7 @@ def page() -> str:
         "column is the speed of the nearest megaframe row above, divided by that of the peer.",
         "![megaframe's fastest variant and the fastest peer](images/peers.svg)",
     ]
-    for comparison in found:
+    for comparison in shown():
         document = json.loads(comparison.file.read_text(encoding="utf-8"))
         cores = f"{document['machine']['cores']} of {processor(document)}"
         parts.append(
@@ -199,13 +208,12 @@ def draw(out: Path) -> None:
 
     matplotlib.rcParams["svg.hashsalt"] = OURS  # the same numbers give the same file
     bars = []
-    for comparison in COMPARISONS:
-        if comparison.file.exists():
-            for case, rows in tables(comparison):
-                ours, peer = (best_of(rows, ours=mine) for mine in (True, False))
-                ratio = ours["speed"]["median"] / peer["speed"]["median"]
-                what = comparison.title.partition(" (")[0].partition(",")[0]
-                bars.append((f"{what}: {case} (peer: {peer['name']})", ratio))
+    for comparison in shown():
+        for case, rows in tables(comparison):
+            ours, peer = (best_of(rows, ours=mine) for mine in (True, False))
+            ratio = ours["speed"]["median"] / peer["speed"]["median"]
+            what = comparison.title.partition(" (")[0].partition(",")[0]
+            bars.append((f"{what}: {case} (peer: {peer['name']})", ratio))
     figure, axis = pyplot.subplots(figsize=(8, 0.27 * len(bars) + 0.6))
     names, ratios = zip(*bars, strict=True)
     colors = ["#0b6e4f" if ratio >= 1 else "#b3541e" for ratio in ratios]

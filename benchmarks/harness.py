@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -218,6 +219,13 @@ def processor(document: Mapping[str, Any]) -> str:
     words = [here["cpu"], f"({', '.join(here['instructions'])})"]
     settings = [f"{name}={value}" for name, value in here.get("settings", {}).items()]
     return " ".join([*words, *(["with", *settings] if settings else ())])
+
+
+def file_name(here: Mapping[str, Any]) -> str:
+    """Return a part of a file's name for a machine: its processor, the widest of its matrix
+    instructions, and what was left out of them."""
+    parts = [here["cpu"], *here["instructions"][-1:], *here["settings"].values()]
+    return re.sub(r"[^a-z0-9]+", "_", " ".join(parts).lower()).strip("_")
 
 
 def commit() -> str:

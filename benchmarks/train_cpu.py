@@ -74,7 +74,7 @@ def contenders(given: argparse.Namespace, precision: str) -> list[Contender]:
     if given.huggingface_python:
         python = given.huggingface_python.absolute()
         chosen.append(contender("Hugging Face", "huggingface_trainer.py", python))
-    chosen.append(contender(LIMIT, "product_limit.py", sys.executable, ours=True))
+    chosen.append(contender(LIMIT, "product_limit.py", sys.executable))
     return chosen
 
 

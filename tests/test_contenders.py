@@ -110,7 +110,7 @@ def whole_runs(tmp_path):
 
 def test_each_command_has_a_config_that_a_run_takes(tmp_path, monkeypatch):
     ours = [one for one in whole_runs(tmp_path) if one.ours]
-    assert len(ours) == 2 + 1 + 6 + 4 + 1 + 1
+    assert len(ours) == 2 + 2 + 6 + 4 + 1 + 1
     for one in ours:
         _, script, *arguments = one.command
         with monkeypatch.context() as patched:

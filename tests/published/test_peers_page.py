@@ -3,11 +3,16 @@
 from pathlib import Path
 
 import beside
+import train_cpu
 
 
 def test_the_page_is_made_of_the_results_that_are_there():
-    assert all(one.file.exists() for one in beside.COMPARISONS)
+    assert {one.script for one in beside.shown()} == {one.script for one in beside.COMPARISONS}
     assert beside.PAGE.read_text(encoding="utf-8") == beside.page()
+
+
+def test_the_table_of_the_readme_is_made_of_all_processors():
+    assert train_cpu.readme_table() in (beside.ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_peer_is_compared_with_the_one_of_ours_above_it():
