@@ -1,6 +1,7 @@
 """A run whose GPUs have too little memory is refused by the entry before anything is built."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megaframe import preflight
+from megaframe import automatic
 from megaframe.config import load
 from megaframe.errors import UserError
 from megaframe.layout import Layout
@@ -35,7 +36,9 @@ def gpu(monkeypatch):
     """gpu(gib, name): let torch find a GPU with so much memory."""
 
     def found(gib, name="NVIDIA H100 80GB HBM3"):
-        properties = SimpleNamespace(total_memory=int(gib * 2**30), name=name)
+        properties = SimpleNamespace(
+            total_memory=int(gib * 2**30), name=name, multi_processor_count=132
+        )
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
@@ -91,12 +94,21 @@ def test_a_run_is_not_checked_for_another_machine_but_a_dry_run_is(gpu):
     assert check_memory(config, layout, dry_run=True) == []
 
 
+def test_of_a_chip_of_unknown_speed_only_memory_is_told(gpu):
+    gpu(24, "Some Accelerator")
+    with pytest.raises(UserError) as told:
+        check_memory(load("llama3-8b"), Layout(data=8))
+    lines = str(told.value).splitlines()
+    assert "has 24.0 GiB" in lines[0] and lines[-1] == "  or run anyway with --force"
+    offers = lines[2:-1]
+    assert offers and all(re.search(r"=\S+: \d+\.\d GiB$", line) for line in offers)
+
+
 def test_a_host_is_warned_of(monkeypatch):
-    sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**20}
-    monkeypatch.setattr(preflight.os, "sysconf", sizes.get)
+    monkeypatch.setattr(automatic, "host_memory", lambda: 4 * 2**30)
     monkeypatch.setenv("WORLD_SIZE", "2")
     config = load("gpt2-1.5b", ["run.device=cpu"])
     (line,) = check_memory(config, Layout(data=2))
-    assert line.startswith("warning: the 2 ranks on this machine need ")
-    assert line.endswith(" GiB by the plan, and it has 4.0 GiB")
+    assert line.startswith("warning: not enough memory: rank 0 needs ")
+    assert "its device (cpu) has 2.0 GiB" in line
     assert check_memory(load("demo", ["run.device=cpu"]), Layout(data=2)) == []

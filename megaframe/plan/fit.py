@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,8 @@ from megaframe.plan.again import settled
 from megaframe.plan.candidates import SCHEDULES, Array, Candidates
 from megaframe.plan.check import mistakes
 from megaframe.plan.chips import Chip
-from megaframe.plan.cluster import Cluster
-from megaframe.plan.constants import Constants
+from megaframe.plan.cluster import DEFAULT, Cluster, load_cluster
+from megaframe.plan.constants import Constants, cluster_constants
 from megaframe.plan.fast import estimate
 from megaframe.plan.nearest import ways
 from megaframe.plan.room import leaves_room
@@ -106,8 +106,16 @@ def instead(config: RunConfig, gpus: int, cluster: Cluster, constants: Constants
     yield what a search would suggest.
 
     The smallest come first: recompute, ZeRO stage and microbatch on the same axes, as few of them
-    as possible; then the optimizer's state in 8 bits; then the fastest layout.
+    as possible; then the optimizer's state in 8 bits; then the fastest layout. If the speed of the
+    chip is not known, they are ordered by that of another one, and no step is told.
     """
+    if gpus > cluster.size:
+        return
+    known = cluster.chip.sustained(config.train.precision) is not None and cluster.chip.has_rates
+    if not known:
+        other = load_cluster(DEFAULT)
+        chip = replace(other.chip, name=cluster.chip.name, memory=cluster.chip.memory)
+        cluster, constants = replace(other, chip=chip), cluster_constants(other)
     offers: dict[frozenset[str], str] = {}
     tries = 0
     for changed in (
@@ -117,14 +125,16 @@ def instead(config: RunConfig, gpus: int, cluster: Cluster, constants: Constants
         keys = frozenset(overrides(config, changed))
         # What a smaller change achieves alone needs no larger one that includes it.
         if tries < _TRIES and keys and not any(smaller <= keys for smaller in offers):
-            text = _offered(config, changed, gpus, cluster, constants)
+            text = _offered(config, changed, gpus, cluster, constants, timed=known)
             offers |= {} if text is None else {keys: text}
             tries += 1
     found = dict.fromkeys(offers.values())
     for changed in _fastest(config, gpus, cluster, constants):
-        text = _offered(config, changed, gpus, cluster, constants)
+        text = _offered(config, changed, gpus, cluster, constants, timed=known)
         found |= {} if text is None else {text: None}
-    yield from found or ways(config, gpus, cluster, constants, None)
+    yield from found
+    if known and not found:
+        yield from ways(config, gpus, cluster, constants, None)
 
 
 def _offered(
@@ -133,19 +143,22 @@ def _offered(
     gpus: int,
     cluster: Cluster,
     constants: Constants,
+    *,
+    timed: bool,
 ) -> str | None:
-    """Return the offer of `changed` instead of `config` in words; None if it cannot run or does not
-    fit either."""
+    """Return the offer of `changed` instead of `config` in words, with its step if `timed`; None if
+    it cannot run or does not fit either."""
     if mistakes(changed, gpus, data=False):
         return None
     layout = Layout.from_parallel(changed.parallel, gpus)
-    settling = settled(changed, layout, cluster.chip)
-    prediction = predict(settling, layout, cluster, constants)
+    prediction = predict(settled(changed, layout, cluster.chip), layout, cluster, constants)
     needed = sum(prediction.memory_bytes.values())
     if not leaves_room(needed, cluster.chip):
         return None
-    text = " ".join(f"{key}={_quoted(value)}" for key, value in overrides(config, changed).items())
-    return f"{text}: {needed / _GIB:.1f} GiB, {prediction.step_seconds:.3g} s a step"
+    given = overrides(config, changed).items()
+    text = " ".join(f"{key}={_quoted(value)}" for key, value in given)
+    step = f", {prediction.step_seconds:.3g} s a step" if timed else ""
+    return f"{text}: {needed / _GIB:.1f} GiB{step}"
 
 
 def _quoted(value: str) -> str:
