@@ -96,8 +96,10 @@ def test_every_config_is_sound(path):
     config = load(str(path))
     if not config.data.sources:
         config = load(str(path), ["data.sources=[{path: tokens}]"])
-    check(config, 1)
-    check(config, 2)
+    parallel = config.parallel
+    ranks = parallel.tensor * parallel.pipeline * parallel.context * parallel.expert
+    check(config, ranks)
+    check(config, 2 * ranks)
     assert config.run.dir == f"runs/{path.stem}"
     assert config.model.vocab is not None
 
