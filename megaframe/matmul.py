@@ -48,14 +48,22 @@ _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_l
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-def fast_bf16() -> bool:
-    """Return whether this machine's CPU has instructions for bf16 products that oneDNN uses."""
-    return _ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+def multiplies(dtype: torch.dtype) -> bool:
+    """Return whether torch has fast products of this type on this machine's CPU. Of a narrow type
+    it has them only where oneDNN finds instructions for them; elsewhere they take ten times as long
+    as those of fp32."""
+    if dtype not in _NARROW:
+        return True
+    if not _ONEDNN:
+        return False
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def libraries_for(dtype: torch.dtype) -> tuple[Library, ...]:
-    """Return the libraries that can multiply this type on this CPU, torch's own choice first."""
-    found: tuple[Library, ...] = ("torch",)
+    """Return the libraries that multiply this type fast on this CPU, torch's own choice first."""
+    found: tuple[Library, ...] = ("torch",) if multiplies(dtype) else ()
     if dtype in _NARROW:
         found += ("fp32-torch",)
     if _ONEDNN and dtype is torch.float32:
@@ -66,10 +74,8 @@ def libraries_for(dtype: torch.dtype) -> tuple[Library, ...]:
 
 
 def unmeasured(dtype: torch.dtype) -> Library:
-    """Return the library to take where nothing was measured: torch's, except for types that the
-    processor has no products of."""
-    narrow = dtype is torch.float16 or (dtype is torch.bfloat16 and not fast_bf16())
-    return "fp32-torch" if narrow else "torch"
+    """Return the library to take where nothing was measured: torch's, or copies in fp32."""
+    return libraries_for(dtype)[0]
 
 
 _chosen: dict[tuple[torch.dtype, Kind], Library] = {}

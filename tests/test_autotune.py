@@ -195,15 +195,19 @@ def test_a_key_and_deterministic_runs_fix_the_routines(monkeypatch):
     assert tune(config_of("fp64"), None, mesh) == (Routines(), [])
 
 
-def test_narrow_types_are_never_left_to_a_slow_routine(monkeypatch):
+@pytest.mark.parametrize("fast", [True, False])
+def test_narrow_types_are_never_left_to_a_slow_routine(fast, monkeypatch):
     """torch multiplies bf16 and fp16 element by element on processors without such instructions."""
-    for fast in (True, False):
-        monkeypatch.setattr(matmul, "fast_bf16", lambda fast=fast: fast)
+    narrow = (torch.bfloat16, torch.float16)
+    multiplies = matmul.multiplies
+    monkeypatch.setattr(matmul, "multiplies", lambda x: fast if x in narrow else multiplies(x))
+    for dtype in narrow:
+        assert ("torch" in matmul.libraries_for(dtype)) == fast
         for library in ("torch", "onednn"):
-            bf16, fp16 = (fixed(x, library).products for x in (torch.bfloat16, torch.float16))
-            assert ("torch" in bf16.values()) == fast and "torch" not in fp16.values()
+            (found,) = set(fixed(dtype, library).products.values())
+            assert (found == "torch") == fast
             if library == "onednn" and not fast and matmul._ONEDNN:
-                assert set(bf16.values()) == {"fp32-onednn"}
+                assert found == "fp32-onednn"
 
 
 def choose_on_a_rank(folder):
