@@ -35,8 +35,6 @@ import train_cpu  # noqa: E402
 from context_workload import own_parts  # noqa: E402
 from experts_workload import SHAPES, Shape  # noqa: E402
 
-pytestmark = pytest.mark.numeric
-
 
 def tolerance(length):
     """Return the relative tolerance of a mean square of the results of four successive products,

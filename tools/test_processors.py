@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,6 +109,14 @@ def processor(text: str | None = None) -> frozenset[str]:
     return frozenset(word for line in lines for word in line.split())
 
 
+def model() -> str:
+    """Return the processor's name."""
+    path = Path("/proc/cpuinfo")
+    text = path.read_text() if path.exists() else ""
+    found = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
+    return found[1] if found else platform.machine()
+
+
 def name_of(setting: Mapping[str, str]) -> str:
     """Return the setting as one would type it before a command."""
     return " ".join(f"{key}={value}" for key, value in setting.items()) or "as this processor is"
@@ -127,9 +136,10 @@ def lacking(setting: Mapping[str, str], has: frozenset[str]) -> str | None:
 
 
 def environment(setting: Mapping[str, str], base: Mapping[str, str]) -> dict[str, str]:
-    """Return `base` with the variables of a setting, and without the others of `NEEDED`."""
+    """Return `base` with the variables of a setting, and without the others of `NEEDED`. Threads
+    that wait do not spin, because ranks and settings share the cores."""
     kept = {key: value for key, value in base.items() if key not in NEEDED}
-    return {**kept, "TEST_THREADS": "1", **setting}
+    return {**kept, "OMP_WAIT_POLICY": "PASSIVE", "TEST_THREADS": "1", **setting}
 
 
 def unheeded(setting: Mapping[str, str], given: Mapping[str, str]) -> str | None:
@@ -195,13 +205,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "tests", nargs="*", help=f"files or options for pytest; by default all marked {MARKED}"
     )
+    parser.add_argument("--slow", action="store_true", help="run also those that are marked slow")
+    parser.add_argument("--workers", type=int, default=2, help="settings that run at a time")
     given = parser.parse_args(arguments)
-    command = [sys.executable, "-m", "pytest", "-q", "-m", MARKED, *(given.tests or files(ROOT))]
-    has, outcomes = processor(), []
-    for setting in SETTINGS:
-        outcomes.append(run(setting, has, command))
-        print(f"{outcomes[-1].verdict}: {outcomes[-1].setting}", file=sys.stderr, flush=True)
-    print(report(outcomes, platform.processor() or platform.machine()))
+    chosen = MARKED if given.slow else f"{MARKED} and not slow"
+    command = [sys.executable, "-m", "pytest", "-m", chosen, *(given.tests or files(ROOT))]
+    has = processor()
+
+    def told(setting: Mapping[str, str]) -> Outcome:
+        outcome = run(setting, has, command)
+        print(f"{outcome.verdict}: {outcome.setting}", file=sys.stderr, flush=True)
+        return outcome
+
+    with ThreadPoolExecutor(given.workers) as pool:  # each waits for a process of its own
+        outcomes = list(pool.map(told, SETTINGS))
+    print(report(outcomes, model()))
     return status(outcomes)
 
 

@@ -7,8 +7,6 @@ from megaframe_kernels import cross_entropy, linear_cross_entropy
 from megaframe_kernels import loss as loss_kernel
 from megaframe_kernels.cross_entropy import IGNORE
 
-pytestmark = pytest.mark.numeric
-
 OPTIONS = [
     {},
     {"label_smoothing": 0.1},

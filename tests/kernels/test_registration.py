@@ -9,8 +9,6 @@ from megaframe_kernels.selection import select
 from megaframe_kernels.spans import find_spans
 from tolerances import assert_near
 
-pytestmark = pytest.mark.numeric
-
 ops = torch.ops.megaframe
 CHOICES = select(KERNELS)
 CHOSEN = torch.tensor([[0, 2], [1, 0], [2, 1]], dtype=torch.int32, device=DEVICE)

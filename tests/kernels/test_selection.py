@@ -12,8 +12,6 @@ from megaframe_kernels.kernel import REFERENCE, KernelError
 from megaframe_kernels.registry import KERNELS
 from megaframe_kernels.selection import TABLE, Choice, chip_name, select
 
-pytestmark = pytest.mark.numeric
-
 
 def test_the_table_names_what_exists():
     for kernels in json.loads(TABLE.read_text()).values():

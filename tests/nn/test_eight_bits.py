@@ -14,8 +14,6 @@ from training import assert_same, run
 from megaframe.kernels import NO_KERNELS
 from megaframe.nn.eight_bits import BLOCK, EightBits
 
-pytestmark = pytest.mark.numeric
-
 SCALINGS = ("tensor", "row", "block")
 GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 3.5, -2.0, 13.0, -104.0, 448.0])
 """Numbers that e4m3 represents. So does e5m2, except 13 and -104, which need 3 mantissa bits."""

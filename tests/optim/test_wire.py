@@ -16,8 +16,6 @@ from megaframe.optim.codec import Half, Int8
 from megaframe.optim.powersgd import as_matrix
 from megaframe.optim.wiring import Wiring
 
-pytestmark = pytest.mark.numeric
-
 STEPS = 6
 SHAPES = ((40, 3, 10), (20,), (24, 36), (2, 2), (50, 20))
 

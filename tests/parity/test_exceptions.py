@@ -13,8 +13,6 @@ from megaframe.describe import describe
 from megaframe.layout import Layout
 from megaframe.plan.promise import exceptions, promise_note
 
-pytestmark = pytest.mark.numeric
-
 DESIGN = Path(__file__).resolve().parents[2] / "docs/design.md"
 COLUMNS = [
     (2, {}, 4),
