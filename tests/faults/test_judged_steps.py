@@ -19,7 +19,8 @@ from tolerances import promised
 
 from megaframe.errors import EXIT_BAD_DEVICE, EXIT_NOT_FINITE
 
-EVERY = {"checkpoint__every": 4, "checkpoint__keep": 10}
+EVERY = {"checkpoint__every": 4, "checkpoint__keep": 10, "parallel__zero": 0}
+"""Every rank has all weights, so that one rank's can be damaged, and compared with the others'."""
 
 
 @pytest.fixture
