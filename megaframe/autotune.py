@@ -38,7 +38,7 @@ from megaframe.nn import tile_products, tiles
 from megaframe.nn.tile_products import Method, Size
 from megaframe.parameter import PRECISIONS
 
-BUDGET = 0.25
+BUDGET = 0.2
 """Seconds after which nothing more is measured, so that all of it takes at most 0.3 s."""
 _HOPELESS = 2.0
 """A candidate this many times slower than the best on a small problem is not tried on a larger
