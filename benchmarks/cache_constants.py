@@ -27,7 +27,7 @@ from harness import Spread, commit, machine
 
 from megaframe import autotune, matmul
 from megaframe.comm import ALONE
-from megaframe.device import keep_freed_memory
+from megaframe.device import tune_host_allocator
 from megaframe.nn import loss, tile_products
 from megaframe.optim import moments
 from megaframe.optim.codes import Master
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="write all ratios as JSON to this file")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    keep_freed_memory()
+    tune_host_allocator()
     found: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
     for precision in given.precision:
         dtype = PRECISIONS[precision].compute

@@ -37,6 +37,7 @@ from megaframe.mesh import Mesh
 from megaframe.nn import tile_products, tiles
 from megaframe.nn.tile_products import Method, Size
 from megaframe.parameter import PRECISIONS
+from megaframe.untrusted import open_file
 
 BUDGET = 0.2
 """Seconds after which nothing more is measured, so that all of it takes at most 0.3 s."""
@@ -45,8 +46,10 @@ _HOPELESS = 2.0
 one."""
 _UNDISTURBED = 0.8
 """Share of a measurement in which this thread must have run, waiting for its helpers included."""
-_TRIES = 5
-"""Further calls of a small problem."""
+_TRIES = 6
+"""Calls of a small problem, after one that prepares."""
+_LEAST_TRIES = 3
+"""Calls that are made however long they take."""
 _TIE = 1.03
 """The first candidate, torch's own routine, is taken unless another one is faster by this."""
 _SHAPES: Mapping[Kind, tuple[int, int, int]] = {
@@ -202,7 +205,7 @@ def read_cache(path: Path, machine: Mapping[str, str | int]) -> Routines | None:
     """Return the routines in a file of the cache; None if there is none, if it is damaged or if it
     is of another machine."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             entry = _Entry.model_validate_json(file.read(_MAX_BYTES))
     except (OSError, ValidationError):
         return None
@@ -296,13 +299,14 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def _least(run: Callable[[], object], limit: float) -> float:
-    """Return the least seconds of some calls, which take up to `limit` together. One more comes
-    first, which prepares threads, code and memory."""
-    end = time.perf_counter() + limit
+    """Return the least seconds of `_TRIES` calls, fewer if they take more than `limit` together,
+    but never so few that one disturbance decides. One more comes first, which prepares threads,
+    code and memory, and may take much longer."""
     run()
-    least = _seconds(run)
-    for _ in range(_TRIES):
-        if time.perf_counter() > end:
+    end = time.perf_counter() + limit
+    least = math.inf
+    for tried in range(_TRIES):
+        if tried >= _LEAST_TRIES and time.perf_counter() > end:
             break
         least = min(least, _seconds(run))
     return least

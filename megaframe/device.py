@@ -1,5 +1,5 @@
-"""Device: where this process computes, whether a GPU is left unused, and two settings of the host:
-the C library keeps freed memory, and a rank that wakes does not preempt another one.
+"""Device: where this process computes, whether a GPU is left unused, and settings of the host: how
+memory is taken and kept, and that a rank that wakes does not preempt another one.
 
 A run never lands on a CPU by accident: if the machine has a GPU that torch cannot use, `auto` is an
 error with the reason, which `torch.cuda.is_available` keeps to itself.
@@ -27,6 +27,21 @@ _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 """Variables with which a user hides GPUs from a program."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameter numbers of glibc's mallopt (malloc.h)."""
+_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""Variable by which torch's allocator of host memory asks for huge pages
+(c10/core/impl/alloc_cpu.cpp). A user who sets it to 0 keeps small ones."""
+
+
+def launched(name: str, default: int, least: int = 0) -> int:
+    """Return a number from the environment that a launcher has set. Raises `UserError` if it is not
+    a whole number from `least` on."""
+    text = os.environ.get(name, str(default))
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
+        raise UserError(
+            f"{name}={text[:40]!r} in the environment is not a number from {least} on, as "
+            f"launchers set it; without a launcher, leave {name} unset"
+        )
+    return int(text)
 
 
 def device_of(wanted: str) -> torch.device:
@@ -52,7 +67,7 @@ def device_of(wanted: str) -> torch.device:
                 f"{reason}; or use run.device=cpu to train on the CPU"
             )
         return torch.device("cpu")
-    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    local, count = launched("LOCAL_RANK", 0), torch.cuda.device_count()
     if wanted == "shared":
         local = 0
     if local >= count:
@@ -179,14 +194,18 @@ def be_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def keep_freed_memory() -> None:
-    """Make glibc keep up to 128 MiB of the memory that a step frees. Does nothing with another C
-    library.
+def tune_host_allocator() -> None:
+    """Take less of a step's time for memory on a CPU: glibc keeps up to 128 MiB of what a step
+    frees (another C library does as it likes), and torch takes huge pages for tensors over 2 MiB
+    (where Linux lets programs choose them). torch reads its setting at the first tensor of the
+    process, so call this before.
 
     By default glibc returns the end of the heap to the system in every step and takes it back page
     by page, which costs a small model 5 to 10% of its time. Tensors over 10 MiB get pages of their
-    own, which leaves no holes in the heap (docs/log.md).
+    own, which leaves no holes in the heap; as small pages, the system would hand them out one by
+    one in every step, for another 4 to 8% of its time (docs/log.md).
     """
+    os.environ.setdefault(_HUGE_PAGES, "1")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, 10 << 20)

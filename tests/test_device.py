@@ -2,6 +2,7 @@
 host."""
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -19,6 +20,29 @@ def test_no_thread_of_a_rank_takes_the_processor_of_another(pool):
     for policies in pool.run(2, of_threads):
         assert len(policies) > 3
         assert set(policies) == {os.SCHED_BATCH}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages of Linux")
+@pytest.mark.parametrize("wanted", [None, "0"])
+def test_large_tensors_of_a_run_on_a_cpu_lie_on_whole_pages(wanted):
+    """torch can give them huge pages only if it knows of it before its first tensor, so nothing
+    that a run imports may make one. A user may have set the variable."""
+    program = """
+import mmap, os, torch, megaframe.attempts
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh
+Mesh(Layout(), device="cpu")
+print(torch.empty(1 << 20).data_ptr() % mmap.PAGESIZE, os.environ["THP_MEM_ALLOC_ENABLE"])
+"""
+    before = {name: x for name, x in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    if wanted is not None:
+        before["THP_MEM_ALLOC_ENABLE"] = wanted
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=before, capture_output=True, text=True, check=True
+    )
+    offset, left = run.stdout.split()
+    assert left == (wanted or "1")
+    assert wanted == "0" or offset == "0"
 
 
 def of_threads():

@@ -6,6 +6,7 @@ import pytest
 import reference
 import torch
 from tolerances import assert_near
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaframe.microbatch import IGNORE, look_ahead
 
@@ -164,3 +165,26 @@ def test_initial_loss_is_that_of_a_uniform_guess(build, make_microbatch):
     valid = int((microbatch.labels_BS != IGNORE).sum())
     loss = float(built.stage.evaluate(microbatch)) / valid
     assert loss == pytest.approx(math.log(37), rel=1e-3)
+
+
+class Operators(TorchDispatchMode):
+    """Notes which operators are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.called.add(function.overloadpacket)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_without_padding_no_gradient_is_copied_into_zeros(name, build, make_microbatch):
+    """As the gradient of a slice is, although the slice is everything."""
+    built = build(MODELS[name], train=TRAIN)
+    microbatch = look_ahead(make_microbatch(built.config), built.config.model.mtp_depth)
+    with Operators() as operators:
+        gradients(built, microbatch, TRAIN)
+    assert torch.ops.aten.mm in operators.called
+    assert torch.ops.aten.slice_backward not in operators.called

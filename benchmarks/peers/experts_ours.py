@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megaframe.autotune import tune
 from megaframe.config import Model, Moe, RunConfig, Train
-from megaframe.device import keep_freed_memory
+from megaframe.device import tune_host_allocator
 from megaframe.init import fill
 from megaframe.microbatch import Microbatch
 from megaframe.model import Block
@@ -46,7 +46,7 @@ def bind(module: Module, precision: str) -> None:
 
 
 def main() -> None:
-    keep_freed_memory()  # as at the start of a run
+    tune_host_allocator()  # as at the start of a run
     given = parser(__doc__).parse_args()
     shape = SHAPES[given.shape]
     numbers = tensors(shape, given.precision)

@@ -61,7 +61,7 @@ class Attention(Module):
         """Map [rows, hidden], normalised by `norm`, to the same shape. On a tensor axis each rank
         has some of the groups, and all tokens."""
         batch, length = frame.batch, frame.length
-        qkv = self.qkv(x, norm, frame)[: frame.tokens].view(
+        qkv = frame.without_padding(self.qkv(x, norm, frame)).view(
             batch, length, -1, self.per_group + 2, self.width
         )
         query, key_BSG1D, value_BSG1D = qkv.split((self.per_group, 1, 1), dim=3)

@@ -186,6 +186,11 @@ class Frame:
             return x_T
         return F.pad(x_T, (0, 0) * (x_T.dim() - 1) + (0, missing), value=value)
 
+    def without_padding(self, x_T: Tensor) -> Tensor:
+        """Return the rows [tokens, ...] of [filled, ...]. Without padding it is the tensor itself:
+        the gradient of a slice would be copied into zeros of the whole size."""
+        return x_T if len(x_T) == self.tokens else x_T[: self.tokens]
+
     def mine(self, x_T: Tensor, value: float = 0) -> Tensor:
         """Return this rank's rows [rows, ...] of a tensor [tokens, ...] over all tokens."""
         return self.fill(x_T, value).chunk(self.tensor.size)[self.tensor.index]

@@ -105,7 +105,8 @@ class LatentAttention(Module):
             key_rotated = _GatherRows.apply(key_rotated, frame.tensor)
         made = (query, self.width), (kv, self.kv_width), (key_rotated, self.latent.rotary_dim)
         query, kv, key_rotated = (
-            part[: frame.tokens].view(frame.batch, frame.length, -1, width) for part, width in made
+            frame.without_padding(part).view(frame.batch, frame.length, -1, width)
+            for part, width in made
         )
         return query, kv, key_rotated
 

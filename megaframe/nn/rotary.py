@@ -113,7 +113,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = 2 * cos.shape[-1]
     if width == x.shape[-1]:
         return _Rotate.apply(x, cos, sin)
-    return torch.cat((_Rotate.apply(x[..., :width], cos, sin), x[..., width:]), -1)
+    turned, rest = x.split((width, x.shape[-1] - width), -1)
+    return torch.cat((_Rotate.apply(turned, cos, sin), rest), -1)
 
 
 def _rotated_simply(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
