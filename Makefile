@@ -5,6 +5,8 @@ PYTHON ?= python3
 # Test files that run at a time: three take as long on two cores.
 WORKERS ?= 2
 BIN := .venv/bin
+SECONDS ?= 60
+SEED ?= $(shell date +%s)
 DEMO := runs/demo-data
 TRAIN := $(BIN)/python pretrain_gpt.py --config configs/demo.yaml
 
@@ -15,7 +17,7 @@ ENGINES := tests/launch/test_ray.py tests/launch/test_slurm.py tests/test_harnes
 # What is imported is compiled once and not in every process, also where the environment turns that off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-engines test-processors gpu-check clean
+.PHONY: demo test test-all test-engines test-processors fuzz gpu-check clean
 
 demo: $(DEMO)/python.idx
 	$(TRAIN) $(OVERRIDES)
@@ -34,6 +36,10 @@ test-engines: .venv/engines
 # Tests of numbers under the instructions and threads of other processors; ARGS names files.
 test-processors: .venv/ready
 	$(BIN)/python tools/test_processors.py $(ARGS)
+
+# Changed inputs of every kind; ends with a summary, and with the command for each finding.
+fuzz: .venv/ready
+	$(BIN)/python tests/fuzz/fuzz.py --seconds $(SECONDS) --seed $(SEED)
 
 # Tests and measures kernels and whole steps on the GPU that is here, with the Python that has its torch;
 # ARGS=--skip-training and ARGS=--only-training each have the whole of its time.

@@ -1,8 +1,4 @@
-"""Pretrain a GPT: read the config, lay out the ranks, train.
-
-python pretrain_gpt.py --config configs/demo.yaml [section.key=value ...]
-torchrun --nproc-per-node N pretrain_gpt.py --config configs/demo.yaml [section.key=value ...]
-"""
+"""Pretrain a GPT: read the config, lay out the ranks, train."""
 
 from __future__ import annotations
 
@@ -10,28 +6,27 @@ import argparse
 import gc
 import os
 import sys
+from functools import partial
 
 from megaframe import __version__
-from megaframe.config import explain, listing, load
-from megaframe.errors import EXIT_USER_ERROR, reported
+from megaframe.config import common, explain, listing, load, unknown_options
+from megaframe.config.describe import WIDTH
+from megaframe.errors import EXIT_USER_ERROR, UserError, reported
 from megaframe.layout import Layout
 from megaframe.plan.check import check
 from megaframe.plan.elastic import fitted
 
-_USAGE = """usage: pretrain_gpt.py --config FILE [--dry-run] [--force] [section.key=value ...]
+_USAGE = """pretrain_gpt.py --config FILE [--dry-run [--gpus N]] [--force] [section.key=value ...]
 
   python pretrain_gpt.py --config configs/demo.yaml train.steps=10      (after `make demo`)
-  torchrun --nproc-per-node 8 pretrain_gpt.py --config llama3-8b --dry-run
-
---help lists all options and keys; --explain KEY documents one."""
+  torchrun --nproc-per-node 8 pretrain_gpt.py --config llama3-8b optim.lr=1e-4
+  python pretrain_gpt.py --config llama3-70b --dry-run --gpus 256 parallel.cluster=h100-ib
+"""
 
 
 def main() -> None:
     """Read the config, check it, and print what was asked for or train."""
-    arguments = parse_arguments()
-    if arguments.config is None and not arguments.overrides and not arguments.explain:
-        print(_USAGE, file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+    arguments, unknown = parse_arguments()
     if arguments.explain:
         with reported():
             print(explain(arguments.explain))
@@ -45,14 +40,23 @@ def main() -> None:
     from megaframe.describe import describe
     from megaframe.faults.leaving import record_flights
     from megaframe.mesh import global_rank, world_size
-    from megaframe.preflight import check_memory
+    from megaframe.preflight import check_memory, planned, verdict
     from megaframe.trainer import resolve
 
     gc.freeze()
     gc.enable()
-    with reported(rank=global_rank()):
-        world = world_size()
-        config, notes = with_layout(resolve(load(arguments.config, arguments.overrides)), world)
+    with reported():
+        rank = global_rank()
+    with reported(rank=rank):
+        refuse_options(arguments, unknown)
+        if arguments.dry_run and rank:
+            return  # the first rank prints for all
+        config = load(arguments.config, arguments.overrides)
+        if arguments.dry_run:
+            config, world = planned(config, arguments.gpus)
+        else:
+            config, world = resolve(config), world_size()
+        config, notes = with_layout(config, world)
         if config.faults.elastic:
             config, world = fitted(config, world)
         check(config, world, data=not arguments.dry_run)
@@ -60,42 +64,68 @@ def main() -> None:
         notes += more
         layout = Layout.from_parallel(config.parallel, world)
         if arguments.dry_run:
-            host = cluster_of(config).chip.is_host
-            print("\n".join([*notes, describe(config, layout, host=host)]), flush=True)
-            for line in check_memory(config, layout, dry_run=True, force=arguments.force):
-                print(line)
+            print("\n".join([*notes, describe(config, layout, cluster_of(config))]), flush=True)
+            print("\n".join(verdict(config, layout, force=arguments.force)))
             return
-        if global_rank() >= world:
+        if rank >= world:
             return  # the layout that was chosen does not use this rank
         notes += check_memory(config, layout, force=arguments.force)
         record_flights(config)
         train(config, layout, notes)
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Parse the command line; --help lists all keys and their defaults."""
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    """Parse the command line. Returns what it says, and the options that do not exist. Help ends
+    the program, and so does a command line without anything to do."""
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=listing(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=_USAGE,
+        epilog=f"keys that people change, with their defaults:\n{common()}",
+        formatter_class=partial(
+            argparse.RawDescriptionHelpFormatter, width=WIDTH, max_help_position=26
+        ),
+        add_help=False,
     )
-    parser.add_argument(
-        "--config", metavar="FILE", help="a YAML file, or the name of a shipped config: demo"
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="a YAML file, or the name of a shipped config: demo")
+    add("--dry-run", action="store_true", help="print config, layout and memory, and if it fits")
+    add("--gpus", type=int, metavar="N", help="with --dry-run: plan for N GPUs, here or elsewhere")
+    add("--force", action="store_true", help="run even if a GPU has too little memory by the plan")
+    add("--explain", metavar="KEY", help="document section.key or section, and exit")
+    add("--version", action="version", version=f"megaframe {__version__}", help="print it and exit")
+    add(
+        "-h",
+        "--help",
+        nargs="?",
+        const="common",
+        choices=("common", "all"),
+        metavar="all",
+        help="print this, or with `all` every key with its values, and exit",
     )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the resolved config, layout, parameter count and memory, and exit",
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="run even if a GPU has less memory than the plan needs"
-    )
-    parser.add_argument(
-        "--explain", metavar="KEY", help="document section.key or section, and exit"
-    )
-    parser.add_argument("--version", action="version", version=f"megaframe {__version__}")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    return parser.parse_args()
+    add("overrides", nargs="*", help=argparse.SUPPRESS)
+    arguments, rest = parser.parse_known_args()
+    if arguments.help == "all":
+        parser.epilog = f"all keys, with their defaults and values:\n\n{listing()}"
+    if arguments.help:
+        print(parser.format_help(), end="")
+        sys.exit(0)
+    # What argparse does not know is words after an option too, which are as good as those before.
+    arguments.overrides += [word for word in rest if not word.startswith("-")]
+    unknown = [word for word in rest if word.startswith("-")]
+    if arguments.config is None and not (arguments.overrides or arguments.explain or unknown):
+        parser.exit(EXIT_USER_ERROR, parser.format_usage())
+    return arguments, unknown
+
+
+def refuse_options(arguments: argparse.Namespace, unknown: list[str]) -> None:
+    """Raise `UserError` for unknown options, and for one that needs another."""
+    if unknown:
+        known = vars(arguments).keys() - {"overrides"}
+        raise UserError(unknown_options(unknown, (f"--{n.replace('_', '-')}" for n in known)))
+    if arguments.gpus is not None and not arguments.dry_run:
+        raise UserError(
+            f"--gpus {arguments.gpus} needs --dry-run: it plans and does not start ranks; to train "
+            f"on as many, use torchrun --nproc-per-node {arguments.gpus} pretrain_gpt.py ..."
+        )
 
 
 if __name__ == "__main__":

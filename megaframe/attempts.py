@@ -11,14 +11,17 @@ import gc
 from collections.abc import Sequence
 from functools import partial
 
+from megaframe.checkpoint.lock import RunLock
+from megaframe.comm import barrier
 from megaframe.comm.place import Place
 from megaframe.comm.recording import keep_order
 from megaframe.config import RunConfig
 from megaframe.device import be_deterministic
-from megaframe.errors import LostRanks, leave
+from megaframe.errors import LostRanks, UserError, leave
 from megaframe.faults.leaving import Launcher
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
+from megaframe.saving import written_folders
 from megaframe.trainer import Trainer
 
 
@@ -26,15 +29,27 @@ def train(config: RunConfig, layout: Layout, notes: Sequence[str] = ()) -> None:
     """Run this rank's part of a training run to its end.
 
     notes: lines to log when the run starts.
-    Raises what `Mesh` and `Trainer` raise, with two exceptions. Once the mesh exists, `LostRanks`
-    ends the process (`Mesh.leave`) or starts a new attempt. If process groups cannot be closed
-    without the other ranks (NCCL), any other error is reported and ends the process at once.
+    While it runs, the first rank has the locks of the folders that the run writes.
+    Raises what `Mesh` and `Trainer` raise, and `UserError` if another run has one of the folders.
+    There are two exceptions. Once the mesh exists, `LostRanks` ends the process (`Mesh.leave`) or
+    starts a new attempt. If process groups cannot be closed without the other ranks (NCCL), any
+    other error is reported and ends the process at once.
     """
     if config.run.deterministic:
         be_deterministic()  # before the mesh: NCCL groups read this setting when they are made
     if config.train.cuda_graph:
         keep_order()  # NCCL reads this setting once, too
-    often, last, launcher = 0, -1, Launcher()
+    launcher, lock = Launcher(), RunLock(written_folders(config))
+    try:
+        _train(config, layout, notes, launcher, lock)
+    finally:
+        lock.release()
+
+
+def _train(
+    config: RunConfig, layout: Layout, notes: Sequence[str], launcher: Launcher, lock: RunLock
+) -> None:
+    often, last = 0, -1
     while True:
         mesh = Mesh(
             layout,
@@ -45,7 +60,8 @@ def train(config: RunConfig, layout: Layout, notes: Sequence[str] = ()) -> None:
         )
         trainer: Trainer | None = None
         try:
-            trainer = Trainer(config, mesh, notes, launcher)
+            notes = (*notes, *_locked(lock, mesh))
+            trainer = Trainer(config, mesh, notes, launcher, lock)
             if config.checkpoint.resume == "latest" and often < config.faults.restarts:
                 mesh.may_begin_again(partial(_came_further, mesh.place, last))
             trainer.run()
@@ -56,6 +72,7 @@ def train(config: RunConfig, layout: Layout, notes: Sequence[str] = ()) -> None:
             trainer.let_go()
         except (Exception, KeyboardInterrupt) as error:
             if mesh.ends_with_others:
+                lock.release()
                 leave(error, mesh.rank)
             raise
         finally:
@@ -65,6 +82,24 @@ def train(config: RunConfig, layout: Layout, notes: Sequence[str] = ()) -> None:
         notes = (*notes, f"restarted in the same processes ({of}): {why}")
         del trainer, mesh
         gc.collect()  # reference cycles would keep memory that the next trainer needs
+
+
+def _locked(lock: RunLock, mesh: Mesh) -> list[str]:
+    """Take the locks on the first rank, for all. Returns lines to log, on that rank. Raises the
+    same `UserError` on all ranks if another run has a folder."""
+    notes: list[str] = []
+    wrong = ""
+    if mesh.rank == 0:
+        mesh.at_leave(lock.release)
+        try:
+            notes = lock.take()
+        except UserError as error:
+            wrong = str(error)
+        mesh.store.set("lock", wrong)
+    barrier(mesh.world)  # a rank that is lost meanwhile ends this, but not a wait for the store
+    if wrong := mesh.store.get("lock").decode():
+        raise UserError(wrong)
+    return notes
 
 
 def _came_further(place: Place, last: int) -> bool:

@@ -84,8 +84,8 @@ def cluster_of(config: RunConfig) -> Cluster:
         return replace(cpu, chip=replace(cpu.chip, memory=memory))
     if not here:
         text = (
-            "run.device=cuda, but there is no GPU here that could be asked for its name and "
-            f"memory: cluster {DEFAULT} is assumed; name another with parallel.cluster"
+            "there is no GPU here that could be asked for its name and memory: cluster "
+            f"{DEFAULT} is assumed; name another with parallel.cluster"
         )
         return replace(load_cluster(DEFAULT), notes=(text,))
     found = torch.cuda.get_device_properties(0)

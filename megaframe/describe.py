@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from megaframe.config import RunConfig, dump
 from megaframe.layout import Layout
+from megaframe.meter.opening import outline
 from megaframe.optim.choice import choices_table
 from megaframe.plan.check import warnings
+from megaframe.plan.cluster import Cluster
 from megaframe.plan.held import rank_memory
 from megaframe.plan.promise import promise_note
 from megaframe.plan.schedules import pipeline_summary, step_schedule
 from megaframe.plan.stages import stage_plans
 from megaframe.schedule import Schedule, lower
-from megaframe.spec import ParamSpec, active_parameters, parameter_count
 from megaframe.stage import model_specs
 
 
-def describe(config: RunConfig, layout: Layout, *, host: bool = False) -> str:
+def describe(config: RunConfig, layout: Layout, cluster: Cluster | None = None) -> str:
     """Describe the run as text, without allocating its tensors.
 
-    host: the run will use a CPU.
+    cluster: the machine of the run; by default some GPUs in one node.
     """
-    specs = model_specs(config)
-    count = parameter_count(specs)
-    train = config.train
-    tokens = train.global_batch * train.seq
+    specs, train = model_specs(config), config.train
     microbatches = train.global_batch // (train.microbatch * layout.data)
     schedule = step_schedule(config, microbatches)
-    node = config.parallel.node_size or layout.world
+    host = cluster is not None and cluster.chip.is_host
+    there = layout.world if cluster is None or host else cluster.node
+    node = config.parallel.node_size or there
     lines = [
         dump(config),
-        f"layout      {layout}",
-        f"parameters  {count:,} in {len(specs)} tensors{_active(specs)}",
-        f"batch       {train.global_batch} samples, {tokens:,} tokens a step, "
-        f"{tokens * train.steps:,} in the run",
+        *outline(config, layout, specs),
         *choices_table(config, specs),
         *pipeline_summary(config, schedule),
         *_memory(config, layout, schedule, host),
@@ -42,11 +39,6 @@ def describe(config: RunConfig, layout: Layout, *, host: bool = False) -> str:
         *promise_note(config),
     ]
     return "\n".join(lines)
-
-
-def _active(specs: Sequence[ParamSpec]) -> str:
-    active = active_parameters(specs)
-    return "" if active == parameter_count(specs) else f", {active:,} active per token"
 
 
 def _memory(config: RunConfig, layout: Layout, schedule: Schedule, host: bool) -> Iterator[str]:

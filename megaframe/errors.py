@@ -8,6 +8,8 @@ tell whether another try may succeed.
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import sys
@@ -17,9 +19,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
+from megaframe.untrusted import showable
+
 
 class UserError(Exception):
-    """A mistake in a config, a file or a command line; its text is the whole message."""
+    """A mistake in a config, a file or a command line; its text is the whole message, without the
+    secrets and control characters of what it quotes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(showable(text))
 
 
 class Unreadable(UserError):
@@ -61,6 +69,9 @@ _STATUS = {
     BadDevice: EXIT_BAD_DEVICE,
 }
 _PATIENCE = 2.0
+_SHOWN = 200
+_BAD_NAMES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EILSEQ)
+"""Errors that only another name of a file can mend."""
 
 
 def leave(error: BaseException, rank: int) -> NoReturn:
@@ -89,8 +100,11 @@ def reported(rank: int = 0) -> Iterator[None]:
     launchers end their ranks later, the first local rank waits less than its neighbours, so that it
     alone reports.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does
     try:
-        yield
+        with _names_checked():
+            yield
     except (UserError, NotFinite, BadDevice) as error:
         if rank:
             time.sleep(_PATIENCE * (1 + (os.environ.get("LOCAL_RANK") != "0")))
@@ -110,6 +124,17 @@ def reported(rank: int = 0) -> Iterator[None]:
     except Exception:
         _tell_launcher(traceback.format_exc())
         raise
+
+
+@contextmanager
+def _names_checked() -> Iterator[None]:
+    """Return a context that turns errors about names that no file can have into UserErrors."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _BAD_NAMES or error.filename is None:
+            raise
+        raise UserError(f"{str(error.filename)[:_SHOWN]}: {error.strerror}") from None
 
 
 def _tell_launcher(text: str) -> None:

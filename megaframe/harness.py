@@ -20,7 +20,7 @@ from lm_eval.tasks import TaskManager
 from megaframe.data.tokenizer import Tokenizer
 from megaframe.errors import UserError
 from megaframe.evaluation import Passage, Score, score
-from megaframe.sampling import sample
+from megaframe.sampling import Sampling, sample
 from megaframe.stage import Stage
 
 _MOST_GENERATED = 256
@@ -112,13 +112,14 @@ class HarnessModel(TemplateLM):
         start = self._tokenizer.encode(prompt) or [self.eot_token_id]
         known, text = len(self._tokenizer.decode(start)), ""
         chance = wanted.get("do_sample", True) and float(wanted.get("temperature") or 0.0)
+        top_k, top_p = int(wanted.get("top_k") or 0), float(wanted.get("top_p") or 1.0)
+        how = Sampling(chance or 0.0, top_k, top_p)
         for ids in sample(
             self._stage,
             start,
             tokens=int(wanted.get("max_gen_toks", _MOST_GENERATED)),
             context=self._context,
-            temperature=chance or 0.0,
-            top_k=int(wanted.get("top_k", 0)),
+            how=how,
             stop=self.eot_token_id,
             generator=torch.Generator().manual_seed(0),
         ):

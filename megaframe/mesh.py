@@ -25,7 +25,7 @@ from megaframe.comm.place import Place
 from megaframe.comm.recording import Recording, recording
 from megaframe.comm.start import fresh_store, launcher_store
 from megaframe.comm.watch import Watch
-from megaframe.device import device_of, finish_before_others, keep_freed_memory
+from megaframe.device import device_of, finish_before_others, launched, tune_host_allocator
 from megaframe.errors import LostRanks
 from megaframe.layout import Layout
 
@@ -54,18 +54,18 @@ _WATCHED = 60.0
 def world_size() -> int:
     """Return the number of ranks of this launch as given by the launcher (`torchrun`), 1 without a
     launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return launched("WORLD_SIZE", 1, least=1)
 
 
 def ranks_on_this_node() -> int:
     """Return the number of ranks that the launcher has started on this machine; the world size if
     it does not say."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+    return launched("LOCAL_WORLD_SIZE", world_size(), least=1)
 
 
 def global_rank() -> int:
     """Return this process's rank as given by the launcher, 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))
+    return launched("RANK", 0)
 
 
 class Mesh:
@@ -98,7 +98,7 @@ class Mesh:
         self._alone, self._ferried = alone is not None, device == "shared"
         self._over_nccl = self.device.type == "cuda" and not self._ferried
         if self.device.type == "cpu":
-            keep_freed_memory()
+            tune_host_allocator()
             finish_before_others()
         self.coordinate = layout.place(self.rank)
         self._timeout, self._serial = timeout, serial
@@ -298,6 +298,11 @@ class Mesh:
         transfers."""
         if self._watch is not None and self.device.type == "cpu":
             self._watch.may_begin_again = asked
+
+    def at_leave(self, call: Callable[[], object]) -> None:
+        """Have `call` called before this process ends because ranks were lost."""
+        if self._watch is not None:
+            self._watch.at_end = call
 
     def leave(self, lost: LostRanks) -> str:
         """Report which rank is at fault and end this process, or, if the ranks restart in their

@@ -2,60 +2,106 @@
 
 All ranks compute the same from the config and the memory of a GPU, so all of them refuse a run or
 none does. A CPU's memory may be extended by swap and is shared with others: there the user is only
-warned.
+warned. A dry run asks the same of the machine that it is planned for, which need not be this one.
 """
 
 from __future__ import annotations
+
+import os
 
 import torch
 
 from megaframe.automatic import cluster_of
 from megaframe.config import RunConfig
+from megaframe.config.numbers import fewest_ranks
 from megaframe.errors import UserError
 from megaframe.layout import Layout
+from megaframe.mesh import world_size
 from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import cluster_constants
-from megaframe.plan.fit import fit, instead
+from megaframe.plan.fit import Fit, fit, instead
+from megaframe.trainer import resolve
+
+_TIGHT = "it may not be enough, as plans are good to a few percent"
 
 
-def check_memory(
-    config: RunConfig, layout: Layout, *, dry_run: bool = False, force: bool = False
-) -> list[str]:
-    """Return warnings about the memory of a run.
+def planned(config: RunConfig, gpus: int | None) -> tuple[RunConfig, int]:
+    """Return the config of a dry run and the number of ranks to plan for.
 
-    dry_run: the machine is that of `parallel.cluster`, if it is given, instead of this one. force:
-    warn of what cannot fit. Raises `UserError` if a GPU has less memory than its rank needs, with
-    the nearest changes that fit.
+    gpus: that number; None for what a launcher started, or else the fewest ranks that the layout
+    can have. Raises `UserError` for a number that cannot be planned for. The tokenizer is read only
+    if `model.vocab` is not given.
     """
-    cluster = _machine(config, dry_run)
+    if config.model.vocab is None:
+        config = resolve(config)
+    if gpus is None:
+        launched = "WORLD_SIZE" in os.environ
+        return config, world_size() if launched else fewest_ranks(config.parallel)
+    if gpus < 1:
+        raise UserError(f"--gpus {gpus} is not a number of GPUs; use 1 or more")
+    if config.run.device == "cpu":
+        raise UserError(f"--gpus {gpus} plans for GPUs, but run.device=cpu; leave out one of them")
+    if config.run.device == "auto":
+        run = config.run.model_copy(update={"device": "cuda"})
+        config = config.model_copy(update={"run": run})
+    return config, gpus
+
+
+def verdict(config: RunConfig, layout: Layout, *, force: bool = False) -> list[str]:
+    """Return the last lines of a dry run: whether the run fits in the memory of the machine that it
+    is planned for, and if not, what does.
+
+    The machine is that of `parallel.cluster`, or else the likely one for the device. force: see
+    `check_memory`, and so is what this raises.
+    """
+    cluster = cluster_of(config)
+    found = fit(config, layout, cluster.chip)
+    if found.fits:
+        return [f"fits in memory: {found}" + f": {_TIGHT}" * found.is_tight]
+    if cluster.chip.is_host:
+        return [f"does not fit in memory: {found}", *_instead(config, layout, cluster)]
+    return _refused(config, layout, cluster, found, force)
+
+
+def check_memory(config: RunConfig, layout: Layout, *, force: bool = False) -> list[str]:
+    """Return warnings about the memory of a run on this machine.
+
+    force: warn of what cannot fit. Raises `UserError` if a GPU has less memory than its rank needs,
+    with the nearest changes that fit.
+    """
+    cluster = _this_machine(config)
     if cluster is None:
         return []
     found = fit(config, layout, cluster.chip)
-    if found.fits and found.is_tight:
-        return [f"warning: {found}: it may not be enough, as plans are good to a few percent"]
     if found.fits:
-        return []
+        return [f"warning: {found}: {_TIGHT}"] if found.is_tight else []
     if cluster.chip.is_host:
-        return [f"warning: not enough memory: {found}"]
+        return [f"warning: does not fit in memory: {found}"]
+    return _refused(config, layout, cluster, found, force)
+
+
+def _refused(
+    config: RunConfig, layout: Layout, cluster: Cluster, found: Fit, force: bool
+) -> list[str]:
+    """Refuse a run that does not fit; with `force`, return a warning."""
     if force:
         return [f"warning: started by --force without enough memory: {found}"]
+    lines = [f"does not fit in memory: {found}", *_instead(config, layout, cluster)]
+    raise UserError("\n  ".join([*lines, "or run anyway with --force"]))
+
+
+def _instead(config: RunConfig, layout: Layout, cluster: Cluster) -> list[str]:
+    """Return lines with the nearest changes that fit."""
     changes = [*instead(config, layout.world, cluster, cluster_constants(cluster))]
-    lines = [
-        f"not enough memory: {found}",
-        "nearest changes that fit, with their memory and step by the plan:"
-        if changes
-        else f"no layout of {layout.world} ranks fits",
-        *(f"  {line}" for line in changes),
-        "or run anyway with --force",
-    ]
-    raise UserError("\n  ".join(lines))
+    if not changes:
+        return [f"no layout of {layout.world} ranks fits"]
+    head = "nearest changes that fit, with their memory and step by the plan:"
+    return [head, *(f"  {line}" for line in changes)]
 
 
-def _machine(config: RunConfig, dry_run: bool) -> Cluster | None:
+def _this_machine(config: RunConfig) -> Cluster | None:
     """Return the machine that a run is checked for; None if nothing is known of it. A run is
     checked for the GPUs that it gets, whatever machine it was planned for."""
-    if dry_run and config.parallel.cluster is not None:
-        return cluster_of(config)
     if config.run.device == "cuda" and not torch.cuda.is_available():
         return None
     parallel = config.parallel.model_copy(update={"cluster": None})

@@ -20,6 +20,7 @@ from megaframe.optim.optimizer import OptimizerState
 
 STATE, AVERAGE = "optimizer.", "optimizer.ema/"
 """Prefixes of the names of optimizer state, and of averages of weights, in a checkpoint."""
+_MOST_SAMPLES = 1 << 53
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def read_state(checkpoint: Checkpoint) -> RunState:
     """Return the state in a checkpoint. Raises `UserError` if it is not a state of a run, or if its
     config has keys that this version does not know."""
     try:
-        return RunState.model_validate(checkpoint.state)
+        state = RunState.model_validate(checkpoint.state)
     except ValidationError as error:
         unknown = [
             ".".join(map(str, one["loc"][1:]))
@@ -87,7 +88,28 @@ def read_state(checkpoint: Checkpoint) -> RunState:
                 f"{checkpoint.path} is of a run with keys that this version of megaframe does not "
                 f"know: {', '.join(unknown)}; use the version that saved it, or a later one"
             ) from None
-        raise UserError(f"{checkpoint.path} has no run state: {error}") from None
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "all of it"
+        raise UserError(f"{checkpoint.path} has no run state: {where}: {first['msg']}") from None
+    for wrong in _nonsense(state, checkpoint.step):
+        raise UserError(
+            f"{checkpoint.path} of step {checkpoint.step} has a run state that no run has: {wrong}"
+        )
+    return state
+
+
+def _nonsense(state: RunState, step: int) -> Iterator[str]:
+    """Yield what cannot be in the state of a run at `step`. A matching checksum does not make it
+    true: anybody can compute one."""
+    optimizer, history = state.optimizer, state.history
+    for name, value in (("updates", optimizer.updates), ("good_steps", optimizer.good_steps)):
+        if not 0 <= value <= step:
+            yield f"optimizer.{name}={value} is not from 0 to {step}"
+    if not 0 < optimizer.loss_scale < math.inf:
+        yield f"optimizer.loss_scale={optimizer.loss_scale} is not a number above 0"
+    for name, firsts in (("left_out", history.left_out), ("failed", history.failed)):
+        if not all(0 <= first < _MOST_SAMPLES for first in firsts):
+            yield f"history.{name} has numbers that no sample has"
 
 
 def without_missing(slices: Sequence[Slice], saved: Collection[str]) -> list[Slice]:
@@ -117,6 +139,23 @@ def new_state(slices: Sequence[Slice], saved: Collection[str]) -> Iterator[str]:
             f"the checkpoint has no optimizer state `{kind}` of {next(iter(names))}{more}; "
             f"it starts from {start}"
         )
+
+
+def resumption(saved: RunConfig, config: RunConfig, step: int, source: str) -> Iterator[str]:
+    """Yield lines that say from what a run continues, and which keys have changed since.
+
+    saved: the config of the checkpoint. source: the checkpoint, in words.
+    """
+    yield f"resumed from step {step} of {source}"
+    changed = [
+        line
+        for name in RunConfig.model_fields
+        for line in differences(
+            getattr(saved, name), getattr(config, name), ("checkpoint.resume",), name
+        )
+    ]
+    if changed:
+        yield f"changed since then: {'; '.join(changed)}"
 
 
 def _other_splits(saved: Data, data: Data) -> Iterator[str]:

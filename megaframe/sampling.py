@@ -6,10 +6,12 @@ second form of attention. It is meant to show what a run has learned, not to ser
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from megaframe.autotune import tune
 from megaframe.checkpoint import Place, Slice, locate, open_checkpoint
@@ -21,19 +23,21 @@ from megaframe.run_state import AVERAGE, read_state
 from megaframe.spec import Box
 from megaframe.stage import Stage, whole_model
 
+_PARTIAL = "\N{REPLACEMENT CHARACTER}"
+"""What decoders put in place of bytes that are no whole character."""
+
 
 def load_model(
-    given: Place, *, ema: bool = False, precision: str | None = None, device: str = "cpu"
+    given: str | Place, *, ema: bool = False, precision: str | None = None, device: str = "cpu"
 ) -> tuple[RunConfig, Stage]:
-    """Return the config and model of a checkpoint, or of the latest one in a folder of checkpoints.
+    """Return the config and model of a checkpoint.
 
+    given: what `--checkpoint` gives (see `locate`).
     ema: load the average of the weights.
     precision: precision of the products, by default `train.precision` of the run.
     Raises `UserError` if there is no checkpoint, or with `ema`, no average.
     """
-    path = locate(given)
-    if path is None:
-        raise UserError(f"--checkpoint {given}: there is no checkpoint in this folder")
+    path = locate(given, "--checkpoint")
     with open_checkpoint(path) as checkpoint:
         state = read_state(checkpoint)
         config = state.config
@@ -85,6 +89,55 @@ def _allocate(stage: Stage, device: str) -> list[Slice]:
     return slices
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen from the scores of all tokens.
+
+    temperature: divides the scores; 0 takes the most likely token.
+    top_k:       chooses among this many most likely tokens; 0: all.
+    top_p:       chooses among the most likely tokens that together have this probability (nucleus
+                 sampling, Holtzman et al. 2019, arXiv:1904.09751); 1: all.
+    Raises `UserError` for numbers that are out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(
+                f"--temperature {self.temperature:g} is not a number of 0 or more; 0 takes the "
+                "most likely token, 1 samples from what the model predicts"
+            )
+        if self.top_k < 0:
+            raise UserError(f"--top-k {self.top_k} is below 0; use 1 or more, or 0 for all tokens")
+        if not 0 < self.top_p <= 1:
+            raise UserError(
+                f"--top-p {self.top_p:g} is not above 0 and at most 1; use 0.9, for example, or 1 "
+                "for all tokens"
+            )
+
+    def choose(self, logits_V: Tensor, generator: torch.Generator) -> int:
+        """Return the id of the next token. logits_V: scores, on the CPU. Raises `UserError` if they
+        are not finite."""
+        best = float(logits_V.max())
+        if not math.isfinite(best):
+            raise UserError(
+                f"the model scores the next token as {best:g}; use an earlier checkpoint"
+            )
+        if self.temperature == 0:
+            return int(logits_V.argmax())
+        # In fp64, and with 0 as the largest score, no temperature overflows.
+        scores, ids = ((logits_V.double() - best) / self.temperature).sort(descending=True)
+        kept = slice(self.top_k or None)
+        probabilities = torch.softmax(scores[kept], -1)
+        if self.top_p < 1:
+            likelier = probabilities.cumsum(-1) - probabilities
+            probabilities = probabilities.where(likelier < self.top_p, 0.0)
+        return int(ids[kept][torch.multinomial(probabilities, 1, generator=generator)])
+
+
 @torch.no_grad()
 def sample(
     stage: Stage,
@@ -92,16 +145,13 @@ def sample(
     *,
     tokens: int,
     context: int,
-    temperature: float,
-    top_k: int,
+    how: Sampling,
     stop: int,
     generator: torch.Generator,
 ) -> Iterator[list[int]]:
     """Yield all ids so far after each new token, for at most `tokens` new ones or until `stop`.
 
     context: number of last ids that the model sees.
-    temperature: 0 takes the most likely id.
-    top_k: sample among this many most likely ids; 0 for all.
     """
     head = stage.head
     assert head is not None, "the whole model has a head"
@@ -109,15 +159,51 @@ def sample(
     for _ in range(tokens):
         window = torch.tensor([ids[-context:]], device=device)
         microbatch = Microbatch(window, window, window.new_zeros(1))
-        logits = head.logits(stage.hidden(microbatch)[-1]).cpu()
-        if temperature == 0:
-            choice = int(logits.argmax())
-        else:
-            if 0 < top_k < len(logits):
-                logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
-            probabilities = torch.softmax(logits / temperature, -1)
-            choice = int(torch.multinomial(probabilities, 1, generator=generator))
-        ids.append(choice)
+        ids.append(how.choose(head.logits(stage.hidden(microbatch)[-1]).cpu(), generator))
         yield ids
-        if choice == stop:
+        if ids[-1] == stop:
             return
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str | None, context: int) -> list[int]:
+    """Return the ids that a sample begins with.
+
+    prompt: text to continue; None begins a new document.
+    context: number of ids that the model sees.
+    Raises `UserError` for a prompt without a token, or with more tokens than the model sees.
+    """
+    if prompt is None:
+        return [tokenizer.eod]
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"--prompt is not valid text at character {error.start} ({error.reason}); give UTF-8"
+        ) from None
+    ids = tokenizer.encode(prompt)
+    if not ids:
+        raise UserError(
+            f"--prompt {prompt!r} has no token; give some text, or leave --prompt out to begin a "
+            "new document"
+        )
+    if len(ids) > context:
+        raise UserError(
+            f"--prompt has {len(ids)} tokens, and the model sees {context} (train.seq); leave out "
+            f"{len(ids) - context} or more"
+        )
+    return ids
+
+
+def streamed(samples: Iterable[list[int]], tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the text of a sample in pieces of whole characters, each as soon as it is known.
+
+    samples: all ids so far, after each new one.
+    """
+    shown = text = ""
+    for ids in samples:
+        # Decode the whole text each time, because a token may be a part of a character.
+        text = tokenizer.decode(ids)
+        if not text.endswith(_PARTIAL):
+            yield text[len(shown) :]
+            shown = text
+    yield text[len(shown) :]

@@ -16,7 +16,16 @@ from pathlib import Path
 import torch
 from pydantic import JsonValue
 
-from megaframe.checkpoint import Checkpoint, Place, Slice, Writer, find, open_checkpoint, place
+from megaframe.checkpoint import (
+    Checkpoint,
+    Place,
+    Slice,
+    Writer,
+    find,
+    home_of,
+    open_checkpoint,
+    place,
+)
 from megaframe.checkpoint.folder import checkpoints, step_of
 from megaframe.checkpoint.gather import gather_json
 from megaframe.checkpoint.memory import MemoryWriter, Peers
@@ -41,8 +50,7 @@ class Saving:
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
         self._config, self._mesh = config, mesh
         self._folder = Path(config.run.dir)
-        home = config.checkpoint.folder
-        self.home = self._folder / "checkpoints" if home is None else place(home)
+        self.home = home_of(config)
         self._group: Group | None = None
         self._ram: Ram | None = None
         self._writer: Writer | None = None
@@ -71,7 +79,7 @@ class Saving:
         if saved is not None:
             saved.close()
         than = "none is saved" if step is None else f"the newest saved checkpoint is of step {step}"
-        self._notes.append(f"resumed from copies in memory of step {recalled.step}; {than}")
+        self._notes.append(f"copies in memory of step {recalled.step} are used; {than}")
         return recalled
 
     def take_notes(self) -> list[str]:
@@ -105,7 +113,7 @@ class Saving:
         wrong = "; ".join([wrong, *problems])
         if not name:
             raise UserError(f"{wrong}; no earlier checkpoint is intact")
-        self._notes.append(f"{wrong}; resumed from {name} instead")
+        self._notes.append(f"{wrong}; {name} is used instead")
         return open_checkpoint(self.home / name)
 
     def _told(self, text: str | None) -> str:
@@ -231,6 +239,14 @@ class Saving:
                 path.write_text(found + "\n", encoding="ascii")
         told: str | None = gather_json(group, found)[0]
         return told
+
+
+def written_folders(config: RunConfig) -> dict[str, Place]:
+    """Return the folders that a run writes and no other run may, by config key."""
+    folders: dict[str, Place] = {"run.dir": Path(config.run.dir)}
+    if config.checkpoint.every:
+        folders["checkpoint.folder"] = home_of(config)
+    return folders
 
 
 def _whole_before(home: Place, step: int) -> tuple[str, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from megaframe.autotune import tune
-from megaframe.checkpoint import Checkpoint, Place, Slice, Writer, find, given, open_checkpoint
+from megaframe.checkpoint import Checkpoint, Place, Slice, Writer, find, locate, open_checkpoint
+from megaframe.checkpoint.lock import RunLock
 from megaframe.checkpoint.memory import MemoryWriter
 from megaframe.comm import all_reduce, barrier
 from megaframe.config import RunConfig, dump
@@ -23,12 +25,13 @@ from megaframe.device import brought
 from megaframe.engine import Outcome
 from megaframe.errors import Unreadable, UserError
 from megaframe.faults.guard import Guard
-from megaframe.faults.leaving import Launcher, exit_status, heeding_signals
+from megaframe.faults.leaving import Launcher, command_to_continue, exit_status, heeding_signals
 from megaframe.faults.ledger import Ledger, last_saved
 from megaframe.mesh import Mesh, ranks_on_this_node
 from megaframe.meter import Meter, StepTimer
 from megaframe.meter.experts import ExpertMeter
 from megaframe.meter.memory import out_of_memory
+from megaframe.meter.opening import opening
 from megaframe.meter.sinks import METRICS_FILE, set_aside
 from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.optim.bucket import UNSENT
@@ -41,6 +44,7 @@ from megaframe.run_state import (
     check_same_run,
     new_state,
     read_state,
+    resumption,
     without_missing,
 )
 from megaframe.saving import Saving
@@ -57,6 +61,7 @@ class Trainer:
     notes: lines to log when the run starts.
     launcher: the launcher of this process, as seen at the start of the process, which may be
     earlier than the start of this trainer.
+    lock: the locks of the run's folders, held by the first rank.
     Raises `UserError` for anything in the config that cannot work.
     """
 
@@ -66,8 +71,9 @@ class Trainer:
         mesh: Mesh,
         notes: Sequence[str] = (),
         launcher: Launcher | None = None,
+        lock: RunLock | None = None,
     ) -> None:
-        self.config, self.mesh = config, mesh
+        self.config, self.mesh, self._lock = config, mesh, lock
         self.folder = Path(config.run.dir)
         ledger = Ledger(self.folder, keep=mesh.rank == 0)
         self.step = 0
@@ -101,13 +107,19 @@ class Trainer:
             start_step=self.step,
             held=self.optimizer.held,
             kernels=self.pipeline.kernels.record(),
+            opening=[
+                *opening(config, mesh, specs, self.loader.sizes),
+                *self.pipeline.computed_with(),
+            ],
         )
         self._experts: ExpertMeter | None = None
         if config.model.moe is not None:
             self._experts = ExpertMeter(config, specs, mesh.layout.expert)
-        summary = pipeline_summary(config, self.pipeline.schedule)
-        for line in (*notes, *summary, *self.pipeline.computed_with(), *chosen):
+        summary = [*pipeline_summary(config, self.pipeline.schedule)]
+        for line in (*summary[:1], *notes):
             self.meter.note(line)
+        for line in (*summary[1:], *chosen):
+            self.meter.detail(line)
         if self._dropped:
             self.meter.note(
                 "the residual of gradient compression is dropped: it belongs to another layout"
@@ -120,6 +132,11 @@ class Trainer:
             )
         for line in (*self._differences, *self.saving.take_notes()):
             self.meter.note(line)
+        if self._at_end():
+            self.meter.note(
+                f"the run is finished: step {self.step} of train.steps={config.train.steps}; to "
+                "train longer, raise train.steps"
+            )
         if config.optim.offload and mesh.device.type == "cpu":
             self.meter.note("optim.offload=true has no effect on a CPU")
         if config.train.offload and mesh.device.type == "cpu":
@@ -151,9 +168,17 @@ class Trainer:
                 raise out_of_memory(self.mesh.rank, held, device, self.folder) from error
             finally:
                 self.loader.close()
-        self.meter.close()
+        self.meter.close([] if self._at_end() else self._cut_short())
         if not self._at_end():
             raise SystemExit(exit_status(self.guard.told))
+
+    def _cut_short(self) -> list[tuple[str, str]]:
+        """Return what the summary says about a run that a signal has ended."""
+        name = signal.Signals(self.guard.told).name
+        rows = [("cut short", f"by {name} after step {self.step} of {self.config.train.steps}")]
+        if self.saving.due(self.step, leaving=True) is None:
+            return [*rows, ("continue with", "nothing: checkpoint.every=0 saves no step")]
+        return [*rows, ("continue with", command_to_continue())]
 
     def let_go(self) -> None:
         """Close what this trainer has open before an in-process restart, so that the next trainer
@@ -185,6 +210,8 @@ class Trainer:
         guard.record(self.step)
         if guard.heed(self.meter.flush(self.step)):
             return
+        if self._lock is not None:
+            self._lock.check()
         if self._due(config.faults.compare_every) and guard.replicas_differ(self.step):
             return
         self.saving.watch(self.meter.note)
@@ -383,7 +410,10 @@ class Trainer:
             unsent = [part for part in self._unsent() if part.name in checkpoint.tensors]
             alone = {(part.name, part.box) for part in self._slices(owned_only=True)}
             checkpoint.load([*without_missing(slices, checkpoint.tensors), *unsent], alone)
-            self._differences = list(new_state(slices, checkpoint.tensors))
+            self._differences = [
+                *resumption(state.config, self.config, checkpoint.step, str(checkpoint)),
+                *new_state(slices, checkpoint.tensors),
+            ]
             self._dropped = not unsent and any(n.startswith(UNSENT) for n in checkpoint.tensors)
             self.step = checkpoint.step
         return state
@@ -392,7 +422,7 @@ class Trainer:
         wanted = self.config.checkpoint.weights
         if not wanted:
             return
-        with open_checkpoint(given(wanted, "checkpoint.weights", latest=True)) as checkpoint:
+        with open_checkpoint(locate(wanted, "checkpoint.weights")) as checkpoint:
             saved = read_state(checkpoint).config
             weights = (one for one in self.optimizer.tensors() if one[0] == one[1].name)
             checkpoint.load(starting_parts(weights, checkpoint, saved, self.config))

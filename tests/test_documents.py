@@ -12,7 +12,7 @@ import pytest
 from tracked import ROOT, copy_tracked
 
 from megaframe.config import RunConfig, load
-from megaframe.config.describe import keys
+from megaframe.config.describe import COMMON, keys
 from megaframe.errors import UserError
 
 NOT_HERE = {
@@ -149,6 +149,8 @@ def test_the_table_of_options_is_what_the_schema_says():
         "run: python tools/options.py > docs/options.md"
     )
     assert all(f"`{name}`" in tool.table() for name, key in keys().items() if not key.section)
+    rows = re.findall(r"^\| `([a-z_.0-9]+)`", tool.table(), re.MULTILINE)
+    assert tuple(rows[: len(COMMON)]) == COMMON, "the page begins with what --help shows"
 
 
 FILES = ("run.log", "model.py", "plan.html", "data.py", "train.py")

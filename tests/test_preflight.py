@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,17 +15,22 @@ from megaframe import automatic
 from megaframe.config import load
 from megaframe.errors import UserError
 from megaframe.layout import Layout
-from megaframe.preflight import check_memory
+from megaframe.preflight import check_memory, verdict
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import pretrain_gpt  # noqa: E402
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to ask here")
 OLD = ["parallel.zero=0", "train.recompute=none"]
 
 
-def entry(*arguments, world=8, **environment):
+def entry(*arguments, **environment):
     done = subprocess.run(
         [sys.executable, "pretrain_gpt.py", *arguments],
         cwd=ROOT,
-        env={**os.environ, "WORLD_SIZE": str(world), **environment},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
     )
@@ -47,16 +53,106 @@ def gpu(monkeypatch):
 
 
 def test_a_dry_run_for_a_cluster_that_is_too_small_says_what_fits():
-    command = ["--config", "llama3-8b", "--dry-run", "parallel.cluster=h100-ib"]
+    command = ["--config", "llama3-8b", "--dry-run", "--gpus", "8", "parallel.cluster=h100-ib"]
     status, said, wrong = entry(*command, *OLD)
     assert status == 2 and "memory per rank" in said
-    assert "not enough memory: rank 0 needs 174.5 GiB by the plan, and its device (h100)" in wrong
+    assert "error: does not fit in memory: rank 0 needs 174.5 GiB by the plan, and its" in wrong
     assert "    parallel.zero=2: 75.3 GiB" in wrong and "--force" in wrong
     status, said, wrong = entry(*command, *OLD, "--force")
     assert (status, wrong) == (0, "")
     assert said.splitlines()[-1].startswith("warning: started by --force without enough memory: ")
     status, said, wrong = entry(*command)
     assert (status, wrong) == (0, "") and "warning" not in said
+    assert re.fullmatch(
+        r"fits in memory: rank 0 needs 64\.3 GiB by the plan, .* \(h100\) has 80\.0 GiB .*",
+        said.splitlines()[-1],
+    )
+
+
+@pytest.fixture
+def dry(monkeypatch, capsys):
+    """dry(*words) -> what a dry run in this process prints, without and with its errors."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--dry-run", *words])
+        with suppress(SystemExit):
+            pretrain_gpt.main()
+        said = capsys.readouterr()
+        return said.out + said.err
+
+    return run
+
+
+@without_gpu
+def test_gpus_are_planned_for_where_there_are_none(dry):
+    """Without a name they are those of the default cluster, and the dry run says so."""
+    said = dry("--gpus", "8", "--config", "llama3-8b")
+    assert said.startswith("there is no GPU here that could be asked for its name and memory: ")
+    assert "cluster h100-ib is assumed" in said and "layout      8 ranks = data 8\n" in said
+    assert said.splitlines()[-1].startswith("fits in memory: rank 0 needs 64.3 GiB")
+
+
+def test_ranks_that_a_launcher_started_plan_for_all_of_them_and_the_first_prints(dry, monkeypatch):
+    command = ["--config", "llama3-8b", "parallel.cluster=h100-ib"]
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "5")
+    assert dry(*command) == ""
+    monkeypatch.setenv("RANK", "0")
+    assert "layout      8 ranks = data 8\n" in dry(*command)
+
+
+@pytest.mark.quick(when=lambda name: name == "mixtral-8x7b")
+@pytest.mark.parametrize(("name", "fewest"), [("llama3-70b", 16), ("mixtral-8x7b", 8)])
+def test_without_a_number_the_layout_has_as_few_ranks_as_it_can(dry, name, fewest):
+    """Four tensor times four pipeline ranks, and for the other a rank for each eighth of experts;
+    neither fits on so few, and the last lines say what does."""
+    said = dry("--config", name, "parallel.cluster=h100-ib")
+    assert f"layout      {fewest} ranks = " in said
+    verdict = said.partition("error: does not fit in memory: ")[2].splitlines()
+    assert verdict[1] == "  nearest changes that fit, with their memory and step by the plan:"
+    assert verdict[2].startswith("    ") and verdict[-1] == "  or run anyway with --force"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--gpus", "0"], "--gpus 0 is not a number of GPUs; use 1 or more"),
+        (["--gpus", "-3"], "--gpus -3 is not a number of GPUs; use 1 or more"),
+        (["--gpus", "x"], "argument --gpus: invalid int value: 'x'"),
+        (["--gpus", "2", "run.device=cpu"], "--gpus 2 plans for GPUs, but run.device=cpu"),
+        (["--gpus", "3"], "train.global_batch=16"),
+    ],
+)
+def test_a_number_of_gpus_that_cannot_be_planned_for(dry, words, reason):
+    said = dry("--config", "demo", "model.vocab=100", *words)
+    assert f"error: {reason}" in said or reason in said.splitlines()[-1]
+    assert "memory per rank" not in said and "Traceback" not in said
+
+
+def test_a_run_takes_no_number_of_gpus(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--config", "demo", "--gpus", "8"])
+    with pytest.raises(SystemExit) as status:
+        pretrain_gpt.main()
+    said = capsys.readouterr().err
+    assert status.value.code == 2 and said.startswith("error: --gpus 8 needs --dry-run: ")
+    assert "torchrun --nproc-per-node 8 " in said
+
+
+def test_a_dry_run_reads_a_tokenizer_only_for_the_size_of_the_vocabulary(dry):
+    nowhere = ["--config", "demo", "data.tokenizer=sentencepiece:nowhere/tokenizer.model"]
+    assert "fits in memory: " in dry(*nowhere, "run.device=cpu")
+    refused = dry(*nowhere, "model.vocab=null")
+    assert refused.startswith("error: cannot read tokenizer file nowhere/tokenizer.model")
+
+
+def test_a_host_that_is_too_small_gets_a_verdict_and_what_fits(dry, monkeypatch):
+    monkeypatch.setattr(automatic, "host_memory", lambda: 8 * 2**30)
+    said = dry("--config", "gpt2-124m", "run.device=cpu", "train.microbatch=32")
+    verdict = said[said.index("does not fit in memory: rank 0 needs ") :].splitlines()
+    assert "its device (cpu) has 8.0 GiB" in verdict[0] and "error" not in said
+    assert verdict[1] == "nearest changes that fit, with their memory and step by the plan:"
+    assert verdict[2].startswith("  train.") and len(verdict) > 2
 
 
 def test_a_gpu_is_asked_for_its_memory(gpu):
@@ -91,7 +187,8 @@ def test_a_run_is_not_checked_for_another_machine_but_a_dry_run_is(gpu):
     gpu(60)
     with pytest.raises(UserError, match=r"has 60\.0 GiB"):
         check_memory(config, layout)
-    assert check_memory(config, layout, dry_run=True) == []
+    (line,) = verdict(config, layout)
+    assert line.startswith("fits in memory: ") and "(b200)" in line
 
 
 def test_of_a_chip_of_unknown_speed_only_memory_is_told(gpu):
@@ -109,6 +206,6 @@ def test_a_host_is_warned_of(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     config = load("gpt2-1.5b", ["run.device=cpu"])
     (line,) = check_memory(config, Layout(data=2))
-    assert line.startswith("warning: not enough memory: rank 0 needs ")
+    assert line.startswith("warning: does not fit in memory: rank 0 needs ")
     assert "its device (cpu) has 2.0 GiB" in line
     assert check_memory(load("demo", ["run.device=cpu"]), Layout(data=2)) == []

@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import pretrain_gpt  # noqa: E402
+from megaframe.checkpoint import locate  # noqa: E402
 from megaframe.checkpoint.manifest import MANIFEST, decode, encode  # noqa: E402
+from megaframe.config.describe import keys  # noqa: E402
 from megaframe.data.indexed import TokenFileWriter  # noqa: E402
 
 LEARN = {"train__steps": 60, "train__global_batch": 32, "train__microbatch": 16, "optim__lr": 0.03}
@@ -154,9 +156,41 @@ def test_resume_under_other_ranks_and_a_longer_run(pool, overrides, tmp_path):
     constant = {"optim__schedule": "constant", "checkpoint__every": 6}
     pool.run(1, train, overrides(run__dir=tmp_path / "whole", train__steps=12, **constant))
     pool.run(2, train, overrides(train__steps=6, **constant))
+    log = tmp_path / "run/run.log"
+    assert "resumed" not in log.read_text()
     more = overrides(train__steps=12, checkpoint__resume="latest", train__microbatch=1, **constant)
     pool.run(4, train, more)
     assert losses(tmp_path / "run") == promised(losses(tmp_path / "whole"))
+    first, second = (f"{tmp_path}/run/checkpoints/step-000000{step}" for step in ("06", "12"))
+    changed = "train.steps: 6 there, 12 here; train.microbatch: 2 there, 1 here"
+    assert f"resumed from step 6 of {first}\nchanged since then: {changed}\n" in log.read_text()
+    size = log.stat().st_size
+    pool.run(4, train, more)
+    text = log.read_text()[size:]
+    assert f"resumed from step 12 of {second}\n" in text and "changed" not in text
+    finished = "the run is finished: step 12 of train.steps=12; to train longer, raise train.steps"
+    assert finished in text
+    assert len(lines(tmp_path / "run")) == 12
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_run_folder_is_as_good_as_its_checkpoints(elsewhere, pool, overrides, tmp_path):
+    """Also if it was moved, and if its checkpoints are in another folder."""
+    home = tmp_path / "saved" if elsewhere else tmp_path / "moved/checkpoints"
+    where = {"checkpoint__folder": home} if elsewhere else {}
+    pool.run(1, train, overrides(checkpoint__every=6, **where))
+    (tmp_path / "run").rename(tmp_path / "moved")
+    places = [tmp_path / "moved", home, home / "step-00000012"]
+    for number, path in enumerate(places):
+        assert locate(str(path), "--checkpoint") == home / "step-00000012"
+        name = tmp_path / str(number)
+        pool.run(1, train, overrides(run__dir=f"{name}-new", checkpoint__weights=path))
+        pool.run(
+            1, train, overrides(run__dir=f"{name}-on", checkpoint__resume=path, train__steps=13)
+        )
+        text = Path(f"{name}-on/run.log").read_text()
+        assert f"resumed from step 12 of {home}/step-00000012" in text
+        assert lines(Path(f"{name}-on"))[0]["step"] == 13
 
 
 LAYOUTS = (
@@ -365,11 +399,66 @@ def test_explain_and_help(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--explain", "train.seq"])
     pretrain_gpt.main()
     assert "Tokens per sample" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--help"])
+    texts = {}
+    for words in (("--help",), ("-h",), ("--help", "all")):
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
+        with pytest.raises(SystemExit) as status:
+            pretrain_gpt.main()
+        assert status.value.code == 0
+        texts[words] = capsys.readouterr().out
+    usual, _, everything = texts.values()
+    assert texts["-h",] == usual
+    assert len(usual.splitlines()) <= 40 and max(map(len, usual.splitlines())) <= 100
+    for words in ("train.seq", "--dry-run", "--gpus N", "--explain KEY", "configs/demo.yaml"):
+        assert words in usual and words in everything
+    assert "faults.compare_every" not in usual
+    assert all(f" {name} " in everything for name, key in keys().items() if not key.section)
+    assert "Takes one of fp32, bf16, fp16, fp64." in " ".join(everything.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tensor-model-parallel-size", "8"], ["tensor_model_parallel_size is parallel.tensor"]),
+        (["--lr=3e-4", "--bogus"], ["--lr: did you mean optim.lr?", "--bogus: did you mean "]),
+        (["--dry_run"], ["--dry_run: did you mean --dry-run?"]),
+        (["--help", "optim.lr"], ["invalid choice: 'optim.lr'"]),
+        (["optim.lr", "3e-4"], ["'optim.lr' is not of the form section.key=value"]),
+        (["tensor_model_parallel_size=8"], ["tensor_model_parallel_size is parallel.tensor"]),
+    ],
+)
+def test_command_lines_of_other_programs(words, said, overrides, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words, *overrides()])
     with pytest.raises(SystemExit) as status:
         pretrain_gpt.main()
-    assert status.value.code == 0
-    assert "train.seq" in capsys.readouterr().out
+    text = capsys.readouterr().err
+    assert status.value.code == 2 and "Traceback" not in text
+    assert all(line in text for line in said), text
+    assert not (tmp_path / "run").exists()
+
+
+def test_overrides_may_be_spaced_and_stand_before_and_after_options(capsys, monkeypatch):
+    words = ["optim.lr", "=", "3e-3", "--config", "demo", "train.steps=7", "--dry-run"]
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words, "run.seed=9", "run.device=cpu"])
+    pretrain_gpt.main()
+    text = capsys.readouterr().out
+    assert "  lr: 0.003\n" in text and "  steps: 7\n" in text and "  seed: 9\n" in text
+
+
+def test_a_run_first_says_its_size_device_data_layout_and_kernels(pool, overrides, tmp_path):
+    """In this order and before anything else; what few users need is only in the log."""
+    folder = tmp_path / "run"
+    pool.run(2, train, overrides(parallel__pipeline=2, parallel__chunks=1, train__steps=1))
+    log = (folder / "run.log").read_text().splitlines()
+    first = ("parameters", "device", "data", "batch", "layout", "kernels:")
+    assert tuple(line.split()[0] for line in log[: len(first)]) == first
+    assert log[0].startswith("parameters  8,")
+    assert re.fullmatch(r"device      CPU \(.+\) with \d+ threads? a rank, in fp64", log[1])
+    tokens, samples = re.fullmatch(
+        r"data        ([\d,]+) tokens: ([\d,]+) samples of 16 in 1 source", log[2]
+    ).groups()
+    assert int(tokens.replace(",", "")) == 16 * int(samples.replace(",", "")) > 1000
+    assert log[4] == "layout      2 ranks = pipeline 2"
 
 
 def rewrite(path, change):

@@ -3,6 +3,8 @@ and a failed one does not end the run.
 """
 
 import resource
+import shutil
+import threading
 import time
 
 import torch
@@ -97,6 +99,45 @@ def test_a_save_that_fails_is_said_and_the_run_goes_on(pool, overrides, tmp_path
     assert log.count("warning: ") == 1 and "checkpoint of step 2" in log and "run continues" in log
     saved = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*"))
     assert saved == [f"step-{step:08d}" for step in (1, 3, 4)]
+
+
+def delete_home(trainer):
+    """Delete the folder of checkpoints between two saves."""
+    if trainer.step == 3:
+        trainer.saving._writer.wait()
+        shutil.rmtree(trainer.saving.home)
+
+
+def test_a_folder_that_was_deleted_is_made_again_by_the_next_save(pool, overrides, tmp_path):
+    pool.run(1, train, overrides(**KEYS), 0.0, delete_home)
+    assert "warning: " not in (tmp_path / "run/run.log").read_text()
+    saved = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert saved == ["latest", "step-00000003", "step-00000004"]
+
+
+def delete_again_and_again(trainer):
+    """Delete the folder all the time, also during saves, until the last step."""
+    if trainer.step == 1:
+        trainer.over = threading.Event()
+
+        def delete():
+            while not trainer.over.wait(0.002):
+                shutil.rmtree(trainer.saving.home, ignore_errors=True)
+
+        trainer.deleting = threading.Thread(target=delete)
+        trainer.deleting.start()
+    if trainer.step == 20:
+        trainer.over.set()
+        trainer.deleting.join()
+        trainer.saving.settle(trainer.meter.note)
+
+
+def test_a_folder_that_is_deleted_during_saves_does_not_end_the_run(pool, overrides, tmp_path):
+    keys = {**KEYS, "train__steps": 20, "checkpoint__keep": 1}
+    pool.run(2, train, overrides(**keys), 0.0, delete_again_and_again)
+    saved = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert saved == ["latest", "step-00000020"]
+    assert len(tensors(tmp_path / "run/checkpoints/step-00000020")) > 9
 
 
 def dawdle(trainer):

@@ -4,7 +4,7 @@ python tools/checkpoint.py inspect runs/demo/checkpoints
 python tools/checkpoint.py verify runs/demo/checkpoints/step-00000300
 python tools/checkpoint.py diff runs/a/checkpoints runs/b/checkpoints
 python tools/checkpoint.py reshard runs/demo/checkpoints --to elsewhere --files 4
-python tools/checkpoint.py export-hf runs/demo/checkpoints --to demo-hf
+python tools/checkpoint.py export-hf runs/demo/checkpoints --to demo-hf --tokenizer KIND:PATH
 python tools/checkpoint.py import-hf demo-hf --to runs/imported/checkpoints
 python tools/checkpoint.py export-dcp runs/demo/checkpoints --to demo-dcp
 python tools/checkpoint.py import-dcp demo-dcp --to runs/back/checkpoints
@@ -22,10 +22,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megaframe.checkpoint import Checkpoint, Place, locate, open_checkpoint, place
+from megaframe.checkpoint import WHAT_IS_TAKEN, Checkpoint, locate, open_checkpoint, place
 from megaframe.checkpoint.examine import damage, differences, regroup
 from megaframe.config import load as load_config
 from megaframe.errors import UserError, reported
+from megaframe.untrusted import showable
 
 EXIT_DIFFERENT = 1
 """Exit status if something is damaged, or two checkpoints differ."""
@@ -41,7 +42,7 @@ def main() -> None:
 
 def inspect(given: argparse.Namespace) -> int:
     """Show what a checkpoint contains."""
-    with open_checkpoint(_checkpoint(given.path)) as checkpoint:
+    with open_checkpoint(locate(given.path, "path")) as checkpoint:
         tensors = checkpoint.tensors.values()
         files = {piece.file for tensor in tensors for piece in tensor.slices}
         print(f"{checkpoint.path}: step {checkpoint.step}, {len(files)} files")
@@ -63,13 +64,13 @@ def _summary(checkpoint: Checkpoint) -> Table:
     for title in ("", "tensors", "elements", "GB"):
         table.add_column(title, justify="left" if not title else "right")
     for kind, (tensors, elements, size) in kinds.items():
-        table.add_row(kind, f"{tensors:,}", f"{elements:,}", f"{size / 1e9:,.3f}")
+        table.add_row(showable(kind), f"{tensors:,}", f"{elements:,}", f"{size / 1e9:,.3f}")
     config: Any = checkpoint.state.get("config")
     for section in ("model", "parallel"):
         values = config.get(section) if isinstance(config, dict) else None
         if isinstance(values, dict):
             shown = ", ".join(f"{key}={value}" for key, value in values.items() if value)
-            table.caption = f"{table.caption or ''}{section}: {shown}\n"
+            table.caption = f"{table.caption or ''}{section}: {showable(shown)}\n"
     return table
 
 
@@ -78,13 +79,14 @@ def _tensors(checkpoint: Checkpoint) -> Table:
     for title in ("tensor", "shape", "type", "slices"):
         table.add_column(title, no_wrap=True)
     for name, tensor in checkpoint.tensors.items():
-        table.add_row(name, str(list(tensor.shape)), tensor.dtype, str(len(tensor.slices)))
+        sizes = str(list(tensor.shape)), tensor.dtype, str(len(tensor.slices))
+        table.add_row(showable(name), *sizes)
     return table
 
 
 def verify(given: argparse.Namespace) -> int:
     """Read everything, and list every file and tensor that is damaged."""
-    path = _checkpoint(given.path)
+    path = locate(given.path, "path")
     whole = True
     for problem in damage(path):
         whole = False
@@ -104,7 +106,7 @@ def diff(given: argparse.Namespace) -> int:
     for title in ("tensor", "largest distance", "relative to largest"):
         table.add_column(title, no_wrap=True, justify="left" if title == "tensor" else "right")
     different = same = 0
-    one_path, other_path = _checkpoint(given.path), _checkpoint(given.other)
+    one_path, other_path = locate(given.path, "path"), locate(given.other, "other")
     with open_checkpoint(one_path) as one, open_checkpoint(other_path) as other:
         for found in differences(one, other):
             relative = found.distance / found.largest if found.largest else found.distance
@@ -126,7 +128,7 @@ def reshard(given: argparse.Namespace) -> int:
     """Write a checkpoint again with another number of files."""
     if given.files < 1:
         raise UserError(f"--files={given.files}: use 1 or more")
-    with open_checkpoint(_checkpoint(given.path)) as checkpoint:
+    with open_checkpoint(locate(given.path, "path")) as checkpoint:
         print(f"wrote {regroup(checkpoint, place(given.to), given.files)}")
     return 0
 
@@ -135,9 +137,11 @@ def export_hf(given: argparse.Namespace) -> int:
     """Write the weights, and the tokenizer, as a folder that Hugging Face transformers loads."""
     from megaframe.huggingface.folder import export
 
-    with open_checkpoint(_checkpoint(given.path)) as checkpoint:
-        export(checkpoint, Path(given.to), given.dtype)
+    with open_checkpoint(locate(given.path, "path")) as checkpoint:
+        notes = export(checkpoint, Path(given.to), given.dtype, given.tokenizer)
     print(f"wrote {given.to}")
+    for note in notes:
+        print(f"note: {note}")
     return 0
 
 
@@ -153,7 +157,7 @@ def export_dcp(given: argparse.Namespace) -> int:
     """Write all tensors, and the state of the run, as a folder of torch.distributed.checkpoint."""
     from megaframe import dcp  # imported here, because it takes as long to import as torch
 
-    with open_checkpoint(_checkpoint(given.path)) as checkpoint:
+    with open_checkpoint(locate(given.path, "path")) as checkpoint:
         dcp.export(checkpoint, Path(given.to))
     print(f"wrote {given.to}")
     return 0
@@ -176,11 +180,6 @@ def import_dcp(given: argparse.Namespace) -> int:
     return 0
 
 
-def _checkpoint(given: str) -> Place:
-    """Return the checkpoint at a path or URL, or the latest one in a folder of checkpoints."""
-    return locate(place(given)) or place(given)
-
-
 def _print(table: Table) -> None:
     Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False).print(table)
 
@@ -199,8 +198,7 @@ def _arguments() -> argparse.Namespace:
         name = run.__name__.replace("_", "-")
         command = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
         command.set_defaults(run=run)
-        path = "a checkpoint, or a folder of them: its latest; path or URL"
-        command.add_argument("path", help=_FOLDERS.get(run, path))
+        command.add_argument("path", help=_FOLDERS.get(run, WHAT_IS_TAKEN))
         if run is inspect:
             command.add_argument("--tensors", action="store_true", help="list all tensors")
         if run is diff:
@@ -224,7 +222,16 @@ def _arguments() -> argparse.Namespace:
                 "--config", metavar="FILE", help="YAML of the run whose weights they are"
             )
         if run is export_hf:
-            command.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16")
+            command.add_argument(
+                "--dtype",
+                choices=("fp64", "fp32", "bf16", "fp16"),
+                help="type of the weights; default: the precision of the run",
+            )
+            command.add_argument(
+                "--tokenizer",
+                help="KIND:PATH, bytes or none; default: the tokenizer of the run, if its file is "
+                "in the run folder",
+            )
     return parser.parse_args()
 
 

@@ -17,6 +17,7 @@ from megaframe.dashboard.serve import LOOPBACK, Server
 from megaframe.dashboard.workspace import save
 from megaframe.errors import UserError, reported
 from megaframe.plan.beside import beside_or_why
+from megaframe.untrusted import whole_number
 
 
 def main() -> None:
@@ -89,7 +90,9 @@ def parse_arguments() -> argparse.Namespace:
         "--host", default=LOOPBACK, help="where --serve listens; by default only this machine can "
         "reach it"
     )  # fmt: skip
-    parser.add_argument("--port", type=int, default=0, help="default: any free one")
+    parser.add_argument(
+        "--port", type=whole_number(0, 65535), default=0, help="default: any free one"
+    )  # fmt: skip
     return parser.parse_args()
 
 

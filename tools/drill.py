@@ -42,6 +42,8 @@ from drill_runs import (
     workers,
 )
 
+from megaframe.untrusted import whole_number
+
 LATEST = STEPS - 20
 """Faults are caused after a random step below this one."""
 
@@ -340,8 +342,10 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         epilog="faults:\n" + "\n".join(f"  {n:<10} {kind.__doc__}" for n, kind in KINDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, default=4, help="an even number")
-    parser.add_argument("--rounds", type=int, default=1, help="times that each fault is tried")
+    parser.add_argument("--ranks", type=whole_number(2, 1024), default=4, help="an even number")
+    parser.add_argument(
+        "--rounds", type=whole_number(1), default=1, help="times that each fault is tried"
+    )
     parser.add_argument("--faults", type=_kinds, default=list(KINDS), help="names, by commas")
     parser.add_argument("--folder", type=Path, default=Path("runs/drill"), help="is emptied first")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megaframe.checkpoint import place
+from megaframe.checkpoint import WHAT_IS_TAKEN
 from megaframe.config import RunConfig
 from megaframe.data.pieces import FORMATS, Reading
 from megaframe.data.samples import SPLITS
@@ -45,7 +45,7 @@ def main() -> None:
         if arguments.tasks:
             import_library("lm_eval", "evaluate")
         config, stage = load_model(
-            place(arguments.checkpoint),
+            arguments.checkpoint,
             ema=arguments.ema,
             precision=arguments.precision,
             device=arguments.device,
@@ -139,11 +139,7 @@ def _arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "--checkpoint",
-        required=True,
-        help="a checkpoint, or a folder of them, whose latest is used; path or URL",
-    )
+    add("--checkpoint", required=True, help=WHAT_IS_TAKEN)
     add("--text", nargs="+", default=(), metavar="FILE", help="held-out text, or token files")
     add("--split", choices=SPLITS[1:], help="the run's own documents of this part of data.split")
     add("--context", type=_positive, help="tokens of a window (default: train.seq of the run)")

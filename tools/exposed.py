@@ -21,6 +21,7 @@ from rich.table import Table
 
 from megaframe.errors import UserError, reported
 from megaframe.meter.exposed import Exposed, exposed
+from megaframe.untrusted import whole_number
 
 
 def main() -> None:
@@ -82,7 +83,9 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("traces", nargs="+", type=Path, help="files, or folders of them")
-    parser.add_argument("--gaps", type=int, default=3, help="of the longest idle times (default 3)")
+    parser.add_argument(
+        "--gaps", type=whole_number(0), default=3, help="of the longest idle times (default 3)"
+    )
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 

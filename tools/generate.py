@@ -6,60 +6,79 @@ python tools/generate.py --checkpoint runs/demo/checkpoints --prompt "def main("
 from __future__ import annotations
 
 import argparse
-import sys
 
 import torch
 
-from megaframe.checkpoint import place
-from megaframe.errors import reported
-from megaframe.sampling import load_model, sample, tokenizer_of
+from megaframe.checkpoint import WHAT_IS_TAKEN
+from megaframe.errors import UserError, reported
+from megaframe.sampling import Sampling, load_model, prompt_ids, sample, streamed, tokenizer_of
+
+_LARGEST_SEED = 2**63 - 1
 
 
 def main() -> None:
     """Load the model, sample from it, and print the text as it is sampled."""
     arguments = _arguments()
     with reported():
-        config, stage = load_model(place(arguments.checkpoint), ema=arguments.ema)
+        how = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+        check(arguments)
+        config, stage = load_model(arguments.checkpoint, ema=arguments.ema)
         tokenizer = tokenizer_of(config, arguments.tokenizer)
-        generator = torch.Generator().manual_seed(arguments.seed)
-        ids = tokenizer.encode(arguments.prompt)
-        start = [int(token) for token in ids] or [tokenizer.eod]
-        shown = ""
-        for ids in sample(
-            stage,
-            start,
-            tokens=arguments.tokens,
-            context=config.train.seq,
-            temperature=arguments.temperature,
-            top_k=arguments.top_k,
-            stop=tokenizer.eod,
-            generator=generator,
-        ):
-            # Decode the whole text each time, because a token may be a part of a character.
-            text = tokenizer.decode(ids)
-            if not text.endswith("�"):
-                sys.stdout.write(text[len(shown) :])
-                sys.stdout.flush()
-                shown = text
-        print()
+        start = prompt_ids(tokenizer, arguments.prompt, config.train.seq)
+        for number in range(arguments.samples):
+            seed = arguments.seed + number
+            if arguments.samples > 1:
+                print(f"--- sample {number + 1} of {arguments.samples}, seed {seed}")
+            ids = sample(
+                stage,
+                start,
+                tokens=arguments.tokens,
+                context=config.train.seq,
+                how=how,
+                stop=tokenizer.eod,
+                generator=torch.Generator().manual_seed(seed),
+            )
+            for text in streamed(ids, tokenizer):
+                print(text, end="", flush=True)
+            print()
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raise `UserError` for numbers on the command line that are out of range."""
+    for name in ("tokens", "samples"):
+        if (number := getattr(arguments, name)) < 1:
+            raise UserError(f"--{name} {number} is too few; use 1 or more")
+    last = _LARGEST_SEED - arguments.samples + 1
+    if not 0 <= arguments.seed <= last:
+        raise UserError(f"--seed {arguments.seed} is not in range; use 0 to {last}")
+    if arguments.samples > 1 and arguments.temperature == 0:
+        raise UserError(
+            f"--samples {arguments.samples} would be the same text each time, because "
+            "--temperature 0 takes the most likely token; use a temperature above 0"
+        )
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Sample text from a checkpoint.")
-    parser.add_argument(
-        "--checkpoint",
-        required=True,
-        help="a checkpoint, or a folder of them, whose latest is used; path or URL",
-    )
-    parser.add_argument("--prompt", default="", help="text to continue")
+    parser.add_argument("--checkpoint", required=True, help=WHAT_IS_TAKEN)
+    parser.add_argument("--prompt", help="text to continue; default: a new document")
     parser.add_argument("--tokens", type=int, default=100, help="most tokens to sample")
+    parser.add_argument("--samples", type=int, default=1, help="texts, one after the other")
     parser.add_argument(
         "--temperature", type=float, default=0.8, help="0 takes the most likely token"
     )
     parser.add_argument(
         "--top-k", type=int, default=50, help="sample from the K most likely; 0: all"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the most likely that have probability P together; 1: all",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the first sample; the next has the next one"
+    )
     parser.add_argument(
         "--ema", action="store_true", help="use the average of the weights (optim.ema)"
     )

@@ -10,13 +10,26 @@ Costs that a drill has measured (tools/drill.py --write) are listed apart from t
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
 from megaframe.errors import UserError, reported
-from megaframe.plan.goodput import MIXES, PUBLISHED, Costs, room, table
+from megaframe.plan.goodput import (
+    MIXES,
+    PUBLISHED,
+    Costs,
+    Mix,
+    best_interval,
+    effective,
+    room,
+    table,
+)
+from megaframe.untrusted import parsed_json, read_file, whole_number
 
+MOST_BYTES = 1 << 20
+"""Largest file of measured costs that is read."""
+_LEAST_SHARE = 0.01
 SIZES = (1024, 4096, 16384, 32768, 65536, 100000)
 
 
@@ -28,6 +41,7 @@ def main() -> None:
         costs = replace(PUBLISHED if arguments.published else Costs(), **known)
         costs = changed(costs, arguments.costs)
         mix, sizes = MIXES[arguments.mix], arguments.ranks or SIZES
+        check(mix, sizes, costs, arguments.target)
         print(f"failures of {mix.name}: {len(mix.causes)} causes; seconds that each costs:")
         said = {name for name, value in known.items() if getattr(costs, name) == value}
         print(f"  measured: {shown(costs, said) or 'none'}")
@@ -39,15 +53,32 @@ def main() -> None:
             print(f"{arguments.target:.1%} at {ranks:,} ranks: restart may be {seconds:,.0f} s")
 
 
+def check(mix: Mix, sizes: Sequence[int], costs: Costs, target: float | None) -> None:
+    """Raise `UserError` for a target that is no share, and for ranks that fail so often that no run
+    gets anywhere: it could not be simulated either."""
+    if target is not None and not 0 < target < 1:
+        raise UserError(f"--target {target} is not a share between 0 and 1, such as 0.93")
+    for ranks in sizes:
+        share = effective(mix, ranks, costs, best_interval(mix, ranks, costs))
+        if not share > _LEAST_SHARE:
+            raise UserError(
+                f"--ranks {ranks:,}: one fails every {1 / mix.rate(ranks):.3g} s, and at these "
+                f"costs less than {_LEAST_SHARE:.0%} of the time is of use; use fewer ranks"
+            )
+
+
 def measured(path: Path) -> dict[str, float]:
     """Return the costs in a file that a drill has written. `crash` is 0, because there the time to
     notice a crash is a part of `restart`, which begins with the last step. Raises `UserError` if
     the file is not from a drill."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parsed_json(read_file(path, MOST_BYTES))
         kill = {cause: float(found["kill"][cause]) for cause in ("restart", "load", "again")}
-        return {"crash": 0.0, **kill, "stall": float(found["whole"]["stall"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        costs = {"crash": 0.0, **kill, "stall": float(found["whole"]["stall"])}
+        if not all(0 <= seconds < 1e9 for seconds in costs.values()):
+            raise ValueError(f"seconds out of range in {costs}")
+        return costs
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"--measured {path}: {error!r}; give what `tools/drill.py --faults kill --write` wrote"
         ) from None
@@ -83,7 +114,9 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--mix", choices=sorted(MIXES), default="llama3", help="whose failures")
-    parser.add_argument("--ranks", type=int, nargs="*", help="numbers of ranks; default: several")
+    parser.add_argument(
+        "--ranks", type=whole_number(1), nargs="*", help="numbers of ranks; default: several"
+    )
     parser.add_argument("--costs", default="", help=f"NAME=SECONDS,...: {shown(Costs())}")
     parser.add_argument(
         "--published", action="store_true", help="start from costs as they were when published"

@@ -31,6 +31,7 @@ from megaframe.plan.cluster import Cluster, load_cluster, without_rates, write_c
 from megaframe.plan.collectives import bus_bandwidth
 from megaframe.plan.constants import Constants, cluster_constants
 from megaframe.plan.kernels import fit_line
+from megaframe.untrusted import whole_number
 
 OPERATIONS: Mapping[str, Callable[[Tensor, Group], Tensor]] = {
     "all_reduce": lambda whole, group: all_reduce(whole, group).wait(),
@@ -172,11 +173,15 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for axis in ("tensor", "context", "pipeline"):
-        parser.add_argument(f"--{axis}", type=int, default=None, help=f"ranks of the {axis} axis")
+        parser.add_argument(
+            f"--{axis}", type=whole_number(1), default=None, help=f"ranks of the {axis} axis"
+        )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--smallest", type=int, default=2**14, help="bytes")
-    parser.add_argument("--largest", type=int, default=2**26, help="bytes")
-    parser.add_argument("--times", type=int, default=7, help="measurements of each size")
+    parser.add_argument("--smallest", type=whole_number(1), default=2**14, help="bytes")
+    parser.add_argument("--largest", type=whole_number(1, 2**40), default=2**26, help="bytes")
+    parser.add_argument(
+        "--times", type=whole_number(1), default=7, help="measurements of each size"
+    )
     parser.add_argument("--write", type=Path, help="description to write (of tiers, no layout)")
     parser.add_argument(
         "--chip", help="chip of the description (default: that of the file, or of the device)"
@@ -239,5 +244,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    with reported(global_rank()):
+    with reported():
+        rank = global_rank()
+    with reported(rank):
         run(arguments())

@@ -5,20 +5,25 @@ python tools/options.py > docs/options.md
 
 from __future__ import annotations
 
-from megaframe.config.describe import Key, keys
+from megaframe.config.describe import COMMON, Key, keys
 
 _BEGIN = """\
 # Options
 
 Every config key with the values it takes and its default. `tools/options.py` generates this \
 page from the schema, and a test keeps them in sync. `pretrain_gpt.py --explain KEY` prints the \
-same for one key. A `derived` default depends on other keys, as the description says.\
+same for one key, and `--help all` for all of them. A `derived` default depends on other keys, as \
+the description says.
+
+## The keys that people change
+
+`pretrain_gpt.py --help` shows these. All keys follow, by section.
 """
 
 
 def table() -> str:
     """Return the whole page."""
-    parts = [_BEGIN]
+    parts = [f"{_BEGIN}\n{_rows([keys()[name] for name in COMMON])}"]
     for name, section in keys().items():
         inner = [key for key in keys().values() if key.name.rpartition(".")[0] == name]
         leaves = [key for key in inner if not key.section or key.nullable]
@@ -29,7 +34,11 @@ def table() -> str:
 
 def _section(section: Key, leaves: list[Key]) -> str:
     lines = [f"## {section.name}", "", section.text, ""] if section.text else [section.name, ""]
-    lines += ["| key | takes | default | |", "|---|---|---|---|"]
+    return "\n".join([*lines, _rows(leaves)])
+
+
+def _rows(leaves: list[Key]) -> str:
+    lines = ["| key | takes | default | |", "|---|---|---|---|"]
     lines += [f"| {' | '.join(_cells(key))} |" for key in leaves]
     return "\n".join(lines)
 

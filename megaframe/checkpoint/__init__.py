@@ -1,17 +1,25 @@
 """Checkpoints: slices of logical tensors, saved under one layout and loaded under any other."""
 
-from megaframe.checkpoint.load import Checkpoint, find, given, locate, open_checkpoint
+from megaframe.checkpoint.load import (
+    WHAT_IS_TAKEN,
+    Checkpoint,
+    find,
+    home_of,
+    locate,
+    open_checkpoint,
+)
 from megaframe.checkpoint.save import Writer
 from megaframe.checkpoint.slices import Slice
 from megaframe.checkpoint.storage import Place, place
 
 __all__ = [
+    "WHAT_IS_TAKEN",
     "Checkpoint",
     "Place",
     "Slice",
     "Writer",
     "find",
-    "given",
+    "home_of",
     "locate",
     "open_checkpoint",
     "place",

@@ -5,6 +5,7 @@ Tensors are streamed: only a few saved slices of each checkpoint are in memory a
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 from collections import defaultdict
@@ -33,6 +34,7 @@ from megaframe.checkpoint.save import commit
 from megaframe.checkpoint.slices import Slice
 from megaframe.checkpoint.storage import Place, store_of
 from megaframe.errors import UserError
+from megaframe.untrusted import without_secrets
 
 T = TypeVar("T")
 _THREADS = min(8, os.cpu_count() or 1)
@@ -125,7 +127,10 @@ def _distance(name: str, one: Checkpoint, other: Checkpoint) -> Difference:
 
 def regroup(source: Checkpoint, folder: Place, files: int) -> Place:
     """Rewrite a checkpoint into `files` files of about equal size, as `folder`/step-... (see
-    `assemble`)."""
+    `assemble`). Raises `UserError` if there is a secret in its state, which no run saves."""
+    state = json.dumps(source.state)
+    if without_secrets(state) != state:
+        raise UserError(f"{source.path} has a password or key in its state; it is not copied")
     saved = {
         (name, piece.offset): piece
         for name, tensor in source.tensors.items()

@@ -27,16 +27,8 @@ def checkpoints(home: Place) -> list[Place]:
 
 def read_pointer(home: Place) -> str | None:
     """Return the unchecked contents of the file `latest`, or None if there is no such file."""
-    try:
-        source = store_of(home).open(home / POINTER)
-    except FileNotFoundError:
-        return None
-    try:
-        content = bytearray(min(source.size, _POINTER_BYTES))
-        got = source.read_into(0, memoryview(content))
-        return content[:got].decode(errors="replace").strip()
-    finally:
-        source.close()
+    content = store_of(home).content(home / POINTER, _POINTER_BYTES)
+    return None if content is None else content.decode(errors="replace").strip()
 
 
 def move_pointer(home: Place, name: str, attempt: str) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from types import TracebackType
 from typing import IO
 
@@ -27,11 +28,20 @@ from megaframe.checkpoint.manifest import (
     SavedTensor,
     decode,
 )
-from megaframe.checkpoint.names import POINTER, final_name, is_temporary
+from megaframe.checkpoint.names import FINAL, POINTER, final_name, is_temporary
 from megaframe.checkpoint.reader import Reader, Wanted, rooms_for
 from megaframe.checkpoint.slices import Box, Slice, intersection, region
 from megaframe.checkpoint.storage import Place, Source, place, store_of
+from megaframe.config import RunConfig
+from megaframe.config import load as load_config
 from megaframe.errors import UserError
+
+WHAT_IS_TAKEN = (
+    "a checkpoint, or a folder of checkpoints or a run folder, whose latest is used; path or URL"
+)
+"""What `locate` takes, in words for help and messages."""
+_HOME = "checkpoints"
+"""Folder of checkpoints in a run folder."""
 
 
 class Checkpoint:
@@ -41,6 +51,9 @@ class Checkpoint:
         self.path = path
         self._manifest = manifest
         self._file = file
+
+    def __str__(self) -> str:
+        return str(self.path)
 
     @property
     def step(self) -> int:
@@ -152,6 +165,7 @@ def open_checkpoint(path: Place) -> Checkpoint:
     """
     manifest, file = _opened(path)
     try:
+        _require_step(path, manifest)
         _require_files(path, manifest)
     except BaseException:
         file.close()
@@ -188,6 +202,15 @@ def _opened(path: Place) -> tuple[Manifest, Source]:
         raise
 
 
+def _require_step(path: Place, manifest: Manifest) -> None:
+    named = FINAL.fullmatch(path.name)
+    if named and int(named[1]) != manifest.step:
+        raise UserError(
+            f"checkpoint {path} is of step {manifest.step} by its manifest, and its name says "
+            f"{int(named[1])}; it was renamed or changed"
+        )
+
+
 def _require_files(path: Place, manifest: Manifest) -> None:
     try:
         sizes = store_of(path).entries(path)
@@ -208,58 +231,69 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
+def home_of(config: RunConfig) -> Place:
+    """Return the folder in which a run saves its checkpoints."""
+    folder = config.checkpoint.folder
+    return Path(config.run.dir) / _HOME if folder is None else place(folder)
+
+
 def find(home: Place, resume: str, note: Callable[[str], None] = _say) -> Place | None:
     """Find the checkpoint that `checkpoint.resume` asks for.
 
-    resume: `latest`, or the path or URL of a checkpoint. `latest` means the checkpoint that the
-    pointer in `home` names. If that is not intact, the newest intact one is returned and `note` is
-    called with the reason; if there is none yet, None is returned.
+    resume: `latest`, or what `locate` takes. `latest` means the checkpoint that the pointer in
+    `home` names. If that is not intact, the newest intact one is returned and `note` is called with
+    the reason; if there is none yet, None is returned.
 
-    Raises UserError if the requested checkpoint is missing or damaged, or its place cannot be
-    reached.
+    Raises what `locate` raises.
     """
     if resume != "latest":
-        return given(resume, "checkpoint.resume")
+        return locate(resume, "checkpoint.resume", note)
     try:
         return _newest(home, note)
     except OSError as error:
-        raise UserError(f"cannot look for checkpoints in {home}: {error.strerror}") from None
+        raise _unreachable(home, error) from None
 
 
-def locate(given: Place) -> Place | None:
-    """Return `given` if it is a checkpoint, else the latest checkpoint in it; None if it has none.
-    Raises UserError as `find` does."""
-    try:
-        is_one = MANIFEST in store_of(given).entries(given)
-    except OSError as error:
-        raise UserError(f"cannot read {given}: {error.strerror}") from None
-    return given if is_one else find(given, "latest")
+def locate(given: str | Place, key: str, note: Callable[[str], None] = _say) -> Place:
+    """Return the checkpoint that a path or URL stands for: `WHAT_IS_TAKEN`.
 
+    key: the config key or the option that gives it, for messages. note: called with a reason if the
+    latest checkpoint is not intact, and the newest intact one is returned.
 
-def given(text: str, key: str, *, latest: bool = False) -> Place:
-    """Return the checkpoint at the path or URL that config key `key` gives.
-
-    latest: if a folder of checkpoints is given, use the latest one in it. Raises UserError if there
-    is no checkpoint, it is damaged, or its place cannot be reached.
+    Raises UserError if there is no checkpoint, none in the folder is intact, or its place cannot be
+    reached. Whether a checkpoint that is given itself is intact shows when it is opened.
     """
+    path = place(given) if isinstance(given, str) else given
+    store = store_of(path)
     try:
-        return _checked(place(text), key, latest)
+        if not store.is_folder(path):
+            raise UserError(f"{key}={path}: there is no such folder; it takes {WHAT_IS_TAKEN}")
+        if is_temporary(path.name):
+            raise UserError(f"{key}={path} is a save that was never finished")
+        if FINAL.fullmatch(path.name) or MANIFEST in store.entries(path):
+            return path
+        for home in _homes(path):
+            if (newest := _newest(home, note)) is not None:
+                return newest
     except OSError as error:
-        raise UserError(f"cannot look for checkpoints in {text}: {error.strerror}") from None
+        raise _unreachable(path, error) from None
+    raise UserError(f"{key}={path}: there is no checkpoint in it; it takes {WHAT_IS_TAKEN}")
 
 
-def _checked(path: Place, key: str, latest: bool) -> Place:
-    if not store_of(path).is_folder(path):
-        raise UserError(f"{key}={path}: there is no such folder")
-    if is_temporary(path.name):
-        raise UserError(f"{key}={path} is a save that was never finished")
-    inside = checkpoints(path)
-    if inside and MANIFEST not in store_of(path).entries(path):
-        if latest and (newest := _newest(path, _say)) is not None:
-            return newest
-        raise UserError(f"{key}={path} holds checkpoints; give one of them, such as {inside[0]}")
-    open_checkpoint(path).close()
-    return path
+def _homes(path: Place) -> Iterator[Place]:
+    """Yield the folders in which checkpoints may be if `path` is no checkpoint: itself, and if it
+    is a run folder, where the run saves."""
+    yield path
+    config = path / "config.yaml"
+    if isinstance(config, Path) and config.is_file():
+        run = load_config(str(config))
+        if run.checkpoint.folder is not None:
+            yield home_of(run)
+    yield path / _HOME  # also of a run folder that was moved
+
+
+def _unreachable(path: Place, error: OSError) -> UserError:
+    return UserError(f"cannot look for checkpoints in {path}: {error.strerror}")
 
 
 def _newest(folder: Place, note: Callable[[str], None]) -> Place | None:
@@ -277,10 +311,10 @@ def _newest(folder: Place, note: Callable[[str], None]) -> Place | None:
             problems.append(str(error))
             continue
         if problems:
-            note(f"warning: resuming from {path}: {'; '.join(problems)}")
+            note(f"warning: {path} is used instead: {'; '.join(problems)}")
         return path
     raise UserError(
-        f"checkpoint.resume=latest: no intact checkpoint is left in {folder}: "
+        f"no intact checkpoint is left in {folder}: "
         f"{'; '.join(problems)}. To start from scratch, remove {folder / POINTER} and every "
         f"{final_name(0)[:5]}* there"
     )

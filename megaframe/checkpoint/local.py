@@ -10,15 +10,23 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from megaframe.checkpoint.direct import DirectFile, DirectSource
 from megaframe.checkpoint.manifest import MANIFEST
-from megaframe.checkpoint.names import FINAL, POINTER, TEMPORARY, final_name, is_temporary
+from megaframe.checkpoint.names import (
+    FINAL,
+    LOCK_BYTES,
+    POINTER,
+    TEMPORARY,
+    final_name,
+    is_temporary,
+)
 from megaframe.checkpoint.storage import Sink, Source, Store
 
 
@@ -38,18 +46,17 @@ class Local(Store[Path]):
         return found.is_dir()
 
     def entries(self, folder: Path) -> dict[str, int | None]:
-        if not folder.is_dir():
-            return {}
         found: dict[str, int | None] = {}
-        for entry in folder.iterdir():
+        for entry in _entries(folder):
             with suppress(FileNotFoundError):  # a link to nothing, or deleted meanwhile
                 status = entry.stat()
                 found[entry.name] = status.st_size if stat.S_ISREG(status.st_mode) else None
         return found
 
     def finished(self, home: Path) -> list[str]:
-        paths = home.iterdir() if home.is_dir() else ()
-        return [path.name for path in paths if FINAL.fullmatch(path.name) and path.is_dir()]
+        return [
+            path.name for path in _entries(home) if FINAL.fullmatch(path.name) and path.is_dir()
+        ]
 
     def open(
         self, file: Path, *, hold: bool = False, fresh: bool = False, alone: bool = False
@@ -114,6 +121,29 @@ class Local(Store[Path]):
         os.replace(temporary, file)
         flush(file.parent)
 
+    def exchange(self, file: Path, old: bytes | None, new: bytes | None) -> bool:
+        if old is None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with suppress(OSError):  # network file systems without locks: the last writer has it
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            if self.content(file, LOCK_BYTES) != old:
+                return False
+            if new is None:
+                file.unlink(missing_ok=True)
+                return True
+            temporary = file.with_name(f"{file.name}.{secrets.token_hex(4)}.tmp")
+            try:
+                temporary.write_bytes(new)
+                os.replace(temporary, file)
+            except OSError:
+                self.delete(temporary)
+                raise
+            return True
+        finally:
+            os.close(folder)
+
     def discard(self, draft: Path, attempt: str) -> None:
         self.remove(draft, attempt)
 
@@ -145,6 +175,12 @@ class Local(Store[Path]):
 
     def free(self, home: Path) -> int | None:
         return shutil.disk_usage(home).free
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    """Yield what is in a folder; nothing if it is gone or was never there."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        yield from folder.iterdir()
 
 
 def flush(folder: Path) -> None:

@@ -131,6 +131,8 @@ def problem(manifest: Manifest) -> str | None:
     """Check what the types cannot express. Returns the first problem of the manifest, or None."""
     held: defaultdict[str, int] = defaultdict(int)
     for name, tensor in manifest.tensors.items():
+        if not name.isprintable():
+            return f"tensor {name} has characters in its name that cannot be shown"
         for piece in tensor.slices:
             if not is_inside(tensor.shape, piece.box):
                 return (

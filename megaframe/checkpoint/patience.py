@@ -10,18 +10,18 @@ from __future__ import annotations
 import errno
 import os
 import random
-import re
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
 from megaframe.checkpoint.storage import Remote
 from megaframe.errors import UserError
+from megaframe.untrusted import without_secrets
 
 T = TypeVar("T")
 PATIENCE = 120.0
@@ -44,11 +44,6 @@ _LASTING = (
 """Errors that would occur again, so the request is not repeated."""
 _LASTING_NAMES = {"NoCredentialsError", "PartialCredentialsError", "ParamValidationError"}
 """Names of such errors in libraries that are not imported here."""
-_SECRET = re.compile(r"secret|token|passw|credential|key|sas|auth", re.IGNORECASE)
-"""Matches names of settings whose values are secrets."""
-_SIGNED = re.compile(r"(AKIA|ASIA)[A-Z0-9]{12,}|((Signature|Credential|X-Amz-[A-Za-z-]+)=)[^\s&,]+")
-"""Matches secrets in signed requests."""
-_SHORTEST_SECRET = 6
 _MAX_TEXT = 300
 
 
@@ -112,27 +107,6 @@ def _cleaned(error: Exception, found: Remote) -> OSError:
             text = ""
     elif isinstance(error, PermissionError):
         number = errno.EACCES
-    text = without_secrets(text.splitlines()[0] if text else os.strerror(number), system)
+    text = text.splitlines()[0] if text else os.strerror(number)
+    text = without_secrets(text, dict(os.environ), system.storage_options)
     return OSError(number, text[:_MAX_TEXT], str(found))  # becomes the subclass for this errno
-
-
-def without_secrets(text: str, system: AbstractFileSystem) -> str:
-    """Return the text with the secrets of the environment and of the file system's settings
-    masked."""
-    secrets = {*_secrets(dict(os.environ)), *_secrets(system.storage_options)}
-    for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, "***")
-    return _SIGNED.sub(r"\2***", text)
-
-
-def _secrets(settings: Any, known: bool = False) -> Iterator[str]:
-    """Yield the values of settings whose names suggest a secret, at any depth. known: whether an
-    enclosing name does."""
-    if isinstance(settings, dict):
-        for name, value in settings.items():
-            yield from _secrets(value, known or bool(_SECRET.search(str(name))))
-    elif isinstance(settings, list | tuple):
-        for value in settings:
-            yield from _secrets(value, known)
-    elif known and isinstance(settings, str) and len(settings) >= _SHORTEST_SECRET:
-        yield settings

@@ -43,6 +43,9 @@ class Recalled(Checkpoint):
         super().__init__(folder, manifest, io.BytesIO())
         self._servers, self._group = servers, group
 
+    def __str__(self) -> str:
+        return "copies in memory"
+
     def read(
         self,
         wanted: Mapping[str, Sequence[SavedSlice]],

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -20,7 +21,7 @@ from typing import Any
 from fsspec.spec import AbstractFileSystem
 
 from megaframe.checkpoint.manifest import MANIFEST, MAX_BYTES, decode
-from megaframe.checkpoint.names import FINAL, UPLOADED, final_name
+from megaframe.checkpoint.names import FINAL, LOCK_BYTES, UPLOADED, final_name
 from megaframe.checkpoint.patience import filesystem, patiently
 from megaframe.checkpoint.storage import Remote, Sink, Source, Store
 from megaframe.errors import UserError
@@ -32,6 +33,8 @@ _AT_ONCE = 4
 """Requests at a time. One connection to an object store reaches a tenth of the speed of several."""
 _READ_BYTES = 8 << 20
 """Bytes read by one request."""
+_SETTLED = 1.0
+"""Seconds after which whatever was written at the same time is there."""
 
 
 class RemoteSource:
@@ -173,6 +176,18 @@ class FsspecStore(Store[Remote]):
 
     def replace(self, file: Remote, content: bytes, attempt: str) -> None:
         _put(file, content)
+
+    def exchange(self, file: Remote, old: bytes | None, new: bytes | None) -> bool:
+        """Few stores compare and write in one request. Therefore the content is read again after a
+        while: of several that write at the same time, the last one has it."""
+        if self.content(file, LOCK_BYTES) != old:
+            return False
+        if new is None:
+            _delete([file])
+            return True
+        _put(file, new)
+        time.sleep(_SETTLED)
+        return self.content(file, LOCK_BYTES) == new
 
     def discard(self, draft: Remote, attempt: str) -> None:
         with suppress(OSError):

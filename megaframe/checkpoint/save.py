@@ -127,8 +127,8 @@ class Writer(Background):
             meeting.tell(attempt, NEED, {"bytes": job.data.size})
             needed = sum(int(message["bytes"]) for message in meeting.hear(attempt, NEED))
             with _explained(f"cannot write the checkpoint of step {job.step}", draft, needed):
+                self._storage.begin(draft)  # makes the home again if it was deleted
                 _require_space(self._home, job.step, needed)
-                self._storage.begin(draft)
                 meeting.go(attempt, WRITE)
                 self._contribute(meeting, attempt, job, WRITE)
                 files = _reported(job.step, meeting.hear(attempt, WRITE))

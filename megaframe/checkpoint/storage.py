@@ -164,6 +164,23 @@ class Store(ABC, Generic[P]):
         """Write a small file, replacing an existing one atomically."""
 
     @abstractmethod
+    def exchange(self, file: P, old: bytes | None, new: bytes | None) -> bool:
+        """Replace the whole content of a small file if it is still `old`. None stands for no file;
+        the folder is created if needed. Returns whether the file now has the content `new`."""
+
+    def content(self, file: P, most: int) -> bytes | None:
+        """Return the first bytes of a file, at most `most`, or None if there is no such file."""
+        try:
+            source = self.open(file)
+        except FileNotFoundError:
+            return None
+        try:
+            found = bytearray(min(source.size, most))
+            return bytes(found[: source.read_into(0, memoryview(found))])
+        finally:
+            source.close()
+
+    @abstractmethod
     def discard(self, draft: P, attempt: str) -> None:
         """Delete what is left of a draft, unless it has become a checkpoint. Never raises."""
 

@@ -92,6 +92,7 @@ class Watch:
     limit: seconds that the activity recorded in `place` may take, 0 for no limit.
     folder: where verdicts and stacks are written.
     may_begin_again: asked before a verdict that all ranks restart in their processes.
+    at_end: called before the process ends, for at most a few seconds.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Watch:
         self._layout, self._rank, self._timeout = layout, rank, timeout
         self._place, self._cut = place, cut
         self.may_begin_again: Callable[[], bool] = lambda: False
+        self.at_end: Callable[[], object] = lambda: None
         self.rank_of: tuple[int, ...] = ()
         self.limit = 0.0
         self.folder: Path | None = None
@@ -128,6 +130,7 @@ class Watch:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._place.told:  # by a launcher that has lost a rank and names it itself
             _within(_PATIENCE, lambda: self._report(lost))
+            _within(_PATIENCE, self.at_end)
             os._exit(EXIT_LOST_RANKS)
         verdict = self._judged(lost)
         if not verdict.again:
@@ -307,6 +310,7 @@ class Watch:
         sys.stdout.flush()
         if self._reachable:
             _within(_FAREWELL, lambda: self._take_leave(verdict))
+        _within(_PATIENCE, self.at_end)
         os._exit(EXIT_LOST_RANKS)
 
     def _dump_stacks(self, verdict: Verdict) -> None:
@@ -362,8 +366,8 @@ def _decoded(text: str) -> Verdict:
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """Return the result of `ask`, which queries the store, or None if it fails or takes more than
-    `seconds`. Without this limit, a store in a stopped process would block the caller forever."""
+    """Return the result of `ask`, or None if the store fails in it or it takes more than `seconds`.
+    Without this limit, a store in a stopped process would block the caller forever."""
     box: SimpleQueue[T | None] = SimpleQueue()
 
     def run() -> None:

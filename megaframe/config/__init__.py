@@ -1,6 +1,6 @@
 """The configuration of a run: typed sections, read from YAML and overrides, and checked."""
 
-from megaframe.config.describe import explain, listing
+from megaframe.config.describe import common, explain, listing, unknown_options
 from megaframe.config.load import dump, load
 from megaframe.config.model import Emulate, Latent, Model, RotaryScaling
 from megaframe.config.moe import Moe
@@ -37,8 +37,10 @@ __all__ = [
     "RunConfig",
     "Source",
     "Train",
+    "common",
     "dump",
     "explain",
     "listing",
     "load",
+    "unknown_options",
 ]

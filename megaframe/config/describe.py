@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
+from difflib import SequenceMatcher, get_close_matches
 from functools import lru_cache
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from megaframe.config.foreign import known_elsewhere
 from megaframe.config.numbers import either
 from megaframe.config.schema import RunConfig, Section
 from megaframe.errors import UserError
@@ -24,6 +25,30 @@ from megaframe.errors import UserError
 WIDTH = 100
 MAX_NAME = 100
 """Number of characters of an unknown key that are compared with the known ones."""
+COMMON = (
+    "run.dir",
+    "model.layers",
+    "model.hidden",
+    "model.heads",
+    "parallel.auto",
+    "parallel.tensor",
+    "parallel.pipeline",
+    "parallel.zero",
+    "train.steps",
+    "train.seq",
+    "train.global_batch",
+    "train.microbatch",
+    "train.precision",
+    "train.eval_every",
+    "optim.lr",
+    "optim.warmup",
+    "data.sources",
+    "data.tokenizer",
+    "checkpoint.every",
+    "checkpoint.resume",
+    "meter.wandb",
+)
+"""The keys that people change, in the order of the schema: few enough for one screen."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +223,34 @@ def nearest(name: str) -> str:
     return either(known for known, ratio in likely.items() if ratio == max(likely.values()))
 
 
+def suggestion(name: str) -> str:
+    """Return how a message about the unknown key `name` ends: what other programs call so, or else
+    the nearest keys."""
+    return known_elsewhere(name[:MAX_NAME]) or f"did you mean {nearest(name)}?"
+
+
+def unknown_options(given: Sequence[str], options: Iterable[str]) -> str:
+    """Return the message about options of a command line that do not exist.
+
+    Args:
+        given: These options as they were typed, perhaps with a value; the value is not repeated.
+        options: Those that exist.
+    """
+    known = [*options]
+    lines: list[str] = []
+    for option in (text.partition("=")[0] for text in given):
+        name = option.lstrip("-").replace("-", "_")
+        close = get_close_matches(option.replace("_", "-"), known, 1, 0.8)
+        if name in keys():
+            lines.append(f"{option}: write {name}=VALUE")
+        else:
+            lines.append(f"{option}: {f'did you mean {close[0]}?' if close else suggestion(name)}")
+    plural = "s" if len(lines) > 1 else ""
+    return "\n  ".join(
+        [f"unknown option{plural}; keys are given without dashes: section.key=value", *lines]
+    )
+
+
 def _all_names() -> list[str]:
     """Return all dotted names, including those of items in a list of sections."""
     names = []
@@ -212,11 +265,11 @@ def _all_names() -> list[str]:
 def explain(name: str) -> str:
     """Return what `--explain` prints for a key, or for each key of a section.
 
-    If there is no such key, raises `UserError` with the nearest one.
+    If there is no such key, raises `UserError` with a suggestion.
     """
     key = keys().get(name)
     if key is None:
-        raise UserError(f"{name} is not a config key; did you mean {nearest(name)}?")
+        raise UserError(f"{name} is not a config key; {suggestion(name)}")
     if key.section:
         inner = [k for k in keys().values() if k.name.startswith(f"{name}.") and not k.section]
         parts = [key.text] if key.text else []
@@ -231,8 +284,18 @@ def _explained(key: Key) -> str:
     return "\n".join([key.name, textwrap.indent("\n".join(wrapped), "  ")])
 
 
+def common() -> str:
+    """Return what `--help` prints about keys: those of `COMMON`, one line each."""
+    chosen = [keys()[name] for name in COMMON]
+    return "\n".join(
+        head + textwrap.shorten(_first(key), WIDTH - len(head), placeholder=" ...")
+        for head, key in zip(_heads(chosen), chosen, strict=True)
+    )
+
+
 def listing() -> str:
-    """Return what `--help` prints: all keys by section, with default and first sentence of each."""
+    """Return what `--help all` prints about keys: all of them by section, each with its default,
+    the first sentence of its documentation and the values that it takes."""
     blocks: dict[str, list[Key]] = {}
     for key in keys().values():
         blocks.setdefault(key.name.partition(".")[0], []).append(key)
@@ -240,14 +303,23 @@ def listing() -> str:
 
 
 def _block(section: Key, *inner: Key) -> str:
-    """Return one section's part of the listing, in three aligned columns."""
+    """Return one section's part of the listing."""
     leaves = [key for key in inner if not key.section]
+    lines = [f"{section.name}: {section.text}"]
+    for head, key in zip(_heads(leaves), leaves, strict=True):
+        text = f"{head}{_first(key)} Takes {key.allowed}."
+        lines.append(textwrap.fill(text, WIDTH, subsequent_indent=" " * len(head)))
+    return "\n".join(lines)
+
+
+def _heads(leaves: Sequence[Key]) -> Iterator[str]:
+    """Yield name and default of each key, in aligned columns."""
     name_width = max(len(key.name) for key in leaves) + 2
     default_width = max(len(key.default) for key in leaves) + 2
-    lines = [f"{section.name}: {section.text}"]
     for key in leaves:
-        head = f"  {key.name:{name_width}}{key.default:{default_width}}"
-        sentence = re.split(r"(?<=\.)\s", key.text, maxsplit=1)[0]
-        indent = " " * len(head)
-        lines.append(textwrap.fill(head + sentence, WIDTH, subsequent_indent=indent))
-    return "\n".join(lines)
+        yield f"  {key.name:{name_width}}{key.default:{default_width}}"
+
+
+def _first(key: Key) -> str:
+    """Return the first sentence of a key's documentation."""
+    return re.split(r"(?<=\.)\s", key.text, maxsplit=1)[0]

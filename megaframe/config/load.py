@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from megaframe.config.describe import allowed_inside, keys, nearest, shown
+from megaframe.config.describe import allowed_inside, keys, shown, suggestion
 from megaframe.config.read import MAX_MISTAKES, Given, Mistake, Reader, Table, merged
 from megaframe.config.schema import RunConfig
 from megaframe.config.shipped import config_path
@@ -75,7 +75,7 @@ def _mistake(kind: str, location: tuple[int | str, ...], table: Table) -> Mistak
         return Mistake(first.origin, first.line, text)
     place = table[name].at(path)
     if kind == "extra_forbidden":
-        text = f"{full}: unknown key; did you mean {nearest(_without_numbers(full))}?"
+        text = f"{full}: unknown key; {suggestion(_without_numbers(full))}"
     elif kind == "missing" and isinstance(path[-1], str):
         text = f"{full}: missing; it takes {allowed_inside(keys()[name], path)}"
     elif kind == "missing":

@@ -81,6 +81,13 @@ def layout_mistakes(sizes: Mapping[str, int]) -> list[str]:
     return mistakes
 
 
+def fewest_ranks(parallel: Parallel) -> int:
+    """Return the smallest world that the axes can be a layout of."""
+    stage, experts = parallel.tensor * parallel.context, parallel.expert * parallel.expert_tensor
+    fewest = parallel.data_replicate * (experts // gcd(experts, stage))
+    return stage * parallel.pipeline * (parallel.data or fewest)
+
+
 def axis_sizes(parallel: Parallel, world: int) -> tuple[dict[str, int], list[str]]:
     """Return the axis sizes of `parallel` for `world` ranks, and everything that is wrong with
     them.

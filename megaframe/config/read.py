@@ -16,11 +16,12 @@ from typing import Any
 
 import yaml
 
-from megaframe.config.describe import keys, nearest
+from megaframe.config.describe import keys, suggestion
+from megaframe.config.url import text_mistake
+from megaframe.untrusted import PlainLoader, open_file, plain
 
 COMMAND_LINE = "command line"
 MAX_BYTES = 1_000_000
-MAX_DEPTH = 32
 MAX_FILES = 64
 MAX_MISTAKES = 100
 """Number of mistakes after which no more keys are read: the file is probably the wrong one."""
@@ -78,7 +79,7 @@ class Given:
 
     def value(self) -> Any:
         """Return the value as plain lists, dicts and text; None for null."""
-        return _plain(self.node)
+        return plain(self.node)
 
 
 Table = dict[str, Given]
@@ -99,11 +100,10 @@ class Reader:
         """
         self.files += 1
         try:
-            with open(path, "rb") as stream:
+            with open_file(path) as stream:
                 raw = stream.read(MAX_BYTES + 1)
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            self._wrong(path, None, f"cannot be read: {reason}")
+        except OSError as error:
+            self._wrong(path, None, f"cannot be read: {error.strerror}")
             return {}
         if len(raw) > MAX_BYTES:
             self._wrong(path, None, f"is larger than {MAX_BYTES} bytes; a config is a few thousand")
@@ -123,10 +123,14 @@ class Reader:
         return merged(table, self._flat(root, "", path, skip="extends"))
 
     def overrides(self, texts: Iterable[str]) -> Table:
-        """Return the keys of `section.key=value` texts; a later text wins."""
+        """Return the keys of `section.key=value` texts; a later text wins. The parts of
+        `section.key = value` may be texts of their own."""
         table: Table = {}
-        for text in texts:
+        for text in _joined(texts):
             name, equals, value = text.partition("=")
+            if any(0xDC80 <= ord(one) <= 0xDCFF for one in text):  # how Python passes other bytes
+                self._wrong(COMMAND_LINE, None, f"{text!r} has bytes that are not UTF-8")
+                continue
             if not equals:
                 self._wrong(COMMAND_LINE, None, f"{text!r} is not of the form section.key=value")
                 continue
@@ -145,7 +149,7 @@ class Reader:
         An empty file also gives None; an override without a value gives null.
         """
         try:
-            loader = _Loader(raw.decode("utf-8-sig"))
+            loader = PlainLoader(raw.decode("utf-8-sig"))
             node = loader.get_single_node()
             if node is None and origin == COMMAND_LINE:
                 return yaml.ScalarNode(_PREFIX + "null", "", loader.get_mark())
@@ -167,6 +171,9 @@ class Reader:
         return [(item.value, item) for item in names]
 
     def _extended(self, base: str, node: yaml.Node, origin: str, chain: tuple[str, ...]) -> Table:
+        if mistake := text_mistake(base):
+            self._wrong(origin, node, f"extends: {mistake}")
+            return {}
         path = os.path.normpath(os.path.join(os.path.dirname(origin), base))
         if os.path.realpath(path) in chain:
             files = [*chain[chain.index(os.path.realpath(path)) :], path]
@@ -237,6 +244,9 @@ class Reader:
         if node.tag not in _TAGS:
             self._wrong(origin, node, f"{name}: YAML tag {node.tag.replace(_PREFIX, '!!')} refused")
             return False
+        if isinstance(node, yaml.ScalarNode) and (mistake := text_mistake(node.value)):
+            self._wrong(origin, node, f"{name}: {mistake}")
+            return False
         if isinstance(node, yaml.MappingNode):
             before = len(self.mistakes)
             inside = [value for _, value in self._items(node, origin, f"{name}: ")]
@@ -261,24 +271,21 @@ def merged(base: Table, over: Mapping[str, Given]) -> Table:
     return table | dict(over)
 
 
-class _Loader(yaml.SafeLoader):
-    """Makes node trees only; refuses deep nesting, and aliases, which can grow without bound."""
-
-    depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()
-        problem = None
-        if isinstance(event, yaml.AliasEvent):
-            problem = f"alias *{event.anchor} refused; share keys by extends"
-        elif self.depth == MAX_DEPTH:
-            problem = f"nested more than {MAX_DEPTH} deep"
-        if problem:
-            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
-        self.depth += 1
-        node: yaml.Node | None = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
+def _joined(texts: Iterable[str]) -> list[str]:
+    """Return the texts with the parts of `key = value`, `key =value` and `key= value` joined. By
+    themselves these parts are mistakes, except for `key=` before another override."""
+    joined: list[str] = []
+    alone = False  # after an equals sign of its own, anything is a value
+    for text in texts:
+        before = joined[-1] if joined else ""
+        _, equals, value = before.partition("=")
+        continues = bool(before) and not equals and text.startswith("=")
+        if continues or (equals and not value and (alone or "=" not in text)):
+            joined[-1] += text
+        else:
+            joined.append(text)
+        alone = continues and text == "="
+    return joined
 
 
 def _unknown(name: str) -> str:
@@ -288,7 +295,7 @@ def _unknown(name: str) -> str:
         parent = parent.rpartition(".")[0]
     if parent and keys()[parent].section is None:
         return f"{name}: {parent} has no keys beneath it; it takes {keys()[parent].allowed}"
-    return f"{name}: unknown key; did you mean {nearest(name)}?"
+    return f"{name}: unknown key; {suggestion(name)}"
 
 
 def _example(section: str) -> str:
@@ -303,11 +310,3 @@ def _children(node: yaml.Node) -> dict[int | str, yaml.Node]:
     if isinstance(node, yaml.MappingNode):
         return {key.value: value for key, value in node.value}
     return dict(enumerate(node.value)) if isinstance(node, yaml.SequenceNode) else {}
-
-
-def _plain(node: yaml.Node) -> Any:
-    if isinstance(node, yaml.MappingNode):
-        return {key.value: _plain(value) for key, value in node.value}
-    if isinstance(node, yaml.SequenceNode):
-        return [_plain(item) for item in node.value]
-    return None if _is_null(node) else node.value

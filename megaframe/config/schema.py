@@ -296,8 +296,9 @@ class Data(Section):
     sources: tuple[Source, ...] = ()
     """Token files, their weights in the blend and their splits."""
     split: Split = (0.98, 0.02, 0.0)
-    """Shares of each source's documents for training, validation and test, in this order. A run
-    never reads the test share; `tools/evaluate.py --split test` evaluates it."""
+    """Shares of each source's documents for training, validation and test, in this order; of its
+    tokens if it is a single document. A run never reads the test share; `tools/evaluate.py --split
+    test` evaluates it."""
     tokenizer: str | None = None
     """KIND:PATH with KIND sentencepiece, hf or tiktoken, or just `bytes`."""
     reset_positions: bool = False
@@ -334,11 +335,12 @@ class Checkpoint(Section):
     the node's ranks."""
     resume: str | None = None
     """`latest` resumes from the newest checkpoint in `folder`, or starts fresh if there is none
-    yet. The path or URL of a checkpoint resumes from that one."""
+    yet. Otherwise the path or URL of a checkpoint to resume from, or of a folder of checkpoints or
+    a run folder, whose latest is used."""
     weights: str | None = None
-    """Path or URL of a checkpoint to start a new run's weights from, or of a folder of checkpoints,
-    whose latest is used. If the run has experts and the checkpoint has none, each expert starts as
-    a copy of its layer's MLP, or of a part of it."""
+    """Path or URL of a checkpoint to start a new run's weights from, or of a folder of checkpoints
+    or a run folder, whose latest is used. If the run has experts and the checkpoint has none, each
+    expert starts as a copy of its layer's MLP, or of a part of it."""
 
 
 class Meter(Section):

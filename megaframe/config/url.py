@@ -1,13 +1,14 @@
-"""Checks of URLs in a config.
+"""Checks of URLs and other texts in a config.
 
-A config is printed, and written into the run folder and every checkpoint. A URL that contains a
-secret is therefore refused, with a message that does not repeat it; secrets belong in the
-environment.
+A config is printed, and written into the run folder and every checkpoint. A secret in it is
+therefore refused, with a message that does not repeat it; secrets belong in the environment.
 """
 
 from __future__ import annotations
 
 import re
+
+from megaframe.untrusted import without_secrets
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://", re.ASCII)
 
@@ -15,6 +16,20 @@ _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://", re.ASCII)
 def is_url(text: str) -> bool:
     """Return whether the name of a file or folder is a URL; anything else is a path."""
     return "://" in text
+
+
+def text_mistake(text: str) -> str | None:
+    """Return why no key takes a text, without repeating it; else None."""
+    if "\0" in text or any("\ud800" <= one <= "\udfff" for one in text):
+        return (
+            "has a character that no file name or text can hold: NUL, or half of a surrogate pair"
+        )
+    if without_secrets(text) != text:
+        return (
+            "has a secret in it: a password, a key, or what follows ? or # in a URL; leave it out, "
+            "and give it in the environment or the store's own configuration"
+        )
+    return None
 
 
 def url_mistake(text: str) -> str | None:
@@ -28,7 +43,8 @@ def url_mistake(text: str) -> str | None:
         return (
             f"{scheme}://... has a ? or #, which secrets may follow; leave out the rest from there"
         )
-    if ":" in text.partition("://")[2].partition("/")[0].rpartition("@")[0]:
+    host = text.partition("://")[2].partition("/")[0]
+    if ":" in host.rpartition("@")[0] or without_secrets(text) != text:
         return (
             f"{scheme}://... has a password in it; leave it out, and give it in the environment "
             "or the store's own configuration"

@@ -17,6 +17,8 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from megaframe.untrusted import open_file, showable
+
 _LONGEST_LINE = 1 << 24
 _MOST_COLUMNS = 5_000
 _ROWS = ("ranks", "stages", "experts", "sources")
@@ -57,7 +59,7 @@ class Metrics:
             if identity != self._identity or found.st_size < self._offset:
                 self._forget()
                 self._identity, self.version = identity, self.version + 1
-            with open(self.path, "rb") as file:
+            with open_file(self.path) as file:
                 file.seek(self._offset)
                 return self._take(file)
         except OSError:
@@ -88,6 +90,19 @@ class Metrics:
         yield from self._back[:3]
         if self._many:
             yield f"only the first {_MOST_COLUMNS} names of metrics are read"
+        yield from self._uneven()
+
+    def _uneven(self) -> Iterator[str]:
+        """Yield a note for each group of rows that do not have the same number of places."""
+        for group, base in (("ranks", "ranks/memory_bytes"), ("stages", "stages/work")):
+            inside = {n: len(r[1][-1]) for n, r in self.rows.items() if n.startswith(f"{group}/")}
+            if len(set(inside.values())) > 1:
+                yield (
+                    f"rows of {group} have {min(inside.values())} to {max(inside.values())} "
+                    "places: shorter ones are left out"
+                )
+            if inside and base not in inside:
+                yield f"there are rows of {group}, but none of {base}"
 
     def column(self, name: str) -> NDArray[np.float64]:
         """Return the values of a metric by line, NaN in lines without it."""
@@ -136,7 +151,8 @@ class Metrics:
             column = self._columns[name] = array("d")
         if len(column) < count:
             column.extend([math.nan] * (count - len(column)))
-        column.append(value)
+        # `a/b` and `b` inside of `a` are one name, which a line may have twice.
+        column[count:] = array("d", [value])
 
     def _cut(self, step: int) -> None:
         keep = int(np.searchsorted(np.asarray(self._columns["step"]), step))
@@ -146,6 +162,7 @@ class Metrics:
             while steps and steps[-1] >= step:
                 steps.pop()
                 rows.pop()
+        self.rows = {name: found for name, found in self.rows.items() if found[0]}
 
 
 def _numbers(line: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[Any]:
@@ -153,11 +170,9 @@ def _numbers(line: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Itera
     for name, value in line.items():
         if isinstance(value, bool) or value is None:
             continue
+        name = showable(name)
         if isinstance(value, (int, float)):
-            try:
-                yield prefix + name, float(value)
-            except OverflowError:
-                continue
+            yield prefix + name, float(value)
         elif isinstance(value, dict) and depth < 4 and (prefix or name != "ranks"):
             yield from _numbers(value, f"{prefix}{name}/", depth + 1)
 
@@ -168,4 +183,4 @@ def _rows(value: Any, name: str, depth: int = 0) -> Iterator[tuple[str, list[flo
             yield name, value
     elif isinstance(value, dict) and depth < 4:
         for key, inner in value.items():
-            yield from _rows(inner, f"{name}/{key}", depth + 1)
+            yield from _rows(inner, f"{name}/{showable(key)}", depth + 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -81,11 +82,13 @@ def embedded(data: Any) -> str:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that nobody sees a part of it. Raises `UserError` if it cannot be written."""
-    partial = path.with_name(path.name + ".partial")
+    partial = path.parent / f"{path.name}.partial"
     try:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,13 +11,16 @@ from typing import Any
 import numpy as np
 
 from megaframe.dashboard.rows import bars, heat
-from megaframe.dashboard.run import Run, differences, flat
+from megaframe.dashboard.run import Run, differences, flat, shown
 from megaframe.dashboard.thin import Floats, buckets, extremes, means, short
 from megaframe.errors import UserError
+from megaframe.untrusted import parsed_json, read_file, showable
 
 POINTS = 800
 """Maximum number of steps of a run that a page shows; more are thinned out."""
 _EVENTS = 200
+_LARGEST = 1 << 20
+"""Bytes of the largest file of a prediction."""
 _RATES = ("mfu", "mfu_full_attention", "hfu", "tflops_per_second", "tokens_per_second")
 COMMUNICATION = "communication/"
 
@@ -87,8 +89,10 @@ def page_data(
 ) -> dict[str, Any]:
     """Return everything that the page shows, ready for JSON."""
     names = _distinct([run.name for run in runs])
+    with np.errstate(all="ignore"):  # any numbers may be in a file
+        found = [run_data(run, name, points) for run, name in zip(runs, names, strict=True)]
     return {
-        "runs": [run_data(run, name, points) for run, name in zip(runs, names, strict=True)],
+        "runs": found,
         "panels": [asdict(panel) for panel in PANELS],
         "differences": differences([run.config for run in runs]) if len(runs) > 1 else [],
         "prediction": [*_predicted(prediction)] if prediction else [],
@@ -106,7 +110,7 @@ def run_data(run: Run, name: str, points: int) -> dict[str, Any]:
     axes = {"step": metrics.column("step"), "tokens": tokens, "hours": hours}
     return {
         "name": name,
-        "folder": str(run.folder),
+        "folder": showable(str(run.folder)),
         "steps": len(metrics),
         "notes": run.notes,
         "summary": summary(run),
@@ -194,9 +198,10 @@ def read_prediction(path: Path | None) -> dict[str, Any] | None:
     if path is None:
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        predicted(found)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
+        found = shown(parsed_json(read_file(path, _LARGEST)))
+        if not all(map(math.isfinite, predicted(found).values())):
+            raise ValueError("not finite")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError):
         raise UserError(
             f"--prediction={path} is not a JSON object with step_seconds, mfu and breakdown"
         ) from None

@@ -15,6 +15,7 @@ from megaframe.dashboard.advice import advice
 from megaframe.dashboard.page import POLICY
 from megaframe.dashboard.panels import label, losses, predicted, summary
 from megaframe.dashboard.run import Run, value_of
+from megaframe.untrusted import showable
 
 REPORT_FILES = "report.md", "report.html"
 _CONFIG = (
@@ -136,7 +137,7 @@ def _text(text: str) -> str:
 
 def _plain(text: str) -> str:
     """Escape text so that Markdown treats all of it as plain text."""
-    return re.sub(r"([\\`*_\[\]<|#])", r"\\\1", " ".join(text.split()))
+    return re.sub(r"([\\`*_\[\]<|#])", r"\\\1", showable(" ".join(text.split())))
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

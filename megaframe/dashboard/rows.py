@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from megaframe.dashboard.run import Run, value_of
 from megaframe.dashboard.thin import Floats, block_maxima, buckets, short
 
+_PEAK = "ranks/memory_bytes"
 RANKS = 160
 """Maximum number of ranks of a run that a page shows; more are thinned out."""
 
@@ -17,22 +19,28 @@ RANKS = 160
 def bars(run: Run) -> dict[str, Any]:
     """Return by panel the names of the places and, for each kind, the heights of the bars."""
     rows, found = run.metrics.rows, {}
-    stages = {
-        name: np.mean(_table(rows[f"stages/{name}"])[1], axis=0) * 1000
-        for name in ("work", "bubble")
-        if f"stages/{name}" in rows
-    }
+    stages = _longest(
+        {
+            name: np.mean(_table(rows[f"stages/{name}"])[1], axis=0) * 1000
+            for name in ("work", "bubble")
+            if f"stages/{name}" in rows
+        }
+    )
     if stages:
-        found["stages"] = _group([f"rank {i}" for i in range(len(stages["work"]))], stages)
-    kinds = {
-        name.removeprefix("ranks/held/"): np.asarray(kept[1][-1]) / 2**30
-        for name, kept in rows.items()
-        if name.startswith("ranks/held/")
-    }
+        places = range(len(next(iter(stages.values()))))
+        found["stages"] = _group([f"rank {i}" for i in places], stages)
+    kinds = _longest(
+        {
+            name.removeprefix("ranks/held/"): np.asarray(kept[1][-1], dtype=float) / 2**30
+            for name, kept in rows.items()
+            if name.startswith("ranks/held/") or name == _PEAK
+        }
+    )
+    peak = kinds.pop(_PEAK, None)
     if kinds:
-        peak = np.asarray(rows["ranks/memory_bytes"][1][-1]) / 2**30
-        kinds["the rest at its peak"] = np.maximum(0.0, peak - sum(kinds.values()))
-        starts = buckets(len(peak), RANKS)
+        if peak is not None:
+            kinds["the rest at its peak"] = np.maximum(0.0, peak - sum(kinds.values()))
+        starts = buckets(len(next(iter(kinds.values()))), RANKS)
         thinned = {k: np.maximum.reduceat(v, starts) for k, v in kinds.items()}
         found["memory_ranks"] = _group([f"rank {i}" for i in starts], thinned)
     if "sources" in rows:
@@ -43,15 +51,28 @@ def bars(run: Run) -> dict[str, Any]:
     return found
 
 
+def _longest(rows: Mapping[str, Floats]) -> dict[str, Floats]:
+    """Return the rows with the most places: the others lack ranks, and could not be compared."""
+    width = max(map(len, rows.values()), default=0)
+    return {name: row for name, row in rows.items() if len(row) == width}
+
+
 def _trained_on(run: Run) -> list[str]:
     """Return the paths of the sources with a share of training, as far as the config says."""
     sources, split = (value_of(run.config, f"data.{key}") for key in ("sources", "split"))
     found = []
     for source in sources if isinstance(sources, list) else []:
         given = (source.get("split") or split) if isinstance(source, dict) else None
-        if not (isinstance(given, list) and given and given[0] == 0):
+        if not (isinstance(given, list) and given and _is_zero(given[0])):
             found.append(str(source.get("path")) if isinstance(source, dict) else str(source))
     return found
+
+
+def _is_zero(text: Any) -> bool:
+    try:
+        return float(text) == 0
+    except (TypeError, ValueError):
+        return False
 
 
 def _group(places: list[str], kinds: Mapping[str, Floats]) -> dict[str, Any]:
@@ -90,7 +111,7 @@ def heat(run: Run, axes: Mapping[str, Floats], points: int) -> dict[str, Any]:
 
 def _last_number(name: str) -> int:
     text = name.rsplit("/", 1)[-1]
-    return int(text) if text.isdigit() else 0
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
 
 
 def _table(kept: tuple[list[int], Sequence[Sequence[float]]]) -> tuple[list[int], Floats]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ import yaml
 
 from megaframe.dashboard.metrics import Metrics
 from megaframe.errors import UserError
+from megaframe.untrusted import parsed_json, parsed_yaml, read_file, showable
 
 METRICS_FILE, CONFIG_FILE, ENVIRONMENT_FILE = "metrics.jsonl", "config.yaml", "environment.json"
 _LARGEST = 1 << 20
@@ -31,13 +32,13 @@ class Run:
     """A run folder, as it was when last read. Raises `UserError` if it is not a run folder."""
 
     def __init__(self, folder: Path) -> None:
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             raise UserError(f"{folder} is not a run folder")
-        if not any((folder / name).exists() for name in (METRICS_FILE, CONFIG_FILE)):
+        if not any(os.path.exists(folder / name) for name in (METRICS_FILE, CONFIG_FILE)):
             raise UserError(
                 f"{folder} has neither {METRICS_FILE} nor {CONFIG_FILE}: it is not a run folder"
             )
-        self.folder, self.name = folder, folder.resolve().name
+        self.folder, self.name = folder, showable(folder.resolve().name)
         self.metrics = Metrics(folder / METRICS_FILE)
         self.config: dict[str, Any] = {}
         self.environment: dict[str, Any] = {}
@@ -90,21 +91,29 @@ class Run:
         return f"rows have {len(rows[-1])} ranks and the run {self.world}: some are missing"
 
     def _described(self, name: str) -> dict[str, Any]:
-        """Return a YAML or JSON mapping; empty if the file is missing or cannot be read."""
-        path = self.folder / name
+        """Return a YAML or JSON mapping, in which all text can be shown; empty if the file is
+        missing or cannot be read. Values of YAML are text."""
+        parsed = parsed_json if name.endswith(".json") else parsed_yaml
         try:
-            if not path.exists():
-                self._notes.append(f"there is no {name}")
-                return {}
-            with open(path, encoding="utf-8") as file:
-                text = file.read(_LARGEST)
-            found = json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
-        except (OSError, ValueError, RecursionError, yaml.YAMLError):
+            found = shown(parsed(read_file(self.folder / name, _LARGEST)))
+        except FileNotFoundError:
+            self._notes.append(f"there is no {name}")
+            return {}
+        except (OSError, ValueError, yaml.YAMLError):
             found = None
         if not isinstance(found, dict):
             self._notes.append(f"{name} cannot be read and is ignored")
             return {}
         return found
+
+
+def shown(value: Any) -> Any:
+    """Return a description whose keys and texts can be shown, without secrets."""
+    if isinstance(value, dict):
+        return {shown(str(key)): shown(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [shown(inner) for inner in value]
+    return showable(value) if isinstance(value, str) else value
 
 
 def flat(config: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:

@@ -42,9 +42,10 @@ class Server:
         self._kept: tuple[str, dict[str, Any]] | None = None
         try:
             self._server = ThreadingHTTPServer((host, port), handler(self._answer))
-        except OSError as error:
+        except (OSError, OverflowError, UnicodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "no such address"
             raise UserError(
-                f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host"
+                f"cannot listen on {host}:{port}: {why}; choose another --port or --host"
             ) from None
         self._server.daemon_threads = True
 

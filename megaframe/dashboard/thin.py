@@ -6,6 +6,7 @@ of a heat map keeps its maximum, because the map has to show one slow rank among
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -52,4 +53,6 @@ def block_maxima(table: Floats, rows: int, columns: int) -> Floats:
 
 def short(values: Sequence[float] | Floats, digits: int = 5) -> list[float | None]:
     """Return numbers for JSON, with `digits` significant digits; None if not finite."""
-    return [float(f"{one:.{digits}g}") if np.isfinite(one) else None for one in map(float, values)]
+    # The largest of all numbers are rounded to infinity.
+    rounded = [float(f"{one:.{digits}g}") for one in map(float, values)]
+    return [one if math.isfinite(one) else None for one in rounded]

@@ -26,6 +26,7 @@ from megaframe.data.pieces import (
     decompressed,
     open_parquet,
 )
+from megaframe.untrusted import open_file
 
 _ROWS = 512
 _READ = 1 << 20
@@ -62,7 +63,7 @@ def _opened(piece: Piece) -> BinaryIO:
     """Open the piece's bytes or its file, positioned at the first line that begins in the piece."""
     if piece.data is not None:
         return io.BytesIO(piece.data)
-    file = open(piece.path, "rb", buffering=_READ)  # noqa: SIM115
+    file = open_file(piece.path, buffering=_READ)
     if piece.start:
         # A line that begins exactly at `start` belongs to this piece. The line before it ends at
         # `start - 1`, so a readline from there consumes only its line end.

@@ -95,6 +95,11 @@ class Loader:
         of `data.sources`."""
         return self._handed_out.blend.consumed
 
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The number of samples of each source that has a share of the split, by its name."""
+        return dict(zip(self._reader.names, self._reader.sizes.tolist(), strict=True))
+
     def load(self, state: Mapping[str, Any]) -> list[str]:
         """Continue after the step that `state` belongs to. Returns lines for the run log; see
         `progress.restore`."""

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, Literal, get_args
 
 from megaframe.data.tokenizer import import_library
 from megaframe.errors import UserError
+from megaframe.untrusted import open_file
 
 Format = Literal["auto", "jsonl", "parquet", "text"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -87,8 +88,8 @@ def input_size(path: str) -> tuple[int, int]:
     """Return a file's size in bytes and modification time in nanoseconds. Raises `InputError` if it
     cannot be read."""
     try:
-        status = os.stat(path)
-        with open(path, "rb"):
+        with open_file(path) as file:
+            status = os.fstat(file.fileno())
             return status.st_size, status.st_mtime_ns
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
@@ -166,7 +167,7 @@ def decompressed(path: str) -> Iterator[tuple[bytes, int]]:
     streams = {".gz": _gzip_stream, ".zst": _zstandard_stream}
     stream = streams.get(os.path.splitext(path)[1], _plain_stream)
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             for content in stream(file):
                 yield content, file.tell()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -241,7 +242,9 @@ def open_parquet(path: str) -> Iterator[Any]:
     parquet = import_library("pyarrow.parquet", "data")
     arrow = import_library("pyarrow", "data")
     try:
-        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+        with parquet.ParquetFile(
+            path, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True
+        ) as file:
             yield file
     except (arrow.ArrowException, OSError) as error:
         raise InputError(f"{path} is not a whole Parquet file: {error}") from None

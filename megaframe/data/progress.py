@@ -141,12 +141,12 @@ def _check(state: Mapping[str, Any]) -> None:
     if not valid:
         raise UserError(
             "the data state of the checkpoint is damaged: samples and the counts of each source "
-            "are whole numbers >= 0, with base <= consumed; resume from another checkpoint"
+            "are whole numbers below 2^53, with base <= consumed; resume from another checkpoint"
         )
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value < 1 << 53
 
 
 def _change(before: Mapping[str, float], roster: Roster, samples: int) -> str:

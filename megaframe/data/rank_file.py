@@ -10,7 +10,7 @@ import base64
 
 from megaframe.errors import UserError
 
-_LARGEST_VOCAB = 1 << 24
+LARGEST_VOCAB = 1 << 24
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 _CL100K_PATTERN = (
@@ -53,10 +53,10 @@ def parse_ranks(path: str, content: bytes) -> dict[bytes, int]:
             raise UserError(
                 f"{path}:{number}: not a token in base64 and its rank: {line[:60]!r}"
             ) from None
-        if not token or token in ranks or not 0 <= rank < _LARGEST_VOCAB:
+        if not token or token in ranks or not 0 <= rank < LARGEST_VOCAB:
             raise UserError(
                 f"{path}:{number}: token {token[:60]!r} with rank {rank} is empty, repeated or "
-                f"outside 0 to {_LARGEST_VOCAB - 1}"
+                f"outside 0 to {LARGEST_VOCAB - 1}"
             )
         ranks[token] = rank
     missing = sum(bytes([byte]) not in ranks for byte in range(256))

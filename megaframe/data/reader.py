@@ -22,6 +22,7 @@ from megaframe.data.order import sample_indices, source_key
 from megaframe.data.samples import SPLITS, Source, Split, documents, positions
 from megaframe.errors import UserError
 from megaframe.microbatch import IGNORE, Microbatch
+from megaframe.plan.check import NO_SOURCES
 
 Numbers = NDArray[np.int64]
 _ANY_TOKEN = 2**63
@@ -39,6 +40,8 @@ class Reader:
 
     def __init__(self, config: RunConfig, split: Split, seed: int) -> None:
         data = config.data
+        if not data.sources:
+            raise UserError(NO_SOURCES)
         _check_paths([source.path for source in data.sources])
         shares = [source.split or data.split for source in data.sources]
         place = SPLITS.index(split)

@@ -1,15 +1,17 @@
-"""Samples of a token file: one split of its documents, cut into windows of equal length.
+"""Samples of a token file: one split of it, cut into windows of equal length.
 
-Documents are concatenated and cut wherever a window is full, so there is no padding. Each window
-has one token more than it trains on, and the next one starts with that token, so every token but
-the first is predicted exactly once. Windows are rows of one overlapping view of the mapped file, so
-a batch of windows is a single gather of rows.
+A split is a range of documents, or of tokens if the file is a single document. Documents are
+concatenated and cut wherever a window is full, so there is no padding. Each window has one token
+more than it trains on, and the next one starts with that token, so every token but the first is
+predicted exactly once. Windows are rows of one overlapping view of the mapped file, so a batch of
+windows is a single gather of rows.
 
 Shape suffixes: W windows, S inputs of a sample, T = S + 1 tokens of a window.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 import numpy as np
@@ -27,11 +29,12 @@ class Source:
     """The windows of one split of a token file.
 
     path:    path of the token file without suffix.
-    split:   which of the three ranges of documents.
+    split:   which of the three ranges of documents, or of the tokens of a single document.
     shares:  shares of the documents for training, validation and test.
     seq:     inputs per window, S.
     vocab:   token ids that are not below this, and negative ones, are refused when they are read.
-    Raises `UserError` if the split is empty, shorter than a window, or not contiguous in the file.
+    Raises `UserError` if the file cannot be read, or the split is empty, shorter than a window, or
+    not contiguous in the file.
 
     `tokens` has the tokens of the split, in the file's dtype; `starts()` returns where in it the
     documents begin.
@@ -47,16 +50,23 @@ class Source:
     ) -> None:
         self.path = path
         self._vocab = vocab
-        self._file = TokenFile(path)
+        self._file = _token_file(path)
         if self._file.dtype.kind not in "iu":
             raise UserError(f"{path} holds {self._file.dtype}; token ids are whole numbers")
-        self._documents = document_range(len(self._file.documents) - 1, shares, split, path)
+        documents = len(self._file.documents) - 1
+        self._documents = (0, 1) if documents == 1 else split_range(documents, shares, split)
+        if self._documents[0] == self._documents[1]:
+            raise UserError(_without_document(path, documents, shares, split))
         self._first, tokens = self._span()
+        if documents == 1:
+            begin, end = split_range(tokens, shares, split)
+            self._first, tokens = self._first + begin, end - begin
         if tokens < seq + 1:
-            shorter = f"train.seq of at most {tokens - 1} or " if tokens > 1 else ""
+            shorter = f"train.seq of at most {tokens - 1}, " if tokens > 1 else ""
             raise UserError(
                 f"train.seq={seq} needs {seq + 1} tokens for one sample, but the {split} split of "
-                f"{path} has {tokens}; use {shorter}more text"
+                f"{path} has {tokens}; use {shorter}more text, or a larger share than "
+                f"{shares[SPLITS.index(split)]:g} (data.split, or the source's own)"
             )
         self.windows = (tokens - 1) // seq
         self._seq = seq
@@ -90,9 +100,9 @@ class Source:
         return beginnings_WT
 
     def _span(self) -> tuple[int, int]:
-        """Return the split's first token in the file and its number of tokens.
+        """Return the first token in the file, and the number of tokens, of the split's documents.
 
-        Raises `UserError` if its sequences are not contiguous or not aligned to tokens.
+        Raises `UserError` if their sequences are not contiguous or not aligned to tokens.
         """
         low, high = (int(self._file.documents[number]) for number in self._documents)
         lengths, pointers = self._file.lengths[low:high], self._file.pointers[low:high]
@@ -115,19 +125,20 @@ class Source:
         return begin // item, (end - begin) // item
 
     def starts(self) -> NDArray[np.int64]:
-        """Return the first token of each non-empty document of the split, counted from the split's
-        first token."""
+        """Return the first token of each non-empty document that begins in the split, counted from
+        the split's first token."""
         return self._document_starts() - self._first
 
     def _document_starts(self) -> NDArray[np.int64]:
-        """Return the first token of each non-empty document of the split, counted from the start of
-        the file. Computed on first use."""
+        """Return the first token of each non-empty document that begins in the split, counted from
+        the start of the file. Computed on first use."""
         if self._starts is None:
             first, last = self._documents
             sequences = np.asarray(self._file.documents[first : last + 1], np.int64)
             sequences = sequences[:-1][np.diff(sequences) > 0]
             starts = np.asarray(self._file.pointers[sequences], np.int64)
-            self._starts = np.unique(starts // self._file.dtype.itemsize)
+            starts = np.unique(starts // self._file.dtype.itemsize)
+            self._starts = starts[starts >= self._first]  # a part of a document may begin within it
         return self._starts
 
     def _check(self, tokens_WT: NDArray[np.integer], windows_W: NDArray[np.int64]) -> None:
@@ -154,21 +165,42 @@ class Source:
         )
 
 
-def document_range(
-    documents: int, shares: tuple[float, float, float], split: Split, path: str
-) -> tuple[int, int]:
-    """Return the documents [first, last) of a split. Its bounds are the rounded cumulative shares.
+def _token_file(path: str) -> TokenFile:
+    """Open a token file. Raises `UserError` that names the config key and what makes such files."""
+    try:
+        return TokenFile(path)
+    except UserError as error:
+        text, output = "TEXT", path
+        if os.path.isfile(path) and not path.endswith((".bin", ".idx")):
+            text, output = path, os.path.splitext(path)[0]
+        raise UserError(
+            f"data.sources: {error}; tools/preprocess_data.py makes a token file of text: "
+            f"--input {text} --output {output}"
+        ) from None
 
-    Raises `UserError` if the split gets no document.
-    """
+
+def split_range(count: int, shares: tuple[float, float, float], split: Split) -> tuple[int, int]:
+    """Return the part [first, last) that a split has of `count` documents or tokens. Its bounds are
+    the rounded cumulative shares."""
     place = SPLITS.index(split)
-    first, last = (round(min(1.0, sum(shares[:n])) * documents) for n in (place, place + 1))
-    if first < last:
-        return first, last
-    needed = "more documents" if shares[place] else f"a share of at least 1/{max(1, documents)}"
-    raise UserError(
+    first, last = (round(min(1.0, sum(shares[:n])) * count) for n in (place, place + 1))
+    return first, last
+
+
+def _without_document(
+    path: str, documents: int, shares: tuple[float, float, float], split: Split
+) -> str:
+    """Return the message to the user about a split that has no document."""
+    share = shares[SPLITS.index(split)]
+    remedy = f"give it a share of at least 1/{max(1, documents)}"
+    if share:
+        remedy += (
+            ", or make more documents of the text (plain text: --split-blank-lines of "
+            "tools/preprocess_data.py)"
+        )
+    return (
         f"data.split, or the source's own, {list(shares)} leaves the {split} split of {path} "
-        f"without a document: {shares[place]:g} of {documents} documents; give it {needed}"
+        f"without a document: {share:g} of {documents} documents; {remedy}"
     )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaframe.errors import UserError
+from megaframe.untrusted import open_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -90,7 +91,8 @@ def read_index(prefix: str) -> Index:
 
 def _size(path: str) -> int:
     try:
-        return os.stat(path).st_size
+        with open_file(path) as file:
+            return os.fstat(file.fileno()).st_size
     except OSError as error:
         prefix, hint = path[:-4], ""
         if prefix.endswith((".bin", ".idx")):
@@ -105,7 +107,7 @@ def read_header(path: str) -> tuple[np.dtype, int, int]:
     """
     size = _size(path)
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             header = file.read(HEADER.size)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None

@@ -27,8 +27,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megaframe.data.rank_file import GPT2_PATTERN, PUBLISHED_RANKS, parse_ranks
+from megaframe.data.rank_file import GPT2_PATTERN, LARGEST_VOCAB, PUBLISHED_RANKS, parse_ranks
 from megaframe.errors import UserError
+from megaframe.untrusted import open_file
 
 HF_EOD_NAMES = (
     "<|endoftext|>",
@@ -95,7 +96,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, path: str) -> None:
         sentencepiece = import_library("sentencepiece", "")
-        content = _read(path)
+        content = read_file(path)
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except (RuntimeError, OSError, ValueError, TypeError):
@@ -130,13 +131,16 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json` of Hugging Face's tokenizers. Its special tokens represent no bytes."""
+    """A `tokenizer.json` of Hugging Face's tokenizers. Its special tokens represent no bytes.
+
+    eod_name: the token whose id is `eod`.
+    """
 
     def __init__(self, path: str) -> None:
         # The library's own threads would compete with the worker processes for cores.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         library = import_library("tokenizers", "hf")
-        content = _read(path)
+        content = read_file(path)
         try:
             self._model = library.Tokenizer.from_buffer(content)
             self._description: dict[str, Any] = json.loads(content)
@@ -148,7 +152,12 @@ class HuggingFaceTokenizer(Tokenizer):
         vocab = self._model.get_vocab(with_added_tokens=True)
         self._names = {token: name for name, token in vocab.items()}
         self.vocab_size = max(self._names, default=-1) + 1
-        self.eod = self._find_eod(path, vocab)
+        if self.vocab_size > LARGEST_VOCAB:
+            raise UserError(
+                f"{path} has a token with id {self.vocab_size - 1}; ids are below {LARGEST_VOCAB}"
+            )
+        self.eod_name = self._find_eod(path, vocab)
+        self.eod = vocab[self.eod_name]
         self.fingerprint = _fingerprint("hf", content)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
@@ -184,10 +193,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
         return length
 
-    def _find_eod(self, path: str, vocab: dict[str, int]) -> int:
+    def _find_eod(self, path: str, vocab: dict[str, int]) -> str:
         for name in HF_EOD_NAMES:
             if name in vocab:
-                return vocab[name]
+                return name
         added = self._model.get_added_tokens_decoder().values()
         special = ", ".join(token.content for token in added if token.special) or "none"
         raise UserError(
@@ -201,7 +210,7 @@ class TiktokenTokenizer(Tokenizer):
 
     def __init__(self, path: str) -> None:
         tiktoken = import_library("tiktoken", "data")
-        content = _read(path)
+        content = read_file(path)
         self._ranks = parse_ranks(path, content)
         taken = set(self._ranks.values())
         free = next(rank for rank in range(len(taken) + 1) if rank not in taken)
@@ -275,17 +284,22 @@ def import_library(name: str, extra: str) -> ModuleType:
         raise UserError(f"{name} is not installed; run: pip install '{package}'") from None
 
 
-def _read(path: str) -> bytes:
+def read_file(path: str) -> bytes:
+    """Return the content of a tokenizer's file. Raises `UserError` if it is empty, too large or
+    unreadable."""
     try:
         size = os.stat(path).st_size
         if not 0 < size <= _LARGEST_FILE:
             raise UserError(
                 f"tokenizer file {path} has {size} bytes; between 1 and {_LARGEST_FILE} are read"
             )
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             return file.read()
     except OSError as error:
-        raise UserError(f"cannot read tokenizer file {path}: {error.strerror}") from None
+        raise UserError(
+            f"cannot read tokenizer file {path}: {error.strerror} (data.tokenizer, or "
+            "--tokenizer); tools/train_tokenizer.py makes one of text"
+        ) from None
 
 
 def _fingerprint(kind: str, content: bytes) -> str:

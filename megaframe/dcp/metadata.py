@@ -18,6 +18,7 @@ from megaframe.checkpoint.manifest import DTYPES, DTypeName
 from megaframe.checkpoint.slices import Shape, is_inside, tiling_problem
 from megaframe.dcp.pickled import Name, Record, describe
 from megaframe.errors import UserError
+from megaframe.untrusted import read_file
 
 METADATA = ".metadata"
 MAX_METADATA = 128 << 20
@@ -96,9 +97,7 @@ def read_metadata(folder: Path) -> Contents:
     """Read what a folder contains. Raises UserError if its metadata is damaged or malicious."""
     path = folder / METADATA
     try:
-        if path.stat().st_size > MAX_METADATA:
-            raise UserError(f"{path} is larger than {MAX_METADATA:,} bytes")
-        data = path.read_bytes()
+        data = read_file(path, MAX_METADATA)
     except OSError as error:
         raise UserError(
             f"{folder} is not a torch.distributed.checkpoint folder: {METADATA}: {error.strerror}"
@@ -142,8 +141,8 @@ def _contents(root: Any) -> Contents:
     others: dict[str, Extent] = {}
     left = _MAX_CHUNKS
     for name, entry in _typed(state.get("state_dict_metadata"), dict, "names").items():
-        if not isinstance(name, str):
-            raise ValueError("it has a name that is not text")
+        if not isinstance(name, str) or not name.isprintable():
+            raise ValueError("it has a name that is not text, or not printable")
         if isinstance(entry, Record) and entry.what == _BYTES:
             if (name, None) in places:
                 others[name] = places[name, None]

@@ -11,6 +11,7 @@ import io
 import mmap
 import re
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from megaframe.checkpoint.slices import Box, Shape, region
 from megaframe.dcp.metadata import Chunk, Extent
 from megaframe.dcp.pickled import PERSISTENT, Name, Record, describe
 from megaframe.errors import UserError
+from megaframe.untrusted import open_file
 
 _MAX_PART = 1 << 20
 """Largest size of an archive's directory, and of the pickle that describes a tensor, in bytes."""
@@ -43,7 +45,7 @@ class DataFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with open(path, "rb") as file:
+            with open_file(path) as file:
                 self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             text = error.strerror if isinstance(error, OSError) else "it is empty"
@@ -176,6 +178,12 @@ class _Part(io.RawIOBase):
         self._at += size
         return self._memory[start : start + size]
 
+    def view(self, start: int, size: int) -> memoryview:
+        """Return bytes of the part without a copy. The view must be released."""
+        begin = self._extent.start + start
+        with memoryview(self._memory) as whole:
+            return whole[begin : begin + size]
+
 
 class _Archive:
     """The zip archive in a part of a file. Entry names do not include the top folder. limit: most
@@ -191,7 +199,7 @@ class _Archive:
 
     def position(self, name: str) -> tuple[int, int]:
         """Return the start of an entry's bytes within the part, and their number. Raises ValueError
-        if the entry is missing, compressed, encrypted or outside of the part."""
+        if the entry is missing, compressed, encrypted, outside of the part or damaged."""
         entry = self._entries.get(name)
         if entry is None:
             raise ValueError(f"it has no {name}")
@@ -206,6 +214,12 @@ class _Archive:
         self._part.seek(0, io.SEEK_END)
         if entry.file_size < 0 or start + entry.file_size > self._part.tell():
             raise ValueError(f"its {name} ends after it")
+        with self._part.view(start, entry.file_size) as content:
+            if zlib.crc32(content) != entry.CRC:
+                raise ValueError(
+                    f"its {name} does not match its checksum (if it was saved without checksums, "
+                    "save it with torch.serialization.set_crc32_options(True))"
+                )
         return start, entry.file_size
 
     def read(self, name: str) -> bytes:

@@ -179,7 +179,7 @@ class Guard:
         judgement = self.history.judge(done.first, known["loss"], finite)
         if judgement.choice == "stop":
             self._meter.note(text)
-            self._meter.close()
+            self._meter.close([("cut short", f"after step {done.step}: {judgement.why}")])
             raise NotFinite(f"{text}; {judgement.why}")
         if judgement.choice == "go_back":
             return self._go_back(done.step, f"{text}: {judgement.why}")

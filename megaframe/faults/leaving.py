@@ -1,5 +1,5 @@
-"""Exiting on request: SIGTERM, SIGUSR1 or the end of the launcher end a run after a step, with a
-checkpoint.
+"""Exiting on request: SIGTERM, SIGUSR1, SIGINT (Ctrl-C) or the end of the launcher end a run after
+a step, with a checkpoint.
 
 The signal handler only records that it was called. The ranks decide together when to exit, because
 a launcher may reach them at different steps, or not reach all of them.
@@ -8,7 +8,9 @@ a launcher may reach them at different steps, or not reach all of them.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,19 +22,22 @@ from megaframe.comm.place import Place
 from megaframe.config import RunConfig
 from megaframe.faults.ledger import FAULTS
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ECHO = 2.0
 """Seconds within which the same signal again counts as the same request. Slurm signals all
 processes of a job that it cancels, and a launcher among them forwards the signal to its ranks."""
 _BASE = 128
 """Shells and launchers report a process that was ended by a signal as this plus its number."""
+_SAVING = b"\ninterrupted: saving after this step; Ctrl-C again ends the run at once\n"
 
 
 @contextmanager
 def heeding_signals(place: Place) -> Iterator[None]:
     """Record signals in `place` while this context is active. If the same signal arrives again
-    after more than `ECHO` seconds, its previous handler runs. Does nothing in a thread other than
-    the main one, which alone can handle signals."""
+    after more than `ECHO` seconds, its previous handler runs. A second SIGINT ends the process
+    wherever it is, and without a torchrun, which would repeat the first one, at any time. A signal
+    that is ignored, as SIGINT is by jobs in the background of a shell, stays so. Does nothing in a
+    thread other than the main one, which alone can handle signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -42,16 +47,42 @@ def heeding_signals(place: Place) -> Iterator[None]:
     def heard(number: int, _: FrameType | None) -> None:
         place.told = number
         now = time.monotonic()
-        if now - asked.setdefault(number, now) > ECHO:
-            signal.signal(number, before[signal.Signals(number)])
+        if number == signal.SIGINT and not asked and os.environ.get("LOCAL_RANK", "0") == "0":
+            os.write(2, _SAVING)  # not `print`, which this signal may have interrupted
+        late = now - asked.setdefault(number, now) > ECHO
+        if late or (number == signal.SIGINT and not _launched()):
+            signal.signal(number, after[signal.Signals(number)])
+        if late:
             signal.raise_signal(number)
 
-    before = {number: signal.signal(number, heard) for number in SIGNALS}
+    heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, heard) for number in heeded}
+    # Python's own handler would run only when a wait for other ranks is over.
+    after = {**before, signal.SIGINT: signal.SIG_DFL}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _launched() -> bool:
+    """Return whether a torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def command_to_continue() -> str:
+    """Return the command that continues the run of this process from its newest checkpoint."""
+    world, ranks, nodes = (
+        os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+    )
+    program = [sys.orig_argv[0]]
+    if _launched():
+        program = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", ranks]
+        program += ["--nnodes", nodes] if nodes != "1" else []
+    words = [word for word in sys.argv if not word.startswith("checkpoint.resume=")]
+    command = shlex.join([*program, *words, "checkpoint.resume=latest"])
+    return command if _launched() or world == "1" else f"{world} ranks of: {command}"
 
 
 class Launcher:
@@ -63,7 +94,7 @@ class Launcher:
     """
 
     def __init__(self) -> None:
-        self._number = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self._number = os.getppid() if _launched() else None
 
     @property
     def gone(self) -> bool:
@@ -73,7 +104,7 @@ class Launcher:
 
 def exit_status(told: int) -> int:
     """Return the exit status of a process that has saved and exits because of signal `told`: 143
-    for SIGTERM, 138 for SIGUSR1.
+    for SIGTERM, 138 for SIGUSR1, 130 for SIGINT.
 
     It is not 0, which would mean that the run is finished. It is above 127, which launchers that
     look at the status take for a cause outside of the program, so that they restart it.

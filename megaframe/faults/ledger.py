@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megaframe.comm.watch import ENDED_FILE
+from megaframe.errors import UserError
 from megaframe.meter.sinks import METRICS_FILE, cannot_write
+from megaframe.untrusted import open_file
 
 FAULTS = "faults"
 """Subfolder of the run folder for the ledger, stacks and other records of faults."""
@@ -149,10 +151,13 @@ def _entries(path: Path, *, last: bool = False) -> list[dict[str, Any]]:
     last `_TAIL` bytes."""
     if not path.exists():
         return []
-    with open(path, "rb") as file:
-        if last:
-            file.seek(max(0, path.stat().st_size - _TAIL))
-        lines = file.read().splitlines()
+    try:
+        with open_file(path) as file:
+            if last:
+                file.seek(max(0, path.stat().st_size - _TAIL))
+            lines = file.read().splitlines()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
     found = []
     for line in lines:
         try:

@@ -10,12 +10,11 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -23,10 +22,24 @@ from megaframe.checkpoint import Checkpoint, Place, Slice
 from megaframe.checkpoint.container import PIECE_BYTES, Piece, Unplaced
 from megaframe.checkpoint.examine import as_bytes, assemble, grouped
 from megaframe.checkpoint.slices import Box, pieces, region
-from megaframe.config import Data, RunConfig, Train
+from megaframe.config import Data, Model, RunConfig, Train
 from megaframe.errors import UserError
+from megaframe.huggingface.foreign import (
+    INDEX,
+    SINGLE,
+    Header,
+    check_finite,
+    check_type,
+    read_headers,
+    read_json,
+    read_tensor,
+    regular,
+    shown,
+)
 from megaframe.huggingface.models import config_of, model_of
 from megaframe.huggingface.tensors import Theirs, tensors_of
+from megaframe.huggingface.tokenizer import TOKENIZER_FILES, export_tokenizer, trusted
+from megaframe.plan.check import mistakes
 from megaframe.run_state import initial_state, read_state
 from megaframe.spec import Constant, ParamSpec
 from megaframe.stage import model_specs
@@ -38,35 +51,57 @@ _Origins = dict[tuple[str, tuple[int, ...]], _Origin]
 """The origin of each box, by the name of its tensor and its offset."""
 FILE_BYTES = 2 << 30
 """Bytes of tensors after which a new file is begun."""
-_MAX_JSON = 64 << 20
-_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_INDEX, _SINGLE, _CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
-_TOKENIZERS = {"hf": "tokenizer.json", "sentencepiece": "tokenizer.model"}
+_TYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+_CONFIG = "config.json"
+_FEW = 5
+"""Number of tensors that an error names."""
 
 
-def export(checkpoint: Checkpoint, folder: Path, dtype: str = "bf16") -> None:
-    """Write a checkpoint's weights as a folder that `from_pretrained` can load, with its tokenizer
-    if that has a file.
+def export(
+    checkpoint: Checkpoint, folder: Path, dtype: str | None = None, tokenizer: str | None = None
+) -> list[str]:
+    """Write a checkpoint's weights as a folder that `from_pretrained` can load, with its tokenizer.
 
-    dtype: fp32, bf16 or fp16. Raises `UserError` if no Hugging Face model computes the same, or the
-    folder exists or cannot be written.
+    dtype: fp64, fp32, bf16 or fp16; by default the precision of the run. tokenizer: KIND:PATH,
+    `bytes` or `none`; by default that of the run, if it lies with the checkpoint.
+
+    Returns a line for each thing that is not exported, or not exactly. Raises `UserError` if no
+    Hugging Face model computes the same, if the tokenizer lies elsewhere, or if the folder exists
+    or cannot be written.
     """
     if folder.exists():
         raise UserError(f"{folder} already exists; remove it or give another folder")
     run = read_state(checkpoint).config
-    config = {**config_of(run.model), "dtype": str(_TYPES[dtype]).removeprefix("torch.")}
-    theirs = tensors_of(run.model, model_specs(run))
+    kind = _TYPES[dtype or run.train.precision]
+    name = tokenizer or trusted(run.data.tokenizer, checkpoint.path)
+    words = export_tokenizer(name, run.model.vocab or 0, run.train.seq)
+    ends = {"bos_token_id": words.eod, "eos_token_id": words.eod}
+    learned = run.model.position == "learned" and run.model.positions
+    config = {
+        **config_of(run.model, learned or run.train.seq),
+        **ends,
+        "dtype": _name_of(kind),
+    }
+    theirs = list(tensors_of(run.model, model_specs(run)))
     temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.mkdir(parents=True)
-        _write_files(checkpoint, theirs, temporary, _TYPES[dtype])
+        _write_files(checkpoint, theirs, temporary, kind)
         _write_json(temporary / _CONFIG, config)
-        _write_tokenizer(run, temporary)
+        _write_json(temporary / "generation_config.json", ends)
+        for file, content in words.files.items():
+            (temporary / file).write_bytes(content)
         os.rename(temporary, folder)
     except OSError as error:
         raise UserError(f"cannot write {error.filename or temporary}: {error.strerror}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+    return words.notes
 
 
 def _write_files(
@@ -79,7 +114,7 @@ def _write_files(
     index: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         many = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        name = many if len(groups) > 1 else _SINGLE
+        name = many if len(groups) > 1 else SINGLE
         boxes = [[torch.empty(part.box.shape, dtype=dtype) for part in one.parts] for one in group]
         checkpoint.load(
             [
@@ -89,24 +124,15 @@ def _write_files(
             ]
         )
         joined = {one.name: one.join(mine) for one, mine in zip(group, boxes, strict=True)}
+        for tensor, content in joined.items():
+            check_finite(tensor, content, _name_of(dtype))
         save_file(joined, str(folder / name), metadata={"format": "pt"})
         index |= dict.fromkeys(joined, name)
     if len(groups) > 1:
         _write_json(
-            folder / _INDEX,
+            folder / INDEX,
             {"metadata": {"total_size": sum(map(bytes_of, theirs))}, "weight_map": index},
         )
-
-
-def _write_tokenizer(run: RunConfig, folder: Path) -> None:
-    kind, _, path = (run.data.tokenizer or "").partition(":")
-    if kind not in _TOKENIZERS:
-        return
-    if not Path(path).is_file():
-        raise UserError(f"data.tokenizer={run.data.tokenizer}: this file no longer exists")
-    shutil.copy(path, folder / _TOKENIZERS[kind])
-    name = "PreTrainedTokenizerFast" if kind == "hf" else "LlamaTokenizer"
-    _write_json(folder / "tokenizer_config.json", {"tokenizer_class": name})
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -117,20 +143,22 @@ def load(folder: Path, to: Place) -> Place:
     """Import the model in a Hugging Face folder as a checkpoint of step 0 in the folder `to`, in
     fp32.
 
-    Raises `UserError` for a model that is not supported, for tensors that are missing, unknown or
-    of another shape, and for damaged files.
+    Config, names, shapes and types are compared before any tensor is read. Raises `UserError` for a
+    model that is not supported, for tensors that are missing, unknown, of another shape, of
+    integers or not finite, and for damaged files.
     """
-    config = _read_json(folder / _CONFIG)
-    model = model_of(config)
-    names = (f"{kind}:{folder / name}" for kind, name in _TOKENIZERS.items())
-    tokenizer = next((name for name in names if Path(name.partition(":")[2]).exists()), None)
-    run = RunConfig(model=model, data=Data(tokenizer=tokenizer), train=_precision(config))
+    config = read_json(folder / _CONFIG)
+    headers = read_headers(folder)
+    model = model_of(config, [header.shape for header in headers.values()])
+    run = RunConfig(
+        model=model, data=Data(tokenizer=_tokenizer_in(folder)), train=_train(config, model)
+    )
+    if wrong := mistakes(run, 1, data=False):
+        raise UserError(f"{folder}: {wrong[0]}")
     specs = model_specs(run)
-    theirs = tensors_of(model, specs)
-    files = _files(folder)
-    _check_names(folder, theirs, files, model.tie_embeddings)
+    theirs = _matched(folder, tensors_of(model, specs), headers, model.tie_embeddings)
     boxes, source = _boxes(specs, theirs)
-    found = _Boxes(folder, files, source)
+    found = _Boxes(headers, source)
     return assemble(
         to,
         0,
@@ -140,10 +168,27 @@ def load(folder: Path, to: Place) -> Place:
     )
 
 
-def _precision(config: Mapping[str, Any]) -> Train:
-    """Return a `train` section: in fp32 if the weights are stored in fp32, else in bf16."""
-    dtype = config.get("dtype", config.get("torch_dtype"))
-    return Train(precision="fp32" if dtype == "float32" else "bf16")
+def _tokenizer_in(folder: Path) -> str | None:
+    for kind, name in TOKENIZER_FILES.items():
+        if (folder / name).exists():
+            regular(folder / name)
+            return f"{kind}:{folder / name}"
+    return None
+
+
+def _train(config: Mapping[str, Any], model: Model) -> Train:
+    """Return a `train` section: the type that the weights are stored in, by default bf16, and
+    samples as long as the texts that the model was trained on."""
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    stored = next((ours for ours, theirs in _TYPES.items() if dtype == _name_of(theirs)), "bf16")
+    positions = model.positions or config.get("max_position_embeddings")
+    seq = {"seq": positions} if positions else {}
+    return Train.model_validate({"precision": stored, **seq})
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    """Return the name of a type in a config of transformers."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _boxes(specs: list[ParamSpec], theirs: list[Theirs]) -> tuple[list[Unplaced], _Origins]:
@@ -172,13 +217,8 @@ def _boxes(specs: list[ParamSpec], theirs: list[Theirs]) -> tuple[list[Unplaced]
 class _Boxes:
     """Provides the bytes of boxes. Keeps the tensor of the folder that was read last in memory."""
 
-    def __init__(
-        self,
-        folder: Path,
-        files: Mapping[str, str],
-        source: _Origins,
-    ) -> None:
-        self._folder, self._files, self._source = folder, files, source
+    def __init__(self, headers: Mapping[str, Header], source: _Origins) -> None:
+        self._headers, self._source = headers, source
         self._held: Theirs | None = None
         self._parts: list[Tensor] = []
 
@@ -189,47 +229,43 @@ class _Boxes:
             return as_bytes(torch.full(piece.shape, origin.init.value))
         if origin is not self._held:
             self._held, self._parts = origin, []
-            whole = _read(self._folder / self._files[origin.name], origin.name).float()
+            whole = read_tensor(origin.name, self._headers[origin.name])
             self._parts = [box for _, box in origin.split(whole)]
         box = origin.parts[place].box
         inside = region((box.offset, box.shape), (piece.offset, piece.shape))
         return as_bytes(self._parts[place][inside])
 
 
-def _files(folder: Path) -> dict[str, str]:
-    """Return the file name of each tensor, by its name."""
-    if (folder / _INDEX).exists():
-        files = _read_json(folder / _INDEX).get("weight_map")
-        if not isinstance(files, dict) or not all(
-            isinstance(name, str) and Path(name).name == name for name in files.values()
-        ):
-            raise UserError(f"{folder / _INDEX} has no weight_map of file names in this folder")
-        return files
-    return {name: _SINGLE for name, _ in _names(folder / _SINGLE)}
-
-
-def _check_names(folder: Path, theirs: list[Theirs], files: Mapping[str, str], tied: bool) -> None:
-    wanted = {one.name: one for one in theirs}
-    shapes: dict[str, list[int]] = {}
-    for file in sorted(set(files.values())):
-        shapes |= dict(_names(folder / file))
-    problems = [f"{name} is missing" for name in wanted if name not in shapes]
-    for name, shape in shapes.items():
-        one = wanted.get(name)
-        if one is None:
-            if not _left_out(name, tied):
-                problems.append(f"{name} has no counterpart")
-            continue
-        size = sum(part.box.size for part in one.parts)
-        rows = sum(part.rows for part in one.parts)
-        expected = [rows] if len(shape) == 1 else [rows, size // rows]
-        if one.transposed:
-            expected.reverse()
-        if list(shape) != expected:
-            problems.append(f"{name} is {list(shape)}, not {expected}")
+def _matched(
+    folder: Path, theirs: Iterable[Theirs], headers: Mapping[str, Header], tied: bool
+) -> list[Theirs]:
+    """Return the tensors of the config, all of which the folder has. Raises `UserError` with a few
+    of those that are missing, unknown, or of another shape or type."""
+    wanted: dict[str, Theirs] = {}
+    problems: list[str] = []
+    for one in theirs:
+        header = headers.get(one.name)
+        if header is None:
+            problems.append(f"{one.name} is missing")
+        elif header.shape != one.shape:
+            problems.append(f"{one.name} is {list(header.shape)}, not {list(one.shape)}")
+        else:
+            check_type(one.name, header)
+        wanted[one.name] = one
+        if len(problems) > _FEW:  # before a wrong config becomes a long list
+            break
+    else:
+        problems += [
+            f"{shown(name)} has no counterpart"
+            for name in headers
+            if name not in wanted and not _left_out(name, tied)
+        ]
     if problems:
-        more = f"\n  and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise UserError(f"{folder} does not fit its config:\n  " + "\n  ".join(problems[:5]) + more)
+        more = "\n  and more" if len(problems) > _FEW else ""
+        raise UserError(
+            f"{folder} does not fit its config:\n  " + "\n  ".join(problems[:_FEW]) + more
+        )
+    return list(wanted.values())
 
 
 def _left_out(name: str, tied: bool) -> bool:
@@ -237,34 +273,3 @@ def _left_out(name: str, tied: bool) -> bool:
     weights that equal tied embeddings."""
     buffers = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
     return name.endswith(buffers) or (tied and name == "lm_head.weight")
-
-
-def _names(path: Path) -> list[tuple[str, list[int]]]:
-    """Return names and shapes of the tensors in a file."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return [(name, file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
-
-
-def _read(path: Path, name: str) -> Tensor:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return file.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot read {name} from {path}: {error}") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > _MAX_JSON:
-            raise UserError(f"{path} is larger than {_MAX_JSON} bytes")
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise UserError(f"{path} is not JSON") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is not a JSON object")
-    return content

@@ -6,12 +6,16 @@ refused by name, because a model that is only nearly the same computes different
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from megaframe.config import Model, RotaryScaling
 from megaframe.errors import UserError
+from megaframe.huggingface.keys import Shape, check_keys, check_sizes
 from megaframe.plan.windows import window_of
 
 Keys = dict[str, Any]
@@ -32,7 +36,6 @@ _GPT2 = {
     "heads": "n_head",
     "ffn": "n_inner",
     "vocab": "vocab_size",
-    "positions": "n_positions",
     "norm_eps": "layer_norm_epsilon",
     "init_std": "initializer_range",
 }
@@ -55,6 +58,8 @@ _DEEPSEEK_MOE = {
     "scale": "routed_scaling_factor",
     "normalise": "norm_topk_prob",
 }
+_METHODS = ("greedy", "group_limited_greedy")
+"""DeepSeek-V2's ways to choose experts, without and with groups."""
 _FIXED: dict[str, Keys] = {
     "gpt2": {
         "activation_function": "gelu_new",
@@ -70,10 +75,12 @@ _FIXED: dict[str, Keys] = {
     "qwen3": {"hidden_act": "silu"},
     "qwen3_moe": {"hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": []},
     "mixtral": {"hidden_act": "silu"},
-    "deepseek_v3": {"hidden_act": "silu", "rope_interleave": True},
-    "deepseek_v2": {"hidden_act": "silu"},
+    "deepseek_v3": {"hidden_act": "silu", "rope_interleave": True, "scoring_func": "sigmoid"},
+    "deepseek_v2": {"hidden_act": "silu", "scoring_func": "softmax"},
 }
 """Keys of each family that must have this value if they are present."""
+_BASES = {"mixtral": 1e6}
+"""Rotary bases of families for which it is not 10000 unless the config gives another."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 """The values of `layer_types`."""
 ARCHITECTURES = {
@@ -90,28 +97,48 @@ ARCHITECTURES = {
 }
 
 
-def model_of(config: Mapping[str, Any]) -> Model:
+def model_of(config: Mapping[str, Any], shapes: Collection[Shape] | None = None) -> Model:
     """Return the `model` section for a Hugging Face config. Raises `UserError` for anything that is
-    not supported."""
+    not supported, or of a wrong type.
+
+    shapes: those of the model's tensors. No size may be more than they can hold.
+    """
     family = config.get("model_type")
-    if family not in ARCHITECTURES:
-        raise UserError(f"model_type {family!r} is not one of {', '.join(ARCHITECTURES)}")
+    if not isinstance(family, str) or family not in ARCHITECTURES:
+        raise UserError(
+            f"model_type {reprlib.repr(family)} is not one of {', '.join(ARCHITECTURES)}"
+        )
+    check_keys(config)
+    if shapes is not None:
+        check_sizes(config, shapes)
     for key, only in _FIXED[family].items():
-        if config.get(key, only) != only:
-            raise UserError(f"{family}: {key}={config[key]!r} is not supported, only {only!r}")
+        given = config.get(key, only)
+        if given != only:
+            shown = reprlib.repr(given)
+            raise UserError(f"{family}: {key}={shown} is not supported, only {only!r}")
     keys = _FAMILIES[family].read(config)
     keys = {key: value for key, value in keys.items() if value is not None}
-    return Model(**keys)
+    try:
+        return Model(**keys)
+    except ValidationError as errors:
+        error = errors.errors()[0]
+        where = ".".join(("model", *map(str, error["loc"])))
+        given = reprlib.repr(error["input"])
+        raise UserError(f"{family}: {where}={given}: {error['msg']}") from None
 
 
-def config_of(model: Model) -> Keys:
+def config_of(model: Model, positions: int) -> Keys:
     """Return the config of the Hugging Face model that computes the same. Raises `UserError` with
-    the differing keys if there is none."""
+    the differing keys if there is none.
+
+    positions: how many tokens of a text the model can see, or was trained to see.
+    """
     family = family_of(model)
     config: Keys = {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
         "tie_word_embeddings": model.tie_embeddings,
+        "n_positions" if family == "gpt2" else "max_position_embeddings": positions,
         **_FIXED[family],
         **_FAMILIES[family].write(model),
     }
@@ -163,6 +190,7 @@ def _read_gpt2(config: Mapping[str, Any]) -> Keys:
     keys = {ours: config.get(theirs) for ours, theirs in _GPT2.items()}
     return {
         **{**keys, "norm": "layernorm", "position": "learned", "activation": "gelu_tanh"},
+        "positions": config["n_positions"],
         **{"bias": True, "tie_embeddings": config.get("tie_word_embeddings", True)},
     }
 
@@ -173,12 +201,10 @@ def _write_gpt2(model: Model) -> Keys:
 
 def _read_common(config: Mapping[str, Any]) -> Keys:
     keys: Keys = {ours: config.get(theirs) for ours, theirs in _COMMON.items()}
-    rope = config.get("rope_parameters") or {
-        **(config.get("rope_scaling") or {}),
-        "rope_theta": config.get("rope_theta", 10000.0),
-    }
-    keys["rotary_base"] = rope.get("rope_theta", 10000.0)
-    keys["rotary_scaling"] = _scaling_of(rope)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    base = rope.get("rope_theta") or config.get("rope_theta")
+    keys["rotary_base"] = base or _BASES.get(config["model_type"], 10000.0)
+    keys["rotary_scaling"] = _scaling_of({k: v for k, v in rope.items() if v is not None})
     keys["tie_embeddings"] = config.get("tie_word_embeddings", False)
     return {**keys, **_LIKE_LLAMA}
 
@@ -219,7 +245,7 @@ def _read_layer_types(config: Mapping[str, Any], window: int | None, full: int) 
         raise UserError(f"layer_types has {len(kinds)} layers, and num_hidden_layers is {layers}")
     for kind in kinds:
         if kind not in (_FULL, _SLIDING):
-            raise UserError(f"layer_types: {kind!r} is none of {_FULL}, {_SLIDING}")
+            raise UserError(f"layer_types: {reprlib.repr(kind)} is none of {_FULL}, {_SLIDING}")
     if window is None and _SLIDING in kinds:
         raise UserError(
             f"layer_types has {_SLIDING} layers, and there is no sliding_window for them"
@@ -239,6 +265,8 @@ def _read_qwen(config: Mapping[str, Any]) -> Keys:
 
 
 def _qwen_window(config: Mapping[str, Any]) -> int | None:
+    if config.get("use_sliding_window") and "sliding_window" not in config:
+        raise UserError(f"{config['model_type']}: sliding_window is missing")
     return config.get("sliding_window") if config.get("use_sliding_window") else None
 
 
@@ -248,7 +276,6 @@ def _write_common(model: Model) -> Keys:
         "rope_theta": model.rotary_base,
         **_rope_of(model.rotary_scaling),
     }
-    keys["max_position_embeddings"] = model.positions or 1 << 20
     return keys
 
 
@@ -301,7 +328,11 @@ def _scaling_of(rope: Mapping[str, Any]) -> Keys:
     if kind == "default":
         return {}
     if kind not in ("llama3", "yarn"):
-        raise UserError(f"rope_type {kind!r} is not one of default, llama3, yarn")
+        raise UserError(f"rope_type {reprlib.repr(kind)} is not one of default, llama3, yarn")
+    needed = ["factor", "original_max_position_embeddings"]
+    needed += ["low_freq_factor", "high_freq_factor"] if kind == "llama3" else []
+    if missing := [key for key in needed if key not in rope]:
+        raise UserError(f"rope_type {kind!r} needs {', '.join(missing)}")
     shared = {"factor": rope["factor"], "original_length": rope["original_max_position_embeddings"]}
     if kind == "llama3":
         frequencies = {name: rope[f"{name}_freq_factor"] for name in ("low", "high")}
@@ -353,13 +384,15 @@ def _write_mixtral(model: Model) -> Keys:
 
 def _read_qwen3_moe(config: Mapping[str, Any]) -> Keys:
     moe = {
-        "experts": config.get("num_experts", config.get("num_local_experts")),
+        "experts": config.get("num_experts") or config.get("num_local_experts"),
         "top_k": config["num_experts_per_tok"],
         "ffn": config["moe_intermediate_size"],
         "normalise": config.get("norm_topk_prob", False),
         "score": "softmax",
         "balance": "global",
     }
+    if moe["experts"] is None:
+        raise UserError("qwen3_moe: num_experts is missing")
     keys = _read_sliding({**config, "sliding_window": _qwen_window(config)})
     return {**keys, "qk_norm": True, "moe": moe}
 
@@ -378,6 +411,12 @@ def _write_qwen3_moe(model: Model) -> Keys:
 
 def _read_deepseek(config: Mapping[str, Any]) -> Keys:
     keys = _read_common(config)
+    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads")
+    if kv_heads not in (None, heads):
+        raise UserError(
+            f"num_key_value_heads={kv_heads} is not num_attention_heads={heads}, and latent "
+            f"attention has keys and values for every head"
+        )
     keys["latent"] = {ours: config.get(theirs) for ours, theirs in _LATENT.items()}
     moe: Keys = {ours: config.get(theirs) for ours, theirs in _DEEPSEEK_MOE.items()}
     if config["model_type"] == "deepseek_v3":
@@ -386,7 +425,10 @@ def _read_deepseek(config: Mapping[str, Any]) -> Keys:
             moe["group_best"] = 1
     else:
         moe |= {"score": "softmax", "balance": "sequence"}
-        if config.get("topk_method", "greedy") == "greedy":
+        method = config.get("topk_method") or "greedy"
+        if method not in _METHODS:
+            raise UserError(f"topk_method {reprlib.repr(method)} is none of {', '.join(_METHODS)}")
+        if method == "greedy":
             moe |= {"groups": 1, "top_groups": 1}
         if moe.get("normalise"):
             raise UserError("deepseek_v2: norm_topk_prob=true is not what its code computes")
@@ -408,7 +450,7 @@ def _write_deepseek(model: Model) -> Keys:
     keys |= {theirs: getattr(moe, ours) for ours, theirs in _DEEPSEEK_MOE.items()}
     keys["moe_intermediate_size"] = moe.ffn or model.ffn
     if moe.score == "softmax":
-        keys["topk_method"] = "greedy" if moe.groups == 1 else "group_limited_greedy"
+        keys["topk_method"] = _METHODS[moe.groups > 1]
     return keys
 
 

@@ -38,6 +38,11 @@ class Part:
         return torch.Size(outputs).numel()
 
     @property
+    def is_vector(self) -> bool:
+        """Whether theirs has one dim."""
+        return not self._inputs
+
+    @property
     def _inputs(self) -> int:
         return self.spec.inputs if self.spec.role in ("matrix", "embedding", "head") else 0
 
@@ -63,6 +68,15 @@ class Theirs:
     parts: tuple[Part, ...]
     transposed: bool = False
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of their tensor."""
+        rows = sum(part.rows for part in self.parts)
+        if self.parts[0].is_vector:
+            return (rows,)
+        columns = sum(part.box.size for part in self.parts) // rows
+        return (columns, rows) if self.transposed else (rows, columns)
+
     def join(self, boxes: Sequence[Tensor]) -> Tensor:
         """Build their tensor from the contents of our boxes, in the order of the parts."""
         rows = [part.theirs(box) for part, box in zip(self.parts, boxes, strict=True)]
@@ -78,18 +92,17 @@ class Theirs:
             yield part, part.ours(piece)
 
 
-def tensors_of(model: Model, specs: Iterable[ParamSpec]) -> list[Theirs]:
-    """Return all tensors of the Hugging Face model that corresponds to `model`.
+def tensors_of(model: Model, specs: Iterable[ParamSpec]) -> Iterator[Theirs]:
+    """Yield all tensors of the Hugging Face model that corresponds to `model`.
 
     specs: specs of our parameters. Predictors of further tokens are left out, because Hugging
     Face's code does not run them.
     """
     names = _Names({spec.name: spec for spec in specs})
     gpt2 = family_of(model) == "gpt2"
-    found = list(_gpt2_ends(names) if gpt2 else _ends(names))
+    yield from _gpt2_ends(names) if gpt2 else _ends(names)
     for layer in range(model.layers):
-        found += _gpt2_block(names, layer) if gpt2 else _block(names, model, layer)
-    return found
+        yield from _gpt2_block(names, layer) if gpt2 else _block(names, model, layer)
 
 
 class _Names:

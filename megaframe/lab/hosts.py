@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaframe.errors import UserError
+from megaframe.process import started
 
 BURST, QUEUE = "128kb", "4mb"
 """Bytes that a link sends at once before the rate applies, and bytes of its queue, for `tc`."""
@@ -140,7 +141,7 @@ def remove_left_overs() -> list[str]:
     for line in _run("ip", "netns", "list").splitlines():
         name = line.split()[0] if line.split() else ""
         owner = _OURS.match(name)
-        if owner and _started(int(owner[1])) != int(owner[2]):
+        if owner and started(int(owner[1])) != int(owner[2]):
             _remove(name)
             found.append(name)
     return found
@@ -178,7 +179,7 @@ def _join(host: Host) -> None:
 def _namespace(name: str) -> Iterator[str]:
     """Make a network namespace that belongs to this process, and yield its name. On exit it is
     removed, and all processes in it are killed."""
-    name = f"netlab-{os.getpid()}-{_started(os.getpid())}-{name}"
+    name = f"netlab-{os.getpid()}-{started(os.getpid())}-{name}"
     try:
         _run("ip", "netns", "add", name)
         yield name
@@ -195,17 +196,6 @@ def _remove(name: str) -> None:
         with suppress(ProcessLookupError):
             os.kill(int(process), signal.SIGKILL)
     _run("ip", "netns", "delete", name)
-
-
-def _started(process: int) -> int | None:
-    """Return when a process started, in clock ticks since boot, or None if there is no such
-    process. It tells processes apart, because process ids are reused."""
-    try:
-        text = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return None
-    state, *rest = text.rpartition(")")[2].split()
-    return None if state in "ZX" else int(rest[18])
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import io
 import json
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from rich.table import Table
 from megaframe.config import RunConfig
 from megaframe.meter.sinks import METRICS_FILE, Line, cannot_write, finite
 from megaframe.meter.totals import Totals
+from megaframe.untrusted import printable
 
 LOG_FILE = "run.log"
 _RECENT_STEPS = 50
@@ -28,7 +29,10 @@ _RECENT_STEPS = 50
 class ConsoleSink:
     """Prints a line every `meter.every` steps and at the first and last step; its speeds are means
     since the previous line. With meter.console=quiet, steps are only in the run log. With json,
-    each step is printed as an object on its own line, and so are notes and the summary."""
+    each step is printed as an object on its own line, and so are notes and the summary.
+
+    ending: may be set to names and texts that the summary shows last.
+    """
 
     def __init__(self, config: RunConfig, start_step: int) -> None:
         self._config = config
@@ -38,6 +42,7 @@ class ConsoleSink:
         self._has_header = False
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS + 1)
         self._run, self._since = Totals(), Totals()
+        self.ending: Sequence[tuple[str, str]] = ()
         try:
             self._log = open(self._folder / LOG_FILE, "a", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
@@ -46,6 +51,13 @@ class ConsoleSink:
     def note(self, text: str) -> None:
         """Print a text that is not the line of a step."""
         self._print(text, {"note": text})
+
+    def detail(self, text: str) -> None:
+        """Put a text that few users need into the run log only."""
+        try:
+            print(text, file=self._log, flush=True)
+        except OSError as error:
+            raise cannot_write(self._folder / LOG_FILE, error) from None
 
     def write(self, line: Line) -> None:
         step, last = line["step"], self._config.train.steps
@@ -79,7 +91,7 @@ class ConsoleSink:
             files += ["tensorboard"] * self._config.meter.tensorboard
             files += ["wandb"] * (self._config.meter.wandb is not None)
             places = f"{self._folder}: {', '.join(files)}"
-            rows = [*self._run.summary(self._start_step), ("files", places)]
+            rows = [*self._run.summary(self._start_step), ("files", places), *self.ending]
             self._print(table("Summary", rows), {"summary": dict(rows)})
         self._log.close()
 
@@ -102,19 +114,17 @@ class ConsoleSink:
     def _print(self, text: str, said: Mapping[str, Any] | None) -> None:
         """Log `text` and, depending on `meter.console`, print it. said: its JSON form; None for the
         text of a step."""
-        how = self._config.meter.console
+        text, how = printable(text), self._config.meter.console
         if how == "lines" or (how == "quiet" and said is not None):
             print(text, flush=True)
         elif how == "json" and said is not None:
             print(json.dumps(said), flush=True)
-        try:
-            print(text, file=self._log, flush=True)
-        except OSError as error:
-            raise cannot_write(self._folder / LOG_FILE, error) from None
+        self.detail(text)
 
 
 def note_elsewhere(config: RunConfig, text: str) -> None:
     """Print a note of a rank that has no sink, and append it to the run log."""
+    text = printable(text)
     said = json.dumps({"note": text}) if config.meter.console == "json" else text
     print(said, flush=True)
     path = Path(config.run.dir) / LOG_FILE
@@ -170,6 +180,7 @@ def table(title: str, rows: list[tuple[str, str]]) -> str:
     for row in rows:
         grid.add_row(*row)
     text = io.StringIO()
-    # No markup, because a path may contain brackets; wide, so that it can be copied whole.
-    Console(file=text, width=1000, color_system=None, markup=False, emoji=False).print(grid)
+    # No markup, because a path may contain brackets; wide, so that all can be copied whole.
+    width = 1000 + max((len(value) for _, value in rows), default=0)
+    Console(file=text, width=width, color_system=None, markup=False, emoji=False).print(grid)
     return "\n".join(one.rstrip() for one in text.getvalue().splitlines())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megaframe.config import RunConfig
@@ -42,9 +42,9 @@ class Meter:
 
     specs: of the whole model. timer: that of the step, which others may charge too. start_step:
     number of steps that the run has already done; sinks drop what they have of later ones. held:
-    returns the bytes on this rank by kind. kernels: which are used, for the environment. All ranks
-    make a meter and call it at the same points of a step. Raises `UserError` if a sink cannot be
-    opened.
+    returns the bytes on this rank by kind. kernels: which are used, for the environment. opening:
+    lines to print first. All ranks make a meter and call it at the same points of a step. Raises
+    `UserError` if a sink cannot be opened.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Meter:
         start_step: int = 0,
         held: Held = dict,
         kernels: Mapping[str, Any] | None = None,
+        opening: Sequence[str] = (),
     ) -> None:
         self._config, self._mesh, self._world = config, mesh, mesh.world
         self._device = mesh.device
@@ -80,8 +81,10 @@ class Meter:
             self._sinks.append(self._console)
         peak = device_peak(config, mesh)
         self._peak = peak
-        self.note(self._flops.described())
-        self.note(peak.note)
+        for line in opening:
+            self.note(line)
+        self.detail(self._flops.described())
+        (self.note if peak.tflops is None else self.detail)(peak.note)
         for sink in self._sinks:
             if isinstance(sink, PrometheusSink):
                 self.note(f"the latest line is at {sink.address}")
@@ -161,6 +164,11 @@ class Meter:
         if self._console is not None:
             self._console.note(text)
 
+    def detail(self, text: str) -> None:
+        """Put a text that few users need into the run log, once for all ranks."""
+        if self._console is not None:
+            self._console.detail(text)
+
     def note_here(self, text: str) -> None:
         """Print a text that a part of the model gives rise to, and that the first rank, which may
         have another part, need not know. It is printed for the first rank of each pipeline rank,
@@ -171,12 +179,17 @@ class Meter:
         elif not any(place[axis] for axis in ("tensor", "context", "data")):
             note_elsewhere(self._config, f"rank {self._mesh.rank}: {text}")
 
-    def close(self) -> None:
+    def close(self, ending: Sequence[tuple[str, str]] = ()) -> None:
         """Write the last line and the summary, at the end of a run. A run that fails does not need
-        this: what it has written is already on its way to the disk."""
+        this: what it has written is already on its way to the disk.
+
+        ending: names and texts to add to the summary.
+        """
         self._profiler.close()
         self._trace.close()
         self.settle()
+        if self._console is not None:
+            self._console.ending = ending
         for sink in self._sinks:
             sink.close()
 

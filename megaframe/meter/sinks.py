@@ -29,11 +29,13 @@ from megaframe.dashboard.panels import page_data
 from megaframe.dashboard.run import METRICS_FILE, Run
 from megaframe.errors import UserError
 from megaframe.plan.beside import beside_or_why
+from megaframe.untrusted import open_file, read_file
 
 Line = Mapping[str, Any]
 """The metrics of one step: numbers, None for unknown values, rows, and dicts of these."""
 
 _ROWS = ("ranks", "experts/tokens")
+_LONGEST_ID = 1000
 _LONGEST_LINE = 1 << 24
 """Bytes of the longest line that is read; one with rows of ten thousand ranks is a tenth of it."""
 
@@ -146,7 +148,7 @@ def truncate_after(path: Path, step: int) -> None:
         return
     kept = path.with_name(path.name + ".partial")
     size = path.stat().st_size
-    with open(path, "rb") as old, open(kept, "wb") as new:
+    with open_file(path) as old, open(kept, "wb") as new:
         for number, line in enumerate(iter(lambda: old.readline(_LONGEST_LINE), b""), 1):
             found = _step_of(line)
             if found is not None and found <= step:
@@ -272,7 +274,10 @@ def wandb_id(path: Path, *, fresh: bool) -> str:
     """Return the id kept in `path`, or make one if there is none or the run begins anew. Raises
     `UserError` if the file has no valid id."""
     if not fresh and path.exists():
-        kept = path.read_text(encoding="utf-8")[:128].strip()
+        try:
+            kept = read_file(path, _LONGEST_ID).decode(errors="replace").strip()
+        except OSError:
+            kept = ""
         if not re.fullmatch(r"[A-Za-z0-9_-]+", kept):
             raise UserError(f"{path} holds no id of a Weights & Biases run; delete it")
         return kept

@@ -5,6 +5,7 @@ Each rule yields a message with both numbers, the keys and the nearest valid val
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 from megaframe.config.describe import shown
@@ -28,6 +29,11 @@ from megaframe.plan.tensor import tensor_mistakes
 from megaframe.schedule import schedule_mistakes
 
 TOKENIZERS = ("sentencepiece", "hf", "tiktoken")
+NO_SOURCES = (
+    "data.sources is empty; name token files, which tools/preprocess_data.py makes of text: "
+    "data.sources=[{path: PATH}]"
+)
+_API_KEY = re.compile("[0-9a-f]{40}")
 
 
 def check(config: RunConfig, world: int, *, data: bool = True) -> None:
@@ -78,6 +84,7 @@ def mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[str]:
         *(_sources(config) if data else ()),
         *_data(config),
         *_places(config.checkpoint),
+        *_no_urls(config),
         *_faults(config),
     ]
 
@@ -89,6 +96,27 @@ def _places(checkpoint: Checkpoint) -> Iterator[str]:
             mistake = url_mistake(value)
             if mistake:
                 yield f"checkpoint.{key}: {mistake}"
+
+
+def _no_urls(config: RunConfig) -> Iterator[str]:
+    """Yield the keys that take no URL and have one. Its text is not repeated: it may be secret."""
+    paths = {
+        "run.dir": config.run.dir,
+        "checkpoint.memory_dir": config.checkpoint.memory_dir,
+        "parallel.cluster": config.parallel.cluster,
+        "data.tokenizer": config.data.tokenizer,
+        "meter.wandb": config.meter.wandb,
+        **{f"data.sources.{n}.path": one.path for n, one in enumerate(config.data.sources)},
+    }
+    for key, value in paths.items():
+        takes = "the name of a project" if key == "meter.wandb" else "a path of this machine"
+        if value is not None and is_url(value):
+            yield (
+                f"{key}: takes {takes} and no URL; URLs are taken by checkpoint.folder, "
+                "checkpoint.resume and checkpoint.weights"
+            )
+        elif key == "meter.wandb" and value is not None and _API_KEY.fullmatch(value):
+            yield f"{key}: takes {takes}, not an API key; give that in WANDB_API_KEY"
 
 
 def _further_ahead(config: RunConfig) -> Iterator[str]:
@@ -356,7 +384,7 @@ def _saving(checkpoint: Checkpoint) -> Iterator[str]:
 
 def _sources(config: RunConfig) -> Iterator[str]:
     if not config.data.sources:
-        yield "data.sources is empty; name token files: data.sources=[{path: PATH}]"
+        yield NO_SOURCES
 
 
 def _data(config: RunConfig) -> Iterator[str]:

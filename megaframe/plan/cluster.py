@@ -8,6 +8,7 @@ use theirs, so no formula needs to know which ranks share an adapter.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -23,6 +24,7 @@ from megaframe.config.section import Positive, Section
 from megaframe.config.shipped import CONFIGS
 from megaframe.errors import UserError
 from megaframe.plan.chips import CHIPS, UNKNOWN, Chip, chip_named, chip_of, nearest_chips
+from megaframe.untrusted import parsed_yaml, read_file, without_secrets
 
 DEFAULT = "h100-ib"
 """Cluster of a plan that names none: nodes of 8 H100 SXM with 400 Gb/s InfiniBand per GPU."""
@@ -322,22 +324,31 @@ def _path(name: str) -> Path:
     return Path(name) if is_path else FOLDER / f"{name}.yaml"
 
 
+def _named(path: Path) -> str:
+    """Return the name of a shipped file, and the whole path of another one."""
+    return path.name if path.parent == FOLDER else str(path)
+
+
 def _read(name: str, path: Path) -> Any:
     try:
-        raw = path.read_bytes() if path.stat().st_size <= _MAX_BYTES else None
-    except OSError:
+        raw = read_file(path, _MAX_BYTES)
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise UserError(
+                f"cluster {path.name}: is larger than {_MAX_BYTES} bytes; use a short one"
+            ) from None
+        if error.errno != errno.ENOENT:
+            raise UserError(f"cluster {_named(path)} cannot be read: {error.strerror}") from None
         known = cluster_names()
         near = get_close_matches(name, known, n=2, cutoff=0.4) or known
         raise UserError(
-            f"cluster {name}: there is no file {path.name}; use {either(near)}, or the path of a "
-            "description"
+            f"cluster {name}: there is no file {_named(path)}; use {either(near)}, or the path of "
+            "a description"
         ) from None
-    if raw is None:
-        raise UserError(f"cluster {path.name}: is larger than {_MAX_BYTES} bytes; use a short one")
     try:
         # Scalars stay text: `4e11` is a number to pydantic, and text to YAML.
-        return yaml.load(raw, Loader=yaml.BaseLoader)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        return parsed_yaml(raw)
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"cluster {path.name}: not valid YAML: {str(error)[:200]}") from None
 
 
@@ -350,4 +361,5 @@ def _told(error: Any) -> str:
         known = [key for one in _FILES for key in one.model_fields]
         near = get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0) or known
         return f"{where}: unknown key; did you mean {near[0]}?"
-    return f"{where}={str(error['input'])[:60]}: {error['msg'][0].lower()}{error['msg'][1:]}"
+    given = without_secrets(str(error["input"]))[:60]
+    return f"{where}={given}: {error['msg'][0].lower()}{error['msg'][1:]}"

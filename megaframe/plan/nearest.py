@@ -96,7 +96,8 @@ def _more(
     while times <= _MOST_TIMES and gpus * times <= cluster.size:
         found = _fitting(config, gpus * times, cluster, constants, fixed)
         if found:
-            return f"{gpus * times} GPUs of {cluster.name}: {found}"
+            kind = "ranks" if cluster.chip.is_host else "GPUs"
+            return f"{gpus * times} {kind} of {cluster.name}: {found}"
         times *= 2
     return None
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from megaframe.errors import UserError
 from megaframe.schedule.actions import Action, parse_action
 from megaframe.schedule.schedule import Schedule
+from megaframe.untrusted import read_file
 
 MAX_BYTES = 64 * 2**20
 """Larger files are refused without parsing; 64 ranks and 512 microbatches take 1 MiB."""
@@ -41,15 +42,9 @@ def read_schedule(path: Path) -> Schedule:
     """Read a schedule from a file. Raises `UserError` if the file cannot be read, is too large, or
     is not a schedule."""
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-        text = content.decode()
+        text = read_file(path, MAX_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"schedule file {path} cannot be read: {error}") from None
-    if len(content) > MAX_BYTES:
-        raise UserError(
-            f"schedule file {path} is larger than {MAX_BYTES:,} bytes, the most allowed"
-        )
     return parse_schedule(text, str(path))
 
 

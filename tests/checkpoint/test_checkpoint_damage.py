@@ -13,8 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.checkpoint import Slice, find, open_checkpoint
+from megaframe.checkpoint.examine import regroup
 from megaframe.checkpoint.manifest import MAX_BYTES, checksum
+from megaframe.config import RunConfig
 from megaframe.errors import UserError
+from megaframe.optim.optimizer import OptimizerState
+from megaframe.run_state import HistoryState, RunState, read_state
 
 FILES = ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]
 
@@ -269,14 +273,77 @@ class TestFind:
         with pytest.raises(UserError, match="no intact checkpoint is left"):
             find(tmp_path, "latest")
 
-    def test_a_path_is_taken_as_given(self, good, tmp_path):
-        assert find(tmp_path, str(good)) == good
-        with pytest.raises(UserError, match="no such folder"):
+    def test_a_path_is_a_checkpoint_or_has_one(self, good, tmp_path):
+        assert find(tmp_path, str(good)) == find(tmp_path, str(good.parent)) == good
+        with pytest.raises(UserError, match="no such folder; it takes a checkpoint, or a folder"):
             find(tmp_path, str(tmp_path / "nowhere"))
-        with pytest.raises(UserError, match="not a checkpoint"):
-            find(tmp_path, str(tmp_path))
-        with pytest.raises(UserError, match=f"holds checkpoints; give one of them, such as {good}"):
-            find(tmp_path, str(good.parent))
+        empty = tmp_path / "empty"
+        empty.mkdir()
+        with pytest.raises(UserError, match="there is no checkpoint in it; it takes a checkpoint"):
+            find(tmp_path, str(empty))
         unfinished = shutil.copytree(good, tmp_path / "step-00000001.00112233.tmp")
         with pytest.raises(UserError, match="never finished"):
             find(tmp_path, str(unfinished))
+
+
+def resealed(path, **changes):
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    del manifest["checksum"]
+    seal(path / "manifest.json", {**manifest, **changes})
+
+
+def test_a_step_other_than_that_of_the_name_is_refused(copy):
+    resealed(copy, step=11)
+    with pytest.raises(UserError, match="is of step 11 by its manifest, and its name says 10"):
+        open_checkpoint(copy)
+    copy.rename(copy.with_name("best"))
+    open_checkpoint(copy.with_name("best")).close()
+
+
+def test_a_secret_in_a_state_is_not_copied(copy, tmp_path):
+    resealed(copy, state={"config": {"data": {"tokenizer": "s3://key:Zq8-secret@bucket/x"}}})
+    with open_checkpoint(copy) as checkpoint, pytest.raises(UserError, match="not copied"):
+        regroup(checkpoint, tmp_path / "to", 1)
+    assert not (tmp_path / "to").exists()
+
+
+def test_a_tensor_whose_name_drives_a_terminal_is_refused(copy):
+    tensors = json.loads((copy / "manifest.json").read_bytes())["tensors"]
+    resealed(copy, tensors={f"\x1b[31m{name}": tensor for name, tensor in tensors.items()})
+    with pytest.raises(UserError, match=r"tensor \\x1b\[31ma has characters in its name") as caught:
+        open_checkpoint(copy)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("optimizer", "updates", 11),
+        ("optimizer", "updates", -1),
+        ("optimizer", "good_steps", -1),
+        ("optimizer", "good_steps", 10**30),
+        ("optimizer", "loss_scale", 0.0),
+        ("optimizer", "loss_scale", float("inf")),
+        ("optimizer", "loss_scale", float("nan")),
+        ("history", "left_out", [-1]),
+        ("history", "failed", [2**60]),
+        ("optimizer", "updates", "x" * 1000),
+    ],
+)
+def test_a_state_that_no_run_has_is_refused_though_its_checksum_is_right(copy, section, key, value):
+    state = RunState(
+        config=RunConfig(),
+        data={},
+        optimizer=OptimizerState(10, 1.0, 0),
+        loss=2.5,
+        grad_norm=1.0,
+        history=HistoryState((2.5,), (8,), ()),
+    ).model_dump(mode="json")
+    resealed(copy, state=state)
+    with open_checkpoint(copy) as checkpoint:
+        assert read_state(checkpoint).optimizer.updates == 10
+    state[section][key] = value
+    resealed(copy, state=state)
+    with open_checkpoint(copy) as checkpoint, pytest.raises(UserError, match=key) as caught:
+        read_state(checkpoint)
+    assert len(str(caught.value).splitlines()) == 1 and len(str(caught.value)) < 400

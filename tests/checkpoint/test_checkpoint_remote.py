@@ -158,7 +158,7 @@ def test_files_that_no_manifest_names_are_no_checkpoint_and_go_at_the_start(home
         put(home / stale, content(home / kept[-1]))
     assert find(home, "latest") == path
     with pytest.raises(UserError, match=r"step-00000009 is not a checkpoint: manifest\.json"):
-        find(home, f"{home}/step-00000009")
+        open_checkpoint(find(home, f"{home}/step-00000009"))
     Writer(home, rank=1, world=2, store=HashStore(), keep=1)
     assert len(names(home)) == len(kept) + 2
     Writer(home, rank=0, world=2, store=HashStore(), keep=1)
@@ -389,7 +389,7 @@ class TestTools:
 
     def test_a_missing_bucket_or_object_is_named(self, s3, capsys, monkeypatch):
         status, text = self.run(capsys, monkeypatch, "verify", "s3://nowhere/x")
-        assert status == 1 and "s3://nowhere/x is not a checkpoint" in text
+        assert status == 2 and "path=s3://nowhere/x: there is no such folder" in text
         status, text = self.run(capsys, monkeypatch, "verify", "nostore://x/y")
         assert status == 2 and "no store is known for nostore://" in text
 
@@ -452,15 +452,18 @@ class TestSecrets:
             f"abfs://box/x#{SECRET}",
             f"sftp://user:{SECRET}@host:22/x",
             f"https://{SECRET}@host/../x",
+            f"https://{SECRET}@host/x",
         ],
     )
     def test_a_url_with_a_secret_is_refused_and_not_repeated(
-        self, url, overrides, capsys, monkeypatch
+        self, url, overrides, capsys, monkeypatch, tmp_path
     ):
         with pytest.raises(UserError) as caught:
             place(url)
         assert SECRET not in str(caught.value)
-        for key in ("checkpoint__folder", "checkpoint__resume", "checkpoint__weights"):
+        monkeypatch.chdir(tmp_path)
+        folders = ("folder", "resume", "weights", "memory_dir")
+        for key in (*(f"checkpoint__{name}" for name in folders), "run__dir", "meter__wandb"):
             for more in ([], ["--dry-run"]):
                 argv = ["pretrain_gpt.py", *overrides(**{key: url}), *more]
                 monkeypatch.setattr(sys, "argv", argv)
@@ -469,6 +472,7 @@ class TestSecrets:
                 printed = capsys.readouterr()
                 assert stopped.value.code == 2 and key.replace("__", ".") in printed.err
                 assert SECRET not in printed.out + printed.err
+        assert not [*tmp_path.iterdir()]
 
     def test_what_a_library_says_is_told_without_secrets(self, s3, monkeypatch):
         system, _ = patience.filesystem(s3)

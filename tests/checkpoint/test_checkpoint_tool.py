@@ -75,7 +75,7 @@ def test_all_that_is_damaged_is_named_at_once(saved, capsys, monkeypatch):
     assert "rank-00000.safetensors: No such file or directory; it holds a.weight" in text
     assert "it holds a.weight, optimizer.moment/a.weight" in text
     status, text = run(capsys, monkeypatch, "verify", saved / "nowhere")
-    assert status == 1 and "is not a checkpoint" in text
+    assert status == 2 and "nowhere: there is no such folder" in text
 
 
 def test_differences_are_told_whatever_the_slices(saved, tmp_path, capsys, monkeypatch):

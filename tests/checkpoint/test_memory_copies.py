@@ -99,9 +99,7 @@ def test_killed_ranks_and_a_lost_node_go_on_from_memory(pool, overrides, memory,
     (memory / "1").mkdir()
     pool.run(4, train, overrides(**KEYS), memory)
     log = (tmp_path / "run/run.log").read_text()
-    assert (
-        "resumed from copies in memory of step 8; the newest saved checkpoint is of step 5" in log
-    )
+    assert "copies in memory of step 8 are used; the newest saved checkpoint is of step 5" in log
     assert losses(tmp_path / "run") == losses(whole)
     assert not list(memory.glob("*/*"))
 
@@ -141,7 +139,7 @@ def of_another_run(memory):
 
 
 GONE = "not resumed from copies in memory: "
-FROM_MEMORY = "resumed from copies in memory of step 8"
+FROM_MEMORY = "resumed from step 8 of copies in memory"
 
 
 # The largest loss, after which other ranks go on.
@@ -151,7 +149,7 @@ FROM_MEMORY = "resumed from copies in memory of step 8"
     [
         (lose_a_node, 2, [FROM_MEMORY]),
         (lose_a_part, 4, [f"{GONE}those of step 8 lack the parts of ranks 1 of 4"]),
-        (lose_a_new_part, 4, ["in memory: those of step 8", "from copies in memory of step 6"]),
+        (lose_a_new_part, 4, ["in memory: those of step 8", "copies in memory of step 6 are used"]),
         (damage_one_copy, 4, ["rank-00002.safetensors is damaged", FROM_MEMORY]),
         (of_another_run, 4, [f"{GONE}there are none"]),
     ],

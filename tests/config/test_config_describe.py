@@ -2,8 +2,8 @@
 
 import pytest
 
-from megaframe.config import explain, listing
-from megaframe.config.describe import WIDTH, keys, nearest
+from megaframe.config import common, explain, listing, unknown_options
+from megaframe.config.describe import COMMON, WIDTH, keys, nearest, suggestion
 from megaframe.errors import UserError
 
 
@@ -32,6 +32,21 @@ def test_the_listing_names_every_key_that_holds_a_value_aligned():
             if line[2] > " " and "[" not in line
         }
         assert len(starts) == 1
+
+
+def test_the_listing_says_what_every_key_takes():
+    text = " ".join(listing().split())
+    for name, key in keys().items():
+        assert key.section or f" Takes {key.allowed}." in text.partition(f" {name} ")[2], name
+
+
+def test_the_keys_that_people_change_have_a_line_each_in_the_order_of_the_schema():
+    lines = common().splitlines()
+    assert [line.split()[0] for line in lines] == [*COMMON]
+    assert [name for name in keys() if name in COMMON] == [*COMMON]
+    assert all(len(line) <= WIDTH for line in lines)
+    (rate,) = (line.split() for line in lines if " optim.lr " in line)
+    assert rate == ["optim.lr", "0.0003", "Peak", "learning", "rate."]
 
 
 @pytest.mark.parametrize(
@@ -84,5 +99,26 @@ def test_a_section_is_explained_key_by_key():
 )
 def test_the_nearest_key(wrong, right):
     assert nearest(wrong) == right
-    with pytest.raises(UserError, match=rf"{wrong} is not a config key; did you mean {right}\?"):
+    said = suggestion(wrong)
+    assert said == f"did you mean {right}?" or said.endswith(f" is {right}")
+    with pytest.raises(UserError) as refusal:
         explain(wrong)
+    assert str(refusal.value) == f"{wrong} is not a config key; {said}"
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--tensor-model-parallel-size", "Megatron-LM's tensor_model_parallel_size is parallel.te"),
+        ("--n_layer=12", "--n_layer: nanoGPT's n_layer is model.layers"),
+        ("--train.steps=5", "--train.steps: write train.steps=VALUE"),
+        ("--dry_run", "--dry_run: did you mean --dry-run?"),
+        ("--dryrun", "--dryrun: did you mean --dry-run?"),
+        ("--lr=secret", "--lr: did you mean optim.lr?"),
+        ("--overlap-grad-reduce", "Megatron-LM's overlap_grad_reduce is always on"),
+    ],
+)
+def test_an_unknown_option_is_a_key_a_foreign_name_or_near_an_option(option, words):
+    head, line = unknown_options([option], ["--config", "--dry-run"]).split("\n  ")
+    assert head == "unknown option; keys are given without dashes: section.key=value"
+    assert words in line and "secret" not in line

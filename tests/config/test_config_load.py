@@ -1,10 +1,13 @@
 """Loading a config: files, `extends`, overrides, and all mistakes at once with their places."""
 
+import os
+
 import pytest
 
 from megaframe.config import RunConfig, dump, load
-from megaframe.config.read import MAX_BYTES, MAX_DEPTH, MAX_MISTAKES
+from megaframe.config.read import MAX_BYTES, MAX_MISTAKES
 from megaframe.errors import UserError
+from megaframe.untrusted import MAX_DEPTH
 
 
 @pytest.fixture
@@ -199,6 +202,29 @@ def test_one_override(override, message):
         assert any(line.startswith("command line: ") and message in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("words", "same"),
+    [
+        (["optim.lr", "=", "3e-5"], ["optim.lr=3e-5"]),
+        (["optim.lr=", "3e-4", "train.steps=5"], ["optim.lr=3e-4", "train.steps=5"]),
+        (["train.steps=5", "optim.lr", "=3e-4"], ["train.steps=5", "optim.lr=3e-4"]),
+        (["run.dir", "=", "a=b", "train.steps", "=", "5"], ["run.dir=a=b", "train.steps=5"]),
+        (["meter.wandb=", "train.steps=5"], ["meter.wandb=null", "train.steps=5"]),
+        (["run.dir=a=", "train.steps=5"], ["run.dir=a=", "train.steps=5"]),
+    ],
+)
+def test_an_override_may_be_several_words(words, same):
+    assert load(None, words) == load(None, same) != RunConfig()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["optim.lr", "3e-4"], ["=", "5"], ["optim.lr", "="], ["optim.lr=3", "4"], ["lr", "=", "4"]],
+)
+def test_words_that_are_no_override_are_refused(words):
+    assert all(line.startswith("command line: ") for line in mistakes(None, words))
+
+
 def test_keys_beneath_a_section_may_be_dotted_in_a_file(write):
     assert load(write("c.yaml", "train.steps: 3\ntrain: {seq: 4}\n")).train.steps == 3
     (line,) = mistakes(write("d.yaml", "train.steps: 3\ntrain: {steps: 4}\n"))
@@ -252,3 +278,53 @@ def test_a_file_of_mistakes_is_not_read_to_its_end(write):
 def test_a_dump_names_every_key_and_reads_back(write):
     config = load(None, ["train.batch_ramp={start: 2, increment: 2, samples: 9}", "run.dir='null'"])
     assert load(write("dump.yaml", dump(config))) == config
+
+
+SECRET = "Zq8-secret"
+URLS = [
+    f"s3://key:{SECRET}@bucket/x",
+    f"https://{SECRET}@host/x",
+    f"https://host/x?token={SECRET}",
+    f"hf:abfs://box/x#{SECRET}",
+]
+
+
+@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "run: {{dir: {}}}",
+        "data: {{sources: [{{path: {}}}]}}",
+        "optim: {{frozen: [a, {}]}}",
+        "model: {{layers: {}}}",
+        "train: {{batch_ramp: {{start: {}}}}}",
+        "{}: {{x: 1}}",
+        "extends: {}",
+    ],
+)
+def test_a_secret_anywhere_is_refused_and_not_repeated(write, text, url):
+    found = mistakes(write("c.yaml", text.format(f"'{url}'")))
+    assert found and not any(SECRET in line for line in found)
+    for word in (url, f"run.dir='{url}'", f"{url}=1", f"data.tokenizer='{url}'"):
+        found = mistakes(None, [word])
+        assert found and not any(SECRET in line for line in found)
+
+
+@pytest.mark.parametrize("text", [r'"x\0"', r'"\ud800"'])
+def test_what_no_name_can_hold_is_refused(write, text):
+    for where in ("run: {{dir: {}}}", "data: {{sources: [{{path: {}}}]}}"):
+        (line,) = mistakes(write("c.yaml", where.format(text)))
+        assert "NUL, or half of a surrogate pair" in line
+    (line,) = mistakes(None, [f"run.dir={text}"])
+    assert "NUL, or half" in line
+
+
+def test_an_argument_that_is_no_text_is_refused():
+    (line,) = mistakes(None, [os.fsdecode(b"run.dir=\xff")])
+    assert "bytes that are not UTF-8" in line and line.isprintable()
+
+
+def test_a_pipe_or_a_device_is_no_config(tmp_path):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for path in (tmp_path / "pipe.yaml", "/dev/zero"):
+        assert mistakes(str(path)) == [f"{path}: cannot be read: Not a regular file"]

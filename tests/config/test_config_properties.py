@@ -10,9 +10,15 @@ from hypothesis import strategies as st
 
 from megaframe.config import RunConfig, Source, dump, explain, load
 from megaframe.config.describe import keys
+from megaframe.config.foreign import known_elsewhere
+from megaframe.config.numbers import axis_sizes, fewest_ranks
+from megaframe.config.schema import Parallel
+from megaframe.config.url import text_mistake
 from megaframe.errors import UserError
 
-TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12)
+TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12).filter(
+    lambda text: text_mistake(text) is None
+)
 
 
 def values(annotation, bounds=()):
@@ -107,6 +113,47 @@ def test_an_override_is_worth_a_line_of_the_file(file, given_keys):
     assert load(str(file)) == expected == load(None, overrides)
 
 
+LEAF = st.sampled_from(sorted(LEAVES))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(LEAF, TEXT.filter(bool), st.integers(0, 3)), max_size=4))
+def test_spaces_around_an_equals_sign_change_nothing(settings_):
+    """The whole, and its parts in two or three words, are the same or refused alike."""
+    ways = (
+        lambda key, value: [f"{key}={value}"],
+        lambda key, value: [key, "=", value],
+        lambda key, value: [key, f"={value}"],
+        lambda key, value: [f"{key}={value}"] if "=" in value else [f"{key}=", value],
+    )
+
+    def outcome(words):
+        try:
+            return load(None, words)
+        except UserError as error:
+            return str(error)
+
+    whole = [f"{key}={value}" for key, value, _ in settings_]
+    assert outcome(whole) == outcome([w for k, v, way in settings_ for w in ways[way](k, v)])
+
+
+SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.fixed_dictionaries({axis: SIZES for axis in (
+    "tensor", "context", "pipeline", "expert", "expert_tensor", "data_replicate"
+)}))  # fmt: skip
+def test_no_smaller_world_has_a_layout(sizes):
+    parallel = Parallel(**sizes)
+    fewest = fewest_ranks(parallel)
+    rest = parallel.tensor * parallel.context * parallel.pipeline
+    assert axis_sizes(parallel, fewest)[1] == []
+    assert all(axis_sizes(parallel, world)[1] for world in range(rest, fewest, rest))
+    given_data = parallel.model_copy(update={"data": fewest // rest})
+    assert fewest_ranks(given_data) == fewest
+
+
 NAMES = st.from_regex(r"[a-z_]{1,12}(\.[a-z_0-9]{1,12}){0,2}", fullmatch=True)
 EDITED = st.tuples(st.sampled_from(sorted(keys())), st.integers(0, 30)).map(
     lambda pair: pair[0][: pair[1]] + pair[0][pair[1] + 1 :]
@@ -120,7 +167,7 @@ def test_an_unknown_key_always_suggests_a_known_one(name):
         with pytest.raises(UserError) as refusal:
             ask()
         text = str(refusal.value)
-        if "has no keys beneath it" not in text:
+        if "has no keys beneath it" not in text and known_elsewhere(name) is None:
             suggested = text.rpartition("did you mean ")[2].rstrip("?").replace(" or ", ", ")
             known = {*keys(), *(f"data.sources.{field}" for field in Source.model_fields)}
             assert known.issuperset(suggested.split(", "))

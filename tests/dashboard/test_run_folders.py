@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 
 import numpy as np
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 from made_runs import lines, write
 
 from megaframe.dashboard.advice import advice
-from megaframe.dashboard.page import embedded
-from megaframe.dashboard.panels import PANELS, losses, page_data, predicted
+from megaframe.dashboard.page import embedded, write_whole
+from megaframe.dashboard.panels import PANELS, losses, page_data, predicted, read_prediction
 from megaframe.dashboard.report import html, report
 from megaframe.dashboard.run import Run
+from megaframe.dashboard.serve import Server
 from megaframe.dashboard.thin import block_maxima, buckets, extremes, means
 from megaframe.dashboard.workspace import workspace
 from megaframe.errors import UserError
@@ -221,3 +223,129 @@ def test_a_workspace_has_the_panels_of_metrics_that_a_run_writes():
     without = {"stragglers", "memory_ranks", "experts"}
     assert found.keys() == {panel.title for panel in PANELS if panel.id not in without}
     assert found["Gradient norm"]["yLogScale"] and found["Where the peak went"]["metricRegex"]
+
+
+def shown(folder):
+    """Return a run with the texts of its page and its report, which must be printable."""
+    run = Run(folder)
+    data = page_data([run])
+    text = report(run)
+    json.dumps(data, allow_nan=False)
+    html(text).encode()
+    assert all(one.isprintable() or one == "\n" for one in text)
+    return run, data["runs"][0], text
+
+
+def test_rows_that_lack_places_or_are_missing_are_left_out_with_a_note(tmp_path):
+    def changed(change):
+        found = list(lines(20))
+        for line in found:
+            change(line)
+        return shown(write(tmp_path / "run", found))[:2]
+
+    run, data = changed(lambda line: line["stages"].update(bubble=[0.01] * 5))
+    assert "rows of stages have 2 to 5 places: shorter ones are left out" in run.notes
+    assert list(data["bars"]["stages"]["kinds"]) == ["bubble"]
+    run, data = changed(lambda line: line["stages"].pop("work"))
+    assert "there are rows of stages, but none of stages/work" in run.notes
+    assert len(data["bars"]["stages"]["places"]) == 2
+    run, data = changed(lambda line: line.get("ranks", {}).pop("memory_bytes", None))
+    assert "there are rows of ranks, but none of ranks/memory_bytes" in run.notes
+    assert set(data["bars"]["memory_ranks"]["kinds"]) == {"weights", "optimizer"}
+    _, data = changed(lambda line: line.get("ranks", {}).update({"held/weights": [1.0]}))
+    assert set(data["bars"]["memory_ranks"]["kinds"]) == {"optimizer", "the rest at its peak"}
+
+
+def test_steps_that_go_back_before_all_rows_leave_none(tmp_path):
+    later = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
+    run, data, _ = shown(write(tmp_path / "run", [*lines(20), *later]))
+    assert run.metrics.rows == {} and data["heat"] == {} and len(run.metrics) == 2
+    assert "after step 20 comes step 1" in run.notes[0]
+
+
+@pytest.mark.parametrize("name", ["²", "١٢", "9" * 5000, "1_0", ""])
+def test_odd_digits_in_names_and_values_are_names_and_no_values(tmp_path, name):
+    line = {**next(lines(1)), "step": 2, "loss": name}
+    line["experts"] = {"tokens": {name: [1.0, 2.0], "0": [1.0, 1.0]}}
+    run, data, _ = shown(write(tmp_path / "run", [next(lines(1)), line]))
+    assert np.isnan(run.metrics.column("loss")[1]) and len(data["heat"]["experts"]["z"]) == 2
+
+
+@pytest.mark.parametrize("step", ["NaN", "1e400", "9" * 5000, '"٣"', "1_000", "-1", "2.0"])
+def test_a_step_that_is_no_step_is_noted(tmp_path, step):
+    folder = write(tmp_path / "run", lines(3))
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(f'{{"step": {step}, "loss": 1}}\n')
+    assert "1 lines are not metrics and are ignored (line 4)" in shown(folder)[0].notes
+
+
+def test_a_name_given_twice_in_a_line_is_one_value(tmp_path):
+    line = {"step": 1, "time/data": 1.0, "time": {"data": 2.0}, "loss": 3.0}
+    run, _, _ = shown(write(tmp_path / "run", [line, {**line, "step": 2}]))
+    assert run.metrics.column("time/data").tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a0: &a [x, x]\n" + "".join(f"a{n}: &a{n} [*a, *a]\n" for n in range(1, 60)),
+        "x: " + "[" * 5000 + "]" * 5000,
+        "? {a: b}\n: c\nx: !!python/object:os.system y",
+        "x: 0x" + "f" * 100_000,
+        "\x1b[31m",
+        "- 1",
+    ],
+)
+def test_a_config_of_a_stranger_is_shown_or_noted(tmp_path, text):
+    folder = write(tmp_path / "run", lines(3))
+    (folder / "config.yaml").write_text(text)
+    shown(folder)
+    (folder / "environment.json").write_text('{"a": ' + "[" * 5000 + "]" * 5000 + "}")
+    assert "environment.json cannot be read and is ignored" in shown(folder)[0].notes
+
+
+def test_names_of_strangers_are_escaped_and_their_secrets_masked(tmp_path):
+    config = {"meter": {"wandb": "\x1b[31mred\x07"}, "run": {"dir": "s3://key:Zq8@host/x"}}
+    config["data"] = {"sources": [{"path": "\x1b]0;title\x07"}, {"path": "\u202ecode"}]}
+    odd = {"layout": "\ud800\x9b", "\x1b[2J": 1}
+    folder = write(tmp_path / "r\x1b[31mun", lines(3), config, odd)
+    _, data, text = shown(folder)
+    assert data["name"] == r"r\x1b[31mun" and "\\x1b" in data["folder"]
+    assert data["bars"]["sources"]["places"] == [r"\x1b]0;title\x07", r"\u202ecode"]
+    assert "Zq8" not in json.dumps(data) and r"# r\\x1b\[31mun" in text
+    assert [r"\x1b[2J", "1"] in data["environment"]
+
+
+def test_pipes_and_devices_in_a_run_folder_are_notes(tmp_path):
+    folder = write(tmp_path / "run", lines(3))
+    for name in ("metrics.jsonl", "config.yaml", "environment.json"):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+    run, _, _ = shown(folder)
+    assert "config.yaml cannot be read and is ignored" in run.notes and len(run.metrics) == 0
+    with pytest.raises(UserError, match="is not a JSON object with step_seconds"):
+        read_prediction(folder / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 9999, '{"step_seconds": 1, "breakdown": {"data": 1' + "0" * 400 + "}}", "{}", "[1]"],
+)
+def test_what_is_no_prediction_is_refused(tmp_path, text):
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(UserError, match="is not a JSON object with step_seconds"):
+        read_prediction(tmp_path / "p.json")
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing(tmp_path):
+    (tmp_path / "page.html").mkdir()
+    for name in ("page.html", "x" * 300, "none/page.html"):
+        with pytest.raises(UserError, match="cannot write"):
+            write_whole(tmp_path / name, "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70000), ("a..b", 0), ("x" * 300, 0)])
+def test_an_address_that_cannot_be_is_refused(tmp_path, host, port):
+    with pytest.raises(UserError, match="cannot listen on"):
+        Server([Run(write(tmp_path / "run", lines(3)))], host=host, port=port)

@@ -377,6 +377,23 @@ def test_evaluation_is_disjoint_from_training_and_repeats_itself(paths):
     assert first == [batch.tokens_BS.tolist() for _, batch in again]
 
 
+def test_a_text_of_one_document_is_trained_on_and_evaluated_by_its_tokens(tmp_path):
+    """The same samples for any ranks, from where a resumed run left off too."""
+    path = write_token_file(tmp_path / "book", counting_documents([500]))
+    config = config_of([path], train={"eval_every": 1})
+    alone = take(Loader(config, 0, 1), 14)
+    trained = {token for _, token in samples_of(alone)}
+    assert trained == {*range(0, 399 // SEQ * SEQ, SEQ)}
+    evaluated, _ = evaluation_samples(config, 1, 1000)
+    assert {token for _, token in evaluated} == {*range(400, 400 + 99 // SEQ * SEQ, SEQ)}
+    assert evaluation_samples(config, 2, 1000)[0] == evaluated
+    ranks = [Loader(config, rank, 2) for rank in range(2)]
+    for loader in ranks:
+        loader.load(json.loads(json.dumps(alone[5].state)))
+    for step in alone[6:]:
+        assert samples_of([loader.next() for loader in ranks]) == samples_of([step])
+
+
 def with_splits(paths, *splits, **sections):
     """Return a config with a split for each source; None leaves it to `data.split`."""
     sources = [{"path": path, "split": own} for path, own in zip(paths, splits, strict=True)]

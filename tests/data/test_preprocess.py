@@ -421,3 +421,23 @@ def test_the_tools_make_the_demo_data(tmp_path):
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[-1].startswith("error: ")
     assert "Traceback" not in refused.stderr
+
+
+def test_a_flipped_bit_in_a_page_of_parquet_is_noticed(tmp_path):
+    path = tmp_path / "c.parquet"
+    table = pyarrow.table({"text": ["one text", "another text"]})
+    plain = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    pyarrow.parquet.write_table(table, path, **plain)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"\x0c\0\0\0another") + 5] ^= 1  # not in the statistics
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="not a whole Parquet file"):
+        [*texts(*pieces.pieces(str(path), Reading(), 1 << 20), Reading())]
+
+
+def test_a_pipe_and_a_device_are_no_corpus(tmp_path):
+    os.mkfifo(tmp_path / "c.jsonl")
+    (tmp_path / "d.txt").symlink_to("/dev/zero")
+    for name in ("c.jsonl", "d.txt"):
+        with pytest.raises(UserError, match="Not a regular file"):
+            [*pieces.pieces(str(tmp_path / name), Reading(), 1 << 20)]

@@ -1,3 +1,4 @@
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -7,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import counting_documents, write_token_file
 
-from megaframe.data.samples import SPLITS, Source, document_range, documents, positions
+from megaframe.data.samples import SPLITS, Source, documents, positions, split_range
 from megaframe.errors import UserError
 
 ALL = (1.0, 0.0, 0.0)
@@ -21,14 +22,14 @@ texts = st.lists(
 def split_by_hand(texts, shares, split):
     """Return the tokens of a split, and for each whether it begins a document."""
     place = SPLITS.index(split)
-    low = round(sum(shares[:place]) * len(texts))
-    high = round(sum(shares[: place + 1]) * len(texts))
-    tokens, begins = [], []
-    for text in texts[low:high]:
-        flat = [token for sequence in text for token in sequence]
-        tokens += flat
-        begins += [True] + [False] * (len(flat) - 1) if flat else []
-    return tokens, begins
+    flat = [[token for sequence in text for token in sequence] for text in texts]
+    marked = [[(token, not i) for i, token in enumerate(text)] for text in flat]
+    if len(texts) == 1:
+        marked = [[one] for one in marked[0]]  # a single document is split by tokens
+    low = round(sum(shares[:place]) * len(marked))
+    high = round(sum(shares[: place + 1]) * len(marked))
+    pairs = [pair for text in marked[low:high] for pair in text]
+    return [token for token, _ in pairs], [begins for _, begins in pairs]
 
 
 @settings(deadline=None, max_examples=120)
@@ -74,18 +75,14 @@ def test_every_token_but_the_first_is_predicted_once(tmp_path):
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(1, 400), st.integers(0, 10), st.integers(0, 10))
-def test_splits_share_out_all_documents(count, train, validation):
+def test_splits_share_out_everything(count, train, validation):
     train, validation = sorted((train, validation))[::-1]
     test = max(0, 20 - train - validation)
     whole = train + validation + test
     shares = (train / whole, validation / whole, test / whole)
     covered = []
     for split, share in zip(SPLITS, shares, strict=True):
-        try:
-            first, last = document_range(count, shares, split, "f")
-        except UserError:
-            assert share * count <= 1
-            continue
+        first, last = split_range(count, shares, split)
         assert abs((last - first) - share * count) <= 1 + 1e-9
         covered += range(first, last)
     assert covered == list(range(count))
@@ -93,10 +90,31 @@ def test_splits_share_out_all_documents(count, train, validation):
 
 def test_a_split_without_documents_is_refused_with_numbers(tmp_path):
     path = write_token_file(tmp_path / "f", counting_documents([40] * 10))
-    with pytest.raises(UserError, match=r"validation split of .*: 0\.02 of 10 documents"):
+    said = r"validation split of .*: 0\.02 of 10 documents; .* 1/10, .*--split-blank-lines"
+    with pytest.raises(UserError, match=said):
         Source(path, "validation", (0.98, 0.02, 0.0), 8, VOCAB)
     with pytest.raises(UserError, match=r"data\.split.*share of at least 1/10"):
         Source(path, "test", (0.98, 0.02, 0.0), 8, VOCAB)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(200, 900), st.integers(1, 6), st.integers(1, 8), st.integers(1, 8))
+def test_a_single_document_is_split_by_tokens(tokens, sequences, held_out, seq):
+    """Training gets its first tokens, in one piece; no token is in two splits."""
+    cuts = [tokens * i // sequences for i in range(sequences + 1)]
+    shares = (1 - held_out / 20, held_out / 20, 0.0)
+    with TemporaryDirectory() as folder:
+        text = [list(range(a, b)) for a, b in pairwise(cuts)]
+        path = write_token_file(Path(folder) / "f", [text])
+        found = [Source(path, split, shares, seq, VOCAB) for split in ("train", "validation")]
+        for source in found:
+            windows = source.read(np.arange(source.windows))
+            assert windows[:, 0].tolist() == source.tokens[:-1:seq][: source.windows].tolist()
+        train, validation = (source.tokens.tolist() for source in found)
+        starts = [source.starts().tolist() for source in found]
+    assert train + validation == list(range(tokens))
+    assert abs(len(validation) - tokens * held_out / 20) <= 1
+    assert starts == [[0], []]
 
 
 def test_a_source_shorter_than_a_window_is_refused_with_both_numbers(tmp_path):
@@ -133,3 +151,21 @@ def test_tokens_that_are_no_whole_numbers_are_refused(tmp_path):
     path = write_token_file(tmp_path / "f", [[[1, 2, 3]]], "f4")
     with pytest.raises(UserError, match="float32"):
         Source(path, "train", ALL, 2, VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("none", r"cannot open .*none\.idx: No such file.* --input TEXT --output .*/none$"),
+        ("text.txt", r"cannot open .*text\.txt\.idx.* --input .*/text\.txt --output .*/text$"),
+        ("f.bin", r"leave the suffix out: .*/f; .*preprocess_data\.py"),
+        ("cut", r"cut\.idx is truncated"),
+    ],
+)
+def test_a_source_that_cannot_be_read_names_its_key_and_the_tool(name, said, tmp_path):
+    write_token_file(tmp_path / "f", counting_documents([40]))
+    (tmp_path / "text.txt").write_text("words")
+    (tmp_path / "cut.idx").write_bytes((tmp_path / "f.idx").read_bytes()[:40])
+    (tmp_path / "cut.bin").write_bytes((tmp_path / "f.bin").read_bytes())
+    with pytest.raises(UserError, match=rf"^data\.sources: .*{said}"):
+        Source(str(tmp_path / name), "train", ALL, 4, VOCAB)

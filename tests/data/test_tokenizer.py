@@ -252,3 +252,11 @@ def test_byte_ids_are_bytes():
     tokenizer = load_tokenizer("bytes")
     assert np.array_equal(tokenizer.encode("é"), [0xC3, 0xA9])
     assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
+
+
+def test_an_id_beyond_any_vocabulary_is_refused(folder, tmp_path):
+    description = json.loads((folder / "bytes.json").read_text())
+    description["model"]["vocab"]["a"] = 2**31
+    (tmp_path / "x.json").write_text(json.dumps(description))
+    with pytest.raises(UserError, match="has a token with id 2147483648; ids are below"):
+        load_tokenizer(f"hf:{tmp_path}/x.json")

@@ -31,6 +31,7 @@ from megaframe.checkpoint import Slice, container, open_checkpoint  # noqa: E402
 from megaframe.checkpoint.manifest import DTYPES  # noqa: E402
 from megaframe.config import RunConfig  # noqa: E402
 from megaframe.dcp.folder import STATE  # noqa: E402
+from megaframe.dcp.metadata import read_metadata  # noqa: E402
 from megaframe.dcp.pickled import describe  # noqa: E402
 from megaframe.errors import UserError  # noqa: E402
 from megaframe.run_state import read_state  # noqa: E402
@@ -353,6 +354,19 @@ def test_deep_and_endless_pickles_end(copy):
         refused(copy, r"\.metadata cannot be read")
     os.truncate(copy / ".metadata", 1 << 40)
     refused(copy, "larger than")
+
+
+def test_a_flipped_bit_of_a_tensor_is_noticed(copy):
+    stored = next(iter(read_metadata(copy).tensors.values()))
+    extent = stored.chunks[0].extent
+    data = bytearray((copy / extent.file).read_bytes())
+    with zipfile.ZipFile(io.BytesIO(data[extent.start :][: extent.length])) as archive:
+        entry = next(one for one in archive.infolist() if "/data/" in one.filename)
+    at = extent.start + entry.header_offset
+    names, extra = (int.from_bytes(data[at + n : at + n + 2], "little") for n in (26, 28))
+    data[at + 30 + names + extra] ^= 1
+    (copy / extent.file).write_bytes(data)
+    refused(copy, "does not match its checksum")
 
 
 @pytest.fixture

@@ -93,7 +93,11 @@ def test_a_run_may_stop_at_the_first_bad_step(run, tmp_path):
 def test_a_run_gives_up_after_many_bad_steps_in_a_row(run, tmp_path):
     keys = {"train__steps": 30, **EVERY}
     assert run("run", 1, nan_in_weights, 0, 2, **keys) == [EXIT_NOT_FINITE]
-    assert "; update skipped" in log(tmp_path / "run")
+    text = log(tmp_path / "run")
+    assert (
+        "; update skipped" in text
+        and "cut short                 after step 22: 20 consecutive" in text
+    )
 
 
 def test_a_spike_is_left_out_and_the_decision_survives_a_layout(run, tmp_path):

@@ -1,6 +1,7 @@
 """A signal ends a run after a step, with a checkpoint, on all ranks together."""
 
 import os
+import shlex
 import signal
 import sys
 import time
@@ -8,25 +9,112 @@ from pathlib import Path
 
 import pytest
 from fault_runs import lines, log, losses, main, once, told
-from program import Program, places
+from program import Program, places, stuck_after
 
 from megaframe.comm.place import Place
 from megaframe.faults import leaving
-from megaframe.faults.leaving import heeding_signals
+from megaframe.faults.leaving import command_to_continue, heeding_signals
 
 
 @pytest.mark.quick(when=lambda number: number == signal.SIGTERM)
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGINT, 130)]
+)
 def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_from_there(
     number, status, pool, overrides, tmp_path
 ):
     parallel = {"parallel__pipeline": 2, "checkpoint__every": 100}
     assert pool.run(2, main, overrides(run__dir=tmp_path / "whole", **parallel)) == [0, 0]
     keys = [*overrides(**parallel), "checkpoint.resume=latest"]
-    assert pool.run(2, main, keys, told, 1, 4, number) == [status] * 2
+    assert pool.run(2, heeding, keys, told, 1, 4, number) == [status] * 2
     assert len(lines(tmp_path / "run")) == 6
+    assert f"by {number.name} after step 6 of 12" in log(tmp_path / "run")
     assert pool.run(2, main, keys) == [0, 0]
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def heeding(*arguments):
+    """Run `main` with Python's own reaction to SIGINT, which jobs in the background ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return main(*arguments)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_the_summary_says_how_a_run_that_was_cut_short_goes_on(pool, overrides, tmp_path):
+    """The printed command continues the run, whatever the first one resumed from."""
+    keys = overrides(checkpoint__every=100, run__dir=tmp_path / "a run")
+    assert pool.run(1, heeding, keys, told, 0, 4, signal.SIGINT) == [130]
+    (line,) = (one for one in log(tmp_path / "a run").splitlines() if "continue with" in one)
+    program, script, *words = shlex.split(line.partition("continue with")[2])
+    assert Path(program).name.startswith("python") and script == "pretrain_gpt.py"
+    assert pool.run(1, main, words) == [0]
+    text = log(tmp_path / "a run")
+    assert len(losses(tmp_path / "a run")) == 12 and text.count("cut short") == 1
+    assert f"resumed from step 6 of {tmp_path}/a run/checkpoints/step-00000006" in text
+    assert pool.run(1, heeding, overrides(), told, 0, 4, signal.SIGINT) == [130]
+    assert "nothing: checkpoint.every=0" in log(tmp_path / "run")
+
+
+def test_the_command_names_the_launcher(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "checkpoint.resume=x", "run.dir=a b"])
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    end = "pretrain_gpt.py 'run.dir=a b' checkpoint.resume=latest"
+    assert command_to_continue() == f"8 ranks of: {sys.orig_argv[0]} {end}"
+    for name, value in (("TORCHELASTIC_RUN_ID", "1"), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    assert command_to_continue().endswith(f"/torchrun --nproc-per-node 4 {end}")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert f" --nnodes 2 {end}" in command_to_continue()
+
+
+def stuck_with_python_handler():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    stuck_after(4)
+
+
+def test_a_second_ctrl_c_ends_a_run_at_once_wherever_it_is(overrides, tmp_path):
+    run = Program(
+        stuck_with_python_handler, words=overrides(train__steps=6), errors=tmp_path / "errors"
+    )
+    try:
+        metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 60
+        while not metrics.exists() or not metrics.read_text():
+            assert time.monotonic() < deadline and run.poll() is None
+            time.sleep(0.02)
+        run.send_signal(signal.SIGINT)
+        while "interrupted: saving after this step" not in (tmp_path / "errors").read_text():
+            assert time.monotonic() < deadline and run.poll() is None
+            time.sleep(0.02)
+        run.send_signal(signal.SIGINT)
+        assert run.wait(30) == -signal.SIGINT
+    finally:
+        run.kill()
+
+
+def test_a_signal_that_is_ignored_stays_ignored():
+    """A shell lets jobs in the background ignore Ctrl-C, which is meant for the one in front."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with heeding_signals(place := Place()):
+            signal.raise_signal(signal.SIGINT)
+            assert not place.told
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_under_a_torchrun_comes_twice(monkeypatch):
+    """From the terminal, and from torchrun, which forwards its own."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with heeding_signals(place := Place()):
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            assert place.told == signal.SIGINT
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_signal_near_the_end_of_a_run_that_saves_nothing(pool, overrides, tmp_path):

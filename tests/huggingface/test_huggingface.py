@@ -187,9 +187,9 @@ def test_logits_are_the_same_both_ways(name, tmp_path):
 def test_windows_are_the_shortest_pattern_of_their_layers(name, window):
     model = model_of(MODELS[name]().to_dict())
     assert model.window == window
-    assert model_of(config_of(model)).window == window
+    assert model_of(config_of(model, 64)).window == window
     again = model.model_copy(update={"window": (*windows(model), *windows(model))})
-    assert config_of(again) == config_of(model)
+    assert config_of(again, 64) == config_of(model, 64)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_windows_are_the_shortest_pattern_of_their_layers(name, window):
 def test_windows_that_no_family_has_are_refused(keys, message):
     shape = {"layers": 4, "hidden": 32, "heads": 4, "vocab": 61}
     with pytest.raises(UserError) as caught:
-        config_of(Model(**{**shape, "norm": "rmsnorm", "activation": "swiglu", **keys}))
+        config_of(Model(**{**shape, "norm": "rmsnorm", "activation": "swiglu", **keys}), 64)
     assert message in str(caught.value)
 
 
@@ -312,7 +312,7 @@ def test_a_run_starts_with_imported_weights_and_its_export_has_the_tokenizer(
     )
     pool.run(2, train, run)
     with open_checkpoint(tmp_path / "run/checkpoints/step-00000001") as opened:
-        folders.export(opened, tmp_path / "again", "fp32")
+        folders.export(opened, tmp_path / "again", tokenizer=f"hf:{folder / 'tokenizer.json'}")
     from transformers import AutoTokenizer
 
     # The step is lost in fp32, or moves a logit by less than its rounding.

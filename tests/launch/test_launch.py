@@ -5,15 +5,19 @@ import importlib.util
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import yaml
+from pool import free_port
 
+from megaframe.config import load
 from megaframe.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,11 +50,17 @@ def test_numbers_of_nodes_and_ranks_that_are_none_are_refused(nodes, ranks):
         node.largest_world(nodes, ranks)
 
 
+LATEST, NOWHERE = "checkpoint.resume=latest", "data.sources=[{path: /nowhere}]"
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
         (["model.layers=0"], "model.layers=0"),
         ([], "set checkpoint.resume=latest"),
+        ([LATEST, "model.vocab=61"], "data.sources is empty"),
+        ([LATEST, "model.vocab=61", NOWHERE], "data.sources: cannot open /nowhere.idx"),
+        ([LATEST, "data.tokenizer=hf:/nowhere.json"], "cannot read tokenizer file /nowhere.json"),
     ],
 )
 def test_a_mistake_ends_a_node_before_its_ranks_are_started(keys, said, monkeypatch, capsys):
@@ -63,18 +73,64 @@ def test_a_mistake_ends_a_node_before_its_ranks_are_started(keys, said, monkeypa
     assert said in capsys.readouterr().err
 
 
+def test_a_node_checks_the_split_that_is_evaluated(overrides):
+    config = load(None, overrides(train__eval_every=1))
+    node.check_data(config)
+    few = load(None, overrides(train__eval_every=1, data__split="[0.999, 0.001, 0]"))
+    with pytest.raises(UserError, match=r"leaves the validation split of .* without a document"):
+        node.check_data(few)
+
+
+@pytest.mark.parametrize(("status", "starts"), [(2, 1), pytest.param(5, 3, marks=pytest.mark.slow)])
+def test_ranks_are_started_again_unless_the_user_has_made_a_mistake(status, starts, tmp_path):
+    program = tmp_path / "rank.py"
+    program.write_text(
+        f"import os, sys, time\nopen({str(tmp_path / 'starts')!r}, 'a').write(os.environ['RANK'])\n"
+        f"if os.environ['RANK'] == '1':\n    sys.exit({status})\ntime.sleep(60)\n"
+    )
+    done = launched(program, PET_MAX_RESTARTS="2", PET_MONITOR_INTERVAL="0.05")
+    assert done.returncode == status, done.stderr
+    assert f"rank 1 failed first, with status {status}" in done.stderr
+    assert (tmp_path / "starts").read_text().count("1") == starts
+
+
+@pytest.mark.slow
+def test_a_mistake_of_one_node_ends_the_others_too(tmp_path):
+    program = tmp_path / "rank.py"
+    program.write_text(
+        "import os, sys, time\n"
+        f"open({str(tmp_path / 'starts')!r}, 'a').write(os.environ['RANK'])\n"
+        "time.sleep(1 if os.environ['RANK'] == '1' else 4)\n"
+        "sys.exit(2 if os.environ['RANK'] == '1' else 3)\n"
+    )
+    endpoint = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": f"localhost:{free_port()}"}
+    both = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MAX_RESTARTS": "3", **endpoint}
+    with ThreadPoolExecutor() as nodes:
+        ended = list(nodes.map(lambda _: launched(program, **both), range(2)))
+    assert sorted(node.returncode for node in ended) == [1, 2]
+    (other,) = (node for node in ended if node.returncode == 1)
+    assert "another node has ended the run" in other.stderr
+    assert "Traceback" not in other.stderr
+    assert sorted((tmp_path / "starts").read_text()) == ["0", "1"]
+
+
+def launched(program, **variables):
+    """Run two ranks of a program as a node does; return the finished process."""
+    call = f"import sys; sys.path.insert(0, {str(LAUNCH)!r}); import node; "
+    call += f"sys.exit(node.launch([{str(program)!r}]))"
+    environment = {**os.environ, "PET_NPROC_PER_NODE": "2", **variables}
+    return subprocess.run(
+        [sys.executable, "-c", call], env=environment, capture_output=True, text=True
+    )
+
+
 def test_a_node_ends_with_the_status_of_the_rank_that_failed_first(tmp_path):
     """A rank that a signal ended gives 128 plus the signal's number, as in a shell."""
     program = tmp_path / "rank.py"
     program.write_text(
         "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(3)\ntime.sleep(60)\n"
     )
-    call = f"import sys; sys.path.insert(0, {str(LAUNCH)!r}); import node; "
-    call += f"sys.exit(node.launch([{str(program)!r}]))"
-    environment = {**os.environ, "PET_NPROC_PER_NODE": "2", "PET_MAX_RESTARTS": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", call], env=environment, capture_output=True, text=True
-    )
+    done = launched(program, PET_MAX_RESTARTS="0")
     assert done.returncode == 3, done.stderr
     assert "rank 1 failed first, with status 3" in done.stderr
     assert node.said(0, -signal.SIGKILL) == 137
@@ -274,6 +330,16 @@ def test_a_job_that_cannot_begin_says_why(variable, value, said, slurm):
     process = slurm(**{variable: value})
     assert said in process.communicate()[1]
     assert process.returncode == 2
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--config", "RUN.yaml", "--help"]])
+def test_the_script_tells_how_to_use_it_where_there_is_no_slurm(words, tmp_path):
+    script = [shutil.which("bash"), LAUNCH / "slurm.sh", *words]
+    environment = {"PATH": "/usr/bin:/bin"}
+    done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("A run on Slurm:\n\n  sbatch --nodes 4 tools/launch/slurm.sh")
+    assert done.stdout.rstrip().endswith("PORT (29400).") and "#" not in done.stdout
 
 
 # Files for other engines.

@@ -24,7 +24,6 @@ sys.path.insert(0, str(LAUNCH))
 import ray_train  # noqa: E402
 import ray_tune  # noqa: E402
 
-from megaframe.dashboard.metrics import Metrics  # noqa: E402
 from megaframe.errors import UserError  # noqa: E402
 
 
@@ -140,37 +139,12 @@ def test_a_mistake_that_only_the_ranks_find_is_not_tried_again(cluster, start, o
     assert "/nowhere" in said
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("optim.lr", "is not KEY="),
-        ("optim.lr=[]", "is not KEY="),
-        ("optim.lr=log:0:1", "above 0 for log"),
-        ("optim.lr=uniform:2:1", "LOW < HIGH"),
-        ("optim.lr=uniform:a:b", "are numbers"),
-    ],
-)
-def test_what_is_no_space_is_refused(text, said):
-    with pytest.raises(UserError, match=said):
-        ray_tune.space_of([text])
-
-
 def test_a_space_is_checked_against_the_config_before_a_trial():
     space = ray_tune.space_of(["optim.lr=[1e-3, 1e-2]", "optim.beta2=uniform:0.9:1.5"])
     with pytest.raises(UserError, match="beta2"):
         ray_tune.check_space(space, [])
     with pytest.raises(UserError, match="no_key"):
         ray_tune.check_space(ray_tune.space_of(["optim.no_key=[1]"]), [])
-
-
-def test_a_loss_is_told_as_the_mean_of_a_few_steps(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": n, "loss": float(n)}) + "\n" for n in range(1, 31)))
-    metrics = Metrics(path)
-    metrics.read()
-    told = dict(ray_tune.values_after(metrics, "loss", 20))
-    assert sorted(told) == list(range(21, 31))
-    assert told[30] == pytest.approx(25.5)
 
 
 def test_a_sweep_finds_the_better_rate_and_stops_the_others(cluster, start, overrides, tmp_path):

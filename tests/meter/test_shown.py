@@ -13,6 +13,7 @@ from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
 from megaframe.meter.memory import allocator, out_of_memory
+from megaframe.meter.peaks import Peak
 from megaframe.meter.prometheus import PrometheusSink, exposition
 from megaframe.pipeline import Pipeline
 from megaframe.trainer import Trainer
@@ -20,6 +21,7 @@ from megaframe.trainer import Trainer
 
 @pytest.mark.parametrize("how", ["lines", "quiet", "json"])
 def test_console_modes(how, tmp_path, capsys):
+    """What few users need, such as the peak that MFU is measured against, is only in the log."""
     _, meter = make(tmp_path, console=how, port=0)
     for number in (1, 2):
         step(meter, number)
@@ -30,12 +32,22 @@ def test_console_modes(how, tmp_path, capsys):
     if how == "json":
         found = [json.loads(line) for line in printed.splitlines()]
         assert [one["step"] for one in found if "step" in one] == [1, 2]
-        assert any("peak_tflops" in one.get("note", "") for one in found)
+        assert any("line is at http" in one.get("note", "") for one in found)
         assert found[-1]["summary"]["steps"] == "1 to 2"
     else:
         assert ("1/9" in printed) == (how == "lines")
-        assert "Summary" in printed and "peak_tflops" in printed
-        assert how == "quiet" or printed == log
+        assert "Summary" in printed and "line is at http" in printed
+        details = [line for line in log.splitlines(keepends=True) if line not in printed]
+        assert how == "quiet" or "".join(details) == "".join(log.splitlines(keepends=True)[:2])
+    assert "peak_tflops" in log and "FLOPs per token" in log
+    assert "peak_tflops" not in printed and "FLOPs per token" not in printed
+
+
+def test_an_unknown_peak_is_no_detail(tmp_path, monkeypatch, capsys):
+    unknown = Peak(None, "mfu n/a: set me")
+    monkeypatch.setattr("megaframe.meter.meter.device_peak", lambda *_: unknown)
+    make(tmp_path)
+    assert capsys.readouterr().out == "mfu n/a: set me\n"
 
 
 def test_the_latest_line_is_served_to_this_machine(tmp_path):

@@ -572,3 +572,28 @@ def test_suggested_heads_work(hidden, heads, kv_heads):
             mended = {**keys, name: int(value)}
             again = refusals(position, *(f"{k}={v}" for k, v in mended.items()))
             assert not any(line.startswith(f"{name}={value} ") for line in again)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.dir={}",
+        "checkpoint.memory_dir={}",
+        "parallel.cluster={}",
+        "meter.wandb={}",
+        "data.sources=[{{path: a}}, {{path: {}}}]",
+        "data.tokenizer=hf:{}",
+    ],
+)
+@pytest.mark.parametrize("url", ["s3://bucket/run", "sftp://user@host/x", "file:///tmp/x"])
+def test_a_key_that_takes_no_url_refuses_it(override, url):
+    (line,) = refusals(override.format(url))
+    key = override.partition("=")[0]
+    assert line.startswith(key) and " and no URL; URLs are taken by checkpoint.folder" in line
+    assert "user" not in line
+
+
+def test_an_api_key_is_no_project():
+    (line,) = refusals("meter.wandb=" + "0123456789" * 4)
+    assert "not an API key; give that in WANDB_API_KEY" in line and "0123456789" not in line
+    assert refusals("meter.wandb=project-of-40-hexadecimal") == []

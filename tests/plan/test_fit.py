@@ -79,7 +79,9 @@ class Command:
         after = dict(pairwise(words))
         after |= dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
         self.config, self.searches = after["--config"], "--search" in words
-        self.overrides = [word for word in words if re.match(r"[a-z]+\.[a-z_.]+=", word)]
+        # What a sweep tries is a list of values, not one.
+        given = words[words.index("--") :] if "--sweep" in words else words
+        self.overrides = [word for word in given if re.match(r"[a-z]+\.[a-z_.]+=", word)]
         self.world = prod(int(after[n]) for n in self.COUNTS if after.get(n, "").isdigit())
         self.cluster = load(self.config, self.overrides).parallel.cluster
         if self.cluster is None and "plan" in line.partition("--config")[0]:

@@ -1,5 +1,11 @@
 """Goodput: the formula against simulation, Young and Daly against the search, published runs."""
 
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +27,7 @@ from megaframe.plan.goodput import (
     young_interval,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 FREE = Costs(crash=0, hang=0, silent=0, restart=0, load=0, swap=0, stall=0, again=0)
 
 
@@ -83,3 +90,24 @@ def test_the_room_for_a_restart_is_what_reaches_the_share(ranks, share):
     reached = effective(LLAMA3, ranks, costs, best_interval(LLAMA3, ranks, costs))
     assert costs.restart > 5 and reached == pytest.approx(share, abs=1e-4)
     assert room(LLAMA3, ranks, Costs(), 0.9999) == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--ranks", "0"), "is not a whole number from 1"),
+        (("--ranks", "1_000"), "is not a whole number from 1"),
+        (("--ranks", "100000000"), "use fewer ranks"),
+        (("--target", "nan"), "is not a share between 0 and 1"),
+        (("--measured", "/dev/zero"), "give what `tools/drill.py"),
+        (("--measured", "{file}"), "give what `tools/drill.py"),
+        (("--costs", "restart=inf"), "write NAME=SECONDS"),
+    ],
+)
+def test_the_tool_refuses_what_it_cannot_compute(words, said, tmp_path):
+    found = {"kill": {"restart": math.nan, "load": 1, "again": 1}, "whole": {"stall": 1}}
+    (tmp_path / "drill.json").write_text(json.dumps(found))
+    given = [word.format(file=tmp_path / "drill.json") for word in words]
+    command = [sys.executable, ROOT / "tools/goodput.py", *given]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr

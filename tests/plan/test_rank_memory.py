@@ -10,6 +10,7 @@ from megaframe.config import RunConfig
 from megaframe.describe import describe
 from megaframe.layout import Layout
 from megaframe.plan import activations
+from megaframe.plan.cluster import load_cluster
 from megaframe.plan.held import rank_memory
 from megaframe.plan.moved import moved
 from megaframe.plan.schedules import step_schedule
@@ -292,4 +293,5 @@ def test_a_dry_run_says_what_is_on_the_host_and_counts_it_for_no_gpu():
     assert gpu["weights"] == gpu["optimizer"] == 0
     assert gpu["on the host"] == pytest.approx(kept, abs=0.002) and kept > 0.01
     assert gpu["total"] == pytest.approx(plain["total"] - kept + gpu["rooms"], abs=0.002)
-    assert sizes(away, host=True) == sizes(here, host=True)  # here all memory is the host's
+    on_host = {"cluster": load_cluster("cpu")}
+    assert sizes(away, **on_host) == sizes(here, **on_host)  # here all memory is the host's

@@ -155,7 +155,7 @@ def test_a_model_that_a_gpu_has_no_memory_for_is_refused_before_it_is_built(
     large = {"model__layers": 100, "model__hidden": 8192, "model__heads": 64}
     keys = overrides(**{**SMALL, **PLAIN, **large}, run__device="cuda")
     said = standin.run("pretrain_gpt:main", *keys, world=2, fails=True)
-    assert standin.failed and "error: not enough memory: rank 0 needs" in said
+    assert standin.failed and "error: does not fit in memory: rank 0 needs" in said
     assert "(h200) has 140.4 GiB" in said and "--force" in said
     assert not (tmp_path / "run").exists()
 

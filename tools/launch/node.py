@@ -4,9 +4,10 @@ PET_NNODES=2 PET_NPROC_PER_NODE=8 PET_RDZV_ENDPOINT=node1:29400 \\
     python tools/launch/node.py --config RUN.yaml [section.key=value ...]
 
 All launchers in this folder run this on each node. It is `torchrun` with c10d rendezvous and
-defaults that suit a run; its options are set by their PET_ variables. Where `torchrun` turns every
-failure into status 1, this exits with the status of the rank that failed first, so that a scheduler
-can tell whether another try may succeed (docs/faults.md). `torchrun` gives a node consecutive
+defaults that suit a run; its options are set by their PET_ variables. `torchrun` restarts the ranks
+after any failure, and turns it into status 1. This does not restart them after a mistake of the
+user, and exits with the status of the rank that failed first, so that a scheduler can tell whether
+another try may succeed (docs/faults.md). `torchrun` gives a node consecutive
 ranks, and the tensor axis varies fastest, so tensor groups are inside nodes.
 """
 
@@ -19,8 +20,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megaframe.config import load
-from megaframe.errors import UserError, reported
+from megaframe.config import RunConfig, load
+from megaframe.errors import EXIT_USER_ERROR, UserError, reported
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENTRY = str(ROOT / "pretrain_gpt.py")
@@ -42,7 +43,7 @@ _PORT = 29400
 
 
 def main() -> None:
-    """Check the config and the node, and start the ranks; exit with the status of the run."""
+    """Check config, data and node, and start the ranks; exit with the status of the run."""
     given = parse_arguments()
     words = [*(["--config", given.config] if given.config else []), *given.overrides]
     os.environ.update(settings(os.environ))
@@ -54,9 +55,9 @@ def main() -> None:
                 "would start from scratch; set checkpoint.resume=latest"
             )
         world = largest_world(os.environ["PET_NNODES"], os.environ["PET_NPROC_PER_NODE"])
+        check_data(config)
     if given.look:
         sys.exit(0 if fit(Path(config.run.dir)) else EXIT_SICK)
-    # Without this, torchrun would restart a run with a mistake in its config again and again.
     if status := dry_run(words, world):
         sys.exit(status)
     if given.doctor and not fit(Path(config.run.dir)):
@@ -100,6 +101,14 @@ def dry_run(words: Sequence[str], world: int) -> int:
     return subprocess.run(command, env=environment, stdout=subprocess.DEVNULL).returncode
 
 
+def check_data(config: RunConfig) -> None:
+    """Raise `UserError` if the tokenizer or the sources of a run cannot be used on this node."""
+    from megaframe.data.loader import Loader
+    from megaframe.trainer import resolve
+
+    Loader(resolve(config), 0, 1)
+
+
 def fit(folder: Path) -> bool:
     """Return whether this node is fit to run, by tools/doctor.py; if it is not, print what that
     found. folder: where runs are written."""
@@ -115,10 +124,27 @@ def fit(folder: Path) -> bool:
 def launch(command: Sequence[str]) -> int:
     """Run the ranks of this node under torchrun, restarts included, and return the status of the
     run."""
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousClosedError,
+        RendezvousConnectionError,
+    )
+    from torch.distributed.launcher import api
     from torch.distributed.run import parse_args, run
 
+    class Agent(LocalElasticAgent):
+        """The agent of torchrun, which has no option for which failures it restarts."""
+
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            result = super()._monitor_workers(worker_group)
+            if any(failed.exitcode == EXIT_USER_ERROR for failed in result.failures.values()):
+                self._remaining_restarts = 0
+            return result
+
+    api.LocalElasticAgent = Agent  # type: ignore[misc]
     try:
         run(parse_args(list(command)))
     except ChildFailedError as error:
@@ -126,6 +152,15 @@ def launch(command: Sequence[str]) -> int:
         return said(rank, failure.exitcode)
     except SignalException as error:
         return 128 + int(error.sigval)
+    except (RendezvousClosedError, RendezvousConnectionError):
+        # The status of that node says why, and should prevail where a launcher takes the largest.
+        print(
+            f"error: another node has ended the run, or {os.environ['PET_RDZV_ENDPOINT']} "
+            "(PET_RDZV_ENDPOINT) cannot be reached",
+            file=sys.stderr,
+            flush=True,
+        )
+        return 1
     return 0
 
 

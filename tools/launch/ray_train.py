@@ -21,11 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megaframe.config import RunConfig, load
+from megaframe.config import RunConfig
 from megaframe.errors import EXIT_USER_ERROR, UserError, reported
+from megaframe.sweep import ENTRY, run_of
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-ENTRY = str(ROOT / "pretrain_gpt.py")
 ENDED = "ray-status"
 """File in the run folder in which the first rank's worker leaves the status for this program."""
 ASKED_TO_LEAVE = (138, 143)
@@ -51,17 +50,6 @@ def main() -> None:
             check_room(ranks, {what: 1.0})
         status = train(config, words, ranks, what, arguments.failures)
     sys.exit(status)
-
-
-def run_of(words: Sequence[str]) -> tuple[RunConfig, list[str]]:
-    """Return the config of a command line of `pretrain_gpt.py`, and that line with an absolute path
-    of the config file. Raises `UserError` for a mistake in the config."""
-    parser = argparse.ArgumentParser(prog="pretrain_gpt.py", add_help=False)
-    parser.add_argument("--config")
-    parser.add_argument("overrides", nargs="*")
-    given = parser.parse_args([word for word in words if word != "--"])
-    named = ["--config", str(Path(given.config).absolute())] if given.config else []
-    return load(given.config, given.overrides), [*named, *given.overrides]
 
 
 def ranks_of(text: str) -> tuple[int, int]:

@@ -14,44 +14,35 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import yaml
-from ray_train import ENTRY, check_room, connect, dying_with_this, run_of
+from ray_train import check_room, connect
 
-from megaframe.config import RunConfig, load
+from megaframe.config import RunConfig
 from megaframe.dashboard.metrics import Metrics
-from megaframe.errors import UserError, reported
+from megaframe.errors import reported
+from megaframe.sweep import (
+    CONSOLE,
+    SUMMARY,
+    Range,
+    Space,
+    check_trials,
+    failure,
+    metric_of,
+    run_of,
+    space_of,
+    summary,
+    trial_command,
+    values_after,
+)
 
-SUMMARY = "sweep.json"
-SMOOTHED = 10
-"""Steps over which a training metric is averaged; evaluation metrics are not averaged."""
-_RANGE = re.compile(r"(uniform|log):([^:]+):([^:]+)")
 _PAUSE = 0.5
-_TAIL = 2000
-
-
-@dataclass(frozen=True)
-class Range:
-    """A range of numbers to draw from, uniformly, or uniformly in the logarithm."""
-
-    low: float
-    high: float
-    log: bool
-
-
-Space = Mapping[str, "Range | list[str]"]
-"""What is tried for each key: a range, or a list of values in the format of a command line."""
 
 
 def main() -> None:
@@ -61,9 +52,7 @@ def main() -> None:
         config, words = run_of(arguments.run)
         space = space_of(arguments.sweep)
         check_space(space, words)
-        metric = arguments.metric or ("eval_loss" if config.train.eval_every else "loss")
-        if metric.startswith("eval") and not config.train.eval_every:
-            raise UserError(f"--metric {metric}: with train.eval_every=0 there is none; use loss")
+        metric = metric_of(config, arguments.metric)
         connect(arguments.address)
         what = "GPU" if arguments.gpus else "CPU"
         check_room((1, 1), {what: float(arguments.ranks)})
@@ -76,64 +65,14 @@ def main() -> None:
     sys.exit(int(failed == len(found)))
 
 
-def space_of(texts: Sequence[str]) -> Space:
-    """Parse KEY=[A, B], KEY=uniform:LOW:HIGH and KEY=log:LOW:HIGH into what is swept over. Raises
-    `UserError` for other forms, for a repeated key, and if there is nothing to sweep over."""
-    found: dict[str, Range | list[str]] = {}
-    for text in texts:
-        key, _, asked = text.partition("=")
-        drawn = _RANGE.fullmatch(asked)
-        if key in found:
-            raise UserError(f"--sweep {key} is given twice; put all values into one list")
-        found[key] = range_of(text, drawn) if drawn else values_of(text, asked)
-    if not found:
-        raise UserError(
-            "there is nothing to sweep over; give --sweep 'optim.lr=[1e-3, 3e-3]', for example"
-        )
-    return found
-
-
-def range_of(text: str, drawn: re.Match[str]) -> Range:
-    """Return a range. text: for messages. drawn: match of `_RANGE`. Raises `UserError` if the range
-    is empty or its bounds are not numbers."""
-    try:
-        low, high = float(drawn[2]), float(drawn[3])
-    except ValueError:
-        low = high = math.nan
-    if not low < high or (drawn[1] == "log" and low <= 0):
-        raise UserError(
-            f"--sweep {text}: LOW and HIGH are numbers, LOW < HIGH, and above 0 for log"
-        )
-    return Range(low, high, drawn[1] == "log")
-
-
-def values_of(text: str, asked: str) -> list[str]:
-    """Return the values of a list, each in the format of a command line. Raises `UserError` if it
-    is not a list, or is empty."""
-    try:
-        values = yaml.safe_load(asked)
-    except yaml.YAMLError:
-        values = None
-    if not isinstance(values, list) or not values:
-        raise UserError(
-            f"--sweep {text} is not KEY=[A, B], KEY=uniform:LOW:HIGH or KEY=log:LOW:HIGH"
-        )
-    return [json.dumps(value) if not isinstance(value, str) else value for value in values]
-
-
 def check_space(space: Space, words: Sequence[str]) -> None:
     """Raise `UserError` if some combination of values (of a range, its ends) is not a valid
     config. words: command line of the run."""
-    given = argparse.ArgumentParser()
-    given.add_argument("--config")
-    given.add_argument("overrides", nargs="*")
-    run = given.parse_args(list(words))
     ends = [
-        [f"{key}={value}" for value in (kept if isinstance(kept, list) else (kept.low, kept.high))]
-        for key, kept in space.items()
+        [str(value) for value in (kept if isinstance(kept, list) else (kept.low, kept.high))]
+        for kept in space.values()
     ]
-    for overrides in product(*ends):
-        load(run.config, [*run.overrides, *overrides])
+    check_trials([dict(zip(space, values, strict=True)) for values in product(*ends)], words)
 
 
 def sweep(
@@ -210,11 +149,8 @@ def run_trial(
 
     run = Path(folder) / f"trial-{tune.get_context().get_trial_id()}"
     run.mkdir(parents=True, exist_ok=True)
-    overrides = [*(f"{key}={value}" for key, value in keys.items()), f"run.dir={run}"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    prefix = [word if word != "KILL" else "TERM" for word in dying_with_this()]
-    command = [*prefix, sys.executable, *(launcher if ranks > 1 else []), ENTRY, *words, *overrides]
-    with open(run / "console.txt", "wb") as console:
+    command = trial_command(words, keys, run, ranks)
+    with open(run / CONSOLE, "wb") as console:
         process = subprocess.Popen(command, cwd=here, stdout=console, stderr=console)
     metrics, told, ended = Metrics(run / "metrics.jsonl"), 0, False
     while not ended:
@@ -225,43 +161,7 @@ def run_trial(
             tune.report({"step": step, metric: value, "folder": str(run)})
         time.sleep(0 if ended else _PAUSE)
     if process.returncode:
-        tail = (run / "console.txt").read_bytes()[-_TAIL:].decode(errors="replace")
-        said = [line for line in tail.splitlines() if line.startswith("error: ")]
-        raise RuntimeError(f"status {process.returncode}: {said[0] if said else tail}")
-
-
-def values_after(metrics: Metrics, metric: str, told: int) -> Iterator[tuple[int, float]]:
-    """Yield (step, metric) for the steps after `told` that have the metric. A training metric is
-    averaged over the last `SMOOTHED` steps."""
-    values, steps = metrics.column(metric), metrics.column("step")
-    for place in np.flatnonzero(np.isfinite(values) & (steps > told)):
-        first = place if metric.startswith("eval") else max(0, place - SMOOTHED + 1)
-        yield int(steps[place]), float(np.nanmean(values[first : place + 1]))
-
-
-def summary(found: Sequence[Mapping[str, Any]], space: Space, metric: str) -> tuple[str, int]:
-    """Return the trials as a table, best first, with the keys of the best one; and how many
-    failed."""
-    good = [one for one in found if one["error"] is None and one[metric] is not None]
-    # Trials that were stopped early have trained less, so those with most steps come first.
-    good.sort(key=lambda one: (-one["step"], one[metric]))
-    lines = ["  ".join(f"{head:>14}" for head in ("step", metric, *space))]
-    for one in good:
-        cells = (one["step"], f"{one[metric]:.4f}", *(shown(one["keys"][key]) for key in space))
-        lines.append("  ".join(f"{cell:>14}" for cell in cells))
-    for one in found:
-        if one not in good:
-            keys = " ".join(f"{key}={shown(one['keys'].get(key))}" for key in space)
-            lines.append(f"failed: {keys}: {one['error'] or 'no step was done'}")
-    if good:
-        best = " ".join(f"{key}={shown(good[0]['keys'][key])}" for key in space)
-        lines.append(f"best: {best} ({good[0]['folder']})")
-    return "\n".join(lines), len(found) - len(good)
-
-
-def shown(value: Any) -> str:
-    """Return a value as text."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+        raise RuntimeError(failure(run, process.returncode))
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -27,6 +27,12 @@ fail() {
     exit 2
 }
 
+case " $* " in
+    *" --help "* | *" -h "*)
+        sed -n '2,/^#SBATCH/ { /^#SBATCH/! s/^# \{0,1\}//p; }' "$0"
+        exit 0
+        ;;
+esac
 [ -n "${SLURM_JOB_ID:-}" ] || fail "this is no job of Slurm: start it with sbatch $0"
 # sbatch runs a copy of this file, so the project is found by the folder that it was called in.
 cd "${SLURM_SUBMIT_DIR:-.}" || fail "there is no folder ${SLURM_SUBMIT_DIR:-}"

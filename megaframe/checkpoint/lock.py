@@ -1,0 +1,231 @@
+"""Locks on the folders that a run writes, so that no two runs write the same one.
+
+A lock is a small file, or object, that says which process has the folder. On the host of that
+process it holds as long as the process lives. Elsewhere nobody can see whether it lives; there the
+lock is a lease, which its process renews, and which has ended once it was not renewed for `LEASE`
+seconds. Locks of the file system are not used for this, because network file systems may lack them
+and object stores have none.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from threading import Event, Thread
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megaframe.checkpoint.names import LOCK, LOCK_BYTES
+from megaframe.checkpoint.storage import Place, store_of
+from megaframe.errors import UserError
+from megaframe.process import has_ended, namespace, started
+
+LEASE = 30.0
+"""Seconds after its last renewal for which a lock holds on other hosts. Clocks of hosts that share
+a folder must not differ by more."""
+RENEWAL = 10.0
+"""Seconds between two renewals of a lock."""
+_LOOK = 0.5
+"""Seconds between two looks at a lock whose lease may end."""
+
+_Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:\[\]/ -]{0,200}$")]
+_Time = Annotated[float, Field(ge=0, le=253e9)]
+"""Seconds since the epoch, of a year that can be printed."""
+
+
+class Holder(BaseModel):
+    """The process that has a folder, as its lock says.
+
+    namespace: in which the process id is valid (see `process.namespace`); empty if unknown.
+    started: clock ticks since boot; 0 if unknown.
+    since, renewed: when the process took the lock, and renewed it last.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+
+    host: _Word
+    namespace: _Word
+    process: Annotated[int, Field(gt=0, lt=1 << 31)]
+    started: Annotated[int, Field(ge=0, lt=1 << 63)]
+    since: _Time
+    renewed: _Time
+
+    @staticmethod
+    def this() -> Holder:
+        """Return this process as a holder from now on."""
+        number, now = os.getpid(), time.time()
+        start = started(number) or 0
+        host = os.uname().nodename
+        return Holder(
+            host=host,
+            namespace=namespace(),
+            process=number,
+            started=start,
+            since=now,
+            renewed=now,
+        )
+
+    def is_same_process(self, other: Holder) -> bool:
+        """Return whether both are the same process."""
+        mine = self.host, self.namespace, self.process, self.started
+        return mine == (other.host, other.namespace, other.process, other.started)
+
+    def can_be_seen_by(self, other: Holder) -> bool:
+        """Return whether the other process can tell if this one has ended."""
+        here = self.host, self.namespace
+        return bool(self.namespace and self.started) and here == (other.host, other.namespace)
+
+    def __str__(self) -> str:
+        return f"process {self.process} on host {self.host}"
+
+
+class RunLock:
+    """The locks of one run, held by this process.
+
+    folders: by the config key that names each.
+    """
+
+    def __init__(self, folders: Mapping[str, Place]) -> None:
+        self._folders = folders
+        self._me = Holder.this()
+        self._made: dict[str, bool] = {}
+        """By key of a folder that is locked, whether it was made for that."""
+        self._lost = ""
+        self._stop = Event()
+        self._renewing: Thread | None = None
+
+    def take(self) -> list[str]:
+        """Lock all folders, unless they are. Returns lines to log about locks of ended processes.
+
+        If the lock of a process on another host may have ended, waits until that is certain. Raises
+        `UserError` if another run has a folder, or a folder cannot be written.
+        """
+        if self._renewing is not None:
+            self.check()
+            return []
+        before: dict[str, list[str]] = {}
+        for key, folder in self._folders.items():
+            try:
+                whose = self._take(key, folder)
+            except OSError as error:
+                path = error.filename or folder
+                raise UserError(
+                    f"cannot write {path}: {error.strerror}; set {key} to another folder"
+                ) from None
+            if whose:
+                before.setdefault(whose, []).append(f"{key}={folder}")
+        self._renewing = Thread(target=self._renew, name="megaframe-lock", daemon=True)
+        self._renewing.start()
+        return [f"took over {' and '.join(names)} from {whose}" for whose, names in before.items()]
+
+    def check(self) -> None:
+        """Raise `UserError` if another run has taken a folder over, because this process was
+        stopped for longer than a lease."""
+        if self._lost:
+            raise UserError(self._lost)
+
+    def release(self) -> None:
+        """Unlock all folders. Never raises."""
+        self._stop.set()
+        if self._renewing is not None:
+            self._renewing.join(RENEWAL)  # a store that does not answer may delay it
+        for key in reversed(self._made):
+            folder = self._folders[key]
+            with suppress(OSError, UserError):
+                content, holder = _read(key, folder)
+                if holder is not None and holder.is_same_process(self._me):
+                    store_of(folder).exchange(folder / LOCK, content, None)
+                if self._made[key] and isinstance(folder, Path):
+                    folder.rmdir()  # fails if the run has written anything
+        self._made.clear()
+
+    def _take(self, key: str, folder: Place) -> str:
+        """Lock one folder. Returns whose lock was taken over and why; empty if there was none."""
+        store, seen = store_of(folder), b""
+        made = not store.is_folder(folder)
+        while True:
+            content, holder = _read(key, folder)
+            if holder is None or holder.is_same_process(self._me):
+                why = ""
+            elif holder.can_be_seen_by(self._me):
+                if not has_ended(holder.process, holder.started):
+                    raise _in_use(key, folder, holder)
+                why = f"{holder}, which has ended"
+            else:
+                if seen:  # it was renewed, or taken by another process, while this one waited
+                    raise _in_use(key, folder, holder)
+                seen = content or b""
+                if _renewed_while_waiting(key, folder, seen, holder):
+                    continue
+                why = f"{holder}, which has not renewed its lock for {LEASE:g} s"
+            if store.exchange(folder / LOCK, content, self._record()):
+                self._made[key] = made
+                return why
+
+    def _record(self) -> bytes:
+        return self._me.model_copy(update={"renewed": time.time()}).model_dump_json().encode()
+
+    def _renew(self) -> None:
+        """Run the thread: renew the locks until they are released or lost."""
+        while not self._stop.wait(RENEWAL) and not self._lost:
+            for key, folder in self._folders.items():
+                with suppress(OSError, UserError):  # the next renewal may succeed
+                    self._renew_one(key, folder)
+
+    def _renew_one(self, key: str, folder: Place) -> None:
+        content, holder = _read(key, folder)
+        if holder is not None and not holder.is_same_process(self._me):
+            self._lost = (
+                f"{key}={folder} was taken over by {holder}, because this process had not renewed "
+                f"its lock for {LEASE:g} s; it ends, and leaves the folder to that run"
+            )
+        elif content is not None or store_of(folder).is_folder(folder):
+            # A folder that was deleted gets its lock again once a save has made it again.
+            store_of(folder).exchange(folder / LOCK, content, self._record())
+
+
+def _read(key: str, folder: Place) -> tuple[bytes | None, Holder | None]:
+    """Return the content of a folder's lock and what it says; None if there is no lock. Raises
+    `UserError` if the file is not a lock, and OSError."""
+    content = store_of(folder).content(folder / LOCK, LOCK_BYTES)
+    if content is None:
+        return None, None
+    try:
+        return content, Holder.model_validate_json(content)
+    except ValidationError:
+        raise UserError(
+            f"{folder / LOCK} is not the lock of a run; delete it, or set {key} to another folder"
+        ) from None
+
+
+def _renewed_while_waiting(key: str, folder: Place, content: bytes, holder: Holder) -> bool:
+    """Wait until the lease of a lock has ended. Returns whether the lock has changed before."""
+    # At most a lease by this clock, whatever the other host's clock says.
+    left = min(LEASE, holder.renewed + LEASE - time.time())
+    until = time.monotonic() + left
+    if left > 0:
+        print(
+            f"{key}={folder} was locked by {holder}; waiting up to {left:.0f} s to see whether "
+            "that is still running",
+            file=sys.stderr,
+            flush=True,
+        )
+    while time.monotonic() < until:
+        time.sleep(_LOOK)
+        if store_of(folder).content(folder / LOCK, LOCK_BYTES) != content:
+            return True
+    return False
+
+
+def _in_use(key: str, folder: Place, holder: Holder) -> UserError:
+    since = datetime.fromtimestamp(holder.since, timezone.utc)
+    return UserError(
+        f"{key}={folder} is in use by another run: {holder} has it since {since:%Y-%m-%d %H:%M:%S} "
+        f"UTC; end that run first, or give another {key}"
+    )

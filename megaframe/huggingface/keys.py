@@ -1,0 +1,173 @@
+"""Types and ranges of the keys in a foreign `config.json`, checked before anything else reads it.
+
+A foreign config can hold anything under a key. After `check_keys` every key that `models.py` reads
+has the type and a range that it relies on, and those without a safe default are there.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megaframe.errors import UserError
+from megaframe.huggingface.foreign import shown
+
+Shape = tuple[int, ...]
+_LARGEST = 2**31 - 1
+"""Largest size that a config may have, before the tensors bound it further."""
+_Size = Annotated[int, Field(ge=1, le=_LARGEST)] | None
+_Count = Annotated[int, Field(ge=0, le=_LARGEST)] | None
+_Above = Annotated[float, Field(gt=0)] | None
+_Least = Annotated[float, Field(ge=0)] | None
+
+
+class _Rope(BaseModel):
+    """`rope_parameters`, or `rope_scaling` with the base outside. Other keys change the rotation in
+    ways that are not supported, so they are refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: _Above = None
+    factor: Annotated[float, Field(ge=1)] | None = None
+    original_max_position_embeddings: _Size = None
+    low_freq_factor: _Above = None
+    high_freq_factor: _Above = None
+    beta_fast: _Above = None
+    beta_slow: _Above = None
+    mscale: _Least = None
+    mscale_all_dim: _Least = None
+    partial_rotary_factor: Annotated[float, Field(ge=1, le=1)] | None = None
+    attention_factor: None = None
+    truncate: Literal[True] | None = None
+
+
+class _Sizes(BaseModel):
+    """Sizes that no model can have more of than its largest tensor has rows or columns, or than it
+    has tensors."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    vocab_size: _Size = None
+    num_hidden_layers: _Size = None
+    hidden_size: _Size = None
+    num_attention_heads: _Size = None
+    num_key_value_heads: _Size = None
+    head_dim: _Size = None
+    intermediate_size: _Size = None
+    n_layer: _Size = None
+    n_embd: _Size = None
+    n_head: _Size = None
+    n_inner: _Size = None
+    n_positions: _Size = None
+    q_lora_rank: _Size = None
+    kv_lora_rank: _Size = None
+    qk_nope_head_dim: _Size = None
+    qk_rope_head_dim: _Size = None
+    v_head_dim: _Size = None
+    num_experts: _Size = None
+    num_local_experts: _Size = None
+    n_routed_experts: _Size = None
+    num_experts_per_tok: _Size = None
+    moe_intermediate_size: _Size = None
+    n_shared_experts: _Count = None
+    first_k_dense_replace: _Count = None
+    n_group: _Size = None
+    topk_group: _Size = None
+
+
+class _Keys(_Sizes):
+    """All keys that are read, of every family."""
+
+    model_type: str
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    max_position_embeddings: _Size = None
+    rms_norm_eps: _Above = None
+    layer_norm_epsilon: _Above = None
+    initializer_range: _Above = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool | None = None
+    rope_theta: _Above = None
+    rope_parameters: _Rope | None = None
+    rope_scaling: _Rope | None = None
+    sliding_window: _Size = None
+    use_sliding_window: bool | None = None
+    max_window_layers: _Count = None
+    layer_types: list[str] | None = None
+    norm_topk_prob: bool | None = None
+    routed_scaling_factor: _Above = None
+    topk_method: str | None = None
+
+
+_COMMON = (
+    "vocab_size",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "rms_norm_eps",
+)
+_ROUTED = ("num_experts_per_tok", "moe_intermediate_size")
+_DEEPSEEK = (
+    *_COMMON,
+    *_ROUTED,
+    "n_routed_experts",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
+_REQUIRED: dict[str, tuple[str, ...]] = {
+    "gpt2": ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"),
+    "mixtral": (*_COMMON, "num_local_experts", "num_experts_per_tok"),
+    "qwen3_moe": (*_COMMON, *_ROUTED),
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+}
+_PRESENT = {
+    "mistral": ("sliding_window",),
+    "ministral": ("sliding_window",),
+    "deepseek_v3": (
+        *("n_group", "topk_group", "n_shared_experts"),
+        *("first_k_dense_replace", "norm_topk_prob", "routed_scaling_factor"),
+    ),
+}
+"""Keys that may be null but must be there, because the family's own default is another."""
+
+
+def check_keys(config: Mapping[str, Any]) -> None:
+    """Raise `UserError` for the first key whose type or range is wrong, or that is missing."""
+    try:
+        _Keys.model_validate_json(json.dumps(config))
+    except ValidationError as errors:
+        error = errors.errors()[0]
+        key = shown(".".join(map(str, error["loc"])) or "config.json")
+        given = "" if error["type"] == "missing" else f"={reprlib.repr(error['input'])}"
+        problem = error["msg"][0].lower() + error["msg"][1:]
+        raise UserError(f"{key}{given}: {problem}") from None
+    family = config["model_type"]
+    needed = [key for key in _REQUIRED.get(family, _COMMON) if config.get(key) is None]
+    absent = [key for key in _PRESENT.get(family, ()) if key not in config]
+    if needed or absent:
+        raise UserError(f"{family}: {(needed + absent)[0]} is missing")
+
+
+def check_sizes(config: Mapping[str, Any], shapes: Collection[Shape]) -> None:
+    """Raise `UserError` if a size is more than tensors of these shapes can hold."""
+    widest = max((max(shape, default=0) for shape in shapes), default=0)
+    layers = config.get("num_hidden_layers") or config.get("n_layer") or 0
+    if layers > len(shapes):
+        raise UserError(f"{layers} layers are more than the folder's {len(shapes)} tensors")
+    for key in _Sizes.model_fields:
+        size = config.get(key) or 0
+        if size > max(widest, len(shapes)):
+            raise UserError(
+                f"{key}={size} is more than the folder holds: {len(shapes)} tensors, the widest "
+                f"of {widest} rows or columns"
+            )

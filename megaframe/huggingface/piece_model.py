@@ -1,0 +1,131 @@
+"""Reads a SentencePiece model file as data: its pieces, and how it normalises text.
+
+The library does not tell how a model normalises. The file is a protocol buffer
+(sentencepiece_model.proto), of whose wire format this is the part that such files use.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+from megaframe.errors import UserError
+
+_VARINT, _EIGHT_BYTES, _LENGTH, _FOUR_BYTES = 0, 1, 2, 5
+_KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
+
+
+class PieceType(IntEnum):
+    """The types of pieces, by their numbers in the file."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """A piece; its id is its place in the file. score: as the library sums it, rounded to fp32."""
+
+    text: str
+    score: float
+    type: PieceType
+
+
+@dataclass(frozen=True)
+class PieceModel:
+    """The content of a model file.
+
+    kind: unigram, bpe, word or char. charsmap: the compiled rules that replace characters, empty
+    without any. dummy_prefix: put a space before every text. remove_extra_whitespaces: remove
+    spaces at both ends, and all but one inside. escape_whitespaces: pieces have `▁` for a space.
+    whitespace_as_suffix: the dummy prefix is a suffix.
+    """
+
+    kind: str
+    pieces: list[TextPiece]
+    byte_fallback: bool
+    charsmap: bytes
+    dummy_prefix: bool
+    remove_extra_whitespaces: bool
+    escape_whitespaces: bool
+    whitespace_as_suffix: bool
+
+    def of_type(self, *types: PieceType) -> list[tuple[int, TextPiece]]:
+        """Return the pieces of some types, with their ids."""
+        return [(i, piece) for i, piece in enumerate(self.pieces) if piece.type in types]
+
+
+def parse(path: str, content: bytes) -> PieceModel:
+    """Parse a model file that the library has loaded. Raises `UserError` for anything in it that
+    this reader does not know."""
+    try:
+        fields = list(_fields(content))
+        messages = {field: dict(_fields(_bytes(data))) for field, data in fields if field in (2, 3)}
+        trainer, normaliser = messages.get(2, {}), messages.get(3, {})
+        return PieceModel(
+            kind=_KINDS[_number(trainer.get(3, 1))],
+            pieces=[_piece(_bytes(data)) for field, data in fields if field == 1],
+            byte_fallback=bool(trainer.get(35, 0)),
+            charsmap=_bytes(normaliser.get(2, b"")),
+            dummy_prefix=bool(normaliser.get(3, 1)),
+            remove_extra_whitespaces=bool(normaliser.get(4, 1)),
+            escape_whitespaces=bool(normaliser.get(5, 1)),
+            whitespace_as_suffix=bool(trainer.get(24, 0)),
+        )
+    except (ValueError, KeyError, IndexError, struct.error) as error:
+        raise UserError(f"{path}: not a SentencePiece model of a known form: {error}") from None
+
+
+def _piece(data: bytes) -> TextPiece:
+    fields = dict(_fields(data))
+    (score,) = struct.unpack("<f", _bytes(fields.get(2, bytes(4))))
+    kind = PieceType(_number(fields.get(3, PieceType.NORMAL)))
+    return TextPiece(_bytes(fields[1]).decode(), score, kind)
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yield the number and value of each field of a message: an integer, or bytes."""
+    place = 0
+    while place < len(data):
+        tag, place = _varint(data, place)
+        number, wire = tag >> 3, tag & 7
+        if wire == _VARINT:
+            value, place = _varint(data, place)
+            yield number, value
+            continue
+        if wire == _LENGTH:
+            size, place = _varint(data, place)
+        elif wire in (_FOUR_BYTES, _EIGHT_BYTES):
+            size = 4 if wire == _FOUR_BYTES else 8
+        else:
+            raise ValueError(f"wire type {wire}")
+        yield number, data[place : place + size]
+        place += size
+
+
+def _varint(data: bytes, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[place]
+        value |= (byte & 127) << shift
+        place, shift = place + 1, shift + 7
+        if byte < 128:
+            return value, place
+
+
+def _bytes(value: int | bytes) -> bytes:
+    if not isinstance(value, bytes):
+        raise ValueError("a number where bytes are expected")
+    return value
+
+
+def _number(value: int | bytes) -> int:
+    if not isinstance(value, int):
+        raise ValueError("bytes where a number is expected")
+    return value

@@ -1,0 +1,274 @@
+"""Exports tokenizers: writes `tokenizer.json`, which gives the same ids as the run's tokenizer.
+
+A `tokenizer.json` describes a tokenizer completely, so programs do not have to guess, as they do
+from a SentencePiece model alone. Where it cannot describe all that SentencePiece computes, a line
+says for which texts ids may differ; `tokenizer.model`, the original, is then exact.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megaframe.checkpoint import Place
+from megaframe.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer, read_file
+from megaframe.errors import UserError
+from megaframe.huggingface.foreign import shown
+from megaframe.huggingface.piece_model import PieceModel, PieceType, TextPiece, parse
+
+TOKENIZER_FILES = {"hf": "tokenizer.json", "sentencepiece": "tokenizer.model"}
+"""The file of each kind of tokenizer in a folder of Hugging Face."""
+NO_TOKENIZER = "none"
+_SPACE = "▁"
+_END = "<|endoftext|>"
+Description = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ExportedTokenizer:
+    """The files of a tokenizer by name; the id that ends documents, if there is a tokenizer; and a
+    line for each thing that is not exported, or not exactly."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    eod: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def trusted(recorded: str | None, checkpoint: Place) -> str | None:
+    """Return the tokenizer that a checkpoint records, if its file lies with the checkpoint.
+
+    A checkpoint can name any file of this machine, and its export is meant to be passed on. Raises
+    `UserError` for a file that lies neither in the folder of the checkpoint, nor in the folder of
+    checkpoints, nor in the run folder around it.
+    """
+    path = (recorded or "").partition(":")[2]
+    if not path:
+        return recorded
+    if isinstance(checkpoint, Path):
+        home = checkpoint.resolve().parent
+        home = home.parent if home.name == "checkpoints" else home
+        try:
+            inside = Path(path).resolve(strict=True).is_relative_to(home)
+        except (OSError, ValueError, RuntimeError):
+            inside = False
+        if inside:
+            return recorded
+    raise UserError(
+        f"{checkpoint} names data.tokenizer={shown(recorded)}, which is not a file in its run "
+        f"folder; confirm one with --tokenizer KIND:PATH, or use --tokenizer {NO_TOKENIZER}"
+    )
+
+
+def export_tokenizer(name: str | None, vocab: int, positions: int) -> ExportedTokenizer:
+    """Return the files of the tokenizer called `name`, or of none.
+
+    vocab: rows of the model's embedding. positions: longest text of the model in tokens. Raises
+    `UserError` if the name or its file is not a tokenizer, or not one of this model.
+    """
+    if name is None or name == NO_TOKENIZER:
+        why = "the run has none" if name is None else "left out"
+        line = f"tokenizer: {why}, so bos_token_id and eos_token_id are null"
+        return ExportedTokenizer(notes=[line])
+    tokenizer = load_tokenizer(name)
+    if tokenizer.vocab_size > vocab:
+        raise UserError(
+            f"tokenizer {name} has {tokenizer.vocab_size} ids and the model {vocab}; use the one "
+            f"that it was trained with"
+        )
+    files, end, notes = _converted(name, tokenizer)
+    if "tokenizer.json" in files:
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": end,
+            "eos_token": end,
+            "model_max_length": positions,
+            "clean_up_tokenization_spaces": False,
+        }
+        files["tokenizer_config.json"] = _as_json(config)
+    return ExportedTokenizer(files, tokenizer.eod, notes)
+
+
+def _converted(name: str, tokenizer: Tokenizer) -> tuple[dict[str, bytes], str, list[str]]:
+    """Return the files of a tokenizer, the token that ends its documents, and notes."""
+    kind, _, path = name.partition(":")
+    if kind == "bytes":
+        return {"tokenizer.json": _as_json(_byte_level(tokenizer.eod))}, _END, []
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return {"tokenizer.json": read_file(path)}, tokenizer.eod_name, []
+    if kind != "sentencepiece":
+        return {}, "", [f"tokenizer: {name} is not exported; only its end of document is, as an id"]
+    content = read_file(path)
+    model = parse(path, content)
+    files = {"tokenizer.model": content}
+    if reasons := _impossible(model):
+        notes = [f"tokenizer.json: not written, because it cannot describe {', '.join(reasons)}"]
+    else:
+        files["tokenizer.json"] = _as_json(_from_pieces(model))
+        differing = "; ".join(_differences(model))
+        notes = [f"tokenizer.json: ids can differ from tokenizer.model for {differing}"]
+        notes = notes if differing else []
+    return files, model.pieces[tokenizer.eod].text, notes
+
+
+def _as_json(content: Description) -> bytes:
+    return (json.dumps(content, ensure_ascii=False) + "\n").encode()
+
+
+def _description(**parts: Any) -> Description:
+    return {
+        **{"version": "1.0", "truncation": None, "padding": None, "added_tokens": []},
+        **{"normalizer": None, "pre_tokenizer": None, "post_processor": None, "decoder": None},
+        **parts,
+    }
+
+
+def _added(token: int, text: str, *, special: bool) -> Description:
+    off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token, "content": text, **off, "special": special}
+
+
+def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **keys: Any) -> Description:
+    nothing = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
+    off = dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
+    tables = {"vocab": vocab, "merges": merges}
+    return {"type": "BPE", **dict.fromkeys(nothing), **off, **keys, **tables}
+
+
+def _byte_level(eod: int) -> Description:
+    """Describe the bytes of UTF-8 as ids, with GPT-2's character for each byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable}
+    letters |= {byte: chr(256 + place) for place, byte in enumerate(others)}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    return _description(
+        added_tokens=[_added(eod, _END, special=True)],
+        pre_tokenizer={**level, "use_regex": False},
+        decoder={**level, "use_regex": False},
+        model=_bpe({letters[byte]: byte for byte in range(256)} | {_END: eod}, []),
+    )
+
+
+def _from_pieces(model: PieceModel) -> Description:
+    added = [
+        _added(token, piece.text, special=piece.type != PieceType.USER_DEFINED)
+        for token, piece in enumerate(model.pieces)
+        if piece.type in (PieceType.UNKNOWN, PieceType.CONTROL)
+        or (piece.type == PieceType.USER_DEFINED and model.kind == "bpe")
+    ]
+    return _description(
+        added_tokens=added,
+        normalizer={"type": "Sequence", "normalizers": list(_normalisers(model))},
+        decoder={"type": "Sequence", "decoders": list(_decoders(model))},
+        model=_merging(model) if model.kind == "bpe" else _unigram(model),
+    )
+
+
+def _normalisers(model: PieceModel) -> Iterator[Description]:
+    """Yield the steps of SentencePiece's `Normalizer::Normalize`, in its order."""
+    if model.charsmap:
+        rules = base64.b64encode(model.charsmap).decode()
+        yield {"type": "Precompiled", "precompiled_charsmap": rules}
+    if model.remove_extra_whitespaces:
+        yield _replace({"Regex": r"\A +"}, "")
+        yield _replace({"Regex": " {2,}"}, " ")
+    if model.dummy_prefix:
+        yield {"type": "Prepend", "prepend": _SPACE}
+    yield _replace({"String": " "}, _SPACE)
+    if model.remove_extra_whitespaces:
+        yield _replace({"Regex": rf"{_SPACE}+\z"}, "")
+
+
+def _decoders(model: PieceModel) -> Iterator[Description]:
+    yield _replace({"String": _SPACE}, " ")
+    yield {"type": "ByteFallback"}
+    yield {"type": "Fuse"}
+    if model.dummy_prefix or model.remove_extra_whitespaces:
+        yield {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+def _replace(pattern: dict[str, str], content: str) -> Description:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def _merging(model: PieceModel) -> Description:
+    """Describe byte-pair encoding. SentencePiece merges the two neighbours that make the piece of
+    the best score, however each of them came about: all divisions of a piece are merges."""
+    vocab = {piece.text: token for token, piece in enumerate(model.pieces)}
+    normal = {piece.text: token for token, piece in model.of_type(PieceType.NORMAL)}
+    best_first = sorted(normal, key=lambda text: -model.pieces[normal[text]].score)
+    merges = [
+        (text[:end], text[end:])
+        for text in best_first
+        for end in range(1, len(text))
+        if text[:end] in normal and text[end:] in normal
+    ]
+    ((_, unknown),) = model.of_type(PieceType.UNKNOWN)
+    keys = {"unk_token": unknown.text, "fuse_unk": True, "byte_fallback": model.byte_fallback}
+    return _bpe(vocab, merges, **keys)
+
+
+def _unigram(model: PieceModel) -> Description:
+    """Describe a unigram model. Text never matches a control token, an unknown one or a byte's name
+    in SentencePiece; here all pieces can match, so these score less than any other division."""
+    normal = [piece.score for _, piece in model.of_type(PieceType.NORMAL)]
+    best, worst = max(normal, default=0.0), min(normal, default=0.0)
+    longest = max(len(piece.text) for piece in _unmatched(model))
+    never = (min(worst, 0.0) - 1.0) * (longest + 1)
+
+    def score(piece: TextPiece) -> float:
+        if piece.type == PieceType.USER_DEFINED:
+            return len(piece.text.encode()) * best - 0.1
+        return piece.score if piece.type == PieceType.NORMAL else never
+
+    return {
+        "type": "Unigram",
+        "unk_id": model.of_type(PieceType.UNKNOWN)[0][0],
+        "vocab": [(piece.text, score(piece)) for piece in model.pieces],
+        "byte_fallback": model.byte_fallback,
+    }
+
+
+def _unmatched(model: PieceModel) -> list[TextPiece]:
+    """Return the pieces whose own text SentencePiece never encodes as them."""
+    names = (PieceType.UNKNOWN, PieceType.CONTROL, PieceType.BYTE)
+    return [piece for _, piece in model.of_type(*names)]
+
+
+def _impossible(model: PieceModel) -> list[str]:
+    """Return what a model has that no tokenizer.json can describe."""
+    reasons = {
+        f"the kind {model.kind}": model.kind not in ("bpe", "unigram"),
+        "spaces that are not escaped": not model.escape_whitespaces,
+        "a whitespace suffix": model.whitespace_as_suffix,
+        "unused pieces": bool(model.of_type(PieceType.UNUSED)),
+    }
+    return [reason for reason, applies in reasons.items() if applies]
+
+
+def _differences(model: PieceModel) -> Iterator[str]:
+    """Yield the texts whose ids can differ from those of SentencePiece."""
+    normal = [piece for _, piece in model.of_type(PieceType.NORMAL)]
+    symbols = [piece for _, piece in model.of_type(PieceType.USER_DEFINED)]
+    texts = {piece.text for piece in (*normal, *symbols)}
+    spaces = model.dummy_prefix or model.remove_extra_whitespaces
+    if model.charsmap:
+        yield "characters with several combining marks (the normaliser's rules)"
+    if model.kind == "unigram":
+        yield "texts with divisions of equal score (summed in fp64, not fp32)"
+        if not _letters(piece.text for piece in _unmatched(model)) <= texts:
+            yield "names of tokens, such as <s> or <0x41>"
+    elif len({piece.score for piece in normal}) < len(normal):
+        yield "pieces of equal score"
+    if _letters(piece.text for piece in normal) - texts:
+        yield "characters that are no pieces but parts of some"
+    if symbols and (model.charsmap or (model.kind == "bpe" and spaces)):
+        yield "text next to user-defined symbols"
+
+
+def _letters(texts: Iterable[str]) -> set[str]:
+    return {letter for text in texts for letter in text}

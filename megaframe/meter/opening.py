@@ -1,0 +1,67 @@
+"""What a run says first: how large the model is, what computes it, how much data there is, and how
+the ranks divide the work. What a first-time user need not know is said later, or only in the run
+log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megaframe.config import RunConfig
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh
+from megaframe.spec import ParamSpec, active_parameters, parameter_count
+
+
+def outline(config: RunConfig, layout: Layout, specs: Sequence[ParamSpec]) -> tuple[str, str, str]:
+    """Return the lines that a run and a dry run have in common.
+
+    Args:
+        config: A config whose `model.vocab` is known.
+        layout: Its layout.
+        specs: Those of the whole model.
+
+    Returns:
+        A line each for the number of parameters, the batch and the layout.
+    """
+    count, active = parameter_count(specs), active_parameters(specs)
+    used = "" if active == count else f", {active:,} active per token"
+    train = config.train
+    tokens = train.global_batch * train.seq
+    return (
+        f"parameters  {count:,} in {len(specs)} tensors{used}",
+        f"batch       {train.global_batch} samples, {tokens:,} tokens a step, "
+        f"{tokens * train.steps:,} in the run",
+        f"layout      {layout}",
+    )
+
+
+def opening(
+    config: RunConfig, mesh: Mesh, specs: Sequence[ParamSpec], samples: Mapping[str, int]
+) -> list[str]:
+    """Return the first lines of a run.
+
+    Args:
+        config: A config whose `model.vocab` is known.
+        mesh: That of the run.
+        specs: Those of the whole model.
+        samples: The number of training samples of each source.
+    """
+    parameters, batch, layout = outline(config, mesh.layout, specs)
+    device = f"device      {_described(mesh.device)}, in {config.train.precision}"
+    count, sources = sum(samples.values()), len(samples)
+    data = (
+        f"data        {count * config.train.seq:,} tokens: {count:,} samples of {config.train.seq} "
+        f"in {sources} source{'s' if sources > 1 else ''}"
+    )
+    return [parameters, device, data, batch, layout]
+
+
+def _described(device: torch.device) -> str:
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        return f"{torch.cuda.get_device_name(device)} with {memory / 2**30:.1f} GiB a rank"
+    threads = torch.get_num_threads()
+    instructions = torch.backends.cpu.get_cpu_capability()
+    return f"CPU ({instructions}) with {threads} thread{'s' if threads > 1 else ''} a rank"

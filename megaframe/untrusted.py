@@ -1,0 +1,197 @@
+"""Files and texts from elsewhere, which may be damaged, hostile or secret: how they are opened,
+parsed and shown.
+
+A file that somebody names, or that lies in a folder of somebody else, is opened here: a pipe would
+block, and a device may never end. `UserError` passes its text through here, so no message can drive
+a terminal or repeat a password.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, TypeAlias
+
+import yaml
+
+Name: TypeAlias = "str | os.PathLike[str]"
+
+MAX_DEPTH = 32
+"""Deepest nesting of YAML and JSON that is read."""
+_LONGEST_INTEGER = 19
+"""Digits of the longest integers that stay integers; Python refuses to print ones of thousands."""
+_NAMED = re.compile(r"secret|token|passw|credential|key|sas|auth", re.IGNORECASE)
+"""Matches names of settings whose values are secrets."""
+_SHORTEST_SECRET = 6
+_URL = r"(://|\b(?:https?|s3a?|gs|gcs|abfss?|az|adl|s?ftp|hdfs):/)"  # paths lose a slash
+_SECRETS = (
+    (re.compile(_URL + r"[^\s/'\"@]*:[^\s'\"]*@"), r"\1***@"),
+    (re.compile(r"(https?://?)[^\s/'\"@]+@", re.IGNORECASE), r"\1***@"),
+    (re.compile(_URL + r"([^\s'\"?#]*[?#])[^\s'\"]+"), r"\1\2***"),
+    (re.compile(r"(AKIA|ASIA)[A-Z0-9]{12,}"), "***"),
+    (re.compile(r"((Signature|Credential|X-Amz-[A-Za-z-]+)=)[^\s&,]+"), r"\1***"),
+    (re.compile(r"\b(hf_[A-Za-z0-9]{30,}|gh[opsur]_[A-Za-z0-9]{30,}|github_pat_\w{30,})"), "***"),
+)
+"""Matches secrets by their form: in a URL, or as services make them."""
+
+
+def open_file(path: Name, buffering: int = -1) -> BinaryIO:
+    """Open a regular file for reading, without waiting for anything.
+
+    Raises OSError, with a `strerror` for users, for all else: pipes, devices, folders, and names
+    that no file can have.
+    """
+    try:
+        # Without O_NONBLOCK, opening a pipe waits for somebody to write into it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except ValueError:
+        reason = "No file can have this name"
+        raise OSError(errno.EINVAL, reason, printable(os.fspath(path))) from None
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "Not a regular file", os.fspath(path))
+        return open(descriptor, "rb", buffering)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_file(path: Name, limit: int) -> bytes:
+    """Read a whole regular file. Raises OSError as `open_file` does, and for a file of more than
+    `limit` bytes."""
+    with open_file(path) as file:
+        if os.fstat(file.fileno()).st_size > limit:
+            raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", os.fspath(path))
+        return file.read()
+
+
+def parsed_json(data: bytes) -> Any:
+    """Parse JSON. Raises ValueError for what is not JSON, or is nested more than `MAX_DEPTH` deep.
+    Integers of very many digits become floats."""
+    try:
+        value = json.loads(data, parse_int=_number)
+    except RecursionError:
+        value = None
+        depth = MAX_DEPTH + 1
+    else:
+        depth = _depth(value)
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested more than {MAX_DEPTH} deep")
+    return value
+
+
+def _number(text: str) -> int | float:
+    return int(text) if len(text) <= _LONGEST_INTEGER else float(text)
+
+
+def _depth(value: Any) -> int:
+    """Return how deep a value is nested, or `MAX_DEPTH + 1` if deeper."""
+    level, found = [value], 0
+    while level and found <= MAX_DEPTH:
+        inside = [one for one in level if isinstance(one, dict | list)]
+        level = [
+            item for one in inside for item in (one.values() if isinstance(one, dict) else one)
+        ]
+        found += bool(inside)
+    return found
+
+
+def parsed_yaml(data: bytes) -> Any:
+    """Parse YAML into dicts, lists and text (None for null), whatever its tags say. Raises
+    yaml.YAMLError or ValueError for what is not YAML, and for what `PlainLoader` refuses."""
+    node = PlainLoader(data.decode("utf-8-sig")).get_single_node()
+    return None if node is None else plain(node)
+
+
+class PlainLoader(yaml.SafeLoader):
+    """Makes node trees only; refuses deep nesting, and aliases, which can grow without bound."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        problem = None
+        if isinstance(event, yaml.AliasEvent):
+            problem = f"alias *{event.anchor} refused; share keys by extends"
+        elif self.depth == MAX_DEPTH:
+            problem = f"nested more than {MAX_DEPTH} deep"
+        if problem:
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        self.depth += 1
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+def plain(node: yaml.Node) -> Any:
+    """Return a node tree as dicts, lists and text, None for null. Keys that are not text are left
+    out."""
+    if isinstance(node, yaml.MappingNode):
+        return {
+            key.value: plain(value) for key, value in node.value if isinstance(key, yaml.ScalarNode)
+        }
+    if isinstance(node, yaml.SequenceNode):
+        return [plain(item) for item in node.value]
+    return None if node.tag == "tag:yaml.org,2002:null" else node.value
+
+
+def whole_number(least: int, most: int = 10**9) -> Callable[[str], int]:
+    """Return a parser of whole numbers from `least` to `most`, as a `type` of argparse."""
+
+    def parse(text: str) -> int:
+        number = int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else None
+        if number is None or not least <= number <= most:
+            raise argparse.ArgumentTypeError(
+                f"{printable(text[:40])!r} is not a whole number from {least} to {most}"
+            )
+        return number
+
+    return parse
+
+
+def printable(text: str) -> str:
+    """Return the text with escapes for what a terminal would obey, what nobody sees, and what
+    cannot be encoded. Line ends stay."""
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode()
+        for one in text
+    )
+
+
+def showable(text: str) -> str:
+    """Return the text without secrets and control characters."""
+    return printable(without_secrets(text))
+
+
+def without_secrets(text: str, *settings: Any) -> str:
+    """Return the text with secrets masked: those that are known by their form, and those in
+    settings (mappings and lists, at any depth) whose names suggest one."""
+    known = {secret for table in settings for secret in _secrets(table)}
+    for secret in sorted(known, key=len, reverse=True):
+        text = text.replace(secret, "***")
+    for pattern, mask in _SECRETS:
+        text = pattern.sub(mask, text)
+    return text
+
+
+def _secrets(settings: Any, known: bool = False) -> Iterator[str]:
+    """Yield the values of settings whose names suggest a secret, at any depth. known: whether an
+    enclosing name does."""
+    if isinstance(settings, dict):
+        for name, value in settings.items():
+            yield from _secrets(value, known or bool(_NAMED.search(str(name))))
+    elif isinstance(settings, list | tuple):
+        for value in settings:
+            yield from _secrets(value, known)
+    elif known and isinstance(settings, str) and len(settings) >= _SHORTEST_SECRET:
+        yield settings

@@ -1,0 +1,226 @@
+"""Changes valid inputs: JSON and YAML, bytes, command lines, and what lies under a name."""
+
+import base64
+import json
+import os
+import struct
+import sys
+from copy import deepcopy
+
+from megaframe.checkpoint.manifest import checksum
+
+SECRET = "Zq8secretofthefuzzer"
+"""No output may contain it. It is in every URL of `TEXTS`."""
+NUMBERS = [
+    *(0, -1, 1, 2, 3, 255, 65536, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64, 10**30),
+    *(0.5, -0.0, 1e-320, 1e308, float("inf"), float("nan"), 10**400, 10**5000),
+]
+TEXTS = [
+    *(
+        "",
+        " ",
+        "0",
+        "-1",
+        "1_000",
+        "١٢٣",
+        "²",
+        "1e3",
+        "0x10",
+        "nan",
+        "null",
+        "true",
+        "[]",
+        "{}",
+        "~",
+    ),
+    *("a" * 300, "b" * 100_000, "../../x", "/dev/zero", "/dev/null/x", "/proc/self/mem", ".", "/"),
+    *(
+        "name\x1b[31m\x1b]0;title\x07",
+        "line\nline",
+        "tab\there",
+        "\u202e\u200b",
+        "é" * 200,
+        "%s{0}$x",
+    ),
+    *(f"s3://key:{SECRET}@bucket/x", f"https://{SECRET}@host/x", f"https://host/x?token={SECRET}"),
+    *(
+        f"https:/user:{SECRET}@host",
+        f"abfs://box/x#{SECRET}",
+        "file:///etc/passwd",
+        "://",
+        "hf:/etc",
+    ),
+    *("*", "&a *a", "!!python/object:os.system x", "@x", "- x", "a: b", "'", '"', "#", "0F0 0B0"),
+]
+ODD = ["nul\0", "half\ud800"]
+"""What no argument can hold, but a file can."""
+
+
+def value(draw, depth=0):
+    """Return any JSON value."""
+    kind = draw.randrange(9 if depth < 3 else 7)
+    if kind < 3:
+        return draw.choice(NUMBERS)
+    if kind < 5:
+        return draw.choice([*TEXTS, *ODD])
+    if kind < 7:
+        return draw.choice([None, True, False, "@deep", "@deeper"])
+    inside = [value(draw, depth + 1) for _ in range(draw.randrange(4))]
+    return inside if kind == 7 else {draw.choice(TEXTS): one for one in inside}
+
+
+def tree(draw, root):
+    """Change, remove, add, repeat, rename or exchange entries of a JSON value; return it."""
+    root = {"root": root}
+    for _ in range(draw.choice([1, 1, 1, 2, 3, 8])):
+        places = [*_places(root)]
+        parent, key = draw.choice(places)
+        how = draw.randrange(7)
+        if how < 3:
+            parent[key] = value(draw)
+        elif how == 3:
+            del parent[key]
+        elif how == 4 and isinstance(parent, dict):
+            parent[draw.choice(TEXTS)] = parent.pop(key)
+        elif how == 5:
+            other, at = draw.choice(places)
+            if at in other if isinstance(other, dict) else at < len(other):
+                parent[key] = deepcopy(other[at])
+        elif isinstance(parent, list):
+            parent[key:key] = [parent[key]] * draw.choice([1, 2, 50])
+        else:
+            parent[draw.choice(TEXTS)] = value(draw)
+        if "root" not in root:
+            root["root"] = value(draw)
+    return root["root"]
+
+
+def _places(value):
+    if isinstance(value, dict | list):
+        for key in list(value) if isinstance(value, dict) else range(len(value)):
+            yield value, key
+            yield from _places(value[key])
+
+
+def text_of(value):
+    """Return JSON with nesting that no library would write."""
+    text = _dumped(value)
+    for mark, depth in (("@deep", 200), ("@deeper", 50_000)):
+        text = text.replace(f'"{mark}"', "[" * depth + "]" * depth)
+    return text
+
+
+def _dumped(value):
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        return json.dumps(value, ensure_ascii=True)
+    finally:
+        sys.set_int_max_str_digits(limit)
+
+
+def bytes_of(draw, data):
+    """Flip, cut, insert, repeat and overwrite a few bytes."""
+    data = bytearray(data)
+    for _ in range(draw.choice([1, 1, 2, 5])):
+        at = draw.randrange(len(data) + 1)
+        end = min(len(data), at + draw.choice([1, 2, 4, 8, 64, 1000]))
+        how = draw.randrange(7)
+        if how == 0 and at < len(data):
+            data[at] ^= 1 << draw.randrange(8)
+        elif how == 1:
+            del data[at:]
+        elif how == 2:
+            del data[at:end]
+        elif how == 3:
+            data[at:at] = draw.choice([*TEXTS, "&a [*a, *a]\n", "<<: *a\n"]).encode()
+        elif how == 4:
+            data[at:at] = data[at:end] * draw.choice([1, 3, 100])
+        elif how == 5:
+            number = draw.choice(NUMBERS[:14]) % 2**64
+            data[at : at + 8] = number.to_bytes(8, draw.choice(["little", "big"]))
+        else:
+            data[at:end] = draw.randbytes(end - at)
+    return bytes(data)
+
+
+def arguments(draw, words):
+    """Change, remove, repeat or add some words of a command line."""
+    words = list(words)
+    for _ in range(draw.choice([1, 1, 2, 4])):
+        at = draw.randrange(len(words)) if words else 0
+        word = draw.choice(
+            [*TEXTS, *map(_shown, NUMBERS), os.fsdecode(b"\xff\xfe"), "-", "--", "--x"]
+        )
+        how = draw.randrange(6)
+        if how < 3 and words:
+            key, equals, _ = words[at].partition("=")
+            words[at] = key + equals + word if equals else word
+        elif how == 3 and words:
+            del words[at]
+        elif how == 4 and words:
+            words[at:at] = [words[at]]
+        else:
+            words[at:at] = [word]
+    return [word.replace("\0", "") for word in words]
+
+
+def _shown(number):
+    return _dumped(number)
+
+
+def file(draw, path):
+    """Change a file, or what lies under its name."""
+    if draw.random() < 0.1:
+        _replace(draw, path)
+        return
+    data = path.read_bytes()
+    kind = "bytes" if draw.random() < 0.25 else path.suffix
+    if path.name == "manifest.json" and kind != "bytes":
+        manifest = json.loads(data)
+        del manifest["checksum"]
+        changed = tree(draw, manifest)
+        if isinstance(changed, dict):  # a matching checksum, as an attacker could write it
+            rest = text_of(changed)[1:].encode()
+            path.write_bytes(b'{"checksum":"%s",' % checksum(rest).encode() + rest)
+            return
+    if kind in (".json", ".yaml"):
+        path.write_text(text_of(tree(draw, json.loads(data))))
+    elif kind == ".jsonl":
+        lines = data.decode().splitlines()
+        for at in draw.sample(range(len(lines)), min(len(lines), draw.choice([1, 3]))):
+            lines[at] = text_of(tree(draw, json.loads(lines[at]))) if lines[at][:1] == "{" else ""
+        path.write_text("\n".join(lines) + "\n")
+    elif kind == ".safetensors":
+        size = struct.unpack("<Q", data[:8])[0]
+        head = text_of(tree(draw, json.loads(data[8 : 8 + size]))).encode()
+        path.write_bytes(struct.pack("<Q", len(head)) + head + data[8 + size :])
+    elif kind == ".tiktoken" and draw.random() < 0.5:
+        line = (
+            base64.b64encode(draw.randbytes(3)) + b" %s\n" % _shown(draw.choice(NUMBERS)).encode()
+        )
+        path.write_bytes(data + line)
+    else:
+        path.write_bytes(bytes_of(draw, data))
+
+
+def _replace(draw, path):
+    """Put something else under the name of a file: a pipe would block a reader, a device never
+    ends."""
+    path.unlink()
+    how = draw.randrange(7)
+    if how == 0:
+        os.mkfifo(path)
+    elif how == 1:
+        path.symlink_to(
+            draw.choice(["/dev/zero", "/dev/tty", "/proc/self/mem", "/etc/passwd", path])
+        )
+    elif how == 2:
+        path.mkdir()
+    elif how == 3:
+        path.write_bytes(b"")
+    elif how == 4:
+        path.write_bytes(b"x")
+        os.truncate(path, draw.choice([1 << 20, 1 << 33, 1 << 42]))
+    elif how == 5:
+        path.write_bytes(draw.randbytes(draw.choice([8, 100, 5000])))

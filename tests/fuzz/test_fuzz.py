@@ -1,0 +1,105 @@
+"""Changed inputs of every kind end with an answer or an error of one line; and the fuzzer finds
+what it looks for when a program is made to do it."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fuzz
+import mutators
+import pytest
+from targets import Target, nothing, targets
+
+from megaframe.errors import UserError
+
+
+def outcome(call, tmp_path, **given):
+    """Return the outcome of a target that calls `call`."""
+    template = tmp_path / "template"
+    template.mkdir(exist_ok=True)
+    (template / "in.json").write_text('{"a": [1, 2, {"b": "c"}]}')
+    target = Target("test", nothing, call, words=("word",), **given)
+    return fuzz.one(target, 0, 0, template, tmp_path / "case")
+
+
+def wrong(text):
+    raise UserError(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        ("answer", lambda: print("all is well")),
+        ("refused", lambda: wrong("use 4")),
+        ("status", lambda: sys.exit(1)),
+        ("status", lambda: sys.exit(2)),
+        ("traceback", lambda: [][0]),
+        ("traceback", lambda: bytearray(3 << 30)),
+        ("died", lambda: os.kill(os.getpid(), signal.SIGSEGV)),
+        ("outside", lambda: open("../../planted", "w").close()),
+        ("outside", lambda: os.mkdir("/tmp/../tmp/planted-by-the-fuzzer")),
+        ("outside", lambda: subprocess.run(["true"])),
+        ("secret", lambda: print(mutators.SECRET)),
+        ("secret", lambda: Path("new").write_text(mutators.SECRET)),
+        ("escape", lambda: print("\x1b[31m")),
+    ],
+)
+def test_every_kind_of_outcome_is_recognised(kind, call, tmp_path):
+    found, text = outcome(call, tmp_path)
+    assert found == kind, text
+    Path("/tmp/planted-by-the-fuzzer").exists() and os.rmdir("/tmp/planted-by-the-fuzzer")
+
+
+def test_a_program_that_takes_too_long_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzz, "SECONDS", 1)
+    assert outcome(lambda: [None for _ in iter(int, 1)], tmp_path)[0] in ("slow", "traceback")
+    monkeypatch.setattr(fuzz, "HANGING", 0.5)
+    assert outcome(lambda: time.sleep(60), tmp_path)[0] == "hung"
+
+
+def test_changes_follow_from_the_seed_and_change_something(tmp_path):
+    def changed(seed, name, text):
+        path = tmp_path / f"{seed}" / name
+        shutil.rmtree(path.parent, ignore_errors=True)
+        path.parent.mkdir()
+        path.write_bytes(text)
+        mutators.file(random.Random(seed), path)
+        plain = path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 22
+        return path.read_bytes() if plain else b""
+
+    text = b'{"a": [1, 2, {"b": "c"}], "d": 1.5}'
+    for name in ("x.json", "x.yaml", "x.jsonl", "x.bin"):
+        found = [changed(seed, name, text) for seed in range(40)]
+        assert found == [changed(seed, name, text) for seed in range(40)]
+        assert len({*found}) > 20
+    words = [tuple(mutators.arguments(random.Random(seed), ["--a", "b=c"])) for seed in range(40)]
+    assert len({*words}) > 25 and not any("\0" in word for line in words for word in line)
+
+
+def run(seconds, seed, cases, tmp_path, names=()):
+    """Run the fuzzer in a process of its own, whose only threads are those of libraries."""
+    (tmp_path / "findings").mkdir()
+    fuzzer = fuzz.Fuzzer(seed, tmp_path, names)
+    fuzzer.run(seconds, cases)
+    assert not fuzzer.findings, fuzzer.summary()
+    return fuzzer.counts
+
+
+def test_some_inputs_of_the_quick_targets_are_taken_or_refused(tmp_path):
+    names = ("config", "overrides", "dashboard", "token files", "schedule", "goodput", "trace")
+    counts = run(60, "always", 3, tmp_path, names)
+    assert all(count.total() == 3 for count in counts.values()) and len(counts) == len(names)
+
+
+@pytest.mark.slow
+def test_a_minute_of_inputs_is_taken_or_refused(tmp_path):
+    names = {target.name for target in targets()}
+    counts = run(60, "always", None, tmp_path, names)
+    assert counts.keys() == names
+    assert all(count.total() for count in counts.values())
+    assert all(sum(count[kind] for count in counts.values()) for kind in ("answer", "refused"))
