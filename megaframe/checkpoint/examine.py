@@ -127,10 +127,8 @@ def _distance(name: str, one: Checkpoint, other: Checkpoint) -> Difference:
 
 def regroup(source: Checkpoint, folder: Place, files: int) -> Place:
     """Rewrite a checkpoint into `files` files of about equal size, as `folder`/step-... (see
-    `assemble`). Raises `UserError` if there is a secret in its state, which no run saves."""
-    state = json.dumps(source.state)
-    if without_secrets(state) != state:
-        raise UserError(f"{source.path} has a password or key in its state; it is not copied")
+    `assemble`). Raises `UserError` as `refuse_secrets` does."""
+    refuse_secrets(source, [*source.tensors], source.state)
     saved = {
         (name, piece.offset): piece
         for name, tensor in source.tensors.items()
@@ -151,6 +149,14 @@ def regroup(source: Checkpoint, folder: Place, files: int) -> Place:
     total = sum(box.bytes for box in boxes)
     groups = grouped(boxes, lambda box: box.bytes, -(-total // files))
     return assemble(folder, source.step, source.state, groups, bytes_of)
+
+
+def refuse_secrets(source: object, names: Sequence[str], state: Mapping[str, JsonValue]) -> None:
+    """Raise `UserError` if there is a secret in what would be copied from a source: the names of
+    its tensors and its state. No run saves one."""
+    text = json.dumps([names, dict(state)])
+    if without_secrets(text) != text:
+        raise UserError(f"{source} has a password or key in its state; it is not copied")
 
 
 def grouped(items: Iterable[T], bytes_of: Callable[[T], int], size: int) -> list[list[T]]:

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megaframe.checkpoint import Checkpoint, Place
 from megaframe.checkpoint.container import PIECE_BYTES, Piece, Unplaced
-from megaframe.checkpoint.examine import assemble, grouped
+from megaframe.checkpoint.examine import assemble, grouped, refuse_secrets
 from megaframe.checkpoint.manifest import DTYPES, SavedSlice, SavedTensor
 from megaframe.checkpoint.slices import Shape, pieces
 from megaframe.config import RunConfig
@@ -43,6 +43,7 @@ from megaframe.dcp.payload import DataFile
 from megaframe.errors import UserError
 from megaframe.run_state import initial_state
 from megaframe.stage import model_specs
+from megaframe.untrusted import parsed_json
 
 STATE = "megaframe.state"
 """Name of the entry whose text contains the step and the state of a run."""
@@ -55,8 +56,9 @@ _VERSION = "1.0.0"
 def export(checkpoint: Checkpoint, folder: Path) -> None:
     """Write a checkpoint as a folder that `torch.distributed.checkpoint.load` can read.
 
-    Raises `UserError` if the folder exists or cannot be written.
+    Raises `UserError` if the folder exists or cannot be written, or holds a secret.
     """
+    refuse_secrets(checkpoint, [*checkpoint.tensors], checkpoint.state)
     if folder.exists():
         raise UserError(f"{folder} already exists; remove it or give another folder")
     temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
@@ -156,6 +158,7 @@ def load(folder: Path, to: Place, config: RunConfig | None = None) -> Imported:
     }
     if not kept:
         raise UserError(f"{folder} holds no tensors of floating-point numbers")
+    refuse_secrets(folder, [*kept], state)
     boxes: list[Unplaced] = []
     origin: dict[tuple[str, Shape], Chunk] = {}
     for name, stored in kept.items():
@@ -221,8 +224,8 @@ def _state_of(
         text = file.text(STATE, extent, _MAX_STATE)
     finally:
         file.close()
-    with suppress(ValueError, RecursionError):
-        given = json.loads(text)
+    with suppress(ValueError):
+        given = parsed_json(text.encode())
         if isinstance(given, dict) and given.keys() == {"step", "state"}:
             step, state = given["step"], given["state"]
             if type(step) is int and 0 <= step < 1 << 48 and isinstance(state, dict):

@@ -391,6 +391,23 @@ def test_a_config_makes_foreign_weights_those_of_a_run(config, tmp_path):
     assert f"{name} {tuple(weight.shape)} is missing" in str(caught.value)
 
 
+@pytest.mark.parametrize("where", ["state", "name"])
+def test_no_secret_of_a_foreign_state_is_copied(where, tmp_path):
+    secret = "s3://me:hunter22@host/x"
+    state = {"config": {"data": {"mask_eod": secret}}} if where == "state" else {}
+    name = secret if where == "name" else "a"
+    source = save(tmp_path / "ours", [[whole(name, torch.ones(2, 3))]], state=state)
+    with open_checkpoint(source) as checkpoint, pytest.raises(UserError, match="not copied") as it:
+        dcp.export(checkpoint, tmp_path / "dcp")
+    assert "hunter22" not in str(it.value) and not (tmp_path / "dcp").exists()
+
+    theirs = {name: torch.ones(2, 3), dcp.folder.STATE: json.dumps({"step": 1, "state": state})}
+    torch_dcp.save(theirs, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    with pytest.raises(UserError, match="not copied") as it:
+        dcp.load(tmp_path / "theirs", tmp_path / "back")
+    assert "hunter22" not in str(it.value) and not (tmp_path / "back").exists()
+
+
 def test_the_tool_exports_and_imports(tmp_path, capsys, monkeypatch):
     tensors = {"a": torch.randn(6, 4), "optimizer.moment/a": torch.randn(6, 4)}
     source = save(tmp_path / "ours", [[whole(*one) for one in tensors.items()]], state={"x": 1})

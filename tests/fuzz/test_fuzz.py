@@ -98,8 +98,9 @@ def test_some_inputs_of_the_quick_targets_are_taken_or_refused(tmp_path):
 
 @pytest.mark.slow
 def test_a_minute_of_inputs_is_taken_or_refused(tmp_path):
+    """About a minute: a number of inputs, so that all machines take the same."""
     names = {target.name for target in targets()}
-    counts = run(60, "always", None, tmp_path, names)
+    counts = run(180, "always", 60, tmp_path, names)
     assert counts.keys() == names
     assert all(count.total() for count in counts.values())
     assert all(sum(count[kind] for count in counts.values()) for kind in ("answer", "refused"))
