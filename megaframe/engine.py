@@ -151,7 +151,7 @@ class Engine:
 
     def _update(self, action: Action) -> Update:
         """Run the update, the last action of a list."""
-        self.mesh.place.act("", action, None)
+        self.mesh.place.act("", action, action.kind.value)
         with self.follow(action, action.kind.value), self.time("optimizer"):
             self.optimizer.wait()
             update = self.optimizer.update()

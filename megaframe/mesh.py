@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ import torch.distributed as dist
 
 from megaframe.comm import Group, Ring, Waits
 from megaframe.comm.alike import Alike
+from megaframe.comm.communicators import Communicators, abortable
 from megaframe.comm.connections import Connections
 from megaframe.comm.ferry import Ferry
+from megaframe.comm.flight import forget_flights, write_flight_record
 from megaframe.comm.order import Order
 from megaframe.comm.place import Place
 from megaframe.comm.recording import Recording, recording
@@ -105,6 +108,7 @@ class Mesh:
         self.store: dist.Store = dist.HashStore()
         self.place = Place()
         """What this rank is doing (see `Place`)."""
+        self._nccl: Communicators | None = Communicators(self.device) if self._over_nccl else None
         self._order: Order | None = None
         self._watch: Watch | None = None
         self._rank_of: tuple[int, ...] = ()
@@ -130,11 +134,21 @@ class Mesh:
         if layout.world > 1 and not self._alone:
             self._watch = self._watching()
             if self._over_nccl:
-                self.place.mark = lambda: torch.cuda.current_stream(self.device).record_event()
+                self.place.mark = partial(_timed_event, torch.cuda.current_stream(self.device))
 
     def _watching(self) -> Watch:
-        cut = self.connections.cut
-        return Watch(self.store, self.layout, self.rank, self._timeout, self.place, cut)
+        watch = Watch(self.store, self.layout, self.rank, self._timeout, self.place, self.cut)
+        if self._nccl is not None:
+            watch.error = self._nccl.error
+            watch.record = lambda folder: write_flight_record(folder, self.rank)
+        return watch
+
+    def cut(self) -> str:
+        """End every wait of this rank for others. Returns why this process cannot go on with its
+        device, empty if it can."""
+        self.place.ended = True  # before: from now on, a wait that returns may have brought nothing
+        self.connections.cut()
+        return self._nccl.abort() if self._nccl is not None else ""
 
     def group(self, *axes: str) -> Group:
         """Return this rank's group over `axes`."""
@@ -294,9 +308,10 @@ class Mesh:
 
     def may_begin_again(self, asked: Callable[[], bool]) -> None:
         """Allow an in-process restart if only a transfer has failed and `asked` then returns true.
-        On a GPU this has no effect and ranks leave, because nothing here can end NCCL's
-        transfers."""
-        if self._watch is not None and self.device.type == "cpu":
+        This has no effect if ranks share a GPU, or if torch ends the process when a communicator
+        fails (see `allow_abort`): then the ranks leave."""
+        able = abortable() if self._over_nccl else self.device.type == "cpu"
+        if self._watch is not None and able:
             self._watch.may_begin_again = asked
 
     def at_leave(self, call: Callable[[], object]) -> None:
@@ -325,6 +340,8 @@ class Mesh:
             self._watch.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+        if self.place.ended and self._nccl is not None:
+            forget_flights()
 
     def _rendezvous(self) -> dist.Store:
         limit = timedelta(seconds=self._timeout)
@@ -332,7 +349,8 @@ class Mesh:
         store, rank, world = launcher_store(self.rank, self.layout.world, self._timeout)
         store = fresh_store(store, rank, world, self._timeout)
         kind = "nccl" if self._over_nccl else "gloo"
-        with self.connections.made():
+        # NCCL's own sockets are not cut: an abort ends its transfers.
+        with nullcontext() if self._over_nccl else self.connections.made():
             dist.init_process_group(kind, store=store, rank=rank, world_size=world, timeout=limit)
         return dist.PrefixStore("megaframe", store)
 
@@ -393,12 +411,15 @@ class Mesh:
         if self._alone:
             return Alike(ranks.index(self.rank), len(ranks)) if self.rank in ranks else None
         self.communicators += backend is None and self.rank in ranks
-        with self._gathering(), self.connections.made():
-            if backend is None and self._over_nccl:
+        with self._gathering():
+            if backend is None and self._nccl is not None:
                 made = dist.new_group(ranks, **_of_nccl(self.device, self._timeout))
+                if self.rank in ranks:
+                    self._nccl.add(made)
             else:
                 limit = timedelta(seconds=self._timeout)
-                made = dist.new_group(ranks, timeout=limit, backend=backend)
+                with self.connections.made():
+                    made = dist.new_group(ranks, timeout=limit, backend=backend)
         # If this rank is not in the group, torch returns a number instead of a group.
         return Ferry(made) if self._ferried and not backend and self.rank in ranks else made
 
@@ -409,6 +430,12 @@ class Mesh:
         if names | {"context"} == {"tensor", "context", "data", "pipeline"}:
             return "world"
         return "+".join(sorted(name for name in names if sizes.get(name, 2) > 1))
+
+
+def _timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Return an event behind the work that a stream has been given so far, whichever stream the
+    caller works on."""
+    return stream.record_event(torch.cuda.Event(enable_timing=True))
 
 
 def _of_nccl(device: torch.device, timeout: float) -> dict[str, Any]:

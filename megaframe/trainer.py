@@ -284,7 +284,9 @@ class Trainer:
 
     def _global_loss(self) -> float:
         """Return the loss of the last step, summed over all ranks."""
-        return float(all_reduce(self._loss.clone(), self.mesh.world).wait())
+        loss = float(all_reduce(self._loss.clone(), self.mesh.world).wait())
+        self.mesh.place.check()  # on a GPU, what is computed from an ended transfer is complete too
+        return loss
 
     def _evaluate(self) -> None:
         """Record loss, perplexity and bits per byte on the validation split, and the loss of each

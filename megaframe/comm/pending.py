@@ -79,6 +79,7 @@ class Pending(Generic[T]):
             except RuntimeError as error:
                 raise _lost(self._group, error) from error
             place.go_on(begun)
+            place.check()
             place.left(_Waiting(self._kind, self._group), self._work.is_completed)
             self._work = None
         if self._too is not None:
@@ -122,8 +123,9 @@ def started(
     size: int = 0,
 ) -> Pending[T]:
     """Start an operation on a group by calling `start`, and return its pending result. Raises
-    `LostRanks` if it fails at once, for example over a connection that is known to be broken. For
-    the other arguments see `Pending`."""
+    `LostRanks` if it fails at once, for example over a connection that is known to be broken, or
+    if transfers were ended. For the other arguments see `Pending`."""
+    group.place.check()
     try:
         work = start()
     except RuntimeError as error:

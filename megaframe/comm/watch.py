@@ -85,9 +85,12 @@ class Watch:
     timeout: seconds that the rank may continue after the store is gone, and that its device may
     wait for other ranks in one part of a step.
     place: where the rank is in its work.
-    cut: ends every wait of this rank for others.
+    cut: ends every wait of this rank for others. Returns why this process cannot restart, empty
+    if it can.
 
     May be set:
+    error: returns what the device's communicators report, empty if nothing.
+    record: writes the flight record into a folder and returns what to say about it.
     rank_of: pipeline coordinate of each stage, by number, for messages.
     limit: seconds that the activity recorded in `place` may take, 0 for no limit.
     folder: where verdicts and stacks are written.
@@ -102,7 +105,7 @@ class Watch:
         rank: int,
         timeout: float,
         place: Place,
-        cut: Callable[[], object],
+        cut: Callable[[], str],
     ) -> None:
         # A separate connection, because other threads may block on the given one. (`clone` is not
         # in torch's stubs.)
@@ -111,6 +114,8 @@ class Watch:
         self._place, self._cut = place, cut
         self.may_begin_again: Callable[[], bool] = lambda: False
         self.at_end: Callable[[], object] = lambda: None
+        self.error: Callable[[], str] = lambda: ""
+        self.record: Callable[[Path], str] | None = None
         self.rank_of: tuple[int, ...] = ()
         self.limit = 0.0
         self.folder: Path | None = None
@@ -135,7 +140,8 @@ class Watch:
         verdict = self._judged(lost)
         if not verdict.again:
             self._end(verdict, lost)
-        self._cut()
+        if wrong := self._cut():
+            self._end(self._stays_out(wrong))
         return verdict.text
 
     def close(self) -> None:
@@ -153,6 +159,7 @@ class Watch:
             while not self._stop.wait(_PAUSE if answered else _LOOK):
                 if not answered:
                     late = self._place.overrun(self.limit) or self._place.stalled(self._timeout)
+                    late = late or bool(self.error())
                     if late:
                         self._append("lost", json.dumps([self._rank, _LATE]) + "\n")
                         judged = time.monotonic() + _PATIENCE
@@ -184,7 +191,14 @@ class Watch:
         """End every wait of this rank, so that its working thread raises and calls `leave`."""
         if verdict.late:
             self._dump_stacks(verdict)
-        self._cut()
+        self._write_record()
+        if (wrong := self._cut()) and self._leaving.acquire(blocking=False):
+            self._end(self._stays_out(wrong))
+
+    def _stays_out(self, wrong: str) -> Verdict:
+        """Return the verdict of a rank that alone cannot restart in its process."""
+        text = f"{self._name(self._rank)} cannot restart in its process: {wrong}"
+        return Verdict((self._rank,), text)
 
     def _all_here(self, seen: Mapping[int, Sight]) -> bool:
         """Return whether the ranks may restart in their processes and each of them can: it is in
@@ -203,10 +217,13 @@ class Watch:
         """Return a verdict about which ranks hold up what takes too long."""
         seen = self._answers()
         ranks = held_up_by(seen, self._layout.world)
-        limit = f"faults.step_timeout={self.limit:g} s"
-        if not self._place.overrun(self.limit):
-            limit = f"parallel.timeout={self._timeout:g} s"
-        text = f"{seen[self._rank].doing.partition(',')[0]} took more than {limit}: "
+        text = seen[self._rank].doing.partition(",")[0]
+        if self._place.overrun(self.limit):
+            text += f" took more than faults.step_timeout={self.limit:g} s: "
+        elif error := self.error():
+            text += f" failed, NCCL reports {error}: "
+        else:
+            text += f" took more than parallel.timeout={self._timeout:g} s: "
         text += "; ".join(
             f"{self._name(rank)} {'at ' + str(seen[rank]) if rank in seen else 'does not answer'}"
             for rank in ranks[:_NAMED]
@@ -307,6 +324,7 @@ class Watch:
         print(f"error: rank {self._rank}: {text}", file=sys.stderr, flush=True)
         if verdict.late or (lost is None and self._rank in verdict.ranks):
             self._dump_stacks(verdict)
+        self._write_record()
         sys.stdout.flush()
         if self._reachable:
             _within(_FAREWELL, lambda: self._take_leave(verdict))
@@ -326,6 +344,12 @@ class Watch:
                         flush=True,
                     )
                     faulthandler.dump_traceback(file)
+
+    def _write_record(self) -> None:
+        """Write the flight record of this rank into the folder, if there is a recorder."""
+        if self.record is not None and self.folder is not None:
+            said = self.record(self.folder)
+            print(f"rank {self._rank}: {said}", file=sys.stderr, flush=True)
 
     def _take_leave(self, verdict: Verdict) -> None:
         """Announce that this rank is ready to leave. Rank 0, which may hold the store, also waits

@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaframe.comm.busy import DeviceBusy, DeviceTimes
 from megaframe.comm.place import Place, Sight, gathered, held_up_by
 
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -110,3 +111,36 @@ def test_a_device_is_stalled_that_stays_where_it_waits():
     assert not place.stalled(0.0) and place.stalled(0.0)
     marks[1].passed = True
     assert not place.stalled(0.0) and not place.stalled(0.0)  # it is computing, not waiting
+
+
+class Moment:
+    """Stands for a mark with a time: a device has passed those before `now`, in milliseconds."""
+
+    now = 0.0
+
+    def __init__(self, at):
+        self._at = at
+
+    def query(self):
+        return self._at <= Moment.now
+
+    def elapsed_time(self, end):
+        assert self.query() and end.query(), "a time that the device has not come to yet"
+        return end._at - self._at
+
+
+def test_a_device_is_busy_between_its_marks_without_its_waits():
+    busy = DeviceBusy()
+    Moment.now = 0.0
+    busy.act("F", Moment(10.0))
+    busy.wait(Moment(12.0), Moment(40.0))
+    busy.act(None, Moment(50.0))  # which the host has launched before the device has begun
+    Moment.now = 60.0  # the device has nothing to do before the next one
+    busy.act("B", Moment(70.0))
+    busy.act(None, Moment(75.0))
+    assert busy.take() == DeviceTimes(), "it has not passed the last mark"
+    Moment.now = 80.0
+    times = busy.take()
+    assert times.steps == 2  # the second has no actions
+    assert times.busy == {"F": 0.012, "B": 0.005}
+    assert times.starved == {"F": 0.0, "B": 0.005}

@@ -5,14 +5,20 @@ starts it, and `wait` lets the current stream follow the transfer. Data really m
 waits, at the latest.
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megaframe.comm.connections import Connections
+from standin import flight
+from standin.aborts import Abortable, destroy
 from standin.machine import count_as_work, library, repeat_in_graph, report
 
 host = torch.ops.standin.host
 _init_process_group, _new_group = dist.init_process_group, dist.new_group
+_destroy_process_group = dist.destroy_process_group
 _ASKED = 2
 """A transfer that gloo has done is not said to be done before it was asked for this many times."""
 
@@ -29,11 +35,18 @@ def init_process_group(backend, **options):
 
 def new_group(ranks, timeout=None, backend=None, pg_options=None, device_id=None):
     """Make a group of gloo, or one of NCCL if it is asked for with NCCL's options."""
-    made = _new_group(ranks, timeout=timeout, backend=backend or "gloo")
+    sockets = Connections(int(os.environ["MASTER_PORT"]))
+    with sockets.made():
+        made = _new_group(ranks, timeout=timeout, backend=backend or "gloo")
     if pg_options is None:
         return made
     assert device_id == torch.device("cuda", library.get_device())
-    return Nccl(made) if dist.get_rank() in ranks else made
+    return Nccl(made, sockets) if dist.get_rank() in ranks else made
+
+
+def destroy_process_group():
+    destroy()
+    _destroy_process_group()
 
 
 class Event:
@@ -42,6 +55,9 @@ class Event:
     def __init__(self, stream):
         self._event = library.new_event()
         library.event_record(self._event, stream)
+
+    def not_before(self, time):
+        library.event_not_before(self._event, time)
 
     def block(self, stream):
         library.event_wait(self._event, stream)
@@ -62,6 +78,7 @@ class Work(dist.Work):
     def _finish(self):
         for work in self._works:
             work.wait()
+            self._event.not_before(work.began)
         self._land()
         self._works, self._land = [], lambda: None
 
@@ -85,16 +102,17 @@ def _nothing():
     pass
 
 
-class Nccl(dist.ProcessGroup):
-    """One communicator."""
+class Nccl(Abortable, dist.ProcessGroup):
+    """One communicator. sockets: those of its gloo group."""
 
-    def __init__(self, gloo):
-        super().__init__(gloo.rank(), gloo.size())
-        self._gloo, self._stream = gloo, library.new_stream()
+    def __init__(self, gloo, sockets):
+        dist.ProcessGroup.__init__(self, gloo.rank(), gloo.size())
+        self.begin_life(sockets)
+        self.gloo, self._stream = gloo, library.new_stream()
 
     @property
     def group_name(self):
-        return self._gloo.group_name
+        return self.gloo.group_name
 
     def _start(self, name, reads, writes, launch):
         """Start a transfer. launch: is given copies of what is read and the memory of what is
@@ -102,6 +120,8 @@ class Nccl(dist.ProcessGroup):
         for x in (*reads, *writes):
             assert x.is_cuda, "No backend type associated with device type cpu"
             assert x.is_contiguous(), "Tensors must be contiguous"
+        self.check_alive()
+        launch = self.flying(name, launch)
         here = library.get_stream()
         Event(here).block(self._stream)
         library.set_stream(self._stream)
@@ -121,7 +141,7 @@ class Nccl(dist.ProcessGroup):
     def allreduce(self, tensors, options):
         def launch(reads, writes):
             (x,), (into,) = reads, writes
-            work = dist.all_reduce(x, options.reduceOp, self._gloo, async_op=True)
+            work = dist.all_reduce(x, options.reduceOp, self.gloo, async_op=True)
             return work, lambda: into.copy_(x)
 
         return self._start("all_reduce", tensors, tensors, launch)
@@ -130,7 +150,7 @@ class Nccl(dist.ProcessGroup):
         def launch(reads, writes):
             found = torch.empty_like(writes[0])
             flat = found.view(-1), reads[0].view(-1)
-            work = dist.all_gather_into_tensor(*flat, self._gloo, async_op=True)
+            work = dist.all_gather_into_tensor(*flat, self.gloo, async_op=True)
             return work, lambda: writes[0].copy_(found)
 
         return self._start("all_gather", [x], [into], launch)
@@ -143,7 +163,7 @@ class Nccl(dist.ProcessGroup):
             found = flat.new_empty(sum(sizes))
             leaving = [flat.numel()] * self.size()
             work = dist.all_to_all_single(
-                found, flat.repeat(self.size()), sizes, leaving, self._gloo, async_op=True
+                found, flat.repeat(self.size()), sizes, leaving, self.gloo, async_op=True
             )
 
             def land():
@@ -157,14 +177,14 @@ class Nccl(dist.ProcessGroup):
     def all_to_all_single(self, into, x, coming, leaving, options=None):
         def launch(reads, writes):
             found, sizes = torch.empty_like(writes[0]), (coming or None, leaving or None)
-            work = dist.all_to_all_single(found, reads[0], *sizes, self._gloo, async_op=True)
+            work = dist.all_to_all_single(found, reads[0], *sizes, self.gloo, async_op=True)
             return work, lambda: writes[0].copy_(found)
 
         return self._start("all_to_all", [x], [into], launch)
 
     def reduce_scatter_single(self, into, x, options):
         def launch(reads, writes):
-            work = dist.all_reduce(reads[0], options.reduceOp, self._gloo, async_op=True)
+            work = dist.all_reduce(reads[0], options.reduceOp, self.gloo, async_op=True)
             mine = reads[0].view(-1).chunk(self.size())[self.rank()]
             return work, lambda: writes[0].copy_(mine.view_as(writes[0]))
 
@@ -172,7 +192,7 @@ class Nccl(dist.ProcessGroup):
 
     def send(self, tensors, target, tag):
         def launch(reads, writes):
-            work = dist.isend(reads[0], group=self._gloo, group_dst=target, tag=tag)
+            work = dist.isend(reads[0], group=self.gloo, group_dst=target, tag=tag)
             return work, _nothing
 
         return self._start("send", tensors, [], launch)
@@ -180,13 +200,14 @@ class Nccl(dist.ProcessGroup):
     def recv(self, tensors, source, tag):
         def launch(reads, writes):
             found = torch.empty_like(writes[0])
-            work = dist.irecv(found, group=self._gloo, group_src=source, tag=tag)
+            work = dist.irecv(found, group=self.gloo, group_src=source, tag=tag)
             return work, lambda: writes[0].copy_(found)
 
         return self._start("receive", [], tensors, launch)
 
     def barrier(self, opts=None):
-        work = dist.barrier(self._gloo, async_op=True)
+        self.check_alive()
+        work = self.flight("barrier", dist.barrier(self.gloo, async_op=True))
         return Work([work], _nothing, Event(self._stream), None)
 
 
@@ -195,3 +216,5 @@ def install():
         module.ProcessGroupNCCL = ProcessGroupNCCL
     distributed_c10d._NCCL_AVAILABLE = True
     dist.init_process_group, dist.new_group = init_process_group, new_group
+    dist.destroy_process_group = destroy_process_group
+    flight.install()

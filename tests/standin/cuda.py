@@ -12,6 +12,14 @@ from standin.machine import library, report
 
 _DEFAULT = -1
 """What the default stream, number 0, is called where 0 would mean a new one."""
+errors = []
+"""An error of the device, which all later calls return: only the end of the process clears it."""
+
+
+def check_device():
+    if errors:
+        raise RuntimeError(f"CUDA error: {errors[0]}")
+
 
 
 class StreamBase:
@@ -34,7 +42,12 @@ class StreamBase:
         return self.stream_id
 
     def synchronize(self):
+        check_device()
         library.synchronize_stream(self.stream_id)
+
+    def query(self):
+        check_device()
+        return True
 
     def __eq__(self, other):
         return isinstance(other, StreamBase) and other.stream_id == self.stream_id
@@ -64,6 +77,7 @@ class EventBase:
         return bool(library.event_query(self._event, before))
 
     def synchronize(self):
+        check_device()
         library.event_synchronize(self._event)
 
     def elapsed_time(self, end):
@@ -107,6 +121,11 @@ class Properties:
     multi_processor_count = 132
 
 
+def _synchronize():
+    check_device()
+    library.synchronize_device()
+
+
 def _exchange_device(device):
     before = library.get_device()
     if device >= 0:
@@ -138,7 +157,7 @@ _COMPILED = {
     "_cuda_getDefaultStream": lambda device: (_DEFAULT, device, 1),
     "_cuda_getCurrentRawStream": lambda device: library.get_stream(),
     "_cuda_setStream": lambda stream_id, **device: library.set_stream(max(stream_id, 0)),
-    "_cuda_synchronize": lambda: library.synchronize_device(),
+    "_cuda_synchronize": lambda: _synchronize(),
     "_cuda_emptyCache": lambda: None,
     "_host_emptyCache": lambda: None,
     "_cuda_memoryStats": _memory_stats,

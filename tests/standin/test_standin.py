@@ -7,6 +7,7 @@ may wait.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,9 @@ import pytest
 import torch
 from pool import free_port
 from tolerances import promised, unit_roundoff
+from torch.distributed.flight_recorder import fr_trace
 
+from megaframe.errors import EXIT_LOST_RANKS
 from standin.build import library, obstacle
 
 if (reason := obstacle()) is not None:
@@ -65,7 +68,7 @@ class StandIn:
         said = "".join(path.read_text() for path in sorted(folder.glob("*.log")))
         assert fails or statuses == [0] * world, said
         lines = [path.read_text().splitlines() for path in sorted(folder.glob("*.jsonl"))]
-        self.failed = statuses != [0] * world
+        self.statuses, self.failed = statuses, statuses != [0] * world
         self.reports = [tuple(json.loads(line)) for part in lines for line in part]
         return said
 
@@ -362,3 +365,117 @@ def test_every_wait_is_needed(standin, program, function, method, kind):
     standin.run("standin.programs:without", *words, world=RANKS.get(program, 1), fails=True)
     found = standin.kinds() - {"wait"}
     assert kind in found if kind else standin.failed, found
+
+
+# --------------------------------------------------------------------------------- what fails there
+
+FAILING = {
+    **SMALL,
+    **PLAIN,
+    "run__device": "cuda",
+    "parallel__pipeline": 2,
+    "train__steps": 7,
+    "train__eval_samples": 0,
+    "checkpoint__every": 2,
+    "checkpoint__resume": "latest",
+}
+
+
+def losses(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows}
+
+
+@pytest.fixture
+def failing(standin, overrides, tmp_path):
+    """failing(fault, rank, step) -> what was printed, for a run of two ranks."""
+
+    def run(fault, rank, step, fails=False, **changes):
+        words = fault, str(rank), str(step), *overrides(**FAILING | changes)
+        return standin.run("standin.failures:pretrain", *words, world=2, fails=fails)
+
+    return run
+
+
+def test_a_transfer_that_hangs_is_aborted_and_the_run_goes_on(
+    failing, standin, overrides, tmp_path
+):
+    standin.run("pretrain_gpt:main", *overrides(**FAILING, run__dir=tmp_path / "whole"), world=2)
+    said = failing("hang", 1, 5)
+    assert_no_problem(standin)
+    assert "restarted in the same processes (1 of faults.restarts=3): step 6 took more than" in said
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert said.count("flight record in ") == 2
+
+
+@pytest.mark.slow
+def test_a_communicator_that_fails_is_aborted_and_the_run_goes_on(failing, standin):
+    """The host is not told by its transfers; the time limits are too long to help."""
+    said = failing("lose_connection", 0, 5, faults__step_timeout=100)
+    assert_no_problem(standin)
+    assert re.search(r"restarted in the same .*: step 6 failed, NCCL reports COMM_ERROR in", said)
+
+
+@pytest.mark.slow
+def test_a_device_with_an_error_that_stays_ends_the_run(failing, standin, tmp_path):
+    said = failing("fail_device", 1, 5, fails=True)
+    assert standin.statuses == [EXIT_LOST_RANKS] * 2
+    assert "restarted" not in said and "step 6 took more than faults.step_timeout=1 s" in said
+
+
+@pytest.mark.slow
+def test_torchs_analyser_reads_the_flight_records_of_a_hang(failing, tmp_path, capsys, monkeypatch):
+    failing("hang", 1, 5, checkpoint__resume="null", fails=True)
+    folder = tmp_path / "run/faults"
+    assert sorted(path.name for path in folder.glob("nccl-*")) == ["nccl-rank-0", "nccl-rank-1"]
+    fr_trace.main([str(folder), "-p", "nccl-rank-", "-o", str(tmp_path / "found")])
+
+
+FAILURES = {
+    "abort_together": set(),
+    "abort_one_after_the_other": {"abort"},
+    "destroy_in_use": {"abort"},
+}
+
+
+@pytest.mark.parametrize(("program", "kinds"), FAILURES.items(), ids=FAILURES)
+def test_how_communicators_end(standin, program, kinds):
+    standin.run(f"standin.failures:{program}", world=2, fails=bool(kinds))
+    assert standin.kinds() - {"wait"} == kinds, standin.reports
+
+
+# ------------------------------------------------------------------------------------ slow devices
+
+PACED = {
+    **SMALL,
+    **PLAIN,
+    "run__device": "cuda",
+    "train__microbatch": 1,
+    "train__steps": 23,
+    "train__eval_samples": 0,
+    "faults__straggler_factor": 1.5,
+}
+
+
+@pytest.mark.parametrize(
+    ("pace", "wanted"),
+    [
+        pytest.param((1e3, 5e3, 1e3, 20e3), "on its device, where", id="device"),
+        pytest.param((1e3, 5e3, 4e3, 5e3), None, id="hidden-host"),
+        pytest.param(
+            (1e3, 5e3, 40e3, 5e3),
+            "on its device, which waits for its host to launch it, where",
+            id="host",
+        ),
+    ],
+)
+def test_a_slow_device_is_named_and_not_a_host_that_its_device_hides(
+    standin, overrides, pace, wanted
+):
+    """pace: nanoseconds in which the host launches and the device runs a piece of work, of the
+    first rank and of the second."""
+    words = [*map(str, pace), *overrides(**PACED)]
+    said = standin.run("standin.failures:pretrain_at_a_pace", *words, world=2)
+    found = re.findall(r"rank (\d) is slow: [\d.]+ s of ([FB]) per step(.*) ranks with", said)
+    assert {rank for rank, _, _ in found} == ({"1"} if wanted else set()), found
+    assert all(where.strip().startswith(wanted) for _, _, where in found)
