@@ -116,6 +116,8 @@ class Communicators:
                 return f"{what} takes more than {_SECONDS:g} s"
             return next(filter(None, found), "")
 
-        return run("the abort of its communicators", *(one.abort for one in self._handles)) or run(
+        every = [*self._handles, dist.group.WORLD]  # the default group, from which they are split
+        aborts = [one.abort for one in every if one is not None]
+        return run("the abort of its communicators", *aborts) or run(
             "its device", lambda: torch.cuda.synchronize(self._device)
         )

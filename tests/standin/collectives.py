@@ -6,6 +6,7 @@ waits, at the latest.
 """
 
 import os
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -26,14 +27,14 @@ _ASKED = 2
 class ProcessGroupNCCL:
     class Options:
         def __init__(self, is_high_priority_stream=False):
-            self._timeout = None
+            self._timeout, self.config = None, SimpleNamespace()
 
 
-def init_process_group(backend, **options):
+def init_process_group(backend, pg_options=None, device_id=None, **options):
     return _init_process_group("gloo" if backend == "nccl" else backend, **options)
 
 
-def new_group(ranks, timeout=None, backend=None, pg_options=None, device_id=None):
+def new_group(ranks, timeout=None, backend=None, pg_options=None, group_desc=None, device_id=None):
     """Make a group of gloo, or one of NCCL if it is asked for with NCCL's options."""
     sockets = Connections(int(os.environ["MASTER_PORT"]))
     with sockets.made():
@@ -47,6 +48,15 @@ def new_group(ranks, timeout=None, backend=None, pg_options=None, device_id=None
 def destroy_process_group():
     destroy()
     _destroy_process_group()
+
+
+def split_group(split_ranks, timeout, pg_options, group_desc):
+    """Make the groups of a split, and return that of this rank. The default group must be bound to
+    a device."""
+    default = dist.group.WORLD
+    device, default.bound_device_id = default.bound_device_id, None
+    made = [new_group(r, timeout, pg_options=pg_options, device_id=device) for r in split_ranks]
+    return next((m for m, r in zip(made, split_ranks, strict=True) if dist.get_rank() in r), None)
 
 
 class Event:
@@ -109,6 +119,8 @@ class Nccl(Abortable, dist.ProcessGroup):
         dist.ProcessGroup.__init__(self, gloo.rank(), gloo.size())
         self.begin_life(sockets)
         self.gloo, self._stream = gloo, library.new_stream()
+        self._together = None
+        """The messages of the group of calls that is being made."""
 
     @property
     def group_name(self):
@@ -190,12 +202,27 @@ class Nccl(Abortable, dist.ProcessGroup):
 
         return self._start("reduce_scatter", [x], [into], launch)
 
+    def _start_coalescing(self, device):
+        self._together = []
+
+    def _end_coalescing(self, device):
+        works, self._together = self._together, None
+        started = [one for work in works for one in work._works]
+        kept = [work._kept for work in works]
+        return Work(started, lambda: [work._land() for work in works], Event(self._stream), kept)
+
+    def _message(self, name, reads, writes, launch):
+        work = self._start(name, reads, writes, launch)
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
     def send(self, tensors, target, tag):
         def launch(reads, writes):
             work = dist.isend(reads[0], group=self.gloo, group_dst=target, tag=tag)
             return work, _nothing
 
-        return self._start("send", tensors, [], launch)
+        return self._message("send", tensors, [], launch)
 
     def recv(self, tensors, source, tag):
         def launch(reads, writes):
@@ -203,7 +230,7 @@ class Nccl(Abortable, dist.ProcessGroup):
             work = dist.irecv(found, group=self.gloo, group_src=source, tag=tag)
             return work, lambda: writes[0].copy_(found)
 
-        return self._start("receive", [], tensors, launch)
+        return self._message("receive", [], tensors, launch)
 
     def barrier(self, opts=None):
         self.check_alive()
@@ -218,3 +245,4 @@ def install():
     dist.init_process_group, dist.new_group = init_process_group, new_group
     dist.destroy_process_group = destroy_process_group
     flight.install()
+    dist.split_group = split_group
