@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaframe.comm import Group, Ring, Waits
+from megaframe.comm import Group, Ring, Waits, connections, open_files
 from megaframe.comm.alike import Alike
-from megaframe.comm.connections import Connections
 from megaframe.comm.ferry import Ferry
 from megaframe.comm.order import Order
 from megaframe.comm.place import Place
 from megaframe.comm.recording import Recording, recording
-from megaframe.comm.start import fresh_store, launcher_store
+from megaframe.comm.start import agent_has_store, fresh_store, launcher_store
 from megaframe.comm.watch import Watch
 from megaframe.device import device_of, finish_before_others, launched, tune_host_allocator
 from megaframe.errors import LostRanks
@@ -109,9 +108,9 @@ class Mesh:
         self._watch: Watch | None = None
         self._rank_of: tuple[int, ...] = ()
         self._links: dict[tuple[int, int], Group] = {}
-        self.connections = Connections(int(os.environ.get("MASTER_PORT", "0")))
-        with self._gathering():
-            if layout.world > 1 and not self._alone:
+        if layout.world > 1 and not self._alone:
+            self._make_room(axis_sets, 2 + check_collectives)
+            with self._gathering():
                 self.store = self._rendezvous()
         if check_collectives:
             self._order = Order(self.store, self.rank, self.place)
@@ -133,7 +132,7 @@ class Mesh:
                 self.place.mark = lambda: torch.cuda.current_stream(self.device).record_event()
 
     def _watching(self) -> Watch:
-        cut = self.connections.cut
+        cut = connections.cut
         return Watch(self.store, self.layout, self.rank, self._timeout, self.place, cut)
 
     def group(self, *axes: str) -> Group:
@@ -248,7 +247,7 @@ class Mesh:
         handle = None
         if len(ranks) > 1:
             handle = self._new_handle(ranks, "gloo")
-        return Group(axes, ranks, self.rank, handle)
+        return Group(axes, ranks, self.rank, handle, control=True)
 
     def recording(self, name: str) -> AbstractContextManager[Recording]:
         """Return a context that records the transfers started in it over the groups, for
@@ -332,9 +331,26 @@ class Mesh:
         store, rank, world = launcher_store(self.rank, self.layout.world, self._timeout)
         store = fresh_store(store, rank, world, self._timeout)
         kind = "nccl" if self._over_nccl else "gloo"
-        with self.connections.made():
+        with connections.made_lazily():  # nothing is sent over this group
             dist.init_process_group(kind, store=store, rank=rank, world_size=world, timeout=limit)
         return dist.PrefixStore("megaframe", store)
+
+    def _make_room(self, axis_sets: Iterable[tuple[str, ...]], to_store: int) -> None:
+        """Raise the limits of open files if the groups over `axis_sets` need that, or, on the first
+        rank, the store. to_store: connections of each rank to it. Raises `UserError` if the system
+        does not allow it."""
+        world = self.layout.world
+        own = {self.layout.members(self.rank, *axes) for axes in axis_sets}
+        connected = [] if self._over_nccl else [len(ranks) for ranks in own if len(ranks) > 1]
+        files = sum(map(open_files.of_group, connected)) + to_store
+        what = f"rank {self.rank}: the connections to other ranks"
+        if self.rank == 0:
+            what_store = f"the connections of {world} ranks to the store ({to_store} each)"
+            if agent_has_store():
+                open_files.make_room(world * to_store, what_store, os.getppid())
+            else:
+                files, what = files + world * to_store, f"{what}, and {what_store},"
+        open_files.make_room(files, what)
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
@@ -362,7 +378,7 @@ class Mesh:
         ranks. Returns the group with this rank, or a group of this rank alone if there is none.
 
         shared: reuse a group that was made before for the same ranks.
-        backend: use this backend instead of the device's.
+        backend: use this backend instead of the device's, for control.
         """
         mine = Group(axes, (self.rank,), 0, None, place=self.place)
         for ranks in members:
@@ -382,6 +398,7 @@ class Mesh:
                     place=self.place,
                     order=self._order,
                     ferried=isinstance(handle, Ferry),
+                    control=backend is not None,
                 )
         if any(len(ranks) > 1 for ranks in members):
             self._counted.append((self._label(axes), mine))
@@ -393,7 +410,8 @@ class Mesh:
         if self._alone:
             return Alike(ranks.index(self.rank), len(ranks)) if self.rank in ranks else None
         self.communicators += backend is None and self.rank in ranks
-        with self._gathering(), self.connections.made():
+        lazily = nullcontext() if backend is None else connections.made_lazily()
+        with self._gathering(), lazily:
             if backend is None and self._over_nccl:
                 made = dist.new_group(ranks, **_of_nccl(self.device, self._timeout))
             else:
