@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megaframe.comm import Group, Ring, Waits
+from megaframe.comm import Group, Ring, Waits, connections, open_files
 from megaframe.comm.alike import Alike
 from megaframe.comm.communicators import Communicators, abortable
-from megaframe.comm.connections import Connections
 from megaframe.comm.ferry import Ferry
 from megaframe.comm.flight import forget_flights, write_flight_record
 from megaframe.comm.nccl import (
@@ -32,7 +31,7 @@ from megaframe.comm.nccl import (
 from megaframe.comm.order import Order
 from megaframe.comm.place import Place
 from megaframe.comm.recording import Recording, recording
-from megaframe.comm.start import fresh_store, launcher_store
+from megaframe.comm.start import agent_has_store, fresh_store, launcher_store
 from megaframe.comm.watch import Watch
 from megaframe.device import device_of, finish_before_others, launched, tune_host_allocator
 from megaframe.errors import LostRanks
@@ -107,9 +106,9 @@ class Mesh:
         self._watch: Watch | None = None
         self._rank_of: tuple[int, ...] = ()
         self._links: dict[tuple[int, int], Group] = {}
-        self.connections = Connections(int(os.environ.get("MASTER_PORT", "0")))
-        with self._gathering():
-            if layout.world > 1 and not self._alone:
+        if layout.world > 1 and not self._alone:
+            self._make_room(axis_sets, 2 + check_collectives)
+            with self._gathering():
                 self.store = self._rendezvous()
         if check_collectives:
             self._order = Order(self.store, self.rank, self.place)
@@ -142,7 +141,7 @@ class Mesh:
         """End every wait of this rank for others. Returns why this process cannot go on with its
         device, empty if it can."""
         self.place.ended = True  # before: from now on, a wait that returns may have brought nothing
-        self.connections.cut()
+        connections.cut()
         return self._over_nccl.abort() if self._over_nccl is not None else ""
 
     def group(self, *axes: str) -> Group:
@@ -264,7 +263,7 @@ class Mesh:
         axes = ("pipeline", "data", "context", "tensor")
         (ranks,) = self.layout.groups(*axes)
         handle = self._new_handle(ranks, "gloo") if len(ranks) > 1 else None
-        return Group(axes, ranks, self.rank, handle)
+        return Group(axes, ranks, self.rank, handle, control=True)
 
     def recording(self, name: str) -> AbstractContextManager[Recording]:
         """Return a context that records the transfers started in it over the groups, for
@@ -353,11 +352,28 @@ class Mesh:
         if self.nccl is not None:
             self.nccl.start(store, rank, world, self.device, self._timeout + _WATCHED)
         else:
-            with self.connections.made():
+            with connections.made_lazily():  # nothing is sent over this group
                 dist.init_process_group(
                     "gloo", store=store, rank=rank, world_size=world, timeout=limit
                 )
         return dist.PrefixStore("megaframe", store)
+
+    def _make_room(self, axis_sets: Iterable[tuple[str, ...]], to_store: int) -> None:
+        """Raise the limits of open files if the groups over `axis_sets` need that, or, on the first
+        rank, the store. to_store: connections of each rank to it. Raises `UserError` if the system
+        does not allow it."""
+        world = self.layout.world
+        own = {self.layout.members(self.rank, *axes) for axes in axis_sets}
+        connected = [] if self.nccl is not None else [len(ranks) for ranks in own if len(ranks) > 1]
+        files = sum(map(open_files.of_group, connected)) + to_store
+        what = f"rank {self.rank}: the connections to other ranks"
+        if self.rank == 0:
+            what_store = f"the connections of {world} ranks to the store ({to_store} each)"
+            if agent_has_store():
+                open_files.make_room(world * to_store, what_store, os.getppid())
+            else:
+                files, what = files + world * to_store, f"{what}, and {what_store},"
+        open_files.make_room(files, what)
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
@@ -387,7 +403,7 @@ class Mesh:
 
         shared: reuse a group that was made before for the same ranks.
         link: the groups are pipeline links.
-        backend: use this backend instead of the device's.
+        backend: use this backend instead of the device's, for control.
         """
         fresh = [r for r in members if len(r) > 1 and not (shared and r in self._handles)]
         made = self._new_handles(fresh, backend, "+".join(axes), link=link)
@@ -406,6 +422,7 @@ class Mesh:
                     place=self.place,
                     order=self._order,
                     ferried=isinstance(handle, Ferry),
+                    control=backend is not None,
                 )
         if any(len(ranks) > 1 for ranks in members):
             self._counted.append((self._label(axes), mine))
@@ -434,14 +451,14 @@ class Mesh:
         `alone` makes only groups with that rank."""
         if self._alone:
             return Alike(ranks.index(self.rank), len(ranks)) if self.rank in ranks else None
-        with self._gathering():
+        lazily = nullcontext() if backend is None else connections.made_lazily()
+        with self._gathering(), lazily:
             if self.nccl is not None and backend is None:
                 seconds = self._timeout + _WATCHED
                 made = self.nccl.new_link(ranks, self.device, seconds, name)
             else:
                 limit = timedelta(seconds=self._timeout)
-                with self.connections.made():
-                    made = dist.new_group(ranks, timeout=limit, backend=backend)
+                made = dist.new_group(ranks, timeout=limit, backend=backend)
         if self.rank not in ranks:
             return None  # torch returns a number
         if self._over_nccl is not None and backend is None:

@@ -89,10 +89,10 @@ class Pending(Generic[T]):
             self._last()
             self._last = None
 
-    def waits_for(self) -> tuple[str, tuple[int, ...]]:
-        """Return what `wait()` waits for in words, and the ranks that take part in it."""
+    def waits_for(self) -> str:
+        """Return what `wait()` waits for, in words."""
         assert self._group is not None, "work belongs to a group"
-        return _in_words(self._kind, self._group), self._group.ranks
+        return _in_words(self._kind, self._group)
 
     def arrived(self) -> bool:
         """Return whether all transfers are done, so that `wait()` would not block."""
@@ -107,9 +107,9 @@ class _Waiting:
     kind: str
     group: Group
 
-    def waits_for(self) -> tuple[str, tuple[int, ...]]:
+    def waits_for(self) -> str:
         """Return the same as `Pending.waits_for`."""
-        return _in_words(self.kind, self.group), self.group.ranks
+        return _in_words(self.kind, self.group)
 
 
 def started(

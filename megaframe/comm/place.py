@@ -20,12 +20,15 @@ from typing import Protocol
 from megaframe.comm.busy import DeviceBusy, Mark
 from megaframe.errors import LostRanks
 
+_TOLD = 8
+"""Ranks, and things that ranks do, that a text names at most."""
+
 
 class Waiting(Protocol):
     """What a rank can wait for."""
 
-    def waits_for(self) -> tuple[str, tuple[int, ...]]:
-        """Return it in words, and the ranks that take part in it, including this one."""
+    def waits_for(self) -> str:
+        """Return it in words."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,6 @@ class Sight:
 
     doing: for example `step 17, action 4B2`.
     waiting: what it waits for, empty if it waits for no rank.
-    others: the ranks that take part in what it waits for.
     beat: number of parts of steps that it has begun so far; the smallest one is furthest behind.
     steady: as in `Place`, no signal has asked the rank to leave, and its device is usable.
     """
@@ -56,7 +58,6 @@ class Sight:
     rank: int
     doing: str
     waiting: str
-    others: tuple[int, ...]
     beat: int
     steady: bool = False
 
@@ -67,8 +68,7 @@ class Sight:
     @staticmethod
     def decode(text: str) -> Sight:
         """Return the sight that `encode` made this text from."""
-        known = json.loads(text)
-        return Sight(**{**known, "others": tuple(known["others"])})
+        return Sight(**json.loads(text))
 
     def __str__(self) -> str:
         return f"{self.doing}, {self.waiting or 'waiting for no rank'}"
@@ -215,17 +215,15 @@ class Place:
 
     def seen(self, rank: int) -> Sight:
         """Return what this rank is doing now."""
-        doing, text, others = self._doing_now(), "", tuple[int, ...]()
+        doing, text = self._doing_now(), ""
         given = self._under_way()
         if given is not None:
-            known = [waiting.waits_for() for waiting in given.waits]
-            text = " or ".join(dict.fromkeys(words for words, _ in known))
-            others = tuple(sorted({rank for _, ranks in known for rank in ranks}))
+            text = " or ".join(dict.fromkeys(waiting.waits_for() for waiting in given.waits))
             doing = f"{given.doing} on its device"
         elif (waiting := self._waiting) is not None:
-            text, others = waiting.waits_for()
+            text = waiting.waits_for()
         steady = self.steady and not self.told and self.usable()
-        return Sight(rank, doing, text and f"waiting in {text}", others, self._beat, steady)
+        return Sight(rank, doing, text and f"waiting in {text}", self._beat, steady)
 
     def _doing_now(self) -> str:
         doing, action, part = self._doing or "between steps", self._action, self._part
@@ -254,14 +252,19 @@ def held_up_by(seen: Mapping[int, Sight], world: int) -> tuple[int, ...]:
 
 
 def gathered(sights: Sequence[Sight]) -> str:
-    """Return in words what the ranks do; ranks that do the same are named together."""
+    """Return in words what the ranks do; ranks that do the same are named together. Of more than 8
+    different things it tells the first 8."""
     alike: dict[str, list[int]] = {}
     for sight in sights:
         alike.setdefault(str(sight), []).append(sight.rank)
-    return "; ".join(f"{named(ranks)}: {text}" for text, ranks in alike.items())
+    told = list(alike.items())[:_TOLD]
+    rest = len(sights) - sum(len(ranks) for _, ranks in told)
+    texts = [f"{named(ranks)}: {text}" for text, ranks in told]
+    return "; ".join(texts) + f"; {rest} ranks elsewhere" * (rest > 0)
 
 
 def named(ranks: Sequence[int]) -> str:
     """Return for example `rank 3` or `ranks 0, 1, 2`. Of more than 8 ranks it names the first 8."""
-    few = ", ".join(map(str, ranks[:8])) + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
+    few = ", ".join(map(str, ranks[:_TOLD]))
+    few += f" and {len(ranks) - _TOLD} more" * (len(ranks) > _TOLD)
     return f"rank{'s' * (len(ranks) > 1)} {few}"

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 import pretrain_gpt  # noqa: E402
-from megaframe.comm import all_reduce, receive, send  # noqa: E402
+from megaframe.comm import all_reduce, connections, receive, send  # noqa: E402
 from megaframe.comm.watch import Watch  # noqa: E402
 from megaframe.microbatch import IGNORE  # noqa: E402
 from megaframe.trainer import Trainer  # noqa: E402
@@ -117,7 +117,7 @@ def break_and_hang(trainer, broken, hung):
     """
     mesh = trainer.mesh
     if mesh.rank == 2 and once(trainer, broken):
-        mesh.connections.cut()
+        connections.cut()
     if trainer.step == hung and "hung" not in ONCE:
         ONCE["hung"] = True
         mesh.watch_steps(1.0, trainer.folder / "faults")

@@ -7,8 +7,12 @@ on with it. An abort also frees memory of the device, which waits for all of its
 communicators that are aborted one after the other wait for each other for ever.
 """
 
+import os
+import socket
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,6 +28,32 @@ communicators = []
 """Those of this process that have not been destroyed."""
 hangs = {}
 """By kind of transfer, `any` for all: in how many more transfers it hangs from then on."""
+
+
+class Sockets:
+    """The sockets that appear between the start and `take`: those of a gloo group."""
+
+    def __init__(self):
+        self._before = _sockets()
+
+    def take(self):
+        self._own = _sockets() - self._before
+
+    def cut(self):
+        for number, _ in self._own & _sockets():
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+                if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    one.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets():
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            name = os.readlink(path)
+            if name.startswith("socket:"):
+                found.add((int(path.name), name))
+    return found
 
 
 class Hung:

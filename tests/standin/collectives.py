@@ -5,16 +5,14 @@ starts it, and `wait` lets the current stream follow the transfer. Data really m
 waits, at the latest.
 """
 
-import os
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megaframe.comm.connections import Connections
 from standin import flight
-from standin.aborts import Abortable, destroy
+from standin.aborts import Abortable, Sockets, destroy
 from standin.machine import count_as_work, library, repeat_in_graph, report
 
 host = torch.ops.standin.host
@@ -36,11 +34,11 @@ def init_process_group(backend, pg_options=None, device_id=None, **options):
 
 def new_group(ranks, timeout=None, backend=None, pg_options=None, group_desc=None, device_id=None):
     """Make a group of gloo, or one of NCCL if it is asked for with NCCL's options."""
-    sockets = Connections(int(os.environ["MASTER_PORT"]))
-    with sockets.made():
-        made = _new_group(ranks, timeout=timeout, backend=backend or "gloo")
+    sockets = Sockets()
+    made = _new_group(ranks, timeout=timeout, backend=backend or "gloo")
     if pg_options is None:
         return made
+    sockets.take()
     assert device_id == torch.device("cuda", library.get_device())
     return Nccl(made, sockets) if dist.get_rank() in ranks else made
 
