@@ -27,27 +27,23 @@ class DeviceTimes:
     """What a device did in finished steps.
 
     steps: their number.
-    busy: seconds of work without waits, by kind of action.
-    starved: the part of `busy` before whose beginning the device had nothing to do. If it is most
-    of a kind's time, the host that launches the work is too slow.
+    busy: seconds of work without waits, by kind of action. If the host launches work later than
+    the device could do it, they include what the device waits for the host.
     """
 
     steps: int = 0
     busy: Counter[str] = field(default_factory=Counter)
-    starved: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: DeviceTimes) -> None:
         """Add the times of other steps."""
         self.steps += other.steps
         self.busy.update(other.busy)
-        self.starved.update(other.starved)
 
 
 @dataclass
 class _Action:
     kind: str
     begin: Mark
-    starved: bool
     waits: list[tuple[Mark, Mark]] = field(default_factory=list)
     end: Mark | None = None
 
@@ -64,23 +60,19 @@ class DeviceBusy:
         self._actions: list[_Action] = []
         self._steps: deque[list[_Action]] = deque()
         self._open: _Action | None = None
-        self._latest: Mark | None = None
 
     def act(self, kind: str | None, mark: Mark) -> None:
         """Record that the device ends an action at `mark` and begins the next one. kind: what the
         time of the next one is counted under, None not to count it."""
-        starved = self._latest is not None and self._latest.query()
         if self._open is not None:
             self._open.end = mark
             self._actions.append(self._open)
-        self._open = None if kind is None else _Action(kind, mark, starved)
-        self._latest = mark
+        self._open = None if kind is None else _Action(kind, mark)
 
     def wait(self, start: Mark, end: Mark) -> None:
         """Record that the device may wait for other ranks between two marks."""
         if self._open is not None:
             self._open.waits.append((start, end))
-            self._latest = end
 
     def take(self) -> DeviceTimes:
         """End a step. Return the times of all steps that the device has finished since the last
@@ -91,9 +83,7 @@ class DeviceBusy:
         while self._steps and _passed(self._steps[0]):
             taken.steps += 1
             for action in self._steps.popleft():
-                seconds = action.seconds()
-                taken.busy[action.kind] += seconds
-                taken.starved[action.kind] += seconds * action.starved
+                taken.busy[action.kind] += action.seconds()
         return taken
 
 

@@ -25,9 +25,6 @@ OF_DEVICE = KINDS[:-1]
 """Kinds of work that a device does if there is one."""
 _LEAST = 1e-3
 """A rank is only slow at a kind of work if it exceeds the median by this many seconds per step."""
-_STARVED = 0.5
-"""A host is too slow for its device if more than this share of the device's time begins with an
-empty queue."""
 
 
 @dataclass(frozen=True)
@@ -88,16 +85,13 @@ class Stragglers:
         return list(self._lines(dict(zip(world.ranks, rows, strict=True))))
 
     def _row(self) -> list[float]:
-        """Return the seconds per step of each kind, and the share of the device's time of each that
-        begins with an empty queue."""
+        """Return the seconds per step of each kind, and those of the host."""
         host = {kind: self._host[kind] / self._steps for kind in KINDS}
-        device = self._device
-        if device is None:
-            return [*host.values(), *(0.0 for _ in KINDS)]
-        steps = max(1, device.steps)
-        busy = {kind: device.busy[kind] / steps for kind in OF_DEVICE}
-        starved = [device.starved[kind] / (device.busy[kind] or 1.0) for kind in KINDS]
-        return [*(host | busy).values(), *starved]
+        busy = dict(host)
+        if self._device is not None:
+            steps = max(1, self._device.steps)
+            busy |= {kind: self._device.busy[kind] / steps for kind in OF_DEVICE}
+        return [*busy.values(), *host.values()]
 
     def _lines(self, rows: Mapping[int, Sequence[float]]) -> Iterator[str]:
         stages: dict[int, dict[int, Sequence[float]]] = {}
@@ -105,13 +99,11 @@ class Stragglers:
             stages.setdefault(self._mesh.layout.coordinate(rank)["pipeline"], {})[rank] = mine
         for alike in stages.values():
             for slow in outliers(alike, self._factor):
-                where = ""
+                where = launched = ""
                 if self._device is not None and slow.kind in OF_DEVICE:
-                    starved = alike[slow.rank][len(KINDS) + KINDS.index(slow.kind)]
-                    where = " on its device"
-                    if starved > _STARVED:
-                        where += ", which waits for its host to launch it,"
+                    host = alike[slow.rank][len(KINDS) + KINDS.index(slow.kind)]
+                    where, launched = " on its device", f"; its host launched it in {host:.4f} s"
                 yield (
                     f"rank {slow.rank} is slow: {slow.seconds:.4f} s of {slow.kind} per step"
-                    f"{where}, where ranks with the same work take {slow.usual:.4f} s"
+                    f"{where}, where ranks with the same work take {slow.usual:.4f} s{launched}"
                 )

@@ -28,6 +28,8 @@ communicators = []
 """Those of this process that have not been destroyed."""
 hangs = {}
 """By kind of transfer, `any` for all: in how many more transfers it hangs from then on."""
+when_hung = []
+"""What to call when a transfer begins to hang."""
 
 
 class Sockets:
@@ -109,7 +111,10 @@ class Abortable:
             self.check_alive()
             for kind in {name, "any"} & hangs.keys():
                 hangs[kind] -= 1
-                self._hung |= hangs[kind] == 0
+                if hangs[kind] == 0:
+                    self._hung = True
+                    for call in when_hung:
+                        call()
             work, land = (Hung(), None) if self._hung else launch(reads, writes)
             flight = self.flight(name, work, reads, writes)
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 
 import torch
 
@@ -14,16 +15,19 @@ from standin import aborts, cuda
 from standin.machine import library
 
 
+IN_FLIGHT = []
+
+
 def pretrain():
-    """Pretrain with a fault: the command line begins with its name, its rank and its step. From
-    then on, no step may take more than a second."""
-    fault, rank, step, *sys.argv[1:] = sys.argv[1:]
+    """Pretrain with a fault: the command line begins with its name, its rank, its step, and the
+    time limit of steps from then on."""
+    fault, rank, step, limit, *sys.argv[1:] = sys.argv[1:]
     train_step, before = Trainer._train_step, []
 
     def faulty(trainer):
         if trainer.step == int(step) and not before:
             before.append(step)
-            trainer.mesh.watch_steps(1.0, trainer.folder / "faults")
+            trainer.mesh.watch_steps(float(limit), trainer.folder / "faults")
             if trainer.mesh.rank == int(rank):
                 globals()[fault]()
         train_step(trainer)
@@ -42,27 +46,25 @@ def lose_connection():
 
 
 def fail_device():
-    """A kernel accesses memory that it must not, and a transfer hangs."""
-    hang()
-    cuda.errors.append("an illegal memory access was encountered")
+    """While the host waits for a message, a kernel accesses memory that it must not."""
+    aborts.hangs["receive"] = 1
+    aborts.when_hung.append(partial(cuda.errors.append, "an illegal memory access"))
 
 
 def two_communicators():
     """Return two communicators, in each of which a transfer of the first rank hangs."""
     mesh = Mesh(Layout(data=2), device="cuda", timeout=30)
-    mesh.divide_context(1)
-    mesh.connect([])
     groups = [mesh.group("data"), mesh._make_group(("data",), mesh.layout.groups("data"))]
     if mesh.rank == 0:
         for group in groups:
             aborts.hangs["any"] = 1
-            all_reduce(torch.ones(3, device="cuda"), group)
+            IN_FLIGHT.append(all_reduce(torch.ones(3, device="cuda"), group))
     return mesh, groups
 
 
 def abort_together():
     mesh, groups = two_communicators()
-    assert mesh._nccl.abort() == ""
+    assert mesh._over_nccl.abort() == ""
     try:
         all_reduce(torch.ones(3, device="cuda"), groups[1])
     except RuntimeError as error:
