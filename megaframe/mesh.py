@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megaframe.comm import Group, Ring, Waits, connections, open_files
 from megaframe.comm.alike import Alike
+from megaframe.comm.busy import Mark
 from megaframe.comm.communicators import Communicators, abortable
 from megaframe.comm.ferry import Ferry
 from megaframe.comm.flight import forget_flights, write_flight_record
@@ -474,7 +475,8 @@ class Mesh:
         return "+".join(sorted(name for name in names if sizes.get(name, 2) > 1))
 
 
-def _timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+def _timed_event(stream: torch.cuda.Stream) -> Mark:
     """Return an event behind the work that a stream has been given so far, whichever stream the
     caller works on."""
-    return stream.record_event(torch.cuda.Event(enable_timing=True))
+    event: Mark = stream.record_event(torch.cuda.Event(enable_timing=True))
+    return event

@@ -12,10 +12,9 @@ import json
 import os
 import platform
 import re
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from doctor_ranks import layouts, most_ways
 from torch import Tensor
 
-from doctor_ranks import layouts
 from megaframe import __version__
 from megaframe.attempts import train
 from megaframe.comm import (
@@ -58,7 +57,6 @@ _TOLERANCE = 1e-10
 _SETTINGS = re.compile(r"(NCCL|TORCH_NCCL|TORCH_FR|CUDA|PYTORCH|OMP|FI|UCX)_\w+")
 """Environment variables to report. Values with a path are left out."""
 _MODEL = {
-    "model.layers": 8,
     "model.hidden": 32,
     "model.heads": 4,
     "model.vocab": 61,
@@ -79,24 +77,23 @@ _EXPERTS = {"model.moe": "{experts: 4, top_k: 2, ffn: 32}", "kernels.experts": "
 
 @dataclass
 class Doctor:
-    """One rank at work. folder: where it writes. large: bytes of a large message."""
+    """One rank at work. folder: where it writes. large: bytes of a large message. latest: the mesh
+    that it has made last."""
 
     device: str
     timeout: float
     folder: Path
     part: str = ""
     large: int = 1 << 24
-    _file: Any = field(init=False)
+    latest: Mesh | None = None
 
     def __post_init__(self) -> None:
         self.rank, self.world = global_rank(), world_size()
-        self.latest: Mesh | None = None
-        self._file = open(self.folder / f"rank-{self.rank}.jsonl", "a", encoding="utf-8")
 
     def tell(self, **what: object) -> None:
         """Write a line to this rank's file."""
-        self._file.write(json.dumps(what) + "\n")
-        self._file.flush()
+        with open(self.folder / f"rank-{self.rank}.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(what) + "\n")
 
     def find(self, what: str, right: bool | None, said: str, **numbers: object) -> None:
         """Write a finding. right: None if this rank cannot judge it."""
@@ -245,58 +242,65 @@ def numbers(rank: int, count: int, dtype: torch.dtype, device: torch.device) -> 
     return ((torch.arange(count, device=device) + 3 * rank) % 4).to(dtype)
 
 
+Case = tuple[Callable[[], Tensor], Tensor]
+"""A call, and what it must return."""
+
+
+def cases(group: Group, dtype: torch.dtype, device: torch.device) -> dict[str, Case]:
+    """Return every collective that training uses, by name."""
+    me, world = group.index, group.size
+    sizes = [rank % 3 + 1 for rank in range(world)]
+    starts = np.cumsum([0, *sizes])
+    uneven, even = slice(starts[me], starts[me + 1]), slice(35 * me, 35 * (me + 1))
+    every = torch.stack([numbers(rank, 35 * world, dtype, device) for rank in range(world)])
+    mine, parts = every[me], every.view(world, world, 35)
+    total, whole = every.double().sum(0).to(dtype), every[me, : starts[-1]]
+    beginnings = torch.cat([row[:size] for row, size in zip(every, sizes, strict=True)])
+    coming = [sizes[me]] * world
+    return {
+        "all_reduce sum": (lambda: all_reduce(mine.clone(), group).wait(), total),
+        "all_reduce max": (lambda: all_reduce(mine.clone(), group, "max").wait(), every.amax(0)),
+        "all_reduce min": (lambda: all_reduce(mine.clone(), group, "min").wait(), every.amin(0)),
+        "all_gather": (lambda: all_gather(mine, group).wait(), every.view(-1)),
+        "reduce_scatter": (lambda: reduce_scatter(mine, group).wait(), total[even]),
+        "all_to_all": (lambda: all_to_all(parts[me], group).wait(), parts[:, me]),
+        "all_gather uneven": (
+            lambda: all_gather_uneven(mine[: sizes[me]], sizes, group).wait(),
+            beginnings,
+        ),
+        "reduce_scatter uneven": (
+            lambda: reduce_scatter_uneven(whole, sizes, group).wait(),
+            total[uneven],
+        ),
+        "all_to_all uneven": (
+            lambda: all_to_all_uneven(whole, sizes, coming, group).wait(),
+            torch.cat([row[uneven] for row in every]),
+        ),
+    }
+
+
 def collectives(doctor: Doctor) -> None:
     """Every collective that training uses, with results that are known, in several types."""
     mesh = doctor.mesh(data=doctor.world)
     group, device, me, world = mesh.group("data"), mesh.device, doctor.rank, doctor.world
     types = [torch.float32, torch.float64, torch.int64]
     types += [torch.bfloat16] if 3 * world <= 256 else []
-    uneven = [rank % 3 + 1 for rank in range(world)]
-
-    def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], Tensor], Tensor]]:
-        """Yield name, call and expected result."""
-        rows = 35 * world
-        every = torch.stack([numbers(rank, rows, dtype, device) for rank in range(world)])
-        total = every.double().sum(0).to(dtype)
-        for how, wanted in (("sum", total), ("max", every.amax(0)), ("min", every.amin(0))):
-            yield f"all_reduce {how}", lambda how=how: all_reduce(every[me].clone(), group, how).wait(), wanted
-        part = slice(35 * me, 35 * (me + 1))
-        yield "all_gather", lambda: all_gather(every[me], group).wait(), every.view(-1)
-        yield "reduce_scatter", lambda: reduce_scatter(every[me], group).wait(), total[part]
-        parts = every.view(world, world, 35)
-        yield "all_to_all", lambda: all_to_all(parts[me], group).wait(), parts[:, me]
-        mine, sizes = every[me, : uneven[me]], uneven
-        gathered = torch.cat([row[:size] for row, size in zip(every, uneven, strict=True)])
-        yield "all_gather uneven", lambda: all_gather_uneven(mine, sizes, group).wait(), gathered
-        ends = np.cumsum([0, *uneven])
-        summed = total[ends[me] : ends[me + 1]]
-        whole = every[me, : ends[-1]]
-        yield "reduce_scatter uneven", lambda: reduce_scatter_uneven(whole, sizes, group).wait(), summed
-        coming = [uneven[me]] * world
-        came = torch.cat([row[ends[me] : ends[me + 1]] for row in every])
-        yield (
-            "all_to_all uneven",
-            lambda: all_to_all_uneven(whole, uneven, coming, group).wait(),
-            came,
-        )
-
     for dtype in types:
-        for name, call, wanted in cases(dtype):
+        for name, (call, wanted) in cases(group, dtype, device).items():
             what = f"{name} {str(dtype).removeprefix('torch.')}"
             doctor.begin(mesh, what)
-            found = call()
-            right = torch.equal(found, wanted)
+            right = torch.equal(call(), wanted)
             doctor.find(what, right, "right" if right else f"wrong on rank {me}")
     large = torch.ones(doctor.large // 4 // world * world, device=device)
-    calls: dict[str, Callable[[], object]] = {
+    timed: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: all_reduce(large, group, "max").wait(),
         "all_gather": lambda: all_gather(large[: len(large) // world], group).wait(),
         "reduce_scatter": lambda: reduce_scatter(large, group).wait(),
         "all_to_all": lambda: all_to_all(large.view(world, -1), group).wait(),
     }
-    for name, call in calls.items():
+    for name, work in timed.items():
         doctor.begin(mesh, f"speed of {name}")
-        taken = seconds(mesh, call, 3)
+        taken = seconds(mesh, work, 3)
         rate = bus_bandwidth(name, large.nbytes, world, taken)
         said = f"{rate / 1e9:.2f} GB/s of bus bandwidth, {large.nbytes / 2**20:.0f} MiB"
         doctor.find(f"speed of {name}", True, said, rate=rate, seconds=taken)
@@ -311,8 +315,12 @@ def collectives(doctor: Doctor) -> None:
 def layout(name: str, doctor: Doctor) -> None:
     """Train a small model for two steps in fp64, and compare losses and norms of gradients with one
     rank."""
-    corpus = str(doctor.folder / f"tokens-{doctor.rank}")
-    if not Path(f"{corpus}.bin").exists():
+    # Ranks of a node write at the same time. The name of the file, but not of its folder, decides
+    # the order of the data.
+    home = doctor.folder / f"data-{doctor.rank}"
+    corpus = str(home / "tokens")
+    if not home.exists():
+        home.mkdir()
         with TokenFileWriter(corpus, np.dtype(np.uint16)) as writer:
             for start in range(40):
                 writer.append(((start + 7 * np.arange(100)) % 61).astype(np.uint16))
@@ -326,7 +334,8 @@ def layout(name: str, doctor: Doctor) -> None:
             **more,
             "run.dir": doctor.folder / folder,
             "run.device": device,
-            "train.global_batch": 4 * doctor.world,
+            "model.layers": 2 * most_ways(doctor.world),
+            "train.global_batch": 2 * doctor.world,
             "data.sources": f"[{{path: {corpus}}}]",
             "parallel.timeout": doctor.timeout,
             "faults.step_timeout": doctor.timeout,
@@ -358,26 +367,36 @@ def abort(doctor: Doctor) -> None:
     mesh = doctor.mesh(data=doctor.world)
     group = mesh.group("data")
     all_reduce(torch.ones(4, device=mesh.device), group).wait()
+    hung: object = None
     if doctor.rank == 0:  # the others never start it
-        all_reduce(torch.ones(4, device=mesh.device), group)
+        hung = all_reduce(torch.ones(4, device=mesh.device), group)
         mesh.store.set("started", "")
     mesh.store.wait(["started"])
     began = time.monotonic()
     wrong = mesh.cut()
     taken = time.monotonic() - began
+    del hung  # its memory was in use until the abort
     mesh.close()
     again = doctor.mesh(data=doctor.world)
     found = all_reduce(torch.ones(4, device=again.device), again.group("data")).wait()
     right = not wrong and bool((found == doctor.world).all())
-    doctor.find("restart", right, wrong or f"ended in {taken:.2f} s, new groups work", seconds=taken)
+    doctor.find(
+        "restart", right, wrong or f"ended in {taken:.2f} s, new groups work", seconds=taken
+    )
     barrier(again.world)
     again.close()
 
 
 def parts(world: int) -> dict[str, Callable[[Doctor], None]]:
     """Return all parts by name."""
-    fixed = {part.__name__: part for part in (settings, links, rings, collectives, abort)}
-    return {**fixed, **{name: partial(layout, name) for name in layouts(world)}}
+    return {
+        "settings": settings,
+        "links": links,
+        "rings": rings,
+        "collectives": collectives,
+        **{name: partial(layout, name) for name in layouts(world)},
+        "abort": abort,
+    }
 
 
 def run(names: Sequence[str], first: int, doctor: Doctor) -> None:

@@ -37,11 +37,18 @@ _SCHEDULES = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "v-half": 2}
 """Schedules to compare with one rank, with their chunks."""
 
 
+def most_ways(world: int) -> int:
+    """Return the number of ranks on an axis of a layout that is compared with one rank."""
+    return next(size for size in (4, 2, 1) if world % size == 0)
+
+
 def layouts(world: int) -> dict[str, tuple[str, ...]]:
-    """Return the layouts to compare with one rank, by name: overrides of the config. There are no
-    more ranks on an axis than 4, and the other ranks are data ranks."""
-    ways = next(size for size in (4, 2, 1) if world % size == 0)
-    found = {f"data, zero={zero}": (f"parallel.zero={zero}",) for zero in range(4)}
+    """Return the layouts to compare with one rank, by name: overrides of the config. There are
+    `most_ways` ranks on one of the axes, and the other ranks are data ranks."""
+    ways = most_ways(world)
+    found: dict[str, tuple[str, ...]] = {
+        f"data, zero={zero}": (f"parallel.zero={zero}",) for zero in range(4)
+    }
     if ways > 1:
         found["tensor"] = (f"parallel.tensor={ways}",)
         for kind in ("ring", "all_to_all"):
@@ -148,7 +155,9 @@ class Ranks:
             for process in started.values():
                 process.kill()
                 process.wait()
-        texts = {rank: (folder / f"rank-{rank}.err").read_text("utf-8", "replace") for rank in started}
+        texts = {
+            rank: (folder / f"rank-{rank}.err").read_text("utf-8", "replace") for rank in started
+        }
         return {rank: _last_words(text, folder) for rank, text in texts.items()}
 
     def _wait(
@@ -162,7 +171,9 @@ class Ranks:
         while any(process.poll() is None for process in started.values()):
             time.sleep(_LOOK)
             now = time.monotonic()
-            begun = [line["begin"] for line in _read(folder / f"rank-{first}.jsonl") if "begin" in line]
+            begun = [
+                line["begin"] for line in _read(folder / f"rank-{first}.jsonl") if "begin" in line
+            ]
             if begun and begun[-1] != part:
                 part, since = begun[-1], now
                 tell(part)
@@ -195,6 +206,7 @@ def _last_words(text: str, folder: Path) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error:")]
     found = (errors or lines or [""])[0 if errors else -1]
+    found = re.sub(r"^(\[rank\d+\]: )+", "", found)  # torch names the rank of a traceback
     for path in (str(folder), str(ROOT), str(Path.home())):
         found = found.replace(path, ".")
     found = found.replace("faults.step_timeout=", "--timeout ")
@@ -256,7 +268,9 @@ def gathered(lines: Lines, rank: int, world: int, timeout: float) -> Lines:
     return lines
 
 
-def write(findings: Sequence[Finding], report: Path, ranks: int, names: Sequence[str]) -> list[Path]:
+def write(
+    findings: Sequence[Finding], report: Path, ranks: int, names: Sequence[str]
+) -> list[Path]:
     """Write the report as JSON and as text; return both files."""
     report.parent.mkdir(parents=True, exist_ok=True)
     texts, table = report.with_suffix(".txt"), report.with_suffix(".json")

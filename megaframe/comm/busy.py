@@ -7,7 +7,7 @@ them.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,12 +32,13 @@ class DeviceTimes:
     """
 
     steps: int = 0
-    busy: Counter[str] = field(default_factory=Counter)
+    busy: dict[str, float] = field(default_factory=dict)
 
     def add(self, other: DeviceTimes) -> None:
         """Add the times of other steps."""
         self.steps += other.steps
-        self.busy.update(other.busy)
+        for kind, seconds in other.busy.items():
+            self.busy[kind] = self.busy.get(kind, 0.0) + seconds
 
 
 @dataclass
@@ -83,7 +84,7 @@ class DeviceBusy:
         while self._steps and _passed(self._steps[0]):
             taken.steps += 1
             for action in self._steps.popleft():
-                taken.busy[action.kind] += action.seconds()
+                taken.busy[action.kind] = taken.busy.get(action.kind, 0.0) + action.seconds()
         return taken
 
 

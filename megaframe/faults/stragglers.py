@@ -90,7 +90,7 @@ class Stragglers:
         busy = dict(host)
         if self._device is not None:
             steps = max(1, self._device.steps)
-            busy |= {kind: self._device.busy[kind] / steps for kind in OF_DEVICE}
+            busy |= {kind: self._device.busy.get(kind, 0.0) / steps for kind in OF_DEVICE}
         return [*busy.values(), *host.values()]
 
     def _lines(self, rows: Mapping[int, Sequence[float]]) -> Iterator[str]:

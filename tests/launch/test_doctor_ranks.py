@@ -1,5 +1,5 @@
-"""`tools/doctor.py --ranks`: what it finds with several ranks, and that a part that fails or hangs is
-named and keeps no other from being done."""
+"""`tools/doctor.py --ranks`: what it finds with several ranks, and that a part that fails or hangs
+is named and keeps no other from being done."""
 
 import json
 import subprocess
@@ -22,7 +22,9 @@ def examine(names, folder, timeout=60.0):
 
 def lines(folder, world):
     return {
-        rank: [json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()]
+        rank: [
+            json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()
+        ]
         for rank in range(world)
     }
 
@@ -40,11 +42,18 @@ def test_every_part_finds_that_the_ranks_work_together(pool, tmp_path):
 
 
 @pytest.mark.slow
-def test_all_layouts_on_four_ranks(pool, tmp_path):
-    names = [name for name in part_names(4) if name.startswith("layout")]
-    assert "layout: tensor and pipeline" in names
-    pool.run(4, examine, names, tmp_path)
-    findings = merged(lines(tmp_path, 4))
+@pytest.mark.parametrize(
+    ("world", "kinds"),
+    [
+        (2, ("data, zero=3", "context, ring", "pipeline, zb-v", "experts")),
+        (4, ("tensor and pipe",)),
+    ],
+)
+def test_layouts_are_those_of_one_rank(pool, tmp_path, world, kinds):
+    names = [name for name in part_names(world) if any(kind in name for kind in kinds)]
+    assert len(names) == len(kinds)
+    pool.run(world, examine, names, tmp_path)
+    findings = merged(lines(tmp_path, world))
     assert len(findings) == len(names) and all(one.right for one in findings)
 
 
@@ -53,7 +62,9 @@ def test_a_finding_is_right_if_it_is_on_every_rank_that_can_tell():
         return {"part": "p", "what": "w", "right": right, "said": said, "numbers": {}}
 
     assert merged({0: [line(True, "fine")], 1: [line(None, "")]})[0].right
-    assert merged({0: [line(None, "")], 1: [line(True, "fine")]}) == [Finding("p", "w", True, "fine")]
+    assert merged({0: [line(None, "")], 1: [line(True, "fine")]}) == [
+        Finding("p", "w", True, "fine")
+    ]
     wrong = merged({0: [line(True, "fine")], 1: [line(False, "bad")], 2: [line(False, "worse")]})
     assert wrong == [Finding("p", "w", False, "bad", wrong=[1, 2])]
 
@@ -64,7 +75,7 @@ import torch
 sys.path.insert(0, {tools!r})
 import doctor_parts
 
-gather, rings = doctor_parts.all_gather, doctor_parts.rings
+gather, pass_on = doctor_parts.all_gather, doctor_parts.pass_on
 
 class Wrong:
     def __init__(self, pending): self._pending = pending
@@ -74,11 +85,10 @@ def wrong(tensor, group):
     pending = gather(tensor, group)
     return Wrong(pending) if group.index == 1 and tensor.dtype == torch.int64 else pending
 
-def hang(doctor):
-    if doctor.rank == 1:
-        doctor.mesh(context=doctor.world)
+def hang(x, into, ring, back):
+    if ring.index == 1:
         time.sleep(1000)
-    rings(doctor)
+    return pass_on(x, into, ring, back=back)
 
 def fail(doctor):
     doctor.mesh(pipeline=doctor.world)
@@ -86,7 +96,7 @@ def fail(doctor):
         raise ValueError("a mistake of rank 0 at 10.1.2.3")
     time.sleep(1000)
 
-doctor_parts.all_gather, doctor_parts.rings, doctor_parts.links = wrong, hang, fail
+doctor_parts.all_gather, doctor_parts.pass_on, doctor_parts.links = wrong, hang, fail
 doctor_parts.main()
 """
 

@@ -22,7 +22,7 @@ from standin import flight
 from standin.machine import library, report
 
 _PAUSE = 0.01
-_GIVEN_UP = 5.0
+_GIVEN_UP = 2.0
 """Seconds after which a wait for the kernels of others is reported, which would never end."""
 communicators = []
 """Those of this process that have not been destroyed."""

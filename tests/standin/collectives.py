@@ -200,6 +200,17 @@ class Nccl(Abortable, dist.ProcessGroup):
 
         return self._start("reduce_scatter", [x], [into], launch)
 
+    def reduce_scatter(self, into, parts, options):
+        (leaving,), sizes = parts, [part.numel() for part in parts[0]]
+
+        def launch(reads, writes):
+            whole = torch.cat([x.reshape(-1) for x in reads])
+            work = dist.all_reduce(whole, options.reduceOp, self.gloo, async_op=True)
+            mine = whole.split(sizes)[self.rank()]
+            return work, lambda: writes[0].copy_(mine.view_as(writes[0]))
+
+        return self._start("reduce_scatter", leaving, into, launch)
+
     def _start_coalescing(self, device):
         self._together = []
 

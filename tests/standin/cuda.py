@@ -21,7 +21,6 @@ def check_device():
         raise RuntimeError(f"CUDA error: {errors[0]}")
 
 
-
 class StreamBase:
     device_type = 1
 

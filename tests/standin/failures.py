@@ -3,17 +3,22 @@
 import os
 import sys
 from functools import partial
+from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+import doctor_parts
+
 import pretrain_gpt
 from megaframe.comm import all_reduce
+from megaframe.comm.communicators import allow_abort
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
 from megaframe.trainer import Trainer
 from standin import aborts, cuda
 from standin.machine import library
-
 
 IN_FLIGHT = []
 
@@ -93,3 +98,12 @@ def pretrain_at_a_pace():
     pace = (launch_second, work_second) if second else (launch, work)
     library.set_pace(*map(float, pace))
     pretrain_gpt.main()
+
+
+def doctor():
+    """Do parts of `tools/doctor.py --ranks` on this rank, with kernels in plain code. The command
+    line is a folder and the parts."""
+    folder, *names = sys.argv[1:]
+    allow_abort()
+    own = doctor_parts.Doctor("cuda", 60.0, Path(folder), large=1 << 14)
+    doctor_parts.run(names, 0, own)

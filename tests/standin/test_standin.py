@@ -481,3 +481,22 @@ def test_a_slow_device_is_named_and_not_a_host_that_its_device_hides(
     said = standin.run("standin.failures:pretrain_at_a_pace", *words, world=2)
     pattern = r"rank (\d) is slow: [\d.]+ s of [FB] per step on its device, .* launched it in"
     assert {*re.findall(pattern, said)} == wanted, said
+
+
+# ------------------------------------------------------------------------------------- the doctor
+
+DOCTOR = ["settings", "links", "rings", "collectives", "abort"]
+LAYOUTS = [
+    f"layout: {kind}" for kind in ("data, zero=3", "tensor", "context, ring", "pipeline, zb-v")
+]
+
+
+@pytest.mark.parametrize("names", [DOCTOR, pytest.param(LAYOUTS, marks=pytest.mark.slow)])
+def test_the_doctor_finds_that_ranks_work_together(standin, tmp_path, names):
+    standin.run("standin.failures:doctor", str(tmp_path), *names, world=2)
+    for rank in (0, 1):
+        lines = map(json.loads, (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines())
+        found = [line for line in lines if "what" in line]
+        assert {line["part"] for line in found} == {*names}
+        assert not [line for line in found if line["right"] is False]
+    assert standin.kinds() <= {"wait"}, standin.reports
