@@ -101,7 +101,8 @@ class Doctor:
 
     def mesh(self, **sizes: int) -> Mesh:
         """Return a mesh of all ranks, whose watch ends and names what hangs."""
-        mesh = Mesh(Layout(**sizes), device=self.device, timeout=self.timeout)
+        # Twice the time, so that the watch, which says more than a transfer, ends what hangs.
+        mesh = Mesh(Layout(**sizes), device=self.device, timeout=2 * self.timeout)
         mesh.watch_steps(self.timeout, self.folder)
         mesh.place.begin(self.part)
         self.latest = mesh
@@ -337,7 +338,7 @@ def layout(name: str, doctor: Doctor) -> None:
             "model.layers": 2 * most_ways(doctor.world),
             "train.global_batch": 2 * doctor.world,
             "data.sources": f"[{{path: {corpus}}}]",
-            "parallel.timeout": doctor.timeout,
+            "parallel.timeout": 2 * doctor.timeout,
             "faults.step_timeout": doctor.timeout,
         }
         config = load(None, [*(f"{key}={value}" for key, value in keys.items()), *overrides])

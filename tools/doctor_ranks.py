@@ -28,7 +28,8 @@ _LOOK = 0.1
 _GRACE = 20.0
 """Seconds that other ranks have to say why one has ended, and to end by themselves."""
 _LATE = 60.0
-"""Seconds by which a part may exceed the timeout, as the ranks end what hangs by themselves."""
+"""Seconds by which a part may exceed twice the timeout, as the ranks end what hangs by
+themselves."""
 _SHOWN = 600
 _ADDRESS = re.compile(r"\b\d{1,3}(\.\d{1,3}){3}\b")
 
@@ -179,7 +180,7 @@ class Ranks:
                 tell(part)
             if any(process.poll() for process in started.values()):
                 failed = failed or now
-            if (failed and now - failed > _GRACE) or now - since > self._timeout + _LATE:
+            if (failed and now - failed > _GRACE) or now - since > 2 * self._timeout + _LATE:
                 return
 
 

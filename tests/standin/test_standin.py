@@ -486,9 +486,7 @@ def test_a_slow_device_is_named_and_not_a_host_that_its_device_hides(
 # ------------------------------------------------------------------------------------- the doctor
 
 DOCTOR = ["settings", "links", "rings", "collectives", "abort"]
-LAYOUTS = [
-    f"layout: {kind}" for kind in ("data, zero=3", "tensor", "context, ring", "pipeline, zb-v")
-]
+LAYOUTS = ["layout: context, ring", "layout: pipeline, zb-v"]
 
 
 @pytest.mark.parametrize("names", [DOCTOR, pytest.param(LAYOUTS, marks=pytest.mark.slow)])
