@@ -6,9 +6,7 @@ are real because the host needs them, such as how many rows go to each expert, a
 host.
 """
 
-import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -25,23 +23,11 @@ from standin.rules import (
     Synchronize,
     Transfer,
     Wait,
+    line,
 )
 
 COMPUTE, POOL = 0, 32
 """The stream of kernels; and the number of torch's streams, which communicators take in turn."""
-_PROJECT = Path(comm.__file__).parents[1]
-_COMM = Path(comm.__file__).parent
-
-
-def line():
-    """Return the innermost line of the project outside `comm`, such as `engine.py:320`."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if _PROJECT in path.parents and path.parent != _COMM:
-            return f"{path.name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 def size(tensor):
@@ -160,9 +146,9 @@ class RecordingMesh(Mesh):
         self.calls, self._made = Calls(), 0
         super().__init__(layout, alone=rank)
 
-    def _new_handle(self, ranks, backend):
+    def _new_handle(self, ranks, backend, **options):
         if backend == "gloo":
-            return super()._new_handle(ranks, backend)
+            return super()._new_handle(ranks, backend, **options)
         self._made += 1
         name = f"communicator {self._made}"
         self.calls.append(Create(name, ranks, line()))
@@ -175,7 +161,7 @@ class RecordingMesh(Mesh):
 def _as_on_a_gpu():
     """Let messages be grouped though tensors have no content."""
     before = comm.Group.in_groups
-    comm.Group.in_groups = lambda self, tensor: True
+    comm.Group.in_groups = lambda self, tensor: isinstance(self.handle, Recorded)
     yield
     comm.Group.in_groups = before
 

@@ -16,11 +16,44 @@ collectives  a rank's collectives run in the order in which its host starts them
              communicator, because a device may not have room for two
 """
 
+import sys
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 
 QUEUES = 8
 """Hardware queues of a device unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise."""
+
+
+_HERE = Path(__file__).resolve().parent
+_PROJECT = [_HERE.parents[1] / name for name in ("megaframe", "tests")]
+_OWN = ("rules.py", "recorder.py", "machine.py", "collectives.py", "cuda.py")
+
+
+def line():
+    """Return where the project makes a call: its innermost line, such as `engine.py:320`, outside
+    `comm` if there is one."""
+    frame, inside = sys._getframe(1), ""
+    while frame is not None:
+        folder, name = _file(frame.f_code.co_filename)
+        if name:
+            inside = f"{name}:{frame.f_lineno}" if folder != "comm" or not inside else inside
+            if folder != "comm":
+                break
+        frame = frame.f_back
+    return inside
+
+
+@cache
+def _file(path):
+    """Return folder and name of a file of the project; empty for others, and for those that make
+    calls in its name."""
+    path = Path(path)
+    own = path.parent == _HERE and path.name in _OWN
+    if own or not any(folder in path.parents for folder in _PROJECT):
+        return "", ""
+    return path.parent.name, path.name
 
 
 @dataclass(frozen=True)
