@@ -120,9 +120,7 @@ class Settings:
             _check_size(made, made.size(), device)
         return made
 
-    def new_link(
-        self, ranks: Ranks, device: torch.device, timeout: float, name: str
-    ) -> dist.ProcessGroup:
+    def new_link(self, ranks: Ranks, device: torch.device, timeout: float) -> dist.ProcessGroup:
         """Make a communicator for the two ranks of a link; see `split`. All ranks of the world must
         call this. Ranks have different numbers of links, so these are not split off."""
         options = self._options(timeout)
@@ -133,7 +131,7 @@ class Settings:
             ranks,
             timeout=options._timeout,
             pg_options=options,
-            group_desc=name,
+            group_desc="link",
             device_id=device,
         )
 
