@@ -2,11 +2,13 @@
 stand-in itself, which must see the faults that it is there for.
 
 A run is free of problems if nothing but waits of the host is reported, and these only where a run
-may wait.
+may wait. What the hosts of a world have called must come to an end by NCCL's rules as well
+(`rules.py`).
 """
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from pool import free_port
 from tolerances import promised, unit_roundoff
 
 from standin.build import library, obstacle
+from standin.rules import simulate
 
 if (reason := obstacle()) is not None:
     pytest.skip(reason, allow_module_level=True)
@@ -67,6 +70,9 @@ class StandIn:
         assert fails or statuses == [0] * world, said
         lines = [path.read_text().splitlines() for path in sorted(folder.glob("*.jsonl"))]
         self.failed = statuses != [0] * world
+        if not self.failed:
+            programs, queues = zip(*map(calls_in, sorted(folder.glob("*.calls"))), strict=True)
+            simulate(programs, min(queues))
         self.reports = [tuple(json.loads(line)) for part in lines for line in part]
         return said
 
@@ -77,6 +83,10 @@ class StandIn:
         self._server.stdin.close()
         self._server.wait()
         self._server.stdout.close()
+
+
+def calls_in(path):
+    return pickle.loads(path.read_bytes())
 
 
 @pytest.fixture(scope="module")
