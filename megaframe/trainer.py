@@ -118,8 +118,10 @@ class Trainer:
         summary = [*pipeline_summary(config, self.pipeline.schedule)]
         for line in (*summary[:1], *notes):
             self.meter.note(line)
-        for line in (*summary[1:], *chosen):
+        for line in (*summary[1:], *chosen, *(mesh.nccl.lines if mesh.nccl else ())):
             self.meter.detail(line)
+        for line in mesh.nccl.warnings if mesh.nccl else ():
+            self.meter.note(line)
         if self._dropped:
             self.meter.note(
                 "the residual of gradient compression is dropped: it belongs to another layout"

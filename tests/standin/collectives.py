@@ -46,15 +46,18 @@ class ProcessGroupNCCL:
             self._timeout, self.config = None, SimpleNamespace()
 
 
-def init_process_group(backend, **options):
+def init_process_group(backend, pg_options=None, device_id=None, **options):
     global _store, _numbers
     _init_process_group("gloo" if backend == "nccl" else backend, **options)
+    dist.group.WORLD.bound_device_id = device_id
     _store = dist.PrefixStore("standin", options["store"].clone())
     _numbers = count(1)
 
 
-def new_group(ranks, timeout=None, backend=None, pg_options=None, device_id=None):
+def new_group(ranks, timeout=None, backend=None, pg_options=None, group_desc=None, device_id=None):
     """Make a group of gloo, or one of NCCL if it is asked for with NCCL's options."""
+    if dist.group.WORLD.bound_device_id is not None:
+        raise RuntimeError("torch splits the default group, which is bound, and ranks wait forever")
     if pg_options is None:
         return _new_group(ranks, timeout=timeout, backend=backend or "gloo")
     assert device_id == torch.device("cuda", library.get_device())
@@ -70,6 +73,16 @@ def new_group(ranks, timeout=None, backend=None, pg_options=None, device_id=None
         raise RuntimeError(f"ranks do not make communicators in one order: {said}, {theirs}")
     made = _new_group(ranks, timeout=timeout, backend="gloo")
     return Nccl(made, created) if rank in ranks else made
+
+
+def split_group(split_ranks, timeout, pg_options, group_desc):
+    """Make the groups of a split, and return that of this rank. The default group must be bound to
+    a device."""
+    default = dist.group.WORLD
+    device, default.bound_device_id = default.bound_device_id, None
+    made = [new_group(r, timeout, pg_options=pg_options, device_id=device) for r in split_ranks]
+    default.bound_device_id = device
+    return next((m for m, r in zip(made, split_ranks, strict=True) if dist.get_rank() in r), None)
 
 
 class Event:
@@ -316,3 +329,4 @@ def install():
         module.ProcessGroupNCCL = ProcessGroupNCCL
     distributed_c10d._NCCL_AVAILABLE = True
     dist.init_process_group, dist.new_group = init_process_group, new_group
+    dist.split_group = split_group

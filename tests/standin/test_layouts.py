@@ -23,7 +23,14 @@ from standin.rules import Collective, Create, Deadlock, Mismatch, simulate
 GPT2 = {"position": "learned", "bias": True, "tie_embeddings": True}
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2}
 EXPERTS = {**LLAMA, "moe": {"experts": 16, "ffn": 8, "top_k": 2, "balance": "global", "shared": 1}}
-CHUNKS = {"interleaved": 2, "breadth-first": 2, "zb-v": 2, "v-half": 2, "dualpipe-v": 2, "search": 2}
+CHUNKS = {
+    "interleaved": 2,
+    "breadth-first": 2,
+    "zb-v": 2,
+    "v-half": 2,
+    "dualpipe-v": 2,
+    "search": 2,
+}
 
 
 def scheduled(name, stages, **others):

@@ -30,6 +30,7 @@ MAY_WAIT = {
     "begin": "optimizer state is made at the start",
     "_frequencies_on": "rotary frequencies are computed on the host, once",
     "_sums_wide": "tries a product, once",
+    "_check_size": "the ranks of a communicator, when it is made",
     "_evaluate": "the totals of an evaluation",
     "_compare_with_before": "the first loss after a load",
     "_save": "the loss and the norm in a checkpoint",
@@ -225,6 +226,11 @@ def test_expert_ranks(both):
 
 def test_pipeline(both):
     both(2, parallel__pipeline=2, train__eval_every=3, checkpoint__every=2)
+
+
+@pytest.mark.slow
+def test_a_ring(both):
+    both(2, parallel__context=2, train__eval_every=3)
 
 
 def test_a_graph_of_several_communicators(both):

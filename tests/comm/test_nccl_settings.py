@@ -1,0 +1,76 @@
+"""What a run sets for CUDA and NCCL: values of the environment count, and bad ones are refused."""
+
+import os
+
+import pytest
+
+from megaframe.comm.nccl import LINK_CTAS, set_up
+from megaframe.errors import UserError
+
+NAMES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "NCCL_MAX_CTAS",
+    "TORCH_NCCL_HIGH_PRIORITY",
+    "NCCL_LOCAL_REGISTER",
+)
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """environment(**values): the environment has these of the variables and no others."""
+
+    def make(**values):
+        for name in NAMES:
+            monkeypatch.setenv(name, "")  # so that what a run sets is undone
+            monkeypatch.delenv(name)
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return make
+
+
+@pytest.mark.parametrize(("streams", "queues"), [(3, 8), (8, 8), (17, 17), (32, 32), (None, 32)])
+def test_there_is_a_hardware_queue_for_each_stream(streams, queues, environment):
+    environment()
+    found = set_up(streams)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == str(queues)
+    assert (found.link_ctas, found.high_priority, found.register) == (LINK_CTAS, True, False)
+    assert not found.warnings and len(found.lines) == 4
+    assert found.lines[0].startswith(f"nccl: CUDA_DEVICE_MAX_CONNECTIONS={queues}, as the layout")
+
+
+def test_values_of_the_environment_count_and_are_logged_as_such(environment):
+    values = dict(zip(NAMES, ("20", "16", "0", "1"), strict=True))
+    environment(**values)
+    found = set_up(17)
+    assert {name: os.environ[name] for name in NAMES} == values
+    assert (found.link_ctas, found.high_priority, found.register) == (None, False, True)
+    assert found.lines == tuple(f"nccl: {n}={v}, from the environment" for n, v in values.items())
+
+
+@pytest.mark.parametrize(
+    ("given", "streams", "mend"), [("1", 17, "; leave it unset, or use 17"), (None, 40, "forever")]
+)
+def test_fewer_hardware_queues_than_streams_are_a_warning(given, streams, mend, environment):
+    environment(**({NAMES[0]: given} if given else {}))
+    (warning,) = set_up(streams).warnings
+    text = f"warning: {NAMES[0]}={given or 32} is less than the {streams} streams of this layout"
+    assert warning.startswith(text) and warning.endswith(mend)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "range"),
+    [
+        (NAMES[0], ["0", "33", "-1", "", "8.0", "eight", "9" * 5000, "٣"], "1 to 32"),
+        (NAMES[1], ["0", "65"], "1 to 64"),
+        (NAMES[2], ["2"], "0 to 1"),
+        (NAMES[3], ["2"], "0 to 1"),
+    ],
+)
+def test_values_out_of_range_are_refused_with_name_and_range(name, values, range, environment):
+    for value in values:
+        environment(**{name: value})
+        with pytest.raises(UserError, match=f"{name}='.*' in the environment is not a number from"):
+            set_up(8)
+        with pytest.raises(UserError, match=f"from {range}; leave it unset"):
+            set_up(8)
