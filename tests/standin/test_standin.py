@@ -124,7 +124,7 @@ def both(standin, overrides, tmp_path):
 
     def compare(world=1, waits=(), **changes):
         changes = {**SMALL, **PLAIN, **changes}
-        alone = {f"parallel__{axis}": 1 for axis in ("tensor", "pipeline", "expert")}
+        alone = {f"parallel__{axis}": 1 for axis in ("tensor", "context", "pipeline", "expert")}
         alone["train__cuda_graph"] = "false"
         want = trained(standin, overrides(**changes | alone | {"run__dir": tmp_path / "cpu"}))
         got = trained(standin, overrides(**changes, run__device="cuda"), world)
