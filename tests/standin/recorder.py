@@ -9,6 +9,7 @@ host.
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 from megaframe import comm
 from megaframe.comm.alike import Alike, Done
@@ -140,10 +141,10 @@ class Recorded(Alike):
 
 
 class RecordingMesh(Mesh):
-    """The mesh of a rank that runs alone; `calls` is what it has called."""
+    """The mesh of a rank that runs alone and writes down its calls."""
 
-    def __init__(self, layout, rank):
-        self.calls, self._made = Calls(), 0
+    def __init__(self, layout, rank, calls):
+        self.calls, self._made = calls, 0
         super().__init__(layout, alone=rank)
 
     def _new_handle(self, ranks, backend, **options):
@@ -153,22 +154,46 @@ class RecordingMesh(Mesh):
         name = f"communicator {self._made}"
         self.calls.append(Create(name, ranks, line()))
         if self.rank not in ranks:
-            return None
+            return dist.GroupMember.NON_GROUP_MEMBER
         return Recorded(self.calls, name, ranks, ranks.index(self.rank))
+
+
+_SHAPES = {}
+"""Results of operators by their arguments: all ranks have the same."""
+
+
+class _Hollow(Hollow):
+    """A number without content that the host asks for is one, and the host waits for it."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self._calls, self._shapes = calls, _SHAPES
+
+    def run(self, func, args, kwargs):
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            self._calls.append(Synchronize(self._calls.event(COMPUTE), line()))
+            return 1
+        return super().run(func, args, kwargs)
 
 
 @contextmanager
 def _as_on_a_gpu():
-    """Let messages be grouped though tensors have no content."""
-    before = comm.Group.in_groups
-    comm.Group.in_groups = lambda self, tensor: isinstance(self.handle, Recorded)
+    """Start what a GPU would, although tensors are on the host or have no content."""
+    methods = {
+        "in_pairs": lambda self, tensor: False,
+        "in_groups": lambda self, tensor: isinstance(self.handle, Recorded),
+    }
+    before = {name: vars(comm.Group).get(name) for name in methods}
+    for name, method in methods.items():
+        setattr(comm.Group, name, method)
     yield
-    comm.Group.in_groups = before
+    for name, method in before.items():
+        setattr(comm.Group, name, method)
 
 
 def calls_of(layout, rank, work):
     """Return the calls of a rank that does work(mesh) alone."""
-    with Hollow(), _as_on_a_gpu():
-        mesh = RecordingMesh(layout, rank)
-        work(mesh)
-    return mesh.calls
+    calls = Calls()
+    with _Hollow(calls), _as_on_a_gpu():
+        work(RecordingMesh(layout, rank, calls))
+    return calls

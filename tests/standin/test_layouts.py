@@ -76,8 +76,9 @@ def named(world, model, parallel):
     return f"{world}: " + " ".join(f"{key}={value}" for key, value in parallel.items())
 
 
-def trained(config, steps=2):
-    """Return a function that trains on a mesh, and evaluates."""
+def trained(config):
+    """Return a function that trains on a mesh, one step if it has many ranks or else two, and then
+    evaluates."""
 
     def work(mesh):
         pipeline = Pipeline(config, mesh, lambda part: nullcontext())
@@ -86,7 +87,7 @@ def trained(config, steps=2):
         tokens = torch.arange(train.seq).repeat(train.microbatch, 1) % config.model.vocab
         one = Microbatch(tokens, tokens, torch.arange(train.microbatch))
         many = train.global_batch // (train.microbatch * mesh.layout.data)
-        for step in range(steps):
+        for step in range(1 if mesh.layout.world > 4 else 2):
             outcome = pipeline.train([one] * many, step, 1.0)
             all_reduce(outcome.loss, mesh.world).wait()
         pipeline.evaluate([one] * many)
@@ -94,13 +95,18 @@ def trained(config, steps=2):
     return work
 
 
-def recorded(world, model, parallel, work=trained, **train):
-    """Return the calls of each rank."""
-    stages = parallel.get("pipeline", 1) * parallel.get("chunks", 1)
-    layers = {"layers": max(2, stages)}
+def recorded(world, model, parallel, work=trained):
+    """Return the calls of each rank, which trains as few microbatches as the layout allows."""
+    ranks, chunks = parallel.get("pipeline", 1), parallel.get("chunks", 1)
+    held = ranks * parallel.get("tensor", 1) * parallel.get("context", 1)
     config = RunConfig(
-        model={"hidden": 16, "heads": 8, "vocab": 64, **layers, **model},
-        train={"seq": 32, "global_batch": 16, "microbatch": 1, "precision": "bf16", **train},
+        model={"layers": max(2, ranks * chunks), "hidden": 16, "heads": 8, "vocab": 64, **model},
+        train={
+            "seq": 32,
+            "global_batch": max(2, ranks) * (world // held),
+            "microbatch": 1,
+            "precision": "bf16",
+        },
         parallel=parallel,
     )
     layout = Layout.from_parallel(config.parallel, world)
