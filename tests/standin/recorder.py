@@ -9,7 +9,6 @@ host.
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 
 from megaframe import comm
 from megaframe.comm.alike import Alike, Done
@@ -135,9 +134,12 @@ class Recorded(Alike):
         super().send(tensors, target, tag)
         return self._message("send", tensors[0], target)
 
+    # For tensors on the host torch calls these, and for those without content the names before.
+    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
+    all_to_all_single = alltoall_base
+
     def barrier(self, opts=None):
-        work = self._collective("barrier", torch.empty(0), False)
-        return work
+        return self._collective("barrier", torch.empty(0), False)
 
 
 class RecordingMesh(Mesh):
@@ -154,7 +156,7 @@ class RecordingMesh(Mesh):
         name = f"communicator {self._made}"
         self.calls.append(Create(name, ranks, line()))
         if self.rank not in ranks:
-            return dist.GroupMember.NON_GROUP_MEMBER
+            return None
         return Recorded(self.calls, name, ranks, ranks.index(self.rank))
 
 
