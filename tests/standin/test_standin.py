@@ -224,8 +224,11 @@ def test_expert_ranks(both):
     )
 
 
-def test_pipeline(both):
+def test_pipeline(both, tmp_path):
     both(2, parallel__pipeline=2, train__eval_every=3, checkpoint__every=2)
+    log = (tmp_path / "run/run.log").read_text()
+    assert "nccl: CUDA_DEVICE_MAX_CONNECTIONS=8, as the layout has 6 streams" in log
+    assert "nccl: links use up to 8 thread blocks, other transfers as NCCL decides" in log
 
 
 @pytest.mark.slow
@@ -338,6 +341,7 @@ PROGRAMS = {
     "background_far_behind": set(),
     "clock": set(),
     "transfer": set(),
+    "settings": set(),
 }
 
 
@@ -347,7 +351,7 @@ def test_every_fault_is_reported_and_nothing_else(standin, program, kinds):
     assert standin.kinds() - ({"wait"} - kinds) == kinds, standin.reports
 
 
-RANKS = {"transfer": 2}
+RANKS = {"transfer": 2, "settings": 2}
 LEFT_OUT = [
     ("shelf", "_put", "wait_stream", "race"),
     ("shelf", "take", "wait_event", "race"),
