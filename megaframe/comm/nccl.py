@@ -32,11 +32,11 @@ Ranks = tuple[int, ...]
 _RANGES = {QUEUES: (1, 32), MAX_CTAS: (1, 64), PRIORITY: (0, 1), REGISTER: (0, 1)}
 _DEFAULT_QUEUES = 8
 """Those that CUDA has if nothing is set."""
-LINK_CTAS = 4
+LINK_CTAS = 8
 """Thread blocks of a pipeline link. A receive is posted before its message is sent, and occupies
-them until it comes. NCCL's own choice is at least two for a pair of ranks on two nodes, and two for
-each NVLink between GPUs of a node (src/graph/paths.cc, `ncclTopoGetNchannels`), where a link need
-not be that much faster than between nodes."""
+them until it comes. NCCL's own choice is one for each 14 GB/s of a network card, and two for each
+NVLink between GPUs of a node (src/graph/paths.cc, `ncclTopoGetNchannels`). So this limits no card
+up to 800 Gbit/s, and a link within a node need not be faster than that."""
 
 
 @dataclass(frozen=True)

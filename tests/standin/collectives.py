@@ -44,6 +44,7 @@ class ProcessGroupNCCL:
     class Options:
         def __init__(self, is_high_priority_stream=False):
             self._timeout, self.config = None, SimpleNamespace()
+            self.is_high_priority_stream = is_high_priority_stream
 
 
 def init_process_group(backend, pg_options=None, device_id=None, **options):
@@ -72,7 +73,7 @@ def new_group(ranks, timeout=None, backend=None, pg_options=None, group_desc=Non
     if wanted != str(created.ranks):
         raise RuntimeError(f"ranks do not make communicators in one order: {said}, {theirs}")
     made = _new_group(ranks, timeout=timeout, backend="gloo")
-    return Nccl(made, created) if rank in ranks else made
+    return Nccl(made, created, pg_options) if rank in ranks else made
 
 
 def split_group(split_ranks, timeout, pg_options, group_desc):
@@ -137,13 +138,13 @@ def _nothing():
 
 
 class Nccl(dist.ProcessGroup):
-    """One communicator. created: the call that made it."""
+    """One communicator. created: the call that made it. options: what was asked for."""
 
-    def __init__(self, gloo, created):
+    def __init__(self, gloo, created, options):
         super().__init__(gloo.rank(), gloo.size())
         self._gloo, self._stream = gloo, library.new_stream()
         self._name, self._ranks = created.communicator, created.ranks
-        self._me = dist.get_rank()
+        self._me, self.options = dist.get_rank(), options
         self._connected, self._group = set(), None
 
     @property

@@ -16,6 +16,7 @@ from megaframe.checkpoint.background import Background
 from megaframe.checkpoint.slices import Slice
 from megaframe.comm import Pending, Ring, all_reduce, pass_on, receive, send
 from megaframe.comm.landing import land
+from megaframe.comm.nccl import LINK_CTAS
 from megaframe.comm.shelf import Shelf
 from megaframe.graph import record_cuda
 from megaframe.layout import Layout
@@ -305,6 +306,18 @@ def clock():
         return x + 1
 
     captured(work)
+
+
+def settings():
+    """Two ranks of a pipeline make their groups and links."""
+    mesh = Mesh(Layout(pipeline=2), device="cuda", timeout=30)
+    mesh.connect([(0, 1), (1, 0)])
+    handles = [mesh.world.handle, mesh.link(0, 1).handle, mesh.link(1, 0).handle]
+    asked = [vars(handle.options.config).get("max_ctas") for handle in handles]
+    assert asked == [None, LINK_CTAS, LINK_CTAS], asked
+    assert all(handle.options.is_high_priority_stream for handle in handles)
+    assert not any(mesh.take_traffic().values())
+    mesh.close()
 
 
 def transfer():

@@ -124,7 +124,7 @@ def both(standin, overrides, tmp_path):
 
     def compare(world=1, waits=(), **changes):
         changes = {**SMALL, **PLAIN, **changes}
-        alone = {f"parallel__{axis}": 1 for axis in ("tensor", "pipeline", "expert")}
+        alone = {f"parallel__{axis}": 1 for axis in ("tensor", "context", "pipeline", "expert")}
         alone["train__cuda_graph"] = "false"
         want = trained(standin, overrides(**changes | alone | {"run__dir": tmp_path / "cpu"}))
         got = trained(standin, overrides(**changes, run__device="cuda"), world)
@@ -224,8 +224,11 @@ def test_expert_ranks(both):
     )
 
 
-def test_pipeline(both):
+def test_pipeline(both, tmp_path):
     both(2, parallel__pipeline=2, train__eval_every=3, checkpoint__every=2)
+    log = (tmp_path / "run/run.log").read_text()
+    assert "nccl: CUDA_DEVICE_MAX_CONNECTIONS=8, as the layout has 6 streams" in log
+    assert "nccl: links use up to 8 thread blocks, other transfers as NCCL decides" in log
 
 
 @pytest.mark.slow
@@ -339,6 +342,7 @@ PROGRAMS = {
     "clock": set(),
     "transfer": set(),
     "messages_both_ways_as_one": set(),
+    "settings": set(),
 }
 
 
@@ -348,7 +352,7 @@ def test_every_fault_is_reported_and_nothing_else(standin, program, kinds):
     assert standin.kinds() - ({"wait"} - kinds) == kinds, standin.reports
 
 
-RANKS = {"transfer": 2, "messages_both_ways_as_one": 2}
+RANKS = {"transfer": 2, "messages_both_ways_as_one": 2, "settings": 2}
 LEFT_OUT = [
     ("shelf", "_put", "wait_stream", "race"),
     ("shelf", "take", "wait_event", "race"),
