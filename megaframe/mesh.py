@@ -438,16 +438,14 @@ class Mesh:
         """
         self.communicators += backend is None and any(self.rank in ranks for ranks in members)
         if self.nccl is None or backend is not None or link:
-            return {ranks: self._new_handle(ranks, backend, name=name) for ranks in members}
+            return {ranks: self._new_handle(ranks, backend) for ranks in members}
         with self._gathering():
             mine = self.nccl.split(members, self.device, self._timeout + _WATCHED, name)
         if mine is not None and self._over_nccl is not None:
             self._over_nccl.add(mine)
         return {ranks: mine if self.rank in ranks else None for ranks in members}
 
-    def _new_handle(
-        self, ranks: Ranks, backend: str | None, *, name: str = ""
-    ) -> dist.ProcessGroup | None:
+    def _new_handle(self, ranks: Ranks, backend: str | None) -> dist.ProcessGroup | None:
         """Make a process group, or return None if this rank is not in it. A mesh with one rank
         `alone` makes only groups with that rank."""
         if self._alone:
@@ -456,7 +454,7 @@ class Mesh:
         with self._gathering(), lazily:
             if self.nccl is not None and backend is None:
                 seconds = self._timeout + _WATCHED
-                made = self.nccl.new_link(ranks, self.device, seconds, name)
+                made = self.nccl.new_link(ranks, self.device, seconds)
             else:
                 limit = timedelta(seconds=self._timeout)
                 made = dist.new_group(ranks, timeout=limit, backend=backend)

@@ -118,9 +118,10 @@ class Trainer:
         summary = [*pipeline_summary(config, self.pipeline.schedule)]
         for line in (*summary[:1], *notes):
             self.meter.note(line)
-        for line in (*summary[1:], *chosen, *(mesh.nccl.lines if mesh.nccl else ())):
+        settings = mesh.nccl if mesh.layout.world > 1 else None
+        for line in (*summary[1:], *chosen, *(settings.lines if settings else ())):
             self.meter.detail(line)
-        for line in mesh.nccl.warnings if mesh.nccl else ():
+        for line in settings.warnings if settings else ():
             self.meter.note(line)
         if self._dropped:
             self.meter.note(

@@ -169,7 +169,7 @@ def _started_as_one(
     call. Ranks in a ring that all send first would wait for each other forever. Gloo's calls do
     not wait, so there they are started one by one.
     """
-    starts = [
+    starts: list[Callable[[], dist.Work | None]] = [
         partial(dist.irecv, tensor, group=group.handle, group_src=rank) for rank, tensor in receives
     ]
     starts += [

@@ -32,11 +32,11 @@ Ranks = tuple[int, ...]
 _RANGES = {QUEUES: (1, 32), MAX_CTAS: (1, 64), PRIORITY: (0, 1), REGISTER: (0, 1)}
 _DEFAULT_QUEUES = 8
 """Those that CUDA has if nothing is set."""
-LINK_CTAS = 4
+LINK_CTAS = 8
 """Thread blocks of a pipeline link. A receive is posted before its message is sent, and occupies
-them until it comes. NCCL's own choice is at least two for a pair of ranks on two nodes, and two for
-each NVLink between GPUs of a node (src/graph/paths.cc, `ncclTopoGetNchannels`), where a link need
-not be that much faster than between nodes."""
+them until it comes. NCCL's own choice is one for each 14 GB/s of a network card, and two for each
+NVLink between GPUs of a node (src/graph/paths.cc, `ncclTopoGetNchannels`). So this limits no card
+up to 800 Gbit/s, and a link within a node need not be faster than that."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,7 @@ class Settings:
             _check_size(made, made.size(), device)
         return made
 
-    def new_link(
-        self, ranks: Ranks, device: torch.device, timeout: float, name: str
-    ) -> dist.ProcessGroup:
+    def new_link(self, ranks: Ranks, device: torch.device, timeout: float) -> dist.ProcessGroup:
         """Make a communicator for the two ranks of a link; see `split`. All ranks of the world must
         call this. Ranks have different numbers of links, so these are not split off."""
         options = self._options(timeout)
@@ -133,7 +131,7 @@ class Settings:
             ranks,
             timeout=options._timeout,
             pg_options=options,
-            group_desc=name,
+            group_desc="link",
             device_id=device,
         )
 

@@ -37,7 +37,9 @@ def communicators(config: RunConfig, world: int) -> int:
     heads = exchanging_ranks(parallel)
     groups = [heads > 1, parallel.context > heads, 1 <= model.kv_heads < parallel.tensor]
     near_and_far = 2 * (model.moe is not None and parallel.expert > 1)
-    return len(sets) + sum(groups) + near_and_far + _links(config)
+    # Two links to each neighbour; that of the embedding joins ranks with fewer of them.
+    links = min(2 * (parallel.pipeline - 1), 4)
+    return len(sets) + sum(groups) + near_and_far + links
 
 
 def _wide(axis_sets: Iterable[tuple[str, ...]], sizes: Mapping[str, int]) -> set[frozenset[str]]:
@@ -47,11 +49,3 @@ def _wide(axis_sets: Iterable[tuple[str, ...]], sizes: Mapping[str, int]) -> set
         parts = {part for axis in axes for part in (DATA_PARTS if axis == "data" else (axis,))}
         found.add(frozenset(part for part in parts if sizes[part] > 1))
     return found - {frozenset()}
-
-
-def _links(config: RunConfig) -> int:
-    """Return the number of links of a rank: two to each of at most two neighbours, and one from the
-    first to the last rank if both have the embedding."""
-    ranks, model = config.parallel.pipeline, config.model
-    shared = model.tie_embeddings or model.mtp_depth > 0
-    return min(2 * (ranks - 1), 4) + (shared and ranks > 2)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
 from standin import flight
-from standin.machine import library, report
+from standin.machine import library, report, take_calls
 
 _PAUSE = 0.01
 _GIVEN_UP = 2.0
@@ -103,42 +103,41 @@ class Abortable:
         if self._told.is_set():
             raise RuntimeError(f"NCCL communicator was aborted on rank {self.rank()}.")
 
-    def flying(self, name, launch):
-        """Return what launches a transfer unless it hangs, as all after it on this communicator
-        then do. What an aborted one brings is garbage."""
+    def flying(self, parts, launch):
+        """Return what launches a call unless it hangs, as all after it on this communicator then
+        do. What an aborted one brings is garbage. parts: kind and peer of each of its transfers."""
 
         def launched(reads, writes):
             self.check_alive()
-            for kind in {name, "any"} & hangs.keys():
-                hangs[kind] -= 1
-                if hangs[kind] == 0:
-                    self._hung = True
-                    for call in when_hung:
-                        call()
-            work, land = (Hung(), None) if self._hung else launch(reads, writes)
-            flight = self.flight(name, work, reads, writes)
+            for kind in {kind for kind, _ in parts} | {"any"}:
+                if kind in hangs:
+                    self._count_down(kind)
+            works, land = ([Hung()], None) if self._hung else launch(reads, writes)
+            clock = None
+            if library.has_pace() and parts[0][1] is None and not self._hung:
+                began = torch.tensor(library.stream_time(self._stream), dtype=torch.float64)
+                clock = began, dist.all_reduce(began, dist.ReduceOp.MAX, self.gloo, async_op=True)
+            flights = [Flight(work, self, clock) for work in works]
+            self._flights = [one for one in self._flights if not one.is_completed()] + flights
+            flight.note(self, parts, reads, writes, flights)
 
             def land_or_not():
-                for x in writes if flight.lost else ():
+                lost = any(one.lost for one in flights)
+                for x in writes if lost else ():
                     x.fill_(torch.nan if x.is_floating_point() else -1)
-                if not flight.lost:
+                if not lost:
                     land()
 
-            return flight, land_or_not
+            return flights, land_or_not
 
         return launched
 
-    def flight(self, name, work, reads=(), writes=()):
-        message = name in ("send", "receive")
-        clock = None
-        if library.has_pace() and not message and not self._hung:
-            began = torch.tensor(library.stream_time(self._stream), dtype=torch.float64)
-            clock = began, dist.all_reduce(began, dist.ReduceOp.MAX, self.gloo, async_op=True)
-        found = Flight(work, self, clock)
-        self._flights = [one for one in self._flights if not one.is_completed()] + [found]
-        peer = 1 - self.rank() if message else None
-        flight.note(self, name, reads, writes, found, peer)
-        return found
+    def _count_down(self, kind):
+        hangs[kind] -= 1
+        if hangs[kind] == 0:
+            self._hung = True
+            for call in when_hung:
+                call()
 
     def wait_for_abort(self):
         self._failed = self._failed or not self._hung
@@ -150,6 +149,9 @@ class Abortable:
 
     def get_error(self):
         return ErrorType.COMM_ERROR if self._failed else ErrorType.SUCCESS
+
+    def told(self):
+        return self._told.is_set()
 
     def waits(self):
         """Return whether a kernel of it waits and is not going to return."""
@@ -172,4 +174,6 @@ def destroy():
     """Called when all communicators are destroyed, which waits for what they have in flight."""
     if any(one.waits() for one in communicators):
         report("abort", "a communicator is destroyed while a transfer waits, and waits with it")
+    if any(one.told() for one in communicators):
+        take_calls()  # rules are for calls that come to an end
     communicators.clear()

@@ -8,7 +8,16 @@ import importlib
 
 import torch
 
-from standin.machine import library, report
+from standin.machine import (
+    host_waits,
+    library,
+    note,
+    note_event,
+    note_wait,
+    report,
+    take_calls,
+)
+from standin.rules import Synchronize, line
 
 _DEFAULT = -1
 """What the default stream, number 0, is called where 0 would mean a new one."""
@@ -43,6 +52,7 @@ class StreamBase:
     def synchronize(self):
         check_device()
         library.synchronize_stream(self.stream_id)
+        host_waits(self.stream_id)
 
     def query(self):
         check_device()
@@ -67,9 +77,11 @@ class EventBase:
         if self._timing and library.is_capturing():
             report("capture", "an event with a time is recorded during a capture")
         library.event_record(self._event, stream.stream_id)
+        note_event(stream.stream_id, self._event)
 
     def wait(self, stream):
         library.event_wait(self._event, stream.stream_id)
+        note_wait(stream.stream_id, self._event)
 
     def query(self):
         before, self._queried = self._queried, True
@@ -78,6 +90,7 @@ class EventBase:
     def synchronize(self):
         check_device()
         library.event_synchronize(self._event)
+        note(Synchronize(self._event, line()))
 
     def elapsed_time(self, end):
         for event in (self, end):
@@ -94,18 +107,22 @@ class EventBase:
 class GraphBase:
     def __new__(cls, keep_graph=False):
         self = object.__new__(cls)
-        self._graph = None
+        self._graph, self._calls = None, []
         return self
 
     def capture_begin(self, pool=None, capture_error_mode="global"):
         assert library.get_stream() != 0, "a graph cannot be captured on the default stream"
+        self._calls = take_calls()
         self._graph = library.begin_capture()
 
     def capture_end(self):
         library.end_capture()
+        before, self._calls = self._calls, take_calls()
+        note(*before)
 
     def replay(self):
         library.replay(self._graph)
+        note(*self._calls)
 
     def reset(self):
         if self._graph is not None:
@@ -123,6 +140,7 @@ class Properties:
 def _synchronize():
     check_device()
     library.synchronize_device()
+    host_waits(None)
 
 
 def _exchange_device(device):

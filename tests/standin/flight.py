@@ -4,6 +4,7 @@ import pickle
 import time
 import traceback
 from collections import Counter, deque
+from functools import partial
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d
@@ -12,17 +13,30 @@ _NAMES = {kind: f"{kind}_single" for kind in ("all_gather", "reduce_scatter", "a
 _entries, _groups, _numbers = deque(maxlen=2000), {}, Counter()
 
 
-def note(group, name, reads, writes, work, peer=None):
-    """Note a transfer of a group. peer: the other rank of a message."""
+def note(group, parts, reads, writes, works):
+    """Note the transfers of a call of a group. parts: kind and peer of each; collectives have no
+    peer. works: what knows whether they are done."""
+    sends, receives = iter(reads), iter(writes)
+    done = partial(all_done, works)
+    for kind, peer in parts:
+        if peer is None:
+            _note(group, kind, reads or writes, writes or reads, done)
+        else:
+            x = next(sends if kind == "send" else receives)
+            name = "send {}->{}" if kind == "send" else "recv {}<-{}"
+            _note(group, name.format(group.rank(), peer), [x], [x], done, message=True)
+
+
+def all_done(works):
+    return all(work.is_completed() for work in works)
+
+
+def _note(group, name, reads, writes, done, message=False):
     key = (group.group_name, "undefined")
     _groups[key[0]] = [*map(int, dist.get_process_group_ranks(group.gloo))]
-    kind = "p2p_seq_id" if peer is not None else "collective_seq_id"
-    _numbers[key[0], kind] += 1
+    _numbers[key[0], "p2p_seq_id" if message else "collective_seq_id"] += 1
     _numbers[key[0], "op_id"] += 1
-    here, what = group.rank(), _NAMES.get(name, name)
-    if peer is not None:
-        what = f"send {here}->{peer}" if name == "send" else f"recv {here}<-{peer}"
-    frames = traceback.extract_stack()[:-3]
+    frames = traceback.extract_stack()[:-4]
     _entries.append(
         (
             {
@@ -37,26 +51,26 @@ def note(group, name, reads, writes, work, peer=None):
                 "collective_seq_id": _numbers[key[0], "collective_seq_id"],
                 "p2p_seq_id": _numbers[key[0], "p2p_seq_id"],
                 "op_id": _numbers[key[0], "op_id"],
-                "profiling_name": f"nccl:{what}",
+                "profiling_name": f"nccl:{_NAMES.get(name, name)}",
                 "time_created_ns": time.time_ns(),
-                "input_sizes": [list(x.shape) for x in (reads or writes)],
-                "input_dtypes": [_type(x) for x in (reads or writes)],
-                "output_sizes": [list(x.shape) for x in (writes or reads)],
-                "output_dtypes": [_type(x) for x in (writes or reads)],
+                "input_sizes": [list(x.shape) for x in reads],
+                "input_dtypes": [_type(x) for x in reads],
+                "output_sizes": [list(x.shape) for x in writes],
+                "output_dtypes": [_type(x) for x in writes],
                 "time_discovered_started_ns": None,
                 "time_discovered_completed_ns": None,
                 "timeout_ms": 600_000,
-                "is_p2p": peer is not None,
+                "is_p2p": message,
             },
-            work,
+            done,
         )
     )
 
 
 def dump(includeCollectives=True, includeStackTraces=True, onlyActive=False):
     entries = []
-    for number, (entry, work) in enumerate(_entries):
-        done = work.is_completed()
+    for number, (entry, is_done) in enumerate(_entries):
+        done = is_done()
         if not (done and onlyActive):
             state = {"state": "completed" if done else "started", "retired": done}
             entries.append({**entry, "record_id": number, **state})
