@@ -60,10 +60,10 @@ def two_communicators():
     """Return two communicators, in each of which a transfer of the first rank hangs."""
     mesh = Mesh(Layout(data=2), device="cuda", timeout=30)
     groups = [mesh.group("data"), mesh._make_group(("data",), mesh.layout.groups("data"))]
-    if mesh.rank == 0:
-        for group in groups:
+    for group in groups:
+        if mesh.rank == 0:
             aborts.hangs["any"] = 1
-            IN_FLIGHT.append(all_reduce(torch.ones(3, device="cuda"), group))
+        IN_FLIGHT.append(all_reduce(torch.ones(3, device="cuda"), group))
     return mesh, groups
 
 
