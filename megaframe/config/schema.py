@@ -401,7 +401,7 @@ class Faults(Section):
     run ends and names the bad device. 0: never."""
     straggler_factor: Annotated[float, Field(gt=1)] | None = None
     """Report a rank whose work, excluding waiting for others, takes more than this factor times the
-    median of the ranks that run the same stages. Times are measured on the host. Default: no
+    median of the ranks that run the same stages. On a GPU it is the time of the device. Default: no
     detection."""
     elastic: bool = False
     """If the launcher starts another number of ranks than the layout needs, choose a layout that
