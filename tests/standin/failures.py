@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
@@ -14,6 +15,7 @@ import doctor_parts
 import pretrain_gpt
 from megaframe.comm import all_reduce
 from megaframe.comm.communicators import allow_abort
+from megaframe.errors import LostRanks
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
 from megaframe.trainer import Trainer
@@ -68,15 +70,23 @@ def two_communicators():
 
 
 def abort_together():
+    """What a transfer that was aborted has brought is not handed out, and its communicator cannot
+    be used."""
     mesh, groups = two_communicators()
-    assert mesh._over_nccl.abort() == ""
-    try:
-        all_reduce(torch.ones(3, device="cuda"), groups[1])
-    except RuntimeError as error:
-        assert "was aborted on rank" in str(error)
-    else:
-        raise AssertionError("an aborted communicator can be used")
+    assert mesh.cut() == ""
+    fails(LostRanks, IN_FLIGHT[0].wait, "transfers were ended")
+    x, options = [torch.ones(3, device="cuda")], dist.AllreduceOptions()
+    fails(RuntimeError, lambda: groups[1].handle.allreduce(x, options), "was aborted on rank")
     mesh.close()
+
+
+def fails(kind, call, text):
+    try:
+        call()
+    except kind as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"no {kind.__name__}: {text}")
 
 
 def abort_one_after_the_other():
