@@ -480,11 +480,15 @@ def test_a_device_with_an_error_that_stays_ends_the_run(failing, standin, tmp_pa
 
 
 @pytest.mark.slow
-def test_torchs_analyser_reads_the_flight_records_of_a_hang(failing, tmp_path, capsys, monkeypatch):
+def test_torchs_analyser_reads_the_flight_records_of_a_hang(failing, tmp_path):
     failing("hang", 1, checkpoint__resume="null", fails=True)
     folder = tmp_path / "run/faults"
     assert sorted(path.name for path in folder.glob("nccl-*")) == ["nccl-rank-0", "nccl-rank-1"]
     fr_trace.main([str(folder), "-p", "nccl-rank-", "-o", str(tmp_path / "found")])
+    _, found = pickle.loads((tmp_path / "found").read_bytes())
+    alone = [call for call in found.ncclcalls if call.collective_id is None]
+    assert len(found.collectives) > 20  # which all ranks have started
+    assert {call.global_rank for call in alone} == {1}  # the first rank waits in another transfer
 
 
 FAILURES = {
