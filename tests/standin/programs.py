@@ -11,17 +11,20 @@ from torch import Tensor
 from torch.cuda import Event, Stream, current_stream
 
 import pretrain_gpt
+from megaframe import mesh as meshes
 from megaframe.checkpoint.background import Background
 from megaframe.checkpoint.slices import Slice
-from megaframe.comm import Pending, all_reduce
+from megaframe.comm import Pending, Ring, all_reduce, pass_on, receive, send
 from megaframe.comm.landing import land
 from megaframe.comm.nccl import LINK_CTAS
 from megaframe.comm.shelf import Shelf
 from megaframe.graph import record_cuda
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
+from megaframe.meter import meter
 from megaframe.meter.timers import DeviceClock
 from megaframe.optim.route import GpuRoute
+from standin import collectives
 from standin.collectives import Work
 from standin.cuda import Properties
 
@@ -325,3 +328,57 @@ def transfer():
     y = torch.ones(100, device="cuda")
     assert (y + pending.wait() == 3).all().item()
     mesh.close()
+
+
+# ------------------------------------------------------- what NCCL would wait for, on several ranks
+
+
+def two_ranks():
+    """Return a group of two ranks, what this one has, and where it receives."""
+    collectives.PATIENCE = 1.0
+    mesh = Mesh(Layout(data=2), device="cuda", timeout=30)
+    return mesh, torch.full((4,), float(mesh.rank), device="cuda"), torch.empty(4, device="cuda")
+
+
+def messages_both_ways_as_one():
+    mesh, x, came = two_ranks()
+    group = mesh.group("data")
+    for _ in range(2):
+        pass_on(x, came, Ring(group.index, 2, group)).wait()
+        assert (came == 1 - mesh.rank).all().item()
+    mesh.close()
+
+
+def messages_both_ways_one_by_one():
+    mesh, x, came = two_ranks()
+    leaving = send(x, mesh.group("data"))
+    receive(came, mesh.group("data")).wait()
+    leaving.wait()
+
+
+def collectives_in_opposite_orders():
+    mesh, x, _ = two_ranks()
+    groups = [mesh._make_group(("data",), [(0, 1)]) for _ in range(2)]
+    for group in groups[:: 1 if mesh.rank else -1]:
+        all_reduce(x, group).wait()
+
+
+def communicators_in_another_order():
+    mesh, _, _ = two_ranks()
+    members = [(0,), (0, 1)] if mesh.rank else [(0, 1), (0,)]
+    for ranks in members:
+        mesh._new_handles([ranks], None, "data", link=True)
+
+
+def a_collective_without_a_rank():
+    mesh, x, _ = two_ranks()
+    if mesh.rank == 0:
+        all_reduce(x, mesh.group("data")).wait()
+
+
+def pretrain_without_connecting():
+    """Pretrain with links that nothing connects before a step."""
+    collectives.PATIENCE = 2.0
+    meshes.connect_link = lambda *arguments, **options: None
+    meter.free_seconds = lambda *arguments: {}
+    pretrain_gpt.main()

@@ -33,16 +33,15 @@ _OWN = ("rules.py", "recorder.py", "machine.py", "collectives.py", "cuda.py")
 
 def line():
     """Return where the project makes a call: its innermost line, such as `engine.py:320`, outside
-    `comm` if there is one."""
-    frame, inside = sys._getframe(1), ""
+    of what communicates (`comm`, `mesh.py`) if there is one."""
+    frame, found = sys._getframe(1), ""
     while frame is not None:
         folder, name = _file(frame.f_code.co_filename)
-        if name:
-            inside = f"{name}:{frame.f_lineno}" if folder != "comm" or not inside else inside
-            if folder != "comm":
-                break
+        if name and name != "mesh.py" and folder != "comm":
+            return f"{name}:{frame.f_lineno}"
+        found = found or f"{name}:{frame.f_lineno}" * bool(name)
         frame = frame.f_back
-    return inside
+    return found
 
 
 @cache

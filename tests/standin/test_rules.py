@@ -167,13 +167,13 @@ def _both_ways(rank, ends, name, stream):
     return [Group(name, stream, (Transfer("send", peer, "4"), Transfer("receive", peer, "4")))]
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(serial(), st.integers(1, 4))
 def test_programs_that_follow_one_order_end_with_any_number_of_queues(programs, queues):
     assert ends(programs, queues=queues)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(serial(), st.data(), st.integers(2, 9))
 def test_what_ends_with_one_queue_ends_with_more(programs, data, queues):
     """Whatever order the calls of a rank have."""

@@ -341,6 +341,7 @@ PROGRAMS = {
     "background_far_behind": set(),
     "clock": set(),
     "transfer": set(),
+    "messages_both_ways_as_one": set(),
     "settings": set(),
 }
 
@@ -351,7 +352,7 @@ def test_every_fault_is_reported_and_nothing_else(standin, program, kinds):
     assert standin.kinds() - ({"wait"} - kinds) == kinds, standin.reports
 
 
-RANKS = {"transfer": 2, "settings": 2}
+RANKS = {"transfer": 2, "messages_both_ways_as_one": 2, "settings": 2}
 LEFT_OUT = [
     ("shelf", "_put", "wait_stream", "race"),
     ("shelf", "take", "wait_event", "race"),
@@ -382,3 +383,37 @@ def test_every_wait_is_needed(standin, program, function, method, kind):
     standin.run("standin.programs:without", *words, world=RANKS.get(program, 1), fails=True)
     found = standin.kinds() - {"wait"}
     assert kind in found if kind else standin.failed, found
+
+
+FOREVER = {
+    "messages_both_ways_one_by_one": (
+        "rank 0 waits forever for rank 1 to connect",
+        "rank 0: send torch.float32 4 to rank 1",
+        "rank 1: send torch.float32 4 to rank 0",
+        "[programs.py:",
+    ),
+    "collectives_in_opposite_orders": (
+        "rank 0 waits forever for ranks [1] to connect",
+        "rank 1 waits forever for ranks [0] to connect",
+    ),
+    "communicators_in_another_order": ("ranks do not make communicators in one order: rank ",),
+    "a_collective_without_a_rank": ("rank 0 waits forever for ranks [1] to connect",),
+}
+"""Programs of two ranks that NCCL would not bring to an end, and what is said."""
+
+
+@pytest.mark.parametrize(("program", "told"), FOREVER.items(), ids=FOREVER)
+def test_what_nccl_would_wait_for_is_an_error(standin, program, told):
+    said = standin.run("standin.programs:main", program, world=2, fails=True)
+    assert standin.failed
+    for text in told:
+        assert text in said
+
+
+def test_a_pipeline_whose_links_nothing_connects_before_a_step_is_an_error(standin, overrides):
+    """With 1F1B both ranks begin with a receive."""
+    keys = {**SMALL, **PLAIN, "parallel__pipeline": 2, "train__steps": 1}
+    keys = overrides(**keys, run__device="cuda")
+    said = standin.run("standin.programs:pretrain_without_connecting", *keys, world=2, fails=True)
+    assert standin.failed and "rank 0 waits forever for rank 1 to connect" in said
+    assert "rank 1: receive torch.float64" in said and "[engine.py:" in said
