@@ -3,8 +3,11 @@
 import os
 
 import pytest
+import torch
 
-from megaframe.comm.nccl import LINK_CTAS, set_up
+from megaframe.comm import ALONE, Group
+from megaframe.comm.alike import Alike
+from megaframe.comm.nccl import LINK_CTAS, Settings, allocate, set_up
 from megaframe.errors import UserError
 
 NAMES = (
@@ -56,6 +59,37 @@ def test_fewer_hardware_queues_than_streams_are_a_warning(given, streams, mend, 
     (warning,) = set_up(streams).warnings
     text = f"warning: {NAMES[0]}={given or 32} is less than the {streams} streams of this layout"
     assert warning.startswith(text) and warning.endswith(mend)
+
+
+class Registering(Alike):
+    """A group with memory of its own for transfers, on some devices."""
+
+    def __init__(self, supported):
+        super().__init__(0, 2)
+        self._supported, self.allocated = supported, []
+
+    def _get_backend(self, device):
+        return self
+
+    def supports_tensor_alloc(self, device):
+        return self._supported
+
+    def allocate_tensor(self, size, *, dtype, device):
+        self.allocated.append(torch.full((size,), 7.0, dtype=dtype, device=device))
+        return self.allocated[-1]
+
+
+@pytest.mark.parametrize("supported", [True, False])
+@pytest.mark.parametrize("settings", [Settings(register=True), Settings(), None])
+def test_only_what_is_asked_for_is_registered_where_torch_can(supported, settings):
+    handle, device = Registering(supported), torch.device("cpu")
+    group = Group(("data_shard", "context"), (0, 1), 0, handle)
+    made = allocate(5, torch.bfloat16, device, group, settings)
+    assert made.shape == (5,) and made.dtype == torch.bfloat16 and not made.any()
+    registered = supported and settings is not None and settings.register
+    assert [one is made for one in handle.allocated] == [True] * registered
+    alone = allocate(5, torch.float64, device, ALONE, Settings(register=True))
+    assert alone.shape == (5,) and alone.dtype == torch.float64
 
 
 @pytest.mark.parametrize(
