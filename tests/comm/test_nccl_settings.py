@@ -1,10 +1,15 @@
 """What a run sets for CUDA and NCCL: values of the environment count, and bad ones are refused."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import pretrain_gpt
 from megaframe.comm import ALONE, Group
 from megaframe.comm.alike import Alike
 from megaframe.comm.nccl import LINK_CTAS, Settings, allocate, set_up
@@ -108,3 +113,13 @@ def test_values_out_of_range_are_refused_with_name_and_range(name, values, range
             set_up(8)
         with pytest.raises(UserError, match=f"from {range}; leave it unset"):
             set_up(8)
+
+
+def test_a_run_is_refused_before_it_starts(overrides, environment, monkeypatch, capsys, tmp_path):
+    environment(NCCL_MAX_CTAS="99")
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *overrides(run__device="auto")])
+    with pytest.raises(SystemExit) as status:
+        pretrain_gpt.main()
+    assert status.value.code == 2 and not (tmp_path / "run").exists()
+    said = "error: NCCL_MAX_CTAS='99' in the environment is not a number from 1 to 64; leave it"
+    assert said in capsys.readouterr().err
