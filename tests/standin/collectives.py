@@ -30,7 +30,18 @@ from standin.machine import (
     repeat_in_graph,
     report,
 )
-from standin.rules import Collective, Create, Group, Transfer, connections, end_of, line, other_end
+from standin.rules import (
+    Collective,
+    Create,
+    Group,
+    Transfer,
+    collective,
+    connections,
+    end_of,
+    line,
+    other_end,
+    size,
+)
 
 host = torch.ops.standin.host
 _init_process_group, _new_group = dist.init_process_group, dist.new_group
@@ -194,8 +205,8 @@ class Nccl(Abortable, dist.ProcessGroup):
 
     def _collective(self, kind, x, reads, writes, launch, uneven=False):
         """Start a collective. x: a tensor of the same shape on all ranks, if it is not uneven."""
-        form = f"{kind} {x.dtype}" if uneven else f"{kind} {x.dtype} {x.numel()}"
-        call = Collective(self._name, self._stream, form, uneven, line())
+        call = collective(self._name, self._stream, kind, x, uneven)
+        form = call.form
         if form not in self._connected:
             self._connected.add(form)
             others = [rank for rank in self._ranks if rank != self._me]
@@ -328,7 +339,7 @@ class Nccl(Abortable, dist.ProcessGroup):
         return self._message("receive", tensors[0], source)
 
     def _message(self, kind, x, peer):
-        part = Transfer(kind, self._ranks[peer], f"{x.dtype} {x.numel()}"), x, peer
+        part = Transfer(kind, self._ranks[peer], size(x)), x, peer
         if self._group is None:
             return self._messages([part])
         self._group.append(part)

@@ -20,13 +20,14 @@ from megaframe.comm.nccl import LINK_CTAS
 from megaframe.comm.shelf import Shelf
 from megaframe.graph import record_cuda
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
+from megaframe.mesh import Mesh, world_size
 from megaframe.meter import meter
 from megaframe.meter.timers import DeviceClock
 from megaframe.optim.route import GpuRoute
 from standin import collectives
 from standin.collectives import Work
 from standin.cuda import Properties
+from standin.layouts import LAYOUTS, configured, trained
 
 
 def pretrain_on():
@@ -331,6 +332,14 @@ def transfer():
 
 
 # ------------------------------------------------------- what NCCL would wait for, on several ranks
+
+
+def layout_of_a_test():
+    """Do with real ranks what is recorded of ranks that run alone."""
+    config = configured(*LAYOUTS[int(sys.argv[2])])
+    mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cuda", timeout=60)
+    trained(config)(mesh)
+    mesh.close()
 
 
 def two_ranks():

@@ -15,7 +15,6 @@ from megaframe.comm.alike import Alike, Done
 from megaframe.mesh import Mesh
 from megaframe.rehearsal.hollow import Hollow
 from standin.rules import (
-    Collective,
     Create,
     Group,
     Kernel,
@@ -23,15 +22,13 @@ from standin.rules import (
     Synchronize,
     Transfer,
     Wait,
+    collective,
     line,
+    size,
 )
 
 COMPUTE, POOL = 0, 32
 """The stream of kernels; and the number of torch's streams, which communicators take in turn."""
-
-
-def size(tensor):
-    return f"{tensor.dtype} {tensor.numel()}".removeprefix("torch.")
 
 
 class Calls(list):
@@ -80,8 +77,7 @@ class Recorded(Alike):
         self._grouped = None
 
     def _collective(self, kind, tensor, uneven):
-        form = f"{kind} {tensor.dtype}" if uneven else f"{kind} {size(tensor)}"
-        call = Collective(self._name, self._stream, form, uneven, line())
+        call = collective(self._name, self._stream, kind, tensor, uneven)
         return self._calls.transfer(call, not tensor.is_meta)
 
     def _message(self, kind, tensor, peer):

@@ -151,6 +151,18 @@ class Group:
         return f"{' and '.join(map(str, self.transfers))} over {self.communicator}"
 
 
+def size(tensor):
+    """Return type and number of elements, such as `float32 8`."""
+    return f"{tensor.dtype} {tensor.numel()}".removeprefix("torch.")
+
+
+def collective(communicator, stream, kind, tensor, uneven):
+    """Return the call that starts a collective. tensor: has the same type on all ranks, and unless
+    it is uneven the same size."""
+    form = size(tensor).split()[0] if uneven else size(tensor)
+    return Collective(communicator, stream, f"{kind} {form}", uneven, line())
+
+
 def end_of(rank, transfer):
     """Return which end of a message a rank has: source, target, whether it sends."""
     sends = transfer.kind == "send"
@@ -203,7 +215,7 @@ class _Work:
     call: object
     after: object = None
     sides: list = field(default_factory=list)
-    lines: tuple = ()
+    lines: list = field(default_factory=list)
     started: bool = False
     done: bool = False
 
@@ -336,17 +348,17 @@ class _Simulation:
 
     def _start(self, work):
         """Put work into the queues of its rank."""
-        one, stream = self._ranks[work.rank], work.call.stream
-        queue = one.queues.setdefault(stream, len(one.queues) % self._queues)
-        keys = ["stream", stream], ["queue", queue]
-        if isinstance(work.call, Collective | Group):
-            keys += (["communicator", work.call.communicator],)
-        if isinstance(work.call, Collective):
-            keys += (["collectives"],)
-        work.lines = tuple(one.lines.setdefault(tuple(key), deque()) for key in keys)
+        one, call = self._ranks[work.rank], work.call
+        # The order of a queue is also that of each of its streams.
+        lines = [("queue", one.queues.setdefault(call.stream, len(one.queues) % self._queues))]
+        if isinstance(call, Collective | Group):
+            lines.append(("communicator", call.communicator))
+        if isinstance(call, Collective):
+            lines.append(("collectives",))
+        work.lines = [one.lines.setdefault(line, deque()) for line in lines]
         for line in work.lines:
             line.append(work)
-        one.last[stream] = work
+        one.last[call.stream] = work
         self._wake([work.rank])
 
     def _run_device(self, rank):

@@ -58,7 +58,7 @@ def test_a_ring_of_single_messages_ends_unless_all_ranks_begin_alike(first, link
     for rank, sends_first in enumerate(first):
         after, before = (rank + 1) % size, (rank - 1) % size
         out, home = (f"link {rank}", f"link {before}") if links else ("ring", "ring")
-        to, source = send(out, after, stream=1), receive(home, before, stream=2 if links else 1)
+        to, source = send(out, after, stream=1), receive(home, before, stream=2)
         calls = [Create("ring", tuple(range(size)))]
         calls += [Create(f"link {i}", tuple(sorted({i, (i + 1) % size}))) for i in range(size)]
         if connected and links:
@@ -104,6 +104,13 @@ def test_communicators_are_made_in_one_order(data, ranks, count):
     else:
         with pytest.raises(Mismatch, match=r"rank \d: making .*, rank \d: making"):
             simulate(programs)
+
+
+def test_a_communicator_takes_ranks_that_are_not_in_it():
+    world, other = Create("world", (0, 1, 2)), Create("other", (0, 1))
+    first = Collective("world", 1, "all_reduce")
+    assert ends([[world, other, first], [world, other, first], [world, other, first]])
+    assert not ends([[world, other, first], [world, other, first], [world, first, other]])
 
 
 @given(st.integers(0, 12), st.integers(1, 12))

@@ -22,7 +22,8 @@ from torch.distributed.flight_recorder import fr_trace
 
 from megaframe.errors import EXIT_LOST_RANKS
 from standin.build import library, obstacle
-from standin.rules import simulate
+from standin.layouts import LAYOUTS, configured, named, recorded
+from standin.rules import Collective, Create, Group, simulate
 
 if (reason := obstacle()) is not None:
     pytest.skip(reason, allow_module_level=True)
@@ -45,7 +46,7 @@ MAY_WAIT = {
 
 class StandIn:
     """run(function, *words) calls a function on the ranks of a world; `reports` is what was
-    reported to them, in order: kind, text and place."""
+    reported to them, in order: kind, text and place; `calls` is what each rank has called."""
 
     def __init__(self, folder):
         paths = (ROOT, ROOT / "kernels", ROOT / "tests", *sys.path)
@@ -74,8 +75,9 @@ class StandIn:
         lines = [path.read_text().splitlines() for path in sorted(folder.glob("*.jsonl"))]
         self.statuses, self.failed = statuses, statuses != [0] * world
         if not self.failed:
-            programs, queues = zip(*map(calls_in, sorted(folder.glob("*.calls"))), strict=True)
-            simulate(programs, min(queues))
+            found = zip(*map(calls_in, sorted(folder.glob("*.calls"))), strict=True)
+            self.calls, queues = found
+            simulate(self.calls, min(queues))
         self.reports = [tuple(json.loads(line)) for part in lines for line in part]
         return said
 
@@ -422,6 +424,31 @@ def test_a_pipeline_whose_links_nothing_connects_before_a_step_is_an_error(stand
     assert "rank 1: receive torch.float64" in said and "[engine.py:" in said
 
 
+ALSO_ALONE = [
+    i
+    for i, (world, _, one) in enumerate(LAYOUTS)
+    if world == 2 and one.get("schedule") in (None, "1f1b") and one.get("zero") in (None, 3)
+]
+
+
+@pytest.mark.quick(when=lambda layout: "context" in LAYOUTS[layout][2])
+@pytest.mark.parametrize("layout", ALSO_ALONE, ids=[named(*LAYOUTS[i]) for i in ALSO_ALONE])
+def test_a_rank_that_runs_alone_calls_the_same(standin, layout):
+    """So what is simulated of many ranks is what they call."""
+    world, model, parallel = LAYOUTS[layout]
+    standin.run("standin.programs:main", "layout_of_a_test", str(layout), world=world)
+    alone = recorded(configured(world, model, parallel), world)
+    assert [*map(transfers, standin.calls)] == [*map(transfers, alone)]
+    assert all(len(transfers(calls)) > 20 for calls in alone)
+
+
+def transfers(calls):
+    """Return what a rank makes and transfers, without lines and streams. One number more is summed
+    over each communicator that torch splits from another."""
+    kinds = [one for one in calls if isinstance(one, Collective | Create | Group)]
+    return [str(one) for one in kinds if not str(one).startswith("all_reduce float32 1 ")]
+
+
 # --------------------------------------------------------------------------------- what fails there
 
 FAILING = {
@@ -539,10 +566,10 @@ def test_a_slow_device_is_named_and_not_a_host_that_its_device_hides(
 # ------------------------------------------------------------------------------------- the doctor
 
 DOCTOR = ["settings", "links", "rings", "collectives", "abort"]
-LAYOUTS = ["layout: context, ring", "layout: pipeline, zb-v"]
+COMPARED = ["layout: context, ring", "layout: pipeline, zb-v"]
 
 
-@pytest.mark.parametrize("names", [DOCTOR, pytest.param(LAYOUTS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("names", [DOCTOR, pytest.param(COMPARED, marks=pytest.mark.slow)])
 def test_the_doctor_finds_that_ranks_work_together(standin, tmp_path, names):
     standin.run("standin.failures:doctor", str(tmp_path), *names, world=2)
     for rank in (0, 1):
