@@ -261,6 +261,7 @@ class _Waiting:
 def clients(end: Connection, ranks: Sequence[int], layout: Layout, timeout: float) -> None:
     """Run some ranks of a world in this process, until all of them have a verdict."""
     threading.stack_size(_STACK)
+    sys.setswitchinterval(1.0)  # by default every thread that waits for its turn asks every 5 ms
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # what every rank would print
     counts: Counter[int] = Counter()
     watches: dict[int, tuple[Client, Place]] = {}

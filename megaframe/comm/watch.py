@@ -49,6 +49,8 @@ _PATIENCE = 2.5
 time again if all suspects answer, because these may still report."""
 _ROUNDS = 3
 """Rounds with a judge, of which any may be lost itself. Two are needed if none is."""
+_REACH = 5.0
+"""Seconds within which the store answers if it is there. It may have to answer all ranks at once."""
 _FAREWELL = 5.0
 """Seconds that a rank waits at most for the others to be ready to leave."""
 _NAMED = 8
@@ -132,15 +134,16 @@ class Watch:
         verdict: Verdict | None = None
         try:
             while not self._stop.wait(self._look_every if self._waits is None else self._pause):
-                if self._waits is None:
-                    late = self._place.overrun(self.limit) or self._place.stalled(self._timeout)
-                    if late:
-                        self._hearing.call()
-                    if late or self._hearing.called():
-                        self._answer()
-                    if late:
-                        verdict = self._agreed(lambda _, over: self._lateness() if over else None)
-                elif not self._leaving.locked():  # else the working thread looks for the verdict
+                late = self._place.overrun(self.limit) or self._place.stalled(self._timeout)
+                if late and self._waits is None:
+                    self._hearing.call()
+                if self._waits is None and (late or self._hearing.called()):
+                    self._answer()
+                if self._waits is None or self._leaving.locked():
+                    continue  # all is well, or the working thread looks for the verdict
+                if late:
+                    verdict = self._agreed(lambda _, over: self._lateness() if over else None)
+                else:
                     self._answer_again()
                     verdict = self._hearing.verdict()
                 if verdict is not None and verdict.again:
@@ -203,7 +206,7 @@ class Watch:
 
     def _judged(self, lost: LostRanks) -> Verdict:
         """Return the common verdict, or `_alone` if the store does not answer."""
-        if _within(self._patience, lambda: self._reported(lost)):
+        if _within(_REACH, lambda: self._reported(lost)):
             verdict = _within((_ROUNDS + 1) * self._patience, lambda: self._judge(lost))
             if verdict is not None:
                 return verdict
