@@ -1,5 +1,6 @@
-"""Many ranks as threads of one process, each with its real watch and connections to a real store."""
+"""Many ranks as threads of one process, each with its real watch and a real store."""
 
+import io
 import os
 import sys
 import threading
@@ -11,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from megaframe.comm import all_reduce, connections
+from megaframe.comm import start as start_module
 from megaframe.comm.hearing import Hearing
 from megaframe.comm.place import Place
-from megaframe.comm import start as start_module
 from megaframe.comm.start import fresh_store
 from megaframe.comm.watch import Watch
 from megaframe.errors import LostRanks
@@ -93,7 +94,7 @@ def lose(world, victim, how, dead_judge=False):
     layout = Layout(tensor=4, data=world // 4)
     stores = {rank: Counted(connection(host.port)) for rank in range(world)}
     leave, os._exit, errors = os._exit, end_thread, sys.stderr
-    sys.stderr = open(os.devnull, "w")
+    sys.stderr = io.StringIO()
     places = {rank: Place() for rank in range(world)}
     if dead_judge:
         assert Hearing(stores[victim], victim, world).is_judge(0)
@@ -145,6 +146,9 @@ def make_groups():
     told = gather_json(beside, "x" * mesh.rank)
     found.append(connections.connected() - before)
     sum_of_all = all_reduce(torch.ones(()), beside)
+    mesh.store.add("counted", 1)
+    while mesh.store.add("counted", 0) < 4:
+        time.sleep(0.01)
     if mesh.rank == 0:
         connections.cut()
     broken = ""

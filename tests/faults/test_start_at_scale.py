@@ -149,7 +149,7 @@ class TestOpenFiles:
 
     def test_a_run_is_refused_before_anything_is_connected(self, pool):
         for told in pool.run(2, refused):
-            assert "need up to" in told and "rank 0" in told or told == "lost"
+            assert ("need up to" in told and "rank 0" in told) or told == "lost"
 
 
 def refused():
