@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from multiprocessing import get_context
@@ -40,7 +40,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from harness import commit, machine
 from torch.distributed import PrefixStore, Store
 
-from megaframe.comm import start, watch
+from megaframe.comm import start
+from megaframe.comm.hearing import Verdict
 from megaframe.comm.place import Place
 from megaframe.comm.start import fresh_store, launcher_store
 from megaframe.comm.watch import Watch
@@ -104,7 +105,9 @@ def main() -> int:
             flush=True,
         )
     print("quiet: requests per client and second; named: seconds from when ranks may notice the")
-    print("fault until the first and the last client name it; requests: per client from the fault on")
+    print(
+        "fault until the first and the last client name it; requests: per client from the fault on"
+    )
     if given.write:
         document = {
             "commit": commit(),
@@ -222,17 +225,17 @@ class Counted:
     """A store that counts the requests of one client. `get` is two, because torch first waits."""
 
     def __init__(self, store: Store, counts: Counter[int], rank: int) -> None:
-        self.store, self._counts, self._rank = store, counts, rank
+        self.store, self._counts, self.rank = store, counts, rank
 
     def clone(self) -> Counted:
         cloned: Store = self.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
-        return Counted(cloned, self._counts, self._rank)
+        return Counted(cloned, self._counts, self.rank)
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self.store, name)
 
         def counted(*arguments: Any) -> Any:
-            self._counts[self._rank] += 2 if name == "get" else 1
+            self._counts[self.rank] += 2 if name == "get" else 1
             return call(*arguments)
 
         return counted
@@ -241,11 +244,15 @@ class Counted:
 class Client(Watch):
     """A watch that notes when it ends its rank, and with which verdict."""
 
-    ended: Callable[[int, Sequence[int]], object]
+    judged: tuple[float, tuple[int, ...]]
+    has_left = False
 
-    def _end(self, verdict: Any, lost: LostRanks | None = None) -> NoReturn:
-        self.ended(self._rank, verdict.ranks)
-        super()._end(verdict, lost)
+    def _end(self, verdict: Verdict, lost: LostRanks | None = None) -> NoReturn:
+        self.judged = time.monotonic(), verdict.ranks
+        try:
+            super()._end(verdict, lost)
+        finally:
+            self.has_left = True
 
 
 class _Waiting:
@@ -261,28 +268,24 @@ class _Waiting:
 def clients(end: Connection, ranks: Sequence[int], layout: Layout, timeout: float) -> None:
     """Run some ranks of a world in this process, until all of them have a verdict."""
     threading.stack_size(_STACK)
+    sys.setswitchinterval(1.0)  # by default every thread that waits for its turn asks every 5 ms
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # what every rank would print
     counts: Counter[int] = Counter()
     watches: dict[int, tuple[Client, Place]] = {}
-    verdicts: dict[int, tuple[float, tuple[int, ...]]] = {}
     leave_process = os._exit
     os._exit = _end_of_thread  # a client ends as a thread
-
-    def ended(rank: int, named: Sequence[int]) -> None:
-        verdicts.setdefault(rank, (time.monotonic(), tuple(named)))
 
     def connect(rank: int) -> None:
         store, *_ = launcher_store(rank, layout.world, _SLACK)
         counted = Counted(store, counts, rank)
         found = fresh_store(counted, rank, layout.world, _SLACK)  # type: ignore[arg-type]
         place = Place()
-        one = Client(found, layout, rank, timeout, place, lambda: None)
-        one.ended = ended
-        watches[rank] = one, place
+        watches[rank] = Client(found, layout, rank, timeout, place, lambda: ""), place
 
-    start.PrefixStore = lambda prefix, counted: Counted(  # type: ignore[assignment,misc]
-        PrefixStore(prefix, counted.store), counts, counted._rank
-    )
+    def prefixed(prefix: str, counted: Any) -> Any:
+        return Counted(PrefixStore(prefix, counted.store), counts, counted.rank)
+
+    start.PrefixStore = prefixed  # type: ignore[assignment,misc]
     _at_once(connect, ranks)
     assert watches.keys() == set(ranks), "not all ranks are connected"
     end.send(("ready", None))
@@ -294,10 +297,9 @@ def clients(end: Connection, ranks: Sequence[int], layout: Layout, timeout: floa
         before = Counter(counts)
         fault, victim, noticed = more
         _suffer(fault, victim, noticed, watches, layout, timeout)
-        while len(verdicts) < len(ranks):
+        while not all(one.has_left for one, _ in watches.values()):
             time.sleep(0.1)
-        time.sleep(2 * timeout if fault == "store" else 6.0)  # until all have taken leave
-        found = [(r, at, named, counts[r] - before[r]) for r, (at, named) in verdicts.items()]
+        found = [(r, *one.judged, counts[r] - before[r]) for r, (one, _) in watches.items()]
         end.send(("verdicts", found))
         leave_process(0)
 
@@ -317,7 +319,7 @@ def _suffer(
         if fault == "slow":
             one.limit = timeout
         if rank != victim:
-            place.wait(_Waiting(layout.members(rank, "data")))  # type: ignore[arg-type]
+            place.wait(_Waiting(layout.members(rank, "data")))
         else:
             place.act("data", None)
 

@@ -53,6 +53,31 @@ class Verdict:
         return Verdict(**{**known, **runs})
 
 
+@dataclass(frozen=True)
+class Told:
+    """What the ranks have told so far, as they wrote it: `Hearing.report` and `Hearing.answer`."""
+
+    reported: str = ""
+    answered: str = ""
+
+    def reports(self) -> dict[int, Collection[int]]:
+        """Return the ranks that each rank lost, by the rank that has given up."""
+        known: dict[str, Collection[int]] = {}
+        lost: dict[int, Collection[int]] = {}
+        for line in self.reported.splitlines():
+            rank, runs = json.loads(line)
+            text = str(runs)
+            if text not in known:
+                known[text] = ranks_in(runs)
+            lost[rank] = known[text]
+        return lost
+
+    def answers(self) -> dict[int, Sight]:
+        """Return what each rank that answers is doing."""
+        sights = map(Sight.decode, self.answered.splitlines())
+        return {sight.rank: sight for sight in sights}
+
+
 def at_fault(lost: Mapping[int, Collection[int]], answered: Collection[int]) -> tuple[int, ...]:
     """Return the ranks to blame, ascending: those that some rank lost and that reported no loss
     themselves. If any of these do not answer, only those. Empty if all lost ranks reported losses
@@ -128,22 +153,9 @@ class Hearing:
         once per round."""
         return self._store.add(f"judge/{number}", 1) == 1
 
-    def reports(self) -> dict[int, Collection[int]]:
-        """Return the ranks that each rank lost, by the rank that has given up. For the judge."""
-        known: dict[str, Collection[int]] = {}
-        lost: dict[int, Collection[int]] = {}
-        for line in self._read(_LOST).splitlines():
-            rank, runs = json.loads(line)
-            text = str(runs)
-            if text not in known:
-                known[text] = ranks_in(runs)
-            lost[rank] = known[text]
-        return lost
-
-    def answers(self) -> dict[int, Sight]:
-        """Return what each rank that answers is doing. For the judge."""
-        sights = map(Sight.decode, self._read(_ANSWERED).splitlines())
-        return {sight.rank: sight for sight in sights}
+    def told(self) -> Told:
+        """Return what all ranks have told so far. For the judge."""
+        return Told(self._read(_LOST), self._read(_ANSWERED))
 
     def verdict(self) -> Verdict | None:
         """Return the verdict if there is one."""

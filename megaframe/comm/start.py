@@ -66,7 +66,8 @@ def fresh_store(store: Store, rank: int, world: int, timeout: float) -> Store:
     for pause in _pauses(timeout, _REQUESTS * world):
         name = store.get("start").decode() if store.check(["start"]) else ""
         if name != answered:
-            store.append(_answered(name), f"{rank} {mine}\n")
+            # Like `multi_set`, not in torch's stubs.
+            store.append(_answered(name), f"{rank} {mine}\n")  # type: ignore[attr-defined]
             answered = name
         heard = _heard(name, rank)
         if name and store.check([heard]) and store.get(heard).decode() == mine:
@@ -83,7 +84,8 @@ def _first_rank(store: Store, name: str, world: int, timeout: float) -> Store:
     for pause in _pauses(timeout, 1):
         answers = _answers(store, name)
         if answers.keys() >= set(others):
-            store.multi_set([_heard(name, rank) for rank in others], [answers[r] for r in others])
+            keys = [_heard(name, rank) for rank in others]
+            store.multi_set(keys, [answers[rank] for rank in others])  # type: ignore[attr-defined]
             return PrefixStore(f"start-{name}", store)
         time.sleep(pause)
     missing = [rank for rank in others if rank not in answers]

@@ -27,13 +27,14 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NoReturn, TypeVar
 
 from torch.distributed import Store
 
-from megaframe.comm.hearing import Hearing, Verdict, at_fault, spaced
+from megaframe.comm.hearing import Hearing, Told, Verdict, at_fault, spaced
 from megaframe.comm.place import Place, Sight, gathered, held_up_by
 from megaframe.comm.start import agent_has_store
 from megaframe.errors import EXIT_LOST_RANKS, LostRanks, OutOfStep
@@ -46,9 +47,11 @@ _LOOK, _PAUSE = 1.0, 0.1
 rank was lost."""
 _PATIENCE = 2.5
 """Seconds that others have to report and to answer; more than two looks take. They have the same
-time again if all suspects answer, because these may still report."""
-_ROUNDS = 3
-"""Rounds with a judge, of which any may be lost itself. Two are needed if none is."""
+time again if all suspects answer, because these may still report, and up to three times as much
+while reports and answers still arrive."""
+_REACH, _LONGEST = 5.0, 20.0
+"""Seconds within which the store answers if it is there, although it may have to answer all ranks
+at once; and within which there is a verdict."""
 _FAREWELL = 5.0
 """Seconds that a rank waits at most for the others to be ready to leave."""
 _NAMED = 8
@@ -88,7 +91,9 @@ class Watch:
         # A separate connection, because other threads may block on the given one. (`clone` is not
         # in torch's stubs.)
         self._hearing = Hearing(store.clone(), rank, layout.world)  # type: ignore[attr-defined]
-        self._pause, self._look_every = spaced(_PAUSE, layout.world), spaced(_LOOK, layout.world)
+        # Ranks that wait for a verdict look half as often, because they also report and answer.
+        self._pause = spaced(_PAUSE, 2 * layout.world)
+        self._look_every = spaced(_LOOK, layout.world)
         self._patience = _PATIENCE * self._look_every / _LOOK
         self._layout, self._rank, self._timeout = layout, rank, timeout
         self._place, self._cut = place, cut
@@ -137,17 +142,18 @@ class Watch:
         waits for a restart, when there is a verdict."""
         verdict: Verdict | None = None
         try:
-            while not self._stop.wait(self._look_every if self._waits is None else self._pause):
-                if self._waits is None:
-                    late = self._place.overrun(self.limit) or self._place.stalled(self._timeout)
-                    late = late or bool(self.error())
-                    if late:
-                        self._hearing.call()
-                    if late or self._hearing.called():
-                        self._answer()
-                    if late:
-                        verdict = self._agreed(lambda _, over: self._lateness() if over else None)
-                elif not self._leaving.locked():  # else the working thread looks for the verdict
+            while not self._stop.wait(self._pause if self._waits_for_verdict else self._look_every):
+                late = self._place.overrun(self.limit) or self._place.stalled(self._timeout)
+                late = late or bool(self.error())
+                if late and self._waits is None:
+                    self._hearing.call()
+                if self._waits is None and (late or self._hearing.called()):
+                    self._answer()
+                if not self._waits_for_verdict:
+                    continue
+                if late:
+                    verdict = self._agreed(self._late)
+                else:
                     self._answer_again()
                     verdict = self._hearing.verdict()
                 if verdict is not None and verdict.again:
@@ -159,6 +165,12 @@ class Watch:
             # The store is gone, so the run is over. Usually the work soon notices that by itself.
             if not self._stop.wait(self._timeout) and self._leaving.acquire(blocking=False):
                 self._end(self._alone())
+
+    @property
+    def _waits_for_verdict(self) -> bool:
+        """Whether the watch's thread looks for a verdict. It does not while all is well, nor if the
+        working thread does."""
+        return self._waits is not None and not self._leaving.locked()
 
     def _answer(self) -> None:
         """Write to the store where this rank is."""
@@ -184,20 +196,22 @@ class Watch:
         text = f"{self._name(self._rank)} cannot restart in its process: {wrong}"
         return Verdict((self._rank,), text)
 
-    def _all_here(self, seen: Mapping[int, Sight]) -> bool:
+    def _all_here(self, told: Told, seen: Mapping[int, Sight]) -> bool:
         """Return whether the ranks may restart in their processes and each of them can: it is in
         the loop over steps, and has given up or waits for others."""
         if not len(seen) == self._layout.world > 1 or not self.may_begin_again():
             return False
-        given_up = self._hearing.reports().keys()
+        given_up = told.reports().keys()
         return all(
             sight.steady and (rank in given_up or bool(sight.waiting))
             for rank, sight in seen.items()
         )
 
-    def _lateness(self) -> Verdict:
-        """Return a verdict about which ranks hold up what takes too long."""
-        seen = self._hearing.answers()
+    def _late(self, told: Told, number: int, over: bool) -> Verdict | None:
+        """Return this rank's verdict about what takes too long; see `_agreed`."""
+        if not over:
+            return None
+        seen = told.answers()
         ranks = held_up_by(seen, self._layout.world)
         text = seen[self._rank].doing.partition(",")[0]
         if self._place.overrun(self.limit):
@@ -216,12 +230,12 @@ class Watch:
             text += " | every rank waits for another; faults.check_collectives=true compares what "
             text += "they start"
         silent = tuple(rank for rank in ranks if rank not in seen)
-        return Verdict(ranks, text, late=True, again=self._all_here(seen), silent=silent)
+        return Verdict(ranks, text, late=True, again=self._all_here(told, seen), silent=silent)
 
     def _judged(self, lost: LostRanks) -> Verdict:
         """Return the common verdict, or `_alone` if the store does not answer."""
-        if _within(self._patience, lambda: self._reported(lost)):
-            verdict = _within((_ROUNDS + 1) * self._patience, lambda: self._judge(lost))
+        if _within(_REACH, lambda: self._reported(lost)):
+            verdict = _within(_LONGEST, lambda: self._judge(lost))
             if verdict is not None:
                 return verdict
         return self._alone()
@@ -243,41 +257,52 @@ class Watch:
         self._hearing.report(lost.ranks)
         return self._hearing.called()
 
-    def _agreed(self, judge: Callable[[int, bool], Verdict | None]) -> Verdict | None:
+    def _agreed(self, judge: Callable[[Told, int, bool], Verdict | None]) -> Verdict | None:
         """Wait for the verdict, in rounds; in each of them one of the ranks that wait is the judge.
         Returns None if the watch is closed meanwhile.
 
-        judge: returns the verdict of this rank for a round, by its number and whether the time of
-        the round is over, or None to wait.
+        judge: returns the verdict of this rank for what the ranks have told, the number of the
+        round and whether its time is over, or None to wait.
         """
-        for number in range(_ROUNDS):
-            mine = self._hearing.is_judge(number)
-            # The others go on to the next round, and so to another judge, after the judge has had
-            # time to read and to publish.
-            deadline = time.monotonic() + self._patience + (0 if mine else 2 * self._pause)
-            over = False
-            while not over:
-                if self._stop.wait(self._pause):
-                    return None
-                over = time.monotonic() > deadline
-                self._answer_again()
-                verdict = self._hearing.verdict()
-                if verdict is None and mine:
-                    found = judge(number, over)
-                    verdict = None if found is None else self._first(found)
-                if verdict is not None:
-                    return verdict
-        found = judge(_ROUNDS, True)  # no judge has lived to give a verdict
-        return None if found is None else self._first(found)
+        for number in count():
+            verdict = self._round(number, judge)
+            if verdict is not None or self._stop.is_set():
+                break
+        return verdict
 
-    def _accused(self, lost: LostRanks, number: int, over: bool) -> Verdict | None:
+    def _round(
+        self, number: int, judge: Callable[[Told, int, bool], Verdict | None]
+    ) -> Verdict | None:
+        """Wait for the verdict until the time of a round is over; see `_agreed`."""
+        mine, told = self._hearing.is_judge(number), Told()
+        begun = news = time.monotonic()
+        over = False
+        while not over and not self._stop.wait(self._pause):
+            self._answer_again()
+            verdict = self._hearing.verdict()
+            now = time.monotonic()
+            if verdict is None and mine:
+                told, before = self._hearing.told(), told
+                news = now if told != before else news
+                over = now > begun + self._patience and now > news + self._look_every
+                over |= now > begun + 3 * self._patience
+                found = judge(told, number, over)
+                verdict = None if found is None else self._first(found)
+            else:
+                # Then another rank judges, because the judge may be lost.
+                over = now > begun + self._patience + 2 * self._pause
+            if verdict is not None:
+                return verdict
+        return None
+
+    def _accused(self, lost: LostRanks, told: Told, number: int, over: bool) -> Verdict | None:
         """Return this rank's verdict about lost ranks; see `_agreed`."""
-        seen = self._hearing.answers()
+        seen = told.answers()
         if not over:
-            if not self._all_here(seen):
+            if not self._all_here(told, seen):
                 return None
             return Verdict((), f"{self._accusation((), False)}; {lost}", again=True)
-        ranks = at_fault(self._hearing.reports(), seen.keys())
+        ranks = at_fault(told.reports(), seen.keys())
         silent = tuple(rank for rank in ranks if rank not in seen)
         if number == 0 and not silent:
             return None
