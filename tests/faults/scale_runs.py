@@ -100,7 +100,7 @@ def lose(world, victim, how, dead_judge=False):
         assert Hearing(stores[victim], victim, world).is_judge(0)
     try:
         watches = {
-            rank: Client(stores[rank], layout, rank, 30.0, places[rank], lambda: None)
+            rank: Client(stores[rank], layout, rank, 30.0, places[rank], lambda: "")
             for rank in range(world)
             if rank != victim or how == "late"
         }

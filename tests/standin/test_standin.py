@@ -538,7 +538,7 @@ PACED = {
     **PLAIN,
     "run__device": "cuda",
     "train__microbatch": 1,
-    "train__steps": 23,
+    "train__steps": 21,
     "train__eval_every": 0,
     "faults__straggler_factor": 1.5,
 }
@@ -549,7 +549,7 @@ PACED = {
     [
         pytest.param((1e3, 5e3, 1e3, 20e3), {"1"}, id="device"),
         pytest.param((1e3, 5e3, 4e3, 5e3), set(), id="hidden-host"),
-        pytest.param((1e3, 5e3, 40e3, 5e3), {"1"}, id="host"),
+        pytest.param((1e3, 5e3, 40e3, 5e3), {"1"}, id="host", marks=pytest.mark.slow),
     ],
 )
 def test_a_slow_device_is_named_and_not_a_host_that_its_device_hides(
