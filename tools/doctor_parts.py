@@ -40,6 +40,7 @@ from megaframe.comm import (
 )
 from megaframe.comm.communicators import allow_abort
 from megaframe.comm.flight import write_flight_record
+from megaframe.comm.nccl import Settings, set_up
 from megaframe.comm.uneven import all_gather_uneven, all_to_all_uneven, reduce_scatter_uneven
 from megaframe.config import load
 from megaframe.data.indexed import TokenFileWriter
@@ -77,14 +78,15 @@ _EXPERTS = {"model.moe": "{experts: 4, top_k: 2, ffn: 32}", "kernels.experts": "
 
 @dataclass
 class Doctor:
-    """One rank at work. folder: where it writes. large: bytes of a large message. latest: the mesh
-    that it has made last."""
+    """One rank at work. folder: where it writes. large: bytes of a large message. nccl: what is set
+    for NCCL. latest: the mesh that it has made last."""
 
     device: str
     timeout: float
     folder: Path
     part: str = ""
     large: int = 1 << 24
+    nccl: Settings | None = None
     latest: Mesh | None = None
 
     def __post_init__(self) -> None:
@@ -102,7 +104,8 @@ class Doctor:
     def mesh(self, **sizes: int) -> Mesh:
         """Return a mesh of all ranks, whose watch ends and names what hangs."""
         # Twice the time, so that the watch, which says more than a transfer, ends what hangs.
-        mesh = Mesh(Layout(**sizes), device=self.device, timeout=2 * self.timeout)
+        layout, limit = Layout(**sizes), 2 * self.timeout
+        mesh = Mesh(layout, device=self.device, timeout=limit, nccl=self.nccl)
         mesh.watch_steps(self.timeout, self.folder)
         mesh.place.begin(self.part)
         self.latest = mesh
@@ -167,10 +170,14 @@ def settings(doctor: Doctor) -> None:
         dist.all_gather_object(every, mine, group=mesh.beside().handle)
     for name in ("torch", "megaframe", "device", "cuda", "nccl", "variables"):
         values = [one.get(name) for one in every]
+        if not any(values):
+            continue
         odd = [rank for rank, value in enumerate(values) if value != values[0]]
         shown = values[0] if not isinstance(values[0], dict) else f"{len(values[0])} set"
         said = f"{shown} on all ranks" if not odd else f"differs on ranks {odd} from rank 0"
         doctor.find(name, not odd, said)
+    for line in doctor.nccl.lines if doctor.nccl is not None and device.type == "cuda" else ():
+        doctor.find(line.partition(" ")[2], True, "")
     doctor.find("ranks", True, f"{doctor.world}, {ranks_on_this_node()} on a node", ranks=every)
     mesh.close()
 
@@ -347,7 +354,7 @@ def layout(name: str, doctor: Doctor) -> None:
         path = doctor.folder / folder / "metrics.jsonl"
         if not (alone and (doctor.rank or path.exists())):
             check(config, world)
-            train(config, Layout.from_parallel(config.parallel, world))
+            train(config, Layout.from_parallel(config.parallel, world), nccl=doctor.nccl)
         if doctor.rank:
             return None
         rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -434,7 +441,8 @@ def main() -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with reported(global_rank()):
-        doctor = Doctor(given.device, given.timeout, given.folder)
+        nccl = set_up(None) if given.device != "cpu" else None  # before CUDA starts
+        doctor = Doctor(given.device, given.timeout, given.folder, nccl=nccl)
         run(json.loads(given.parts), given.first, doctor)
 
 

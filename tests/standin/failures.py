@@ -15,6 +15,7 @@ import doctor_parts
 import pretrain_gpt
 from megaframe.comm import all_reduce
 from megaframe.comm.communicators import allow_abort
+from megaframe.comm.nccl import set_up
 from megaframe.errors import LostRanks
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
@@ -115,5 +116,5 @@ def doctor():
     line is a folder and the parts."""
     folder, *names = sys.argv[1:]
     allow_abort()
-    own = doctor_parts.Doctor("cuda", 60.0, Path(folder), large=1 << 14)
+    own = doctor_parts.Doctor("cuda", 60.0, Path(folder), large=1 << 14, nccl=set_up(None))
     doctor_parts.run(names, 0, own)
