@@ -50,12 +50,11 @@ def test_a_process_whose_record_cannot_be_read_ends(tmp_path):
 )
 def test_values_of_the_environment_count(monkeypatch, name, value):
     for other in communicators._SETTINGS:
-        monkeypatch.delenv(other, raising=False)
+        monkeypatch.setenv(other, "")  # so that they are as before at the end
+        monkeypatch.delenv(other)
     assert not communicators.abortable()
     communicators.allow_abort()
     assert communicators.abortable()
     monkeypatch.setenv(f"TORCH_NCCL_{name}", value)
     communicators.allow_abort()
     assert os.environ[f"TORCH_NCCL_{name}"] == value and not communicators.abortable()
-    for other in communicators._SETTINGS:
-        monkeypatch.delenv(other, raising=False)
