@@ -37,9 +37,11 @@ def main() -> None:
     gc.disable()
     from megaframe.attempts import train
     from megaframe.automatic import cluster_of, with_blocks, with_layout
+    from megaframe.comm.nccl import set_up
     from megaframe.describe import describe
     from megaframe.faults.leaving import record_flights
     from megaframe.mesh import global_rank, world_size
+    from megaframe.plan.streams import streams
     from megaframe.preflight import check_memory, planned, verdict
     from megaframe.trainer import resolve
 
@@ -56,6 +58,7 @@ def main() -> None:
             config, world = planned(config, arguments.gpus)
         else:
             config, world = resolve(config), world_size()
+            nccl = set_up(streams(config, world)) if config.run.device != "cpu" else None
         config, notes = with_layout(config, world)
         if config.faults.elastic:
             config, world = fitted(config, world)
@@ -71,7 +74,7 @@ def main() -> None:
             return  # the layout that was chosen does not use this rank
         notes += check_memory(config, layout, force=arguments.force)
         record_flights(config)
-        train(config, layout, notes)
+        train(config, layout, notes, nccl)
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:

@@ -13,6 +13,7 @@ from functools import partial
 
 from megaframe.checkpoint.lock import RunLock
 from megaframe.comm import barrier
+from megaframe.comm.nccl import Settings
 from megaframe.comm.place import Place
 from megaframe.comm.recording import keep_order
 from megaframe.config import RunConfig
@@ -25,10 +26,16 @@ from megaframe.saving import written_folders
 from megaframe.trainer import Trainer
 
 
-def train(config: RunConfig, layout: Layout, notes: Sequence[str] = ()) -> None:
+def train(
+    config: RunConfig,
+    layout: Layout,
+    notes: Sequence[str] = (),
+    nccl: Settings | None = None,
+) -> None:
     """Run this rank's part of a training run to its end.
 
     notes: lines to log when the run starts.
+    nccl: what is set for groups over NCCL.
     While it runs, the first rank has the locks of the folders that the run writes.
     Raises what `Mesh` and `Trainer` raise, and `UserError` if another run has one of the folders.
     There are two exceptions. Once the mesh exists, `LostRanks` ends the process (`Mesh.leave`) or
@@ -41,13 +48,18 @@ def train(config: RunConfig, layout: Layout, notes: Sequence[str] = ()) -> None:
         keep_order()  # NCCL reads this setting once, too
     launcher, lock = Launcher(), RunLock(written_folders(config))
     try:
-        _train(config, layout, notes, launcher, lock)
+        _train(config, layout, notes, nccl, launcher, lock)
     finally:
         lock.release()
 
 
 def _train(
-    config: RunConfig, layout: Layout, notes: Sequence[str], launcher: Launcher, lock: RunLock
+    config: RunConfig,
+    layout: Layout,
+    notes: Sequence[str],
+    nccl: Settings | None,
+    launcher: Launcher,
+    lock: RunLock,
 ) -> None:
     often, last = 0, -1
     while True:
@@ -57,6 +69,7 @@ def _train(
             timeout=config.parallel.timeout,
             serial=config.parallel.serial,
             check_collectives=config.faults.check_collectives,
+            nccl=nccl,
         )
         trainer: Trainer | None = None
         try:

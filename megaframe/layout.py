@@ -20,6 +20,24 @@ EXPERT_VIEW = ("expert_tensor", "expert", "expert_data", "pipeline")
 DATA_PARTS = ("data_shard", "data_replicate")
 """The two parts of `data`: ranks that shard one copy of the state (the faster index), and copies
 of it (the slower index)."""
+AXIS_SETS: tuple[tuple[str, ...], ...] = (
+    ("data",),
+    ("tensor",),
+    ("data_shard", "context"),
+    ("data_shard", "context", "tensor"),
+    ("data_replicate",),
+    ("pipeline", "data_shard", "context", "tensor"),
+    ("pipeline", "data", "context", "tensor"),
+)
+"""The axis sets over which some part of megaframe communicates. The last is the world."""
+EXPERT_SETS: tuple[tuple[str, ...], ...] = (
+    ("context", "tensor"),
+    ("expert",),
+    ("expert_tensor",),
+    ("expert", "expert_tensor"),
+    ("expert_shard",),
+)
+"""The axis sets over which experts communicate."""
 
 
 @dataclass(frozen=True)

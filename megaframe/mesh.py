@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,13 @@ from megaframe.comm import Group, Ring, Waits
 from megaframe.comm.alike import Alike
 from megaframe.comm.connections import Connections
 from megaframe.comm.ferry import Ferry
+from megaframe.comm.nccl import (
+    Settings,
+    allocate,
+    connect_link,
+    connect_pairs,
+    connect_ring,
+)
 from megaframe.comm.order import Order
 from megaframe.comm.place import Place
 from megaframe.comm.recording import Recording, recording
@@ -27,28 +33,12 @@ from megaframe.comm.start import fresh_store, launcher_store
 from megaframe.comm.watch import Watch
 from megaframe.device import device_of, finish_before_others, launched, tune_host_allocator
 from megaframe.errors import LostRanks
-from megaframe.layout import Layout
+from megaframe.layout import AXIS_SETS, Layout
 
-AXIS_SETS: tuple[tuple[str, ...], ...] = (
-    ("data",),
-    ("tensor",),
-    ("data_shard", "context"),
-    ("data_shard", "context", "tensor"),
-    ("data_replicate",),
-    ("pipeline", "data_shard", "context", "tensor"),
-    ("pipeline", "data", "context", "tensor"),
-)
-"""The axis sets over which some part of megaframe communicates. The last is the world."""
-EXPERT_SETS: tuple[tuple[str, ...], ...] = (
-    ("context", "tensor"),
-    ("expert",),
-    ("expert_tensor",),
-    ("expert", "expert_tensor"),
-    ("expert_shard",),
-)
-"""The axis sets over which experts communicate."""
+Ranks = tuple[int, ...]
 _WATCHED = 60.0
-"""Seconds by which NCCL's timeout exceeds ours, so that the watch can report first."""
+"""Seconds by which NCCL's timeout exceeds ours, so that the watch reports who is at fault before
+NCCL ends the process without a message."""
 
 
 def world_size() -> int:
@@ -75,6 +65,7 @@ class Mesh:
     timeout: seconds that a rank waits for others.
     serial: finish every collective before its call returns.
     check_collectives: compare what the ranks start (`comm/order.py`).
+    nccl: what is set for groups over NCCL.
     axis_sets: the sets of axes to make groups for.
     alone: run as this rank without any other, with groups that pretend that all ranks do the same
     (`comm/alike.py`) and tensors without content.
@@ -89,6 +80,7 @@ class Mesh:
         timeout: float = 600.0,
         serial: bool = False,
         check_collectives: bool = False,
+        nccl: Settings | None = None,
         axis_sets: Sequence[tuple[str, ...]] = AXIS_SETS,
         alone: int | None = None,
     ) -> None:
@@ -96,7 +88,9 @@ class Mesh:
         self.rank = global_rank() if alone is None else alone
         self.device = device_of(device) if alone is None else torch.device("meta")
         self._alone, self._ferried = alone is not None, device == "shared"
-        self._over_nccl = self.device.type == "cuda" and not self._ferried
+        over_nccl = self.device.type == "cuda" and not self._ferried
+        self.nccl = (nccl or Settings()) if over_nccl else None
+        """What is set for NCCL; None if groups on the device use another backend."""
         if self.device.type == "cpu":
             tune_host_allocator()
             finish_before_others()
@@ -117,7 +111,7 @@ class Mesh:
             self._order = Order(self.store, self.rank, self.place)
         self._groups: dict[frozenset[str], Group] = {}
         self._members: dict[frozenset[str], Sequence[tuple[int, ...]]] = {}
-        self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._handles: dict[Ranks, dist.ProcessGroup | None] = {}
         self._counted: list[tuple[str, Group]] = []
         self.communicators = 0
         """Number of process groups on the device's backend that include this rank."""
@@ -129,7 +123,7 @@ class Mesh:
         queue behind large transfers."""
         if layout.world > 1 and not self._alone:
             self._watch = self._watching()
-            if self._over_nccl:
+            if over_nccl:
                 self.place.mark = lambda: torch.cuda.current_stream(self.device).record_event()
 
     def _watching(self) -> Watch:
@@ -175,7 +169,10 @@ class Mesh:
         starts = range(0, self.layout.expert, neighbours)
         near = [row[start : start + neighbours] for row in rows for start in starts]
         far = [row[place::neighbours] for row in rows for place in range(neighbours)]
-        return self._make_group(("expert",), near), self._make_group(("expert",), far)
+        groups = self._make_group(("expert",), near), self._make_group(("expert",), far)
+        for group in (self.group("expert"), *groups):
+            connect_pairs(group, self.device)
+        return groups
 
     def share(self, copies: int) -> None:
         """Make the group over ("data_shard", "context", "tensor_copies"): `copies` neighbours on
@@ -190,42 +187,48 @@ class Mesh:
 
     def divide_context(self, neighbours: int) -> tuple[Group, Ring]:
         """Make groups of `neighbours` ranks on the context axis, and rings of the ranks with the
-        same index among their neighbours, with a link for each step of a ring. Returns this rank's
-        group and ring. All ranks of the world must call this."""
+        same index among their neighbours. Returns this rank's group and ring. All ranks of the
+        world must call this."""
         rows = self.layout.groups("context")
         group = self._make_group(
             ("context",),
             [row[i : i + neighbours] for row in rows for i in range(0, len(row), neighbours)],
         )
+        connect_pairs(group, self.device)
         size, here = self.layout.context // neighbours, self.coordinate["context"] // neighbours
         if size == 1:
             return group, Ring()
         rings = [row[i::neighbours] for row in rows for i in range(neighbours)]
-        steps = [
-            self._make_group(("context",), [_ascending(r[i], r[(i + 1) % size]) for r in rings])
-            for i in range(size)
-        ]
-        return group, Ring(here, size, steps[here], steps[here - 1])
+        ring = Ring(here, size, self._make_group(("context",), rings))
+        connect_ring(ring, self.device)
+        return group, ring
 
     def connect(self, links: Iterable[tuple[int, int]]) -> None:
-        """Make a link for each (from, to) pair of pipeline coordinates, one per direction.
+        """Make a link for each (from, to) pair of pipeline coordinates, one per direction, and
+        connect it.
 
-        All ranks of the world must call this with the same links, because all ranks take part in
-        making each group.
+        All ranks of the world must call this with the same links. They make and connect them in the
+        same order, because in either a rank waits for others.
         """
         columns = self.layout.groups("pipeline")
         here = self.coordinate["pipeline"]
         for source, target in sorted(set(links)):
             low, high = sorted((source, target))
             pairs = [(column[low], column[high]) for column in columns]
-            made = self._make_group(("pipeline",), pairs)
+            made = self._make_group(("pipeline",), pairs, link=True)
             if here in (source, target):
                 self._links[source, target] = made
+                connect_link(made, self.device, sends=here == source)
 
     def link(self, source: int, target: int) -> Group:
         """Return the link from pipeline coordinate `source` to `target`, one of which must be this
         rank's own."""
         return self._links[source, target]
+
+    def allocate(self, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros [length] for what the ranks that share parameters divide and sum."""
+        group = self.group("data_shard", "context")
+        return allocate(length, dtype, self.device, group, self.nccl)
 
     @property
     def world(self) -> Group:
@@ -245,9 +248,7 @@ class Mesh:
         parallel with training. Its bytes are not counted. All ranks of the world must call this."""
         axes = ("pipeline", "data", "context", "tensor")
         (ranks,) = self.layout.groups(*axes)
-        handle = None
-        if len(ranks) > 1:
-            handle = self._new_handle(ranks, "gloo")
+        handle = self._new_handle(ranks, "gloo") if len(ranks) > 1 else None
         return Group(axes, ranks, self.rank, handle)
 
     def recording(self, name: str) -> AbstractContextManager[Recording]:
@@ -314,7 +315,7 @@ class Mesh:
     @property
     def ends_with_others(self) -> bool:
         """Whether `close` needs the other ranks, as it does with NCCL."""
-        return self._over_nccl and self.layout.world > 1
+        return self.nccl is not None and self.layout.world > 1
 
     def close(self) -> None:
         """Stop the watch and end all process groups."""
@@ -331,9 +332,13 @@ class Mesh:
         # The launcher may have started more ranks than the layout uses (`faults.elastic`).
         store, rank, world = launcher_store(self.rank, self.layout.world, self._timeout)
         store = fresh_store(store, rank, world, self._timeout)
-        kind = "nccl" if self._over_nccl else "gloo"
         with self.connections.made():
-            dist.init_process_group(kind, store=store, rank=rank, world_size=world, timeout=limit)
+            if self.nccl is None:
+                dist.init_process_group(
+                    "gloo", store=store, rank=rank, world_size=world, timeout=limit
+                )
+            else:
+                self.nccl.start(store, rank, world, self.device, self._timeout + _WATCHED)
         return dist.PrefixStore("megaframe", store)
 
     @contextmanager
@@ -356,27 +361,28 @@ class Mesh:
         members: Sequence[tuple[int, ...]],
         *,
         shared: bool = False,
+        link: bool = False,
         backend: str | None = None,
     ) -> Group:
         """Make a process group for each tuple of ranks in `members`, which must be the same on all
         ranks. Returns the group with this rank, or a group of this rank alone if there is none.
 
         shared: reuse a group that was made before for the same ranks.
+        link: the groups are pipeline links.
         backend: use this backend instead of the device's.
         """
+        fresh = [r for r in members if len(r) > 1 and not (shared and r in self._handles)]
+        made = self._new_handles(fresh, backend, "+".join(axes), link=link)
+        if shared:
+            self._handles.update(made)
         mine = Group(axes, (self.rank,), 0, None, place=self.place)
         for ranks in members:
-            handle = self._handles.get(ranks) if shared else None
-            if len(ranks) > 1 and handle is None:
-                handle = self._new_handle(ranks, backend)
-                if shared and handle is not None:
-                    self._handles[ranks] = handle
             if self.rank in ranks:
-                index = ranks.index(self.rank)
+                handle = made.get(ranks) or (self._handles.get(ranks) if shared else None)
                 mine = Group(
                     axes,
                     ranks,
-                    index,
+                    ranks.index(self.rank),
                     handle,
                     self._serial,
                     place=self.place,
@@ -387,20 +393,35 @@ class Mesh:
             self._counted.append((self._label(axes), mine))
         return mine
 
-    def _new_handle(self, ranks: tuple[int, ...], backend: str | None) -> dist.ProcessGroup | None:
-        """Make a process group. A mesh with one rank `alone` makes only groups with that rank, and
-        returns None for others."""
+    def _new_handles(
+        self, members: Sequence[Ranks], backend: str | None, name: str, *, link: bool = False
+    ) -> dict[Ranks, dist.ProcessGroup | None]:
+        """Make a process group for each tuple of ranks, of which no two have a rank in common.
+
+        name: for NCCL's flight recorder. For the other arguments see `_make_group`.
+        """
+        self.communicators += backend is None and any(self.rank in ranks for ranks in members)
+        if self.nccl is None or backend is not None or link:
+            return {ranks: self._new_handle(ranks, backend) for ranks in members}
+        with self._gathering():
+            mine = self.nccl.split(members, self.device, self._timeout + _WATCHED, name)
+        return {ranks: mine if self.rank in ranks else None for ranks in members}
+
+    def _new_handle(self, ranks: Ranks, backend: str | None) -> dist.ProcessGroup | None:
+        """Make a process group, or return None if this rank is not in it. A mesh with one rank
+        `alone` makes only groups with that rank."""
         if self._alone:
             return Alike(ranks.index(self.rank), len(ranks)) if self.rank in ranks else None
-        self.communicators += backend is None and self.rank in ranks
         with self._gathering(), self.connections.made():
-            if backend is None and self._over_nccl:
-                made = dist.new_group(ranks, **_of_nccl(self.device, self._timeout))
+            if self.nccl is not None and backend is None:
+                seconds = self._timeout + _WATCHED
+                made = self.nccl.new_link(ranks, self.device, seconds)
             else:
                 limit = timedelta(seconds=self._timeout)
                 made = dist.new_group(ranks, timeout=limit, backend=backend)
-        # If this rank is not in the group, torch returns a number instead of a group.
-        return Ferry(made) if self._ferried and not backend and self.rank in ranks else made
+        if self.rank not in ranks:
+            return None  # torch returns a number
+        return Ferry(made) if self._ferried and not backend else made
 
     def _label(self, axes: tuple[str, ...]) -> str:
         """Return the label under which traffic is counted: the axes with more than one rank, or
@@ -409,25 +430,3 @@ class Mesh:
         if names | {"context"} == {"tensor", "context", "data", "pipeline"}:
             return "world"
         return "+".join(sorted(name for name in names if sizes.get(name, 2) > 1))
-
-
-def _of_nccl(device: torch.device, timeout: float) -> dict[str, Any]:
-    """Return the arguments that make a process group over NCCL.
-
-    The communicator is made at once. Otherwise torch would make one for two ranks at their first
-    message and wait for the other rank, which in a ring waits for yet another one. The stream has
-    high priority, so transfers start before products that have not begun. The timeout is longer
-    than that of the watch, which therefore reports who is at fault before NCCL ends the process
-    without a message.
-    """
-    limit = timedelta(seconds=timeout + _WATCHED)
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = limit
-    # Do not warn that messages run one after another: a link has one direction, so they should.
-    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
-    return {"timeout": limit, "pg_options": options, "device_id": device}
-
-
-def _ascending(one: int, other: int) -> tuple[int, int]:
-    """Return two ranks in ascending order, in which torch numbers the ranks of a group."""
-    return min(one, other), max(one, other)

@@ -18,7 +18,8 @@ from megaframe.config import RunConfig
 from megaframe.engine import Engine, Follower, Outcome, Timer
 from megaframe.graph import Graph, refuse
 from megaframe.kernels import make_kernels
-from megaframe.mesh import EXPERT_SETS, Mesh, ranks_on_this_node
+from megaframe.layout import EXPERT_SETS
+from megaframe.mesh import Mesh, ranks_on_this_node
 from megaframe.microbatch import Microbatch, look_ahead, part_of
 from megaframe.nn.context import Context
 from megaframe.nn.eight_bits import check_eight_bits

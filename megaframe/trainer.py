@@ -118,8 +118,11 @@ class Trainer:
         summary = [*pipeline_summary(config, self.pipeline.schedule)]
         for line in (*summary[:1], *notes):
             self.meter.note(line)
-        for line in (*summary[1:], *chosen):
+        settings = mesh.nccl if mesh.layout.world > 1 else None
+        for line in (*summary[1:], *chosen, *(settings.lines if settings else ())):
             self.meter.detail(line)
+        for line in settings.warnings if settings else ():
+            self.meter.note(line)
         if self._dropped:
             self.meter.note(
                 "the residual of gradient compression is dropped: it belongs to another layout"

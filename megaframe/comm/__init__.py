@@ -144,22 +144,55 @@ def to_each(
     """
     group.begin(kind, like)
     size = group.traffic.latest()
-    pending: Pending[Tensor] | None = None
     others = [(group.index + step) % group.size for step in range(1, group.size)]
-    for there in reversed(others):
-        if not coming[there].numel():
-            continue
-        receive = partial(dist.irecv, coming[there], group=group.handle, group_src=there)
-        pending = started(out, group, receive, kind, pending)
-    for there in others:
-        if not leaving[there].numel():
-            continue
-        send = partial(dist.isend, leaving[there], group=group.handle, group_dst=there)
-        pending = started(out, group, send, kind, pending)
-    pending = Pending(out, too=pending, last=last, waits=group.traffic.waits, size=size)
+    receives = [(there, coming[there]) for there in reversed(others) if coming[there].numel()]
+    sends = [(there, leaving[there]) for there in others if leaving[there].numel()]
+    messages = _started_as_one(out, group, receives, sends, kind)
+    pending = Pending(out, too=messages, last=last, waits=group.traffic.waits, size=size)
     if group.serial:
         pending.wait()
     return pending
+
+
+def _started_as_one(
+    out: Tensor,
+    group: Group,
+    receives: Sequence[tuple[int, Tensor]],
+    sends: Sequence[tuple[int, Tensor]],
+    kind: str,
+) -> Pending[Tensor] | None:
+    """Start receives from and sends to ranks of a group, each given as (rank, tensor), as one
+    operation. Returns None if there are none.
+
+    Over NCCL they must be one group of calls. The calls of a communicator otherwise run one after
+    the other, and the host waits in the first one to a rank until that rank makes the matching
+    call. Ranks in a ring that all send first would wait for each other forever. Gloo's calls do
+    not wait, so there they are started one by one.
+    """
+    starts: list[Callable[[], dist.Work | None]] = [
+        partial(dist.irecv, tensor, group=group.handle, group_src=rank) for rank, tensor in receives
+    ]
+    starts += [
+        partial(dist.isend, tensor, group=group.handle, group_dst=rank) for rank, tensor in sends
+    ]
+    pending: Pending[Tensor] | None = None
+    if starts and group.in_groups(out):
+        starts = [partial(_grouped, starts, group, out.device)]
+    for start in starts:
+        pending = started(out, group, start, kind, pending)
+    return pending
+
+
+def _grouped(
+    starts: Sequence[Callable[[], dist.Work | None]], group: Group, device: torch.device
+) -> dist.Work:
+    """Start sends and receives of a group as one operation of NCCL, and return its work."""
+    # What `dist.batch_isend_irecv` does, which takes only groups that torch has registered.
+    with dist._coalescing_manager(group.handle, device, async_ops=True) as calls:
+        for start in starts:
+            start()
+    (work,) = calls.works
+    return work
 
 
 def collective(
@@ -189,33 +222,36 @@ def send(tensor: Tensor, link: Group, to: int | None = None) -> Pending[Tensor]:
     until the send is done."""
     link.traffic.count(tensor.nbytes)
     other = 1 - link.index if to is None else to
-    if to is None:
-        link.begin("transfer", tensor, alike=False)
+    link.begin_message(tensor, link.index, other)
     start = partial(dist.isend, tensor, group=link.handle, group_dst=other)
     return started(tensor, link, start, "send", waits=link.traffic.messages)
 
 
-def receive(
-    into: Tensor, link: Group, too: Pending[Tensor] | None = None, source: int | None = None
-) -> Pending[Tensor]:
+def receive(into: Tensor, link: Group, source: int | None = None) -> Pending[Tensor]:
     """Receive from the other rank of a link, or from rank `source` of any group, in the order in
-    which it sends. too: a transfer that must also be done before the result is ready."""
+    which it sends."""
     other = 1 - link.index if source is None else source
-    if source is None:
-        link.begin("transfer", into, alike=False)
+    link.begin_message(into, other, link.index)
     start = partial(dist.irecv, into, group=link.handle, group_src=other)
     messages = link.traffic.messages
-    return started(into, link, start, "receive", too, waits=messages, size=into.nbytes)
+    return started(into, link, start, "receive", waits=messages, size=into.nbytes)
 
 
 def pass_on(tensor: Tensor, into: Tensor, ring: Ring, *, back: bool = False) -> Pending[Tensor]:
     """Send to the next rank of a ring of at least two and receive from the one before, or with
-    `back` the other way round. In a serial ring both are done when this returns."""
+    `back` the other way round, as one operation. In a serial ring both are done when this
+    returns."""
+    group, tensor = ring.group, tensor.contiguous()
     to, source = (ring.before, ring.next) if back else (ring.next, ring.before)
-    coming = receive(into, source, send(tensor.contiguous(), to))
-    if to.serial:
-        coming.wait()
-    return coming
+    group.begin("pass_on back" if back else "pass_on", None)
+    group.begin_message(tensor, group.index, to)
+    group.begin_message(into, source, group.index)
+    group.traffic.count(tensor.nbytes)
+    messages = _started_as_one(into, group, [(source, into)], [(to, tensor)], "pass_on")
+    pending = Pending(into, too=messages, waits=group.traffic.waits, size=into.nbytes)
+    if group.serial:
+        pending.wait()
+    return pending
 
 
 def barrier(group: Group) -> None:

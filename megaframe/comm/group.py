@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import Tensor
 
-from megaframe.comm.order import Order
+from megaframe.comm.order import Order, described
 from megaframe.comm.place import Place
 from megaframe.comm.traffic import Traffic
 
@@ -54,20 +55,53 @@ class Group:
         all pairs of ranks."""
         return tensor.device.type == "cpu" and not self.ferried
 
-    def begin(self, kind: str, tensor: Tensor | None, *, alike: bool = True) -> None:
-        """Call before starting an operation, so that ranks can be compared.
+    def in_groups(self, tensor: Tensor) -> bool:
+        """Return whether several sends and receives of such tensors are one operation, as in a
+        group of NCCL's calls."""
+        return tensor.is_cuda and not self.ferried
+
+    def begin(self, kind: str, tensor: Tensor | None) -> None:
+        """Call before starting a collective, so that ranks can be compared.
 
         kind: its name.
         tensor: a tensor whose type and shape must be the same on all ranks; None for any shape.
-        alike: all ranks start the operation in the same action.
         Raises `OutOfStep` if ranks are compared and differ.
         """
         if self.order is not None and self.handle is not None:
-            shape = (
-                ["", "any shape"] if tensor is None else [str(tensor.dtype), str([*tensor.shape])]
-            )
-            axes, first = " x ".join(self.axes), self.index == 0
-            self.order.begin(self.handle.group_name, axes, first, [kind, *shape], alike)
+            self.order.begin(self.handle.group_name, self._over, kind, tensor, self.index == 0)
+
+    def begin_message(self, tensor: Tensor, source: int, target: int) -> None:
+        """Call before starting a send or a receive, so that both ends can be compared.
+
+        tensor: what is sent, or where it is received; type and shape must be the same.
+        source, target: indices of the ranks, one of which is this rank.
+        Raises `OutOfStep` if ranks are compared and differ.
+        """
+        if self.order is not None and self.handle is not None:
+            ends = self.ranks[source], self.ranks[target]
+            name, what = self.handle.group_name, described(tensor.dtype, tensor.shape)
+            self.order.begin_message(name, self._over, what, *ends)
+
+    def begin_parts(self, tensor: Tensor, leaving: Sequence[int], coming: Sequence[int]) -> None:
+        """Call before starting an exchange of parts of any sizes, so that both ends of each part
+        can be compared.
+
+        tensor: has the type of all parts, and their shape but for the number of rows.
+        leaving, coming: rows of the part to and from each rank.
+        Raises `OutOfStep` if ranks are compared and differ.
+        """
+        if self.order is None or self.handle is None:
+            return
+        me, name = self.ranks[self.index], self.handle.group_name
+        for other, out, home in zip(self.ranks, leaving, coming, strict=True):
+            for rows, ends in ((out, (me, other)), (home, (other, me))):
+                what = described(tensor.dtype, (rows, *tensor.shape[1:]))
+                if other != me:
+                    self.order.begin_message(name, self._over, what, *ends)
+
+    @property
+    def _over(self) -> str:
+        return " x ".join(self.axes)
 
 
 ALONE = Group((), (0,), 0, None)
@@ -76,10 +110,22 @@ ALONE = Group((), (0,), 0, None)
 
 @dataclass(frozen=True)
 class Ring:
-    """A ring of ranks: this rank's index, their number, the link to the next rank, and the link
-    from the one before."""
+    """A ring of ranks: this rank's index, their number, and the group of all of them, which is
+    one group because a rank sends and receives in one operation (`pass_on`)."""
 
     index: int = 0
     size: int = 1
-    next: Group = ALONE
-    before: Group = ALONE
+    group: Group = ALONE
+
+    @property
+    def next(self) -> int:
+        """Index in the group of the rank after this one."""
+        return self._at(self.index + 1)
+
+    @property
+    def before(self) -> int:
+        """Index in the group of the rank before this one."""
+        return self._at(self.index - 1)
+
+    def _at(self, place: int) -> int:
+        return place % self.size

@@ -1,6 +1,7 @@
-"""Order: compares every operation that ranks start on a group with that of the other ranks.
+"""Order: compares everything that ranks start on a group with what the other ranks start.
 
-The n-th operation that a rank starts on a group must be the n-th operation of every other member.
+The n-th collective that a rank starts on a group must be the n-th one of every other member, and
+the n-th message that a rank sends to another one must be the n-th that this one receives from it.
 The first rank to start it writes it to the store, and later ranks compare theirs with it. No rank
 waits for another, a hang becomes two lines that differ, and correct schedules may still run ahead.
 """
@@ -8,16 +9,23 @@ waits for another, a hang becomes two lines that differ, and correct schedules m
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
+import torch
+from torch import Tensor
 from torch.distributed import Store
 
 from megaframe.comm.place import Place
 from megaframe.errors import OutOfStep
 
 _KEPT = 512
-"""Entries of a group to keep in the store; members are never this many operations apart."""
+"""Entries of a group or of a pair of ranks to keep in the store; members are never this many
+operations apart."""
+_COMM = Path(__file__).parent
+_ROOT = _COMM.parent.parent
 
 
 class Order:
@@ -28,35 +36,76 @@ class Order:
         self._rank, self._place = rank, place
         self._begun: Counter[str] = Counter()
 
-    def begin(self, group: str, axes: str, first: bool, what: Sequence[str], alike: bool) -> None:
-        """Compare an operation that this rank is about to start on a group.
+    def begin(self, group: str, axes: str, kind: str, tensor: Tensor | None, first: bool) -> None:
+        """Compare a collective that this rank is about to start on a group.
 
         group: the name of the group, the same on all members.
         axes: the axes of the group, for messages.
+        kind: the name of the collective.
+        tensor: a tensor whose type and shape are the same on all members; None for any shape.
         first: this rank is the first member of the group.
-        what: kind, type and shape.
-        alike: all members are in the same action when they start it.
         Raises `OutOfStep` if a member has started something else.
         """
-        number = self._begun[group]
-        self._begun[group] += 1
+        # All members are in the same action when they start a collective.
+        what = "any shape" if tensor is None else described(tensor.dtype, tensor.shape)
+        terms = [kind, what, self._place.action]
+        self._compare(group, axes, f"{kind} of {what}", terms, first)
+
+    def begin_message(self, group: str, axes: str, what: str, source: int, target: int) -> None:
+        """Compare a send or a receive between the ranks `source` and `target`, one of which is this
+        rank, with the other end.
+
+        what: type and shape. For the other arguments see `begin`.
+        Raises `OutOfStep` if the other end expects a message of another type or shape, or at
+        another place between the collectives of the group.
+        """
+        after = self._begun[group]
+        sends = self._rank == source
+        call = f"send of {what} to rank {target}"
+        if not sends:
+            call = f"receive of {what} from rank {source}"
+        if after:
+            call += f" after collective {after} of the group"
+        self._compare(f"{group}/{source}-{target}", axes, call, [what, after], sends)
+
+    def _compare(
+        self, channel: str, axes: str, call: str, terms: Sequence[object], first: bool
+    ) -> None:
+        """Compare this rank's next call on a channel.
+
+        channel: those who use it must start the same calls in the same order.
+        call: what this rank starts, in words.
+        terms: what must be the same for all.
+        first: this rank deletes old entries.
+        """
+        number = self._begun[channel]
+        self._begun[channel] += 1
         action = self._place.action
-        compared = [*what, action if alike else ""]
-        mine = json.dumps([compared, self._rank, action])
-        key = f"order/{group}/{number}"
+        call += f" in action {action}" * bool(action) + f" at {_line()}"
+        mine = json.dumps([terms, self._rank, call])
+        key = f"order/{channel}/{number}"
         theirs = self._store.compare_set(key, "", mine).decode()
         if first and number >= _KEPT:
-            self._store.delete_key(f"order/{group}/{number - _KEPT}")
-        other, rank, where = json.loads(theirs)
-        if other != compared:
+            self._store.delete_key(f"order/{channel}/{number - _KEPT}")
+        other, rank, started = json.loads(theirs)
+        if other != list(terms):
             raise OutOfStep(
                 f"the ranks over {axes} do not start the same thing: rank {self._rank} starts "
-                f"{_shown(what, action)}, rank {rank} started {_shown(other, where)}",
+                f"{call}, rank {rank} started {started}",
                 (self._rank, rank),
             )
 
 
-def _shown(what: Sequence[str], action: str) -> str:
-    """Return for example `all_reduce of torch.float32 [4, 8] in action 0B1`."""
-    kind, *rest = what[:3]
-    return f"{kind} of {' '.join(rest)}" + (f" in action {action}" if action else "")
+def described(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """Return type and shape in words: `torch.float32 [4, 8]`."""
+    return f"{dtype} {[*shape]}"
+
+
+def _line() -> str:
+    """Return file and line of the call into this package, relative to the project."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and Path(frame.f_code.co_filename).parent == _COMM:
+        frame = frame.f_back
+    path = Path(frame.f_code.co_filename)
+    inside = path.is_relative_to(_ROOT)
+    return f"{path.relative_to(_ROOT) if inside else path.name}:{frame.f_lineno}"

@@ -383,9 +383,9 @@ class Faults(Section):
     last restart was at the same step. 0: never. Needs `checkpoint.resume=latest`, and works on CPUs
     only. Otherwise ranks exit, and the launcher restarts them."""
     check_collectives: bool = False
-    """Compare collectives across ranks (kind, axes, shape, type, action) before starting them, so
-    that a mismatch is reported instead of hanging. For debugging: every collective queries the
-    store."""
+    """Compare collectives across ranks (kind, axes, shape, type, action), and messages with their
+    other ends, before starting them, so that a mismatch is reported instead of hanging, with both
+    calls, ranks and lines. For debugging: every transfer queries the store."""
     non_finite: Literal["skip", "replay", "roll_back", "stop"] = "skip"
     """What to do about a step whose loss or gradients are not finite; its update is always skipped.
     `skip` continues with the next data. `replay` first reruns the step, which recognises a

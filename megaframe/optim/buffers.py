@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 
 class Buffers:
-    """Lends buffers by type and length, and takes them back."""
+    """Lends buffers by type and length, and takes them back.
 
-    def __init__(self, device: torch.device) -> None:
+    allocate: returns zeros on the device, by length and type; by default torch's.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        allocate: Callable[[int, torch.dtype], Tensor] | None = None,
+    ) -> None:
         self.device = device
+        self._allocate = allocate or partial(_zeros, device)
         self._free: defaultdict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
         self.bytes = self.rooms = 0
         """Bytes of buffers that hold something, and of room for transfers; in use or not."""
@@ -22,7 +32,7 @@ class Buffers:
         free = self._free[dtype, length]
         if free:
             return free.pop()
-        made = torch.zeros(length, dtype=dtype, device=self.device)
+        made = self._allocate(length, dtype)
         self.bytes += made.nbytes
         return made
 
@@ -37,3 +47,7 @@ class Buffers:
     def give(self, buffer: Tensor) -> None:
         """Take back a buffer, whole as it was lent."""
         self._free[buffer.dtype, len(buffer)].append(buffer)
+
+
+def _zeros(device: torch.device, length: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(length, dtype=dtype, device=device)

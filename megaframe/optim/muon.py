@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megaframe.comm import Group
+from megaframe.comm.nccl import connect_pairs
 from megaframe.optim.bucket import Bucket
 from megaframe.optim.division import Division
 from megaframe.optim.elementwise import Change, Descent, Elementwise, MomentumOptions, Speed
@@ -62,6 +63,7 @@ class Muon:
             for box in parameter.spec.matrices
         ]
         self._exchange: Exchange | None = None
+        connect_pairs(self._group, bucket.device)
 
     @property
     def work(self) -> list[float]:

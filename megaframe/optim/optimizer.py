@@ -21,7 +21,8 @@ from megaframe.comm import Group, Pending, all_reduce
 from megaframe.comm.landing import land
 from megaframe.config import RunConfig
 from megaframe.kernels import NO_KERNELS, Kernels
-from megaframe.mesh import EXPERT_SETS, Mesh
+from megaframe.layout import EXPERT_SETS
+from megaframe.mesh import Mesh
 from megaframe.optim.bucket import Bucket, Sharing
 from megaframe.optim.buffers import Buffers
 from megaframe.optim.choice import Choices
@@ -100,7 +101,7 @@ class Optimizer:
         self._updates = 0
         self._last: Update | None = None
         self._reader: Callable[[], None] | None = None
-        self.buffers = Buffers(mesh.device)
+        self.buffers = Buffers(mesh.device, mesh.allocate)
         self._residents = Residents()
         self._in_flight: dict[int, Sequence[Bucket]] = {}
         """Buckets whose reductions were started, the latest ones last."""

@@ -156,10 +156,8 @@ def moved(parallel):
     pipeline.optimizer.initialise(1)
     pipeline.train(share(global_batch(config, 0), 2, 0, 1, ragged=False), 0, 1.0)
     context = pipeline.context
-    ways = {id(way.traffic): way.traffic for way in (context.ring.next, context.ring.before)}
-    of_ring = [traffic.take() for traffic in ways.values()]
-    found = tuple(map(sum, zip(*of_ring, strict=True))), context.heads.traffic.take()
-    found = context.ring.index, *found
+    of_ring, of_heads = context.ring.group.traffic.take(), context.heads.traffic.take()
+    found = context.ring.index, of_ring, of_heads
     mesh.close()
     return found
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megaframe.layout import Layout
-from megaframe.mesh import EXPERT_SETS, Mesh
+from megaframe.layout import EXPERT_SETS, Layout
+from megaframe.mesh import Mesh
 from megaframe.nn.moe.dispatch import SENT_NOWHERE, Places, route
 from megaframe.nn.moe.path import back, there
 from megaframe.nn.turns import Turn

@@ -8,7 +8,16 @@ import importlib
 
 import torch
 
-from standin.machine import library, report
+from standin.machine import (
+    host_waits,
+    library,
+    note,
+    note_event,
+    note_wait,
+    report,
+    take_calls,
+)
+from standin.rules import Synchronize, line
 
 _DEFAULT = -1
 """What the default stream, number 0, is called where 0 would mean a new one."""
@@ -35,6 +44,7 @@ class StreamBase:
 
     def synchronize(self):
         library.synchronize_stream(self.stream_id)
+        host_waits(self.stream_id)
 
     def __eq__(self, other):
         return isinstance(other, StreamBase) and other.stream_id == self.stream_id
@@ -55,9 +65,11 @@ class EventBase:
         if self._timing and library.is_capturing():
             report("capture", "an event with a time is recorded during a capture")
         library.event_record(self._event, stream.stream_id)
+        note_event(stream.stream_id, self._event)
 
     def wait(self, stream):
         library.event_wait(self._event, stream.stream_id)
+        note_wait(stream.stream_id, self._event)
 
     def query(self):
         before, self._queried = self._queried, True
@@ -65,6 +77,7 @@ class EventBase:
 
     def synchronize(self):
         library.event_synchronize(self._event)
+        note(Synchronize(self._event, line()))
 
     def elapsed_time(self, end):
         for event in (self, end):
@@ -81,18 +94,22 @@ class EventBase:
 class GraphBase:
     def __new__(cls, keep_graph=False):
         self = object.__new__(cls)
-        self._graph = None
+        self._graph, self._calls = None, []
         return self
 
     def capture_begin(self, pool=None, capture_error_mode="global"):
         assert library.get_stream() != 0, "a graph cannot be captured on the default stream"
+        self._calls = take_calls()
         self._graph = library.begin_capture()
 
     def capture_end(self):
         library.end_capture()
+        before, self._calls = self._calls, take_calls()
+        note(*before)
 
     def replay(self):
         library.replay(self._graph)
+        note(*self._calls)
 
     def reset(self):
         if self._graph is not None:
@@ -105,6 +122,11 @@ class Properties:
     major, minor = 9, 0
     total_memory = 150_754_820_096
     multi_processor_count = 132
+
+
+def _synchronize():
+    library.synchronize_device()
+    host_waits(None)
 
 
 def _exchange_device(device):
@@ -138,7 +160,7 @@ _COMPILED = {
     "_cuda_getDefaultStream": lambda device: (_DEFAULT, device, 1),
     "_cuda_getCurrentRawStream": lambda device: library.get_stream(),
     "_cuda_setStream": lambda stream_id, **device: library.set_stream(max(stream_id, 0)),
-    "_cuda_synchronize": lambda: library.synchronize_device(),
+    "_cuda_synchronize": lambda: _synchronize(),
     "_cuda_emptyCache": lambda: None,
     "_host_emptyCache": lambda: None,
     "_cuda_memoryStats": _memory_stats,

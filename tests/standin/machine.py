@@ -1,4 +1,5 @@
-"""The compiled part of the stand-in, as Python calls it, and what it has reported.
+"""The compiled part of the stand-in, as Python calls it, what it has reported, and the calls that
+the rules of NCCL and CUDA apply to (`rules.py`).
 
 To be imported before anything imports torch, because torch asks only once which devices there are.
 """
@@ -6,10 +7,15 @@ To be imported before anything imports torch, because torch asks only once which
 import ctypes
 import json
 import os
+import pickle
 import sys
+import threading
 import traceback
 from ctypes import CFUNCTYPE, c_char_p, c_double, c_int, c_int64, c_void_p
+from itertools import count
 from pathlib import Path
+
+from standin.rules import QUEUES, Kernel, Record, Synchronize, Wait, line
 
 assert "torch" not in sys.modules, "the stand-in comes before torch"
 library = ctypes.CDLL(os.environ["STANDIN_LIBRARY"], ctypes.RTLD_GLOBAL)
@@ -102,5 +108,58 @@ def repeat_in_graph(call, *kept):
         library.capture_call(called)
 
 
-_reporter = _REPORTER(lambda kind, text: report(kind.decode(), text.decode()))
+def _reported(kind, text):
+    report(kind.decode(), text.decode())
+    if kind == b"wait":
+        host_waits(library.get_stream())
+
+
+_reporter = _REPORTER(_reported)
 library.set_reporter(_reporter)
+
+# ----------------------------------------------------------------------------- calls, for the rules
+
+_calls = []
+_events = count(1)
+_OF_HOST = threading._DummyThread
+"""Threads that Python has not started, which run backward passes."""
+
+
+def note(*calls):
+    """Note calls of the host. Threads that work beside it, such as one that saves, may wait."""
+    thread = threading.current_thread()
+    beside = thread is not threading.main_thread() and not isinstance(thread, _OF_HOST)
+    if not (beside and thread.name.split("_")[0] != "beside" and isinstance(calls[0], Synchronize)):
+        _calls.extend(calls)
+
+
+def note_event(stream, event=None):
+    """Note that an event is recorded behind the work of a stream. Returns its name."""
+    event = next(_events) if event is None else event
+    note(Kernel(stream, line()))
+    note(Record(stream, event))
+    return event
+
+
+def note_wait(stream, event):
+    """Note that a stream waits for an event."""
+    note(Wait(stream, event, line()))
+
+
+def host_waits(stream):
+    """Note that the host waits for a stream; None for all of them."""
+    note(Synchronize(None if stream is None else note_event(stream), line()))
+
+
+def take_calls():
+    """Return the calls so far, and begin anew."""
+    calls = _calls[:]
+    _calls.clear()
+    return calls
+
+
+def save_calls(path):
+    """Write what has been noted, and the number of hardware queues, for `rules.simulate`."""
+    queues = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES))
+    with open(path, "wb") as file:
+        pickle.dump((_calls, queues), file)

@@ -11,18 +11,23 @@ from torch import Tensor
 from torch.cuda import Event, Stream, current_stream
 
 import pretrain_gpt
+from megaframe import mesh as meshes
 from megaframe.checkpoint.background import Background
 from megaframe.checkpoint.slices import Slice
-from megaframe.comm import Pending, all_reduce
+from megaframe.comm import Pending, Ring, all_reduce, pass_on, receive, send
 from megaframe.comm.landing import land
+from megaframe.comm.nccl import LINK_CTAS
 from megaframe.comm.shelf import Shelf
 from megaframe.graph import record_cuda
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
+from megaframe.mesh import Mesh, world_size
+from megaframe.meter import meter
 from megaframe.meter.timers import DeviceClock
 from megaframe.optim.route import GpuRoute
+from standin import collectives
 from standin.collectives import Work
 from standin.cuda import Properties
+from standin.layouts import LAYOUTS, configured, trained
 
 
 def pretrain_on():
@@ -304,6 +309,18 @@ def clock():
     captured(work)
 
 
+def settings():
+    """Two ranks of a pipeline make their groups and links."""
+    mesh = Mesh(Layout(pipeline=2), device="cuda", timeout=30)
+    mesh.connect([(0, 1), (1, 0)])
+    handles = [mesh.world.handle, mesh.link(0, 1).handle, mesh.link(1, 0).handle]
+    asked = [vars(handle.options.config).get("max_ctas") for handle in handles]
+    assert asked == [None, LINK_CTAS, LINK_CTAS], asked
+    assert all(handle.options.is_high_priority_stream for handle in handles)
+    assert not any(mesh.take_traffic().values())
+    mesh.close()
+
+
 def transfer():
     """Two ranks sum their gradients while they compute something else."""
     mesh = Mesh(Layout(data=2), device="cuda", timeout=30)
@@ -312,3 +329,65 @@ def transfer():
     y = torch.ones(100, device="cuda")
     assert (y + pending.wait() == 3).all().item()
     mesh.close()
+
+
+# ------------------------------------------------------- what NCCL would wait for, on several ranks
+
+
+def layout_of_a_test():
+    """Do with real ranks what is recorded of ranks that run alone."""
+    config = configured(*LAYOUTS[int(sys.argv[2])])
+    mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cuda", timeout=60)
+    trained(config)(mesh)
+    mesh.close()
+
+
+def two_ranks():
+    """Return a group of two ranks, what this one has, and where it receives."""
+    collectives.PATIENCE = 1.0
+    mesh = Mesh(Layout(data=2), device="cuda", timeout=30)
+    return mesh, torch.full((4,), float(mesh.rank), device="cuda"), torch.empty(4, device="cuda")
+
+
+def messages_both_ways_as_one():
+    mesh, x, came = two_ranks()
+    group = mesh.group("data")
+    for _ in range(2):
+        pass_on(x, came, Ring(group.index, 2, group)).wait()
+        assert (came == 1 - mesh.rank).all().item()
+    mesh.close()
+
+
+def messages_both_ways_one_by_one():
+    mesh, x, came = two_ranks()
+    leaving = send(x, mesh.group("data"))
+    receive(came, mesh.group("data")).wait()
+    leaving.wait()
+
+
+def collectives_in_opposite_orders():
+    mesh, x, _ = two_ranks()
+    groups = [mesh._make_group(("data",), [(0, 1)]) for _ in range(2)]
+    for group in groups[:: 1 if mesh.rank else -1]:
+        all_reduce(x, group).wait()
+
+
+def communicators_in_another_order():
+    mesh, _, _ = two_ranks()
+    members = [(0,), (0, 1)] if mesh.rank else [(0, 1), (0,)]
+    for ranks in members:
+        mesh._new_handles([ranks], None, "data", link=True)
+
+
+def a_collective_without_a_rank():
+    mesh, x, _ = two_ranks()
+    if mesh.rank == 0:
+        all_reduce(x, mesh.group("data")).wait()
+
+
+def pretrain_without_connecting():
+    """Pretrain with links that nothing connects before a step."""
+    collectives.PATIENCE = 2.0
+    meshes.connect_link = lambda *arguments, **options: None
+    meter.free_seconds = lambda *arguments: {}
+    pretrain_gpt.main()

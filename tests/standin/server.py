@@ -33,7 +33,8 @@ def main():
 
 def _fork(rank, function, words, world, port, folder):
     """Start a rank that calls `function`, given as module:name, with `words` as its command line.
-    Its output goes to folder/rank-N.log, what is reported to folder/rank-N.jsonl."""
+    Its output goes to folder/rank-N.log, what is reported to folder/rank-N.jsonl, and what it has
+    called to folder/rank-N.calls."""
     process = os.fork()
     if process:
         return process
@@ -49,6 +50,7 @@ def _fork(rank, function, words, world, port, folder):
         sys.argv = [function, *words]
         module, name = function.split(":")
         getattr(importlib.import_module(module), name)()
+        machine.save_calls(f"{folder}/rank-{rank}.calls")
         status = 0
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else bool(error.code)

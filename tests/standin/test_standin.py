@@ -2,11 +2,13 @@
 stand-in itself, which must see the faults that it is there for.
 
 A run is free of problems if nothing but waits of the host is reported, and these only where a run
-may wait.
+may wait. What the hosts of a world have called must come to an end by NCCL's rules as well
+(`rules.py`).
 """
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,8 @@ from pool import free_port
 from tolerances import promised, unit_roundoff
 
 from standin.build import library, obstacle
+from standin.layouts import LAYOUTS, configured, named, recorded
+from standin.rules import Collective, Create, Group, simulate
 
 if (reason := obstacle()) is not None:
     pytest.skip(reason, allow_module_level=True)
@@ -27,6 +31,7 @@ MAY_WAIT = {
     "begin": "optimizer state is made at the start",
     "_frequencies_on": "rotary frequencies are computed on the host, once",
     "_sums_wide": "tries a product, once",
+    "_check_size": "the ranks of a communicator, when it is made",
     "_evaluate": "the totals of an evaluation",
     "_compare_with_before": "the first loss after a load",
     "_save": "the loss and the norm in a checkpoint",
@@ -38,7 +43,7 @@ MAY_WAIT = {
 
 class StandIn:
     """run(function, *words) calls a function on the ranks of a world; `reports` is what was
-    reported to them, in order: kind, text and place."""
+    reported to them, in order: kind, text and place; `calls` is what each rank has called."""
 
     def __init__(self, folder):
         paths = (ROOT, ROOT / "kernels", ROOT / "tests", *sys.path)
@@ -66,6 +71,10 @@ class StandIn:
         assert fails or statuses == [0] * world, said
         lines = [path.read_text().splitlines() for path in sorted(folder.glob("*.jsonl"))]
         self.failed = statuses != [0] * world
+        if not self.failed:
+            found = zip(*map(calls_in, sorted(folder.glob("*.calls"))), strict=True)
+            self.calls, queues = found
+            simulate(self.calls, min(queues))
         self.reports = [tuple(json.loads(line)) for part in lines for line in part]
         return said
 
@@ -76,6 +85,10 @@ class StandIn:
         self._server.stdin.close()
         self._server.wait()
         self._server.stdout.close()
+
+
+def calls_in(path):
+    return pickle.loads(path.read_bytes())
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +126,7 @@ def both(standin, overrides, tmp_path):
 
     def compare(world=1, waits=(), **changes):
         changes = {**SMALL, **PLAIN, **changes}
-        alone = {f"parallel__{axis}": 1 for axis in ("tensor", "pipeline", "expert")}
+        alone = {f"parallel__{axis}": 1 for axis in ("tensor", "context", "pipeline", "expert")}
         alone["train__cuda_graph"] = "false"
         want = trained(standin, overrides(**changes | alone | {"run__dir": tmp_path / "cpu"}))
         got = trained(standin, overrides(**changes, run__device="cuda"), world)
@@ -213,8 +226,16 @@ def test_expert_ranks(both):
     )
 
 
-def test_pipeline(both):
+def test_pipeline(both, tmp_path):
     both(2, parallel__pipeline=2, train__eval_every=3, checkpoint__every=2)
+    log = (tmp_path / "run/run.log").read_text()
+    assert "nccl: CUDA_DEVICE_MAX_CONNECTIONS=8, as the layout has 6 streams" in log
+    assert "nccl: links use up to 8 thread blocks, other transfers as NCCL decides" in log
+
+
+@pytest.mark.slow
+def test_a_ring(both):
+    both(2, parallel__context=2, train__eval_every=3)
 
 
 def test_a_graph_of_several_communicators(both):
@@ -322,6 +343,8 @@ PROGRAMS = {
     "background_far_behind": set(),
     "clock": set(),
     "transfer": set(),
+    "messages_both_ways_as_one": set(),
+    "settings": set(),
 }
 
 
@@ -331,7 +354,7 @@ def test_every_fault_is_reported_and_nothing_else(standin, program, kinds):
     assert standin.kinds() - ({"wait"} - kinds) == kinds, standin.reports
 
 
-RANKS = {"transfer": 2}
+RANKS = {"transfer": 2, "messages_both_ways_as_one": 2, "settings": 2}
 LEFT_OUT = [
     ("shelf", "_put", "wait_stream", "race"),
     ("shelf", "take", "wait_event", "race"),
@@ -362,3 +385,62 @@ def test_every_wait_is_needed(standin, program, function, method, kind):
     standin.run("standin.programs:without", *words, world=RANKS.get(program, 1), fails=True)
     found = standin.kinds() - {"wait"}
     assert kind in found if kind else standin.failed, found
+
+
+FOREVER = {
+    "messages_both_ways_one_by_one": (
+        "rank 0 waits forever for rank 1 to connect",
+        "rank 0: send torch.float32 4 to rank 1",
+        "rank 1: send torch.float32 4 to rank 0",
+        "[programs.py:",
+    ),
+    "collectives_in_opposite_orders": (
+        "rank 0 waits forever for ranks [1] to connect",
+        "rank 1 waits forever for ranks [0] to connect",
+    ),
+    "communicators_in_another_order": ("ranks do not make communicators in one order: rank ",),
+    "a_collective_without_a_rank": ("rank 0 waits forever for ranks [1] to connect",),
+}
+"""Programs of two ranks that NCCL would not bring to an end, and what is said."""
+
+
+@pytest.mark.parametrize(("program", "told"), FOREVER.items(), ids=FOREVER)
+def test_what_nccl_would_wait_for_is_an_error(standin, program, told):
+    said = standin.run("standin.programs:main", program, world=2, fails=True)
+    assert standin.failed
+    for text in told:
+        assert text in said
+
+
+def test_a_pipeline_whose_links_nothing_connects_before_a_step_is_an_error(standin, overrides):
+    """With 1F1B both ranks begin with a receive."""
+    keys = {**SMALL, **PLAIN, "parallel__pipeline": 2, "train__steps": 1}
+    keys = overrides(**keys, run__device="cuda")
+    said = standin.run("standin.programs:pretrain_without_connecting", *keys, world=2, fails=True)
+    assert standin.failed and "rank 0 waits forever for rank 1 to connect" in said
+    assert "rank 1: receive torch.float64" in said and "[engine.py:" in said
+
+
+ALSO_ALONE = [
+    i
+    for i, (world, _, one) in enumerate(LAYOUTS)
+    if world == 2 and one.get("schedule") in (None, "1f1b") and one.get("zero") in (None, 3)
+]
+
+
+@pytest.mark.quick(when=lambda layout: "context" in LAYOUTS[layout][2])
+@pytest.mark.parametrize("layout", ALSO_ALONE, ids=[named(*LAYOUTS[i]) for i in ALSO_ALONE])
+def test_a_rank_that_runs_alone_calls_the_same(standin, layout):
+    """So what is simulated of many ranks is what they call."""
+    world, model, parallel = LAYOUTS[layout]
+    standin.run("standin.programs:main", "layout_of_a_test", str(layout), world=world)
+    alone = recorded(configured(world, model, parallel), world)
+    assert [*map(transfers, standin.calls)] == [*map(transfers, alone)]
+    assert all(len(transfers(calls)) > 20 for calls in alone)
+
+
+def transfers(calls):
+    """Return what a rank makes and transfers, without lines and streams. One number more is summed
+    over each communicator that torch splits from another."""
+    kinds = [one for one in calls if isinstance(one, Collective | Create | Group)]
+    return [str(one) for one in kinds if not str(one).startswith("all_reduce float32 1 ")]

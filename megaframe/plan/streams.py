@@ -1,0 +1,51 @@
+"""The streams of a rank's GPU: one for each communicator, and those of products and copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from megaframe.config.numbers import axis_sizes
+from megaframe.config.schema import RunConfig
+from megaframe.layout import AXIS_SETS, DATA_PARTS, EXPERT_SETS
+from megaframe.plan.context import exchanging_ranks
+
+_COPIES = 2
+"""Streams that bring metrics to the host and copy a checkpoint."""
+_OFFLOAD = 2
+"""Streams of what is kept in host memory: one in each direction."""
+
+
+def streams(config: RunConfig, world: int) -> int | None:
+    """Return how many streams a rank uses at most, None if `parallel.auto` has yet to choose the
+    layout."""
+    if config.parallel.auto:
+        return None
+    copies = _COPIES + _OFFLOAD * (config.train.offload + config.optim.offload)
+    return 1 + copies + communicators(config, world)
+
+
+def communicators(config: RunConfig, world: int) -> int:
+    """Return how many communicators a rank is in at most. The sizes of the axes need not form a
+    layout, because this is asked before a config is checked."""
+    parallel, model = config.parallel, config.model
+    sizes = dict(axis_sizes(parallel, world)[0])
+    sizes["data_shard"] = sizes["data"] // parallel.data_replicate
+    sizes["expert_shard"] = world  # not known without a layout
+    sets = _wide(AXIS_SETS, sizes)
+    if model.moe is not None:
+        sets |= _wide(EXPERT_SETS, sizes)
+    heads = exchanging_ranks(parallel)
+    groups = [heads > 1, parallel.context > heads, 1 <= model.kv_heads < parallel.tensor]
+    near_and_far = 2 * (model.moe is not None and parallel.expert > 1)
+    # Two links to each neighbour; that of the embedding joins ranks with fewer of them.
+    links = min(2 * (parallel.pipeline - 1), 4)
+    return len(sets) + sum(groups) + near_and_far + links
+
+
+def _wide(axis_sets: Iterable[tuple[str, ...]], sizes: Mapping[str, int]) -> set[frozenset[str]]:
+    """Return the axis sets without axes of one rank; those that are alike have the same ranks."""
+    found = set()
+    for axes in axis_sets:
+        parts = {part for axis in axes for part in (DATA_PARTS if axis == "data" else (axis,))}
+        found.add(frozenset(part for part in parts if sizes[part] > 1))
+    return found - {frozenset()}

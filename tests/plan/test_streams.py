@@ -1,0 +1,59 @@
+"""The number of communicators by the config against those that a mesh and a pipeline make."""
+
+import pytest
+
+from megaframe.config import RunConfig
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh
+from megaframe.meter.timers import StepTimer
+from megaframe.pipeline import Pipeline
+from megaframe.plan.streams import communicators, streams
+
+MODEL = {"layers": 8, "hidden": 16, "heads": 4, "vocab": 37}
+EXPERTS = {"moe": {"experts": 4, "top_k": 2, "ffn": 8}}
+
+
+def made(config):
+    """Return how many communicators this rank is in."""
+    mesh = Mesh(Layout.from_parallel(config.parallel, 4), device="cpu", timeout=60)
+    Pipeline(config, mesh, StepTimer().time)
+    found = mesh.communicators
+    mesh.close()
+    return found
+
+
+def configured(parallel, model):
+    train = {"seq": 16, "global_batch": 8, "microbatch": 1, "precision": "fp64"}
+    return RunConfig(model={**MODEL, **model}, train=train, parallel=parallel)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "model", "spare"),
+    [
+        ({}, {}, 0),
+        ({"pipeline": 4}, {"tie_embeddings": True}, 0),
+        ({"pipeline": 4, "chunks": 2, "schedule": "interleaved"}, {}, 0),
+        ({"pipeline": 2, "chunks": 2, "schedule": "zb-v"}, {"tie_embeddings": True}, 0),
+        ({"tensor": 2, "pipeline": 2}, {"kv_heads": 1}, 1),
+        ({"context": 4}, {}, 0),
+        ({"context": 4, "context_kind": "nested", "context_heads": 2}, {}, 0),
+        ({"context": 2, "data_replicate": 2, "zero": 2}, {}, 0),
+        ({"expert": 4}, EXPERTS, 3),
+        ({"expert": 2, "expert_tensor": 2}, EXPERTS, 3),
+    ],
+)
+def test_no_rank_is_in_more_communicators(parallel, model, spare, pool):
+    """spare: how many are counted that there are not, because their ranks happen to be those of
+    another one."""
+    config = configured(parallel, model)
+    counted = communicators(config, 4)
+    most = max(pool.run(4, made, config))
+    assert most + spare == counted
+
+
+def test_streams_are_those_of_communicators_products_and_copies():
+    config = configured({"context": 4}, {})
+    assert streams(config, 4) == communicators(config, 4) + 3
+    more = config.model_copy(update={"optim": config.optim.model_copy(update={"offload": True})})
+    assert streams(more, 4) == communicators(config, 4) + 5
+    assert streams(configured({"auto": True}, {}), 4) is None
