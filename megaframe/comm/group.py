@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import Tensor
 
-from megaframe.comm.order import Order
+from megaframe.comm.order import Order, described
 from megaframe.comm.place import Place
 from megaframe.comm.traffic import Traffic
 
@@ -78,7 +79,25 @@ class Group:
         """
         if self.order is not None and self.handle is not None:
             ends = self.ranks[source], self.ranks[target]
-            self.order.begin_message(self.handle.group_name, self._over, tensor, *ends)
+            name, what = self.handle.group_name, described(tensor.dtype, tensor.shape)
+            self.order.begin_message(name, self._over, what, *ends)
+
+    def begin_parts(self, tensor: Tensor, leaving: Sequence[int], coming: Sequence[int]) -> None:
+        """Call before starting an exchange of parts of any sizes, so that both ends of each part
+        can be compared.
+
+        tensor: has the type of all parts, and their shape but for the number of rows.
+        leaving, coming: rows of the part to and from each rank.
+        Raises `OutOfStep` if ranks are compared and differ.
+        """
+        if self.order is None or self.handle is None:
+            return
+        me, name = self.ranks[self.index], self.handle.group_name
+        for other, out, home in zip(self.ranks, leaving, coming, strict=True):
+            for rows, ends in ((out, (me, other)), (home, (other, me))):
+                what = described(tensor.dtype, (rows, *tensor.shape[1:]))
+                if other != me:
+                    self.order.begin_message(name, self._over, what, *ends)
 
     @property
     def _over(self) -> str:

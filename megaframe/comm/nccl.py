@@ -202,12 +202,18 @@ def allocate(
     length: int, dtype: torch.dtype, device: torch.device, group: Group, settings: Settings | None
 ) -> torch.Tensor:
     """Return zeros [length] for transfers over the group, in memory that is registered with its
-    communicator if the settings ask for it and torch can do it on this device."""
+    communicator if the settings ask for it and torch can do it on this device. What a CUDA graph
+    allocates is in the graph's own memory."""
     if settings is not None and settings.register and group.handle is not None:
-        backend = group.handle._get_backend(device)
-        if backend.supports_tensor_alloc(device):
+        backend, recorded = group.handle._get_backend(device), _is_recording(device)
+        if backend.supports_tensor_alloc(device) and not recorded:
             return backend.allocate_tensor(length, dtype=dtype, device=device).zero_()
     return torch.zeros(length, dtype=dtype, device=device)
+
+
+def _is_recording(device: torch.device) -> bool:
+    """Return whether work on the device is recorded as a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _bind(device: torch.device | None) -> None:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch.distributed import Store
 
@@ -46,18 +47,19 @@ class Order:
         Raises `OutOfStep` if a member has started something else.
         """
         # All members are in the same action when they start a collective.
-        what = _shown(tensor)
+        what = "any shape" if tensor is None else described(tensor.dtype, tensor.shape)
         terms = [kind, what, self._place.action]
         self._compare(group, axes, f"{kind} of {what}", terms, first)
 
-    def begin_message(
-        self, group: str, axes: str, tensor: Tensor, source: int, target: int
-    ) -> None:
+    def begin_message(self, group: str, axes: str, what: str, source: int, target: int) -> None:
         """Compare a send or a receive between the ranks `source` and `target`, one of which is this
-        rank, with the other end. For the arguments see `begin`. Raises `OutOfStep` if the other end
-        expects a message of another type or shape, or at another place between the collectives of
-        the group."""
-        what, after = _shown(tensor), self._begun[group]
+        rank, with the other end.
+
+        what: type and shape. For the other arguments see `begin`.
+        Raises `OutOfStep` if the other end expects a message of another type or shape, or at
+        another place between the collectives of the group.
+        """
+        after = self._begun[group]
         sends = self._rank == source
         call = f"send of {what} to rank {target}"
         if not sends:
@@ -94,9 +96,9 @@ class Order:
             )
 
 
-def _shown(tensor: Tensor | None) -> str:
-    """Return type and shape, such as `torch.float32 [4, 8]`."""
-    return "any shape" if tensor is None else f"{tensor.dtype} {[*tensor.shape]}"
+def described(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """Return type and shape in words: `torch.float32 [4, 8]`."""
+    return f"{dtype} {[*shape]}"
 
 
 def _line() -> str:

@@ -23,6 +23,7 @@ def all_to_all_uneven(
     out = parts.new_empty((sum(coming), *parts.shape[1:]))
     size = parts.nbytes // max(1, len(parts))
     group.traffic.count((len(parts) - leaving[group.index]) * size)
+    group.begin_parts(parts, leaving, coming)
     return collective(
         out,
         group,

@@ -16,6 +16,7 @@ from megaframe.comm.alike import Alike
 from megaframe.comm.group import Group
 from megaframe.comm.order import Order
 from megaframe.comm.place import Place
+from megaframe.comm.uneven import all_to_all_uneven
 from megaframe.errors import OutOfStep
 
 
@@ -127,6 +128,17 @@ def test_both_calls_are_said_with_ranks_and_lines():
     )
     assert "receive of torch.float64 [2] from rank 0, rank 0 started" in said
     assert "send of torch.float64 [2] to rank 1 after collective 1 of the group" in said
+
+
+def test_parts_of_another_size_than_their_receiver_expects_are_seen():
+    first, second = groups(2)
+    all_to_all_uneven(of(3, 4), [1, 2], [1, 5], first)
+    all_to_all_uneven(of(9, 4), [5, 4], [2, 4], second)
+    all_to_all_uneven(of(3, 4), [1, 2], [1, 5], first)
+    with pytest.raises(
+        OutOfStep, match=r"receive of .* \[3, 4\] from rank 0 .* send of .* \[2, 4\]"
+    ):
+        all_to_all_uneven(of(9, 4), [5, 4], [3, 4], second)
 
 
 def test_a_ring_that_turns_the_other_way_and_another_length_are_seen():

@@ -1,10 +1,18 @@
 """What a run sets for CUDA and NCCL: values of the environment count, and bad ones are refused."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 
-from megaframe.comm.nccl import LINK_CTAS, set_up
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import pretrain_gpt
+from megaframe.comm import ALONE, Group
+from megaframe.comm.alike import Alike
+from megaframe.comm.nccl import LINK_CTAS, Settings, allocate, set_up
 from megaframe.errors import UserError
 
 NAMES = (
@@ -58,6 +66,37 @@ def test_fewer_hardware_queues_than_streams_are_a_warning(given, streams, mend, 
     assert warning.startswith(text) and warning.endswith(mend)
 
 
+class Registering(Alike):
+    """A group with memory of its own for transfers, on some devices."""
+
+    def __init__(self, supported):
+        super().__init__(0, 2)
+        self._supported, self.allocated = supported, []
+
+    def _get_backend(self, device):
+        return self
+
+    def supports_tensor_alloc(self, device):
+        return self._supported
+
+    def allocate_tensor(self, size, *, dtype, device):
+        self.allocated.append(torch.full((size,), 7.0, dtype=dtype, device=device))
+        return self.allocated[-1]
+
+
+@pytest.mark.parametrize("supported", [True, False])
+@pytest.mark.parametrize("settings", [Settings(register=True), Settings(), None])
+def test_only_what_is_asked_for_is_registered_where_torch_can(supported, settings):
+    handle, device = Registering(supported), torch.device("cpu")
+    group = Group(("data_shard", "context"), (0, 1), 0, handle)
+    made = allocate(5, torch.bfloat16, device, group, settings)
+    assert made.shape == (5,) and made.dtype == torch.bfloat16 and not made.any()
+    registered = supported and settings is not None and settings.register
+    assert [one is made for one in handle.allocated] == [True] * registered
+    alone = allocate(5, torch.float64, device, ALONE, Settings(register=True))
+    assert alone.shape == (5,) and alone.dtype == torch.float64
+
+
 @pytest.mark.parametrize(
     ("name", "values", "range"),
     [
@@ -74,3 +113,13 @@ def test_values_out_of_range_are_refused_with_name_and_range(name, values, range
             set_up(8)
         with pytest.raises(UserError, match=f"from {range}; leave it unset"):
             set_up(8)
+
+
+def test_a_run_is_refused_before_it_starts(overrides, environment, monkeypatch, capsys, tmp_path):
+    environment(NCCL_MAX_CTAS="99")
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *overrides(run__device="auto")])
+    with pytest.raises(SystemExit) as status:
+        pretrain_gpt.main()
+    assert status.value.code == 2 and not (tmp_path / "run").exists()
+    said = "error: NCCL_MAX_CTAS='99' in the environment is not a number from 1 to 64; leave it"
+    assert said in capsys.readouterr().err
