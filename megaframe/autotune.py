@@ -3,9 +3,10 @@ when a run starts.
 
 The measurement takes at most `BUDGET` seconds and is made by the first rank for all. It is kept in
 a cache of the user by processor, torch version, threads and type, and in the checkpoints of the
-run, so that a resumed run computes bitwise what the uninterrupted one would. On a machine that is
-busy with other work it would say nothing, so the routines of `fixed` are taken there. On a GPU, and
-in fp64, there is nothing to choose.
+run, so that a resumed run computes bitwise what the uninterrupted one would. Calls during which a
+thread had to wait for a processor do not count; on a machine so busy that no others are left, the
+routines of `fixed` are taken, and nothing is kept. On a GPU, and in fp64, there is nothing to
+choose.
 
 A file of the cache belongs to one machine, and the first process that writes it wins: runs that
 start at the same time then compute alike. A file that is damaged, of another machine or of another
@@ -44,8 +45,8 @@ BUDGET = 0.2
 _HOPELESS = 2.0
 """A candidate this many times slower than the best on a small problem is not tried on a larger
 one."""
-_UNDISTURBED = 0.8
-"""Share of a measurement in which this thread must have run, waiting for its helpers included."""
+_DISTURBED = 0.02
+"""Share of a call that its threads may wait for a processor; less than `_TIE` distinguishes."""
 _TRIES = 6
 """Calls of a small problem, after one that prepares."""
 _LEAST_TRIES = 3
@@ -62,6 +63,7 @@ _SHAPES: Mapping[Kind, tuple[int, int, int]] = {
 and operands and results that are larger than a core's own cache, as those of a model are."""
 _HEADS: Mapping[Size, tuple[int, int]] = {"short": (8, 256), "long": (1, 1024)}
 """Heads and tokens of the measured attention."""
+_THREADS = "/proc/self/task"
 _MAX_BYTES = 1 << 16
 """Size of the largest file of the cache that is read."""
 _SETTINGS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
@@ -90,6 +92,10 @@ class Routines(BaseModel):
         named = [f"{kind} {library}" for kind, library in self.products.items()]
         named += [f"{size} attention {method}" for size, method in self.attention.items()]
         return ", ".join(named)
+
+
+class _Busy(Exception):
+    """Every call of a candidate was disturbed by other work on this machine."""
 
 
 class _Entry(BaseModel):
@@ -162,13 +168,12 @@ def cached_or_measured(dtype: torch.dtype) -> tuple[Routines, str]:
     cached = read_cache(path, machine) if path else None
     if cached is not None and cached.available(dtype):
         return cached, "measured before"
-    start, own = time.perf_counter(), time.thread_time()
-    measured = measure(dtype)
-    taken, own = time.perf_counter() - start, time.thread_time() - own
-    if own < _UNDISTURBED * taken:
-        # What waits for a processor is not slow: on a busy machine anything may come out.
-        why = f"not measured: other work had this machine for {1 - own / taken:.0%} of the time"
-        return fixed(dtype, "torch"), why
+    start = time.perf_counter()
+    try:
+        measured = measure(dtype)
+    except _Busy:
+        return fixed(dtype, "torch"), "not measured: other work keeps this machine busy"
+    taken = time.perf_counter() - start
     if path is not None:
         measured = _keep(path, machine, measured)
     return measured, f"measured in {taken:.2f} s"
@@ -232,7 +237,8 @@ def _keep(path: Path, machine: dict[str, str | int], measured: Routines) -> Rout
 
 
 def measure(dtype: torch.dtype) -> Routines:
-    """Return the fastest routines for a type, in at most about `BUDGET` seconds."""
+    """Return the fastest routines for a type, in at most about `BUDGET` seconds. Raises `_Busy` if
+    one of them could not be measured."""
     end = time.perf_counter() + BUDGET
     methods = tile_products.methods_for(dtype)
     default = fixed(dtype, "torch")
@@ -273,6 +279,7 @@ def fastest(
     prepare: returns a function that does a candidate's work, on a small problem if its second
     argument is set. end: time of `time.perf_counter` after which nothing is started. Candidates
     take turns and the least time of each counts, because other work on the machine only adds to it.
+    Raises `_Busy` if a candidate has no undisturbed call.
     """
     if len(candidates) == 1 or time.perf_counter() >= end:
         return default
@@ -288,27 +295,42 @@ def fastest(
             best[name] = min(best[name], _seconds(run))
         rounds += 1
     first = next(iter(runs))
+    if math.inf in (*small.values(), *(best.values() if rounds else ())):
+        raise _Busy
     quickest = min(best, key=lambda name: best[name])
     return first if best[first] <= _TIE * best[quickest] else quickest
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
+    """Return how long a call takes; infinity if its threads had to wait for a processor."""
+    start, before = time.perf_counter(), waited()
     run()
-    return time.perf_counter() - start
+    lost, taken = waited() - before, time.perf_counter() - start
+    return taken if lost <= _DISTURBED * taken else math.inf
+
+
+def waited() -> float:
+    """Return the seconds for which the threads of this process together were ready to run but had
+    no processor; 0 on a system that does not say (Linux: Documentation/scheduler/sched-stats)."""
+    total = 0
+    with suppress(OSError, ValueError, IndexError):
+        for thread in os.listdir(_THREADS):
+            with open(f"{_THREADS}/{thread}/schedstat", encoding="ascii") as file:
+                total += int(file.read().split()[1])
+    return total / 1e9
 
 
 def _least(run: Callable[[], object], limit: float) -> float:
     """Return the least seconds of `_TRIES` calls, fewer if they take more than `limit` together,
-    but never so few that one disturbance decides. One more comes first, which prepares threads,
-    code and memory, and may take much longer."""
+    but never so few that one disturbance decides, and more if all were disturbed. One more comes
+    first, which prepares threads, code and memory, and may take much longer."""
     run()
     end = time.perf_counter() + limit
-    least = math.inf
-    for tried in range(_TRIES):
-        if tried >= _LEAST_TRIES and time.perf_counter() > end:
+    least, tries = math.inf, 0
+    while tries < _LEAST_TRIES or time.perf_counter() <= end:
+        least, tries = min(least, _seconds(run)), tries + 1
+        if tries >= _TRIES and least < math.inf:
             break
-        least = min(least, _seconds(run))
     return least
 
 

@@ -106,8 +106,15 @@ def _depth(value: Any) -> int:
 
 def parsed_yaml(data: bytes) -> Any:
     """Parse YAML into dicts, lists and text (None for null), whatever its tags say. Raises
-    yaml.YAMLError or ValueError for what is not YAML, and for what `PlainLoader` refuses."""
-    node = PlainLoader(data.decode("utf-8-sig")).get_single_node()
+    ValueError for what is not YAML, and for what `PlainLoader` refuses; it does not quote the text,
+    because half of a secret would not be recognised."""
+    try:
+        node = PlainLoader(data.decode("utf-8-sig")).get_single_node()
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ValueError(f"line {line}: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(str(error).splitlines()[0]) from None
     return None if node is None else plain(node)
 
 

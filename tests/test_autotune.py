@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,8 +40,8 @@ def own_cache(tmp_path, monkeypatch):
 def clock(monkeypatch):
     """A clock that only work advances, and the work: work(seconds by candidate) for `fastest`."""
     now = [0.0]
-    known = SimpleNamespace(perf_counter=lambda: now[0], thread_time=lambda: now[0])
-    monkeypatch.setattr(autotune, "time", known)
+    monkeypatch.setattr(autotune, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(autotune, "waited", lambda: 0.0)
 
     def work(seconds, calls):
         def prepare(name, small):
@@ -99,8 +101,9 @@ def test_measuring_ends_in_time(clock):
     assert fastest(("a", "b"), clock.work(seconds, calls), 0.0, "b") == "b" and not calls
 
 
-def test_a_measurement_names_routines_that_this_machine_has():
+def test_a_measurement_names_routines_that_this_machine_has(monkeypatch):
     """All kinds are measured, and what was in use before is in use again."""
+    monkeypatch.setattr(autotune, "waited", lambda: 0.0)  # whatever else runs here
     for dtype in (FP32, torch.bfloat16, torch.float16):
         matmul.use(dtype, {"dense": "torch"})
         before = matmul.in_use(dtype), tile_products.in_use(dtype)
@@ -170,17 +173,49 @@ def test_without_a_cache_runs_work(clock, monkeypatch, tmp_path):
     assert cached_or_measured(FP32)[0] == OTHER
 
 
+def test_disturbed_calls_do_not_count(clock, monkeypatch):
+    """The faster candidate is disturbed in most of its calls."""
+    lost, number = [0.0], [0]
+
+    def prepare(name, small):
+        def run():
+            number[0] += 1
+            clock.now[0] += {"a": 1.0, "b": 0.9}[name]
+            if name == "b" and number[0] % 3:
+                clock.now[0] += 2.0
+                lost[0] += 2.0
+
+        return run
+
+    monkeypatch.setattr(autotune, "waited", lambda: lost[0])
+    assert fastest(("a", "b"), prepare, 1000.0, "a") == "b"
+
+
 def test_a_busy_machine_is_not_measured(clock, monkeypatch):
-    """Its choice is not written either, so that the next run measures again."""
-    monkeypatch.setattr(autotune.time, "thread_time", lambda: 0.5 * clock.now[0])
-
-    def measure(dtype):
-        clock.now[0] += 0.2
-        return OTHER
-
-    monkeypatch.setattr(autotune, "measure", measure)
+    """Nothing is kept either, so that the next run measures again."""
+    monkeypatch.setattr(autotune, "waited", lambda: 0.5 * clock.now[0])
+    seconds = {"a": 0.01, "b": 0.02}
+    monkeypatch.setattr(
+        autotune, "measure", lambda dtype: fastest(("a", "b"), clock.work(seconds, []), 1.0, "a")
+    )
     found, why = cached_or_measured(FP32)
-    assert found == TORCH and "50%" in why and not cached().exists()
+    assert found == TORCH and "busy" in why and not cached().exists()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="Linux says this")
+def test_threads_that_have_no_processor_are_noticed():
+    """Two threads on one processor wait for each other; one alone need not."""
+    code = (
+        "import os, threading, time; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from megaframe.autotune import waited\n"
+        "def spin():\n    end = time.thread_time() + 0.3\n"
+        "    while time.thread_time() < end: sum(range(20_000))\n"
+        "before = waited(); one = threading.Thread(target=spin); one.start(); child = os.fork()\n"
+        "spin()\nif not child: os._exit(0)\n"
+        "print(waited() - before); os.wait()\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(said.stdout) > 0.1
 
 
 def test_a_key_and_deterministic_runs_fix_the_routines(monkeypatch):

@@ -13,8 +13,10 @@ import torch
 
 from megaframe import automatic
 from megaframe.config import load
+from megaframe.config.section import MOST
 from megaframe.errors import UserError
 from megaframe.layout import Layout
+from megaframe.plan.check import check
 from megaframe.preflight import check_memory, verdict
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -209,3 +211,20 @@ def test_a_host_is_warned_of(monkeypatch):
     assert line.startswith("warning: does not fit in memory: rank 0 needs ")
     assert "its device (cpu) has 2.0 GiB" in line
     assert check_memory(load("demo", ["run.device=cpu"]), Layout(data=2)) == []
+
+
+@pytest.mark.parametrize("size", [MOST, MOST + 1, 2**63, 10**30])
+@pytest.mark.parametrize(
+    "key", ["model.ffn", "model.vocab", "train.seq", "train.global_batch", "train.steps"]
+)
+def test_absurd_sizes_get_a_verdict_or_one_error(key, size):
+    """None is too much for numbers of numpy, whose integers have 64 bits."""
+    try:
+        config = load(None, ["model.vocab=257", "run.device=cpu", f"{key}={size}"])
+        check(config, 1, data=False)
+        (line, *_) = verdict(config, Layout())
+    except UserError as error:
+        assert key in str(error)
+        assert size == MOST or "at most 1,000,000,000,000" in str(error)
+    else:
+        assert size == MOST and "fit" in line

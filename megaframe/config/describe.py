@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from megaframe.config.foreign import known_elsewhere
 from megaframe.config.numbers import either
 from megaframe.config.schema import RunConfig, Section
+from megaframe.config.section import MOST
 from megaframe.errors import UserError
 
 WIDTH = 100
@@ -176,7 +177,7 @@ def _scalar(kind: type, bounds: tuple[Any, ...]) -> str:
         name: getattr(bound, name)
         for bound in bounds
         for name in ("gt", "ge", "lt", "le")
-        if getattr(bound, name, None) is not None
+        if getattr(bound, name, None) not in (None, MOST)  # a limit that nobody needs to know
     }
     if kind is int:
         if "gt" in limits:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from megaframe.config.describe import allowed_inside, keys, shown, suggestion
 from megaframe.config.read import MAX_MISTAKES, Given, Mistake, Reader, Table, merged
 from megaframe.config.schema import RunConfig
+from megaframe.config.section import MOST
 from megaframe.config.shipped import config_path
 from megaframe.errors import UserError
 
@@ -102,13 +103,18 @@ def _without_numbers(name: str) -> str:
 
 
 def _whole_number(given: Given, text: str) -> str:
-    """Return how to write a whole number that was given as, e.g., 1e6; empty if not needed."""
+    """Return how to write a whole number that was given as, e.g., 1e6, or that one is too large;
+    empty if not needed."""
     value = given.value()
-    if not isinstance(value, str) or "takes a whole number" not in text:
+    if not isinstance(value, str | int) or "takes a whole number" not in text:
         return ""
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
+        return ""
+    if number > MOST:
+        return f", at most {MOST:,}"
+    if not isinstance(value, str):
         return ""
     writable = number.is_integer() and abs(number) < 1e15 and "e" in value.lower()
     return f"; write {int(number)}" if writable else ""

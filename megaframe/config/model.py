@@ -54,7 +54,7 @@ class Emulate(Section):
 
 
 class Model(Section):
-    layers: Annotated[int, Field(gt=0, le=10_000)] = 12
+    layers: Annotated[int, Field(gt=0, le=2_000)] = 12
     """Number of transformer blocks."""
     hidden: Positive = 768
     """Width of the residual stream."""

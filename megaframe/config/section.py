@@ -6,8 +6,10 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
+MOST = 10**12
+"""Largest number of anything in a config, so that plans of absurd sizes stay numbers of numpy."""
+Positive = Annotated[int, Field(gt=0, le=MOST)]
+NonNegative = Annotated[int, Field(ge=0, le=MOST)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 

@@ -21,6 +21,8 @@ from megaframe.untrusted import open_file, showable
 
 _LONGEST_LINE = 1 << 24
 _MOST_COLUMNS = 5_000
+_MOST_BAD = 10_000
+"""Lines that are not metrics, after which a file is taken for something else."""
 _ROWS = ("ranks", "stages", "experts", "sources")
 """Keys whose lists are kept whole, as rows of numbers."""
 
@@ -45,7 +47,7 @@ class Metrics:
         self._bad: list[int] = []
         self._lines = 0
         self._back: list[str] = []
-        self._torn = self._many = False
+        self._torn = self._many = self._given_up = False
 
     def __len__(self) -> int:
         return len(self._columns["step"])
@@ -68,13 +70,15 @@ class Metrics:
     def _take(self, file: Any) -> bool:
         before = self._offset
         self._torn = False
-        while line := file.readline(_LONGEST_LINE):
-            if not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
+        while not self._given_up and (line := file.readline(_LONGEST_LINE)):
+            whole = line.endswith(b"\n")
+            if not whole and len(line) < _LONGEST_LINE:
                 self._torn = True
                 break
             self._offset += len(line)
             self._lines += 1
             self._add(line)
+            self._given_up = not whole or len(self._bad) >= _MOST_BAD
         self.version += self._offset != before
         return self._offset != before
 
@@ -85,6 +89,8 @@ class Metrics:
         if self._bad:
             where = ", ".join(map(str, self._bad[:3])) + (" ..." if len(self._bad) > 3 else "")
             yield f"{len(self._bad)} lines are not metrics and are ignored (line {where})"
+        if self._given_up:
+            yield f"nothing after line {self._lines} is read: this is no file of metrics"
         if self._torn:
             yield "the last line is incomplete: it is being written, or was cut off"
         yield from self._back[:3]

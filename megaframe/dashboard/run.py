@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from megaframe.dashboard.metrics import Metrics
 from megaframe.errors import UserError
@@ -99,7 +98,7 @@ class Run:
         except FileNotFoundError:
             self._notes.append(f"there is no {name}")
             return {}
-        except (OSError, ValueError, yaml.YAMLError):
+        except (OSError, ValueError):
             found = None
         if not isinstance(found, dict):
             self._notes.append(f"{name} cannot be read and is ignored")

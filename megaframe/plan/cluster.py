@@ -348,7 +348,7 @@ def _read(name: str, path: Path) -> Any:
     try:
         # Scalars stay text: `4e11` is a number to pydantic, and text to YAML.
         return parsed_yaml(raw)
-    except (yaml.YAMLError, ValueError) as error:
+    except ValueError as error:
         raise UserError(f"cluster {path.name}: not valid YAML: {str(error)[:200]}") from None
 
 

@@ -220,7 +220,7 @@ def _passing(config: RunConfig, rank: _Rank, most: int) -> Array:
     c, of, last = rank.c, rank.of, rank.last
     model, train = config.model, config.train
     width, dealt = WIDTH[train.precision], c.tensor * c.context
-    rows = c.microbatch * train.seq
+    rows = c.microbatch * float(train.seq)
     stream = rows * model.hidden * width
     stage, left = (
         of.total(name, rank.full) * c.microbatch / c.chunks + of.rotary * c.tensor

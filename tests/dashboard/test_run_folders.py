@@ -103,6 +103,21 @@ def test_lines_of_something_else_are_left_out_and_counted(tmp_path, odd):
     assert run.notes == ["1 lines are not metrics and are ignored (line 4)"]
 
 
+def test_nothing_is_read_after_an_endless_line_or_thousands_of_odd_ones(tmp_path):
+    folder = write(tmp_path / "run", lines(5))
+    path = folder / "metrics.jsonl"
+    whole = path.read_bytes()
+    with open(path, "ab") as file:
+        file.truncate(8 << 30)  # a hole, which takes no disk
+    run = Run(folder)
+    assert len(run.metrics) == 5
+    assert "nothing after line 6 is read: this is no file of metrics" in run.notes
+    path.write_bytes(b"odd\n" * 20_000 + whole)
+    run = Run(folder)
+    assert len(run.metrics) == 0 and not run.read()
+    assert "nothing after line 10000 is read: this is no file of metrics" in run.notes
+
+
 def test_two_runs_in_one_file_are_the_later_one_with_a_note(tmp_path):
     first = list(lines(30))
     second = [{**line, "loss": 100.0} for line in lines(10, start=10)]

@@ -18,6 +18,8 @@ and memory that nothing has written is NaN.
 It cannot show speed, concurrency, reuse of memory by CUDA's allocators, or anything about the code
 of others: cuDNN's, cuBLAS's, flash attention's, CUDA's graphs, NCCL. Triton kernels run in Triton's
 interpreter and collectives over gloo, both on the device's memory and in the order of its streams.
+Where NCCL makes ranks wait for each other is modelled apart from that (`rules.py`), also for ranks
+that run alone and without these devices (`recorder.py`).
 
     build.py        compiles the C++ part, where it can
     clocks.h        vector clocks, memory, captures: what is reported
@@ -28,5 +30,8 @@ interpreter and collectives over gloo, both on the device's memory and in the or
     cuda.py         torch.cuda on top of it
     kernels.py      Triton's kernels, and an operator that only GPUs have
     collectives.py  NCCL's process groups
-    run.py          runs a program on a stand-in
+    rules.py        NCCL's and CUDA's rules, for the recorded calls of all ranks
+    recorder.py     the calls of a rank that runs alone
+    layouts.py      layouts of every kind to record
+    server.py       runs programs on the ranks of a stand-in
 """

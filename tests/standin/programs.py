@@ -344,7 +344,7 @@ def layout_of_a_test():
 
 def two_ranks():
     """Return a group of two ranks, what this one has, and where it receives."""
-    collectives.PATIENCE = 1.0
+    collectives.PATIENCE = 3.0
     mesh = Mesh(Layout(data=2), device="cuda", timeout=30)
     return mesh, torch.full((4,), float(mesh.rank), device="cuda"), torch.empty(4, device="cuda")
 
@@ -387,7 +387,7 @@ def a_collective_without_a_rank():
 
 def pretrain_without_connecting():
     """Pretrain with links that nothing connects before a step."""
-    collectives.PATIENCE = 2.0
+    collectives.PATIENCE = 3.0
     meshes.connect_link = lambda *arguments, **options: None
     meter.free_seconds = lambda *arguments: {}
     pretrain_gpt.main()

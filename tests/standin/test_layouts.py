@@ -94,6 +94,26 @@ def test_receives_on_more_streams_than_queues_are_found(schedule):
             simulate(calls, queues)
 
 
+def test_what_is_computed_behind_a_receive_is_sent_after_it():
+    """Rank 0 has three streams. With two queues, the receive shares one with what is computed."""
+
+    def work(mesh):
+        mesh.connect([(0, 1), (1, 0)])
+        x, out, home = torch.ones(4, device=mesh.device), mesh.link(0, 1), mesh.link(1, 0)
+        if mesh.rank:
+            receive(x, out).wait()
+            send(x, home).wait()
+        else:
+            coming = receive(x, home)
+            send(x, out).wait()
+            coming.wait()
+
+    calls = calls_of_each(Layout(pipeline=2), work)
+    simulate(calls, 3)
+    with pytest.raises(Deadlock, match=r"rank 0, device: a kernel"):
+        simulate(calls, 2)
+
+
 def test_communicators_made_in_another_order_are_found():
     def work(mesh):
         mesh.add_groups(EXPERT_SETS if mesh.rank else EXPERT_SETS[::-1])

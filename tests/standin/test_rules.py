@@ -215,13 +215,24 @@ def test_an_uneven_collective_may_connect_in_any_call():
         assert ends(programs) != uneven
 
 
-def test_a_host_that_waits_for_its_device_starts_nothing():
-    link = Create("link", (0, 1))
-    connect = [[send("link", 1), receive("link", 1)], [receive("link", 0), send("link", 0)]]
-    waits = [Record(1, 1), Synchronize(1)]
-    rank0, rank1 = ([link, *calls] for calls in connect)
-    assert ends([[*rank0, *waits, *rank0[1:]], [*rank1, *rank1[1:]]])
-    assert not ends([[*rank0, rank0[1], *waits, rank0[2]], [*rank1, rank1[2], rank1[1]]])
+WAITS = {
+    "nothing": [],
+    "the host": [Record(1, 9), Synchronize(9)],
+    "the host, for its device": [Synchronize(None)],
+    "the stream": [Record(1, 9), Wait(2, 9)],
+}
+
+
+@pytest.mark.parametrize("who", WAITS)
+def test_what_waits_for_a_receive_starts_nothing(who):
+    """Rank 1 sends when it has got what rank 0 sends behind a receive."""
+    links = [Create("home", (0, 1)), Create("out", (0, 1))]
+    rank0 = [receive("home", 1), send("out", 1, stream=2)]
+    rank1 = [receive("out", 0, stream=2), *WAITS["the host, for its device"], send("home", 0)]
+    first = [*links, *rank0], [*links, rank1[-1], rank1[0]]
+    assert ends([[*first[0], rank0[0], *WAITS[who], rank0[1]], [*first[1], *rank1]]) == (
+        who == "nothing"
+    )
 
 
 def test_what_differs_between_ranks_is_named_with_both_lines():
