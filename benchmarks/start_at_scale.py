@@ -63,8 +63,8 @@ class Outcome:
     set_up: seconds until every client was connected, had found its part of the store, and had its
     watch.
     quiet: requests per client and second while all is well.
-    fault: requests per client from the fault to the end, the mean and the most of any client.
-    most: the same of the client with most, which is the judge.
+    requests: requests per client from the fault to the end.
+    most: those of the client with most, which is the judge.
     first, last: seconds from when ranks may notice the fault to the first and last verdict.
     right: clients that name the right rank, of how many.
     memory: bytes of all processes together.
@@ -85,7 +85,7 @@ class Outcome:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--clients", type=int, default=4096)
-    parser.add_argument("--processes", type=int, default=8, help="that the clients share")
+    parser.add_argument("--processes", type=int, default=16, help="that the clients share")
     parser.add_argument("--timeout", type=float, default=20.0, help="parallel.timeout, in seconds")
     parser.add_argument("--quiet", type=float, default=10.0, help="seconds without any fault")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
@@ -253,6 +253,9 @@ class Client(Watch):
             super()._end(verdict, lost)
         finally:
             self.has_left = True
+
+    def _dump_stacks(self, verdict: Verdict) -> None:
+        """Write nothing: this process has the stacks of hundreds of ranks."""
 
 
 class _Waiting:

@@ -168,12 +168,16 @@ class Hearing:
         said = self._store.compare_set(_VERDICT, "", text).decode()
         return Verdict.decode(said)
 
-    def leave(self, verdict: Verdict) -> None:
-        """Say that this rank is ready to end because of a verdict."""
-        if self._rank not in verdict.silent:
-            left = self._store.add(_LEFT, 1)
-            if left == self._world - len(verdict.silent):
-                self._store.set(_ALL_LEFT, "")
+    def leave(self, verdict: Verdict) -> int:
+        """Say that this rank is ready to end because of a verdict. Returns how many ranks are."""
+        left = self._store.add(_LEFT, int(self._rank not in verdict.silent))
+        if left == self._world - len(verdict.silent):
+            self._store.set(_ALL_LEFT, "")
+        return left
+
+    def left(self) -> int:
+        """Return how many ranks are ready to end. For rank 0."""
+        return self._store.add(_LEFT, 0)
 
     def all_left(self) -> bool:
         """Return whether all ranks but those at fault that did not answer are ready to end."""

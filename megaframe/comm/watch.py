@@ -53,7 +53,8 @@ _REACH, _LONGEST = 5.0, 20.0
 """Seconds within which the store answers if it is there, although it may have to answer all ranks
 at once; and within which there is a verdict."""
 _FAREWELL = 5.0
-"""Seconds that a rank waits at most for the others to be ready to leave."""
+"""Seconds that a rank waits at most for the others to be ready to leave, or rank 0 for the next of
+them."""
 _NAMED = 8
 """Ranks that a message names at most."""
 ENDED_FILE = "ended.jsonl"
@@ -358,7 +359,7 @@ class Watch:
         self._write_record()
         sys.stdout.flush()
         if self._reachable:
-            _within(_FAREWELL, lambda: self._take_leave(verdict))
+            _within(_LONGEST, lambda: self._take_leave(verdict))
         _within(_PATIENCE, self.at_end)
         os._exit(EXIT_LOST_RANKS)
 
@@ -386,11 +387,15 @@ class Watch:
         """Announce that this rank is ready to leave. Rank 0, which may hold the store, also waits
         until all others are ready, except ranks at fault that do not answer. If something took too
         long, every rank waits for this: a rank that leaves ends the waits of others, whose stacks
-        would then no longer show where they waited."""
-        self._hearing.leave(verdict)
-        stays = self._rank == 0 or verdict.late
+        would then no longer show where they waited. Rank 0 stays longer while others still leave:
+        very many need their time to see the verdict, and without a store they would blame it."""
+        left = self._hearing.leave(verdict)
+        stays, last = self._rank == 0 or verdict.late, time.monotonic()
         while stays and not self._hearing.all_left():
             time.sleep(self._pause)
+            if self._rank == 0 and left != (left := self._hearing.left()):
+                last = time.monotonic()
+            stays = time.monotonic() < last + _FAREWELL
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T | None:
