@@ -38,7 +38,6 @@ LAYOUTS = [
     (4, LLAMA, {"context": 4, **HEADS}),
     (4, LLAMA, {"context": 4, **NESTED}),
     (8, LLAMA, {"context": 8, **RING}),
-    (8, LLAMA, {"context": 8, **NESTED}),
     (16, LLAMA, scheduled("zb-v", 2, context=4, tensor=2, **RING)),
     *((2, GPT2, {"zero": zero}) for zero in (0, 1, 2, 3)),
     (4, GPT2, {"zero": 3, "data_replicate": 2}),

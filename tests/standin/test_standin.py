@@ -408,6 +408,7 @@ FOREVER = {
 """Programs of two ranks that NCCL would not bring to an end, and what is said."""
 
 
+@pytest.mark.quick(when=lambda program: program != "a_collective_without_a_rank")
 @pytest.mark.parametrize(("program", "told"), FOREVER.items(), ids=FOREVER)
 def test_what_nccl_would_wait_for_is_an_error(standin, program, told):
     said = standin.run("standin.programs:main", program, world=2, fails=True)
