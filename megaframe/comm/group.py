@@ -27,6 +27,7 @@ class Group:
     place: records every wait.
     order: compares what the ranks start; None to compare nothing.
     ferried: the handle is a `Ferry`, which supports the collectives of GPUs for host tensors too.
+    steps: the groups over which these ranks exchange parts one after the other; empty: all at once.
     """
 
     axes: tuple[str, ...]
@@ -38,6 +39,7 @@ class Group:
     place: Place = field(default_factory=Place)
     order: Order | None = None
     ferried: bool = False
+    steps: tuple[Group, ...] = ()
 
     @property
     def size(self) -> int:

@@ -32,6 +32,21 @@ CASES = {
     "zero 2, learned": (4, {"position": "learned", "bias": True}, {}, {"zero": 2}),
     "zero 3": (4, LLAMA, {"microbatch": 2}, {"zero": 3}),
     "zero 3, fp32": (4, LLAMA, {"precision": "fp32"}, {"zero": 3, "data_replicate": 2}),
+    "blocks share buckets": (4, LLAMA, {}, {"zero": 1, "bucket_size": 500_000}),
+    "blocks share buckets, zero 2": (4, LLAMA, {}, {"zero": 2, "bucket_size": 500_000}),
+    "blocks share buckets, zero 3": (4, LLAMA, {}, {"zero": 3, "bucket_size": 500_000}),
+    "whole blocks, zero 3, stages": (
+        16,
+        {**LLAMA, "layers": 12},
+        {},
+        {**INTERLEAVED, "zero": 3, "bucket_size": 200_000},
+    ),
+    "blocks with experts share buckets": (
+        8,
+        MOE,
+        {},
+        {"expert": 4, "zero": 2, "bucket_size": 2_000_000},
+    ),
     "tensor": (8, LLAMA, {}, {"tensor": 4}),
     "shared heads": (8, FEW_HEADS, {}, {"tensor": 4, "zero": 1}),
     "context": (8, LLAMA, {"recompute": "selective"}, {"context": 2, "zero": 2}),
@@ -240,6 +255,7 @@ def runs(draw):
     parallel = {**sizes, "pipeline": pipeline, "chunks": chunks}
     parallel |= {"schedule": schedule if pipeline > 1 else "1f1b"}
     parallel |= {"zero": draw(st.sampled_from([0, 1, 2, 3]))}
+    parallel |= {"bucket_size": draw(st.sampled_from(["auto", 8_000_000, 30_000_000]))}
     parallel |= {"context_kind": draw(st.sampled_from(["ring", "all_to_all"]))}
     if "moe" in kind and data > 1:
         parallel |= {"expert": 2}
