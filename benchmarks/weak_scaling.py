@@ -151,7 +151,8 @@ def simulate(name: str, config: RunConfig, ranks: int, cluster: Cluster, variant
     forward, backward = float(one.forward), float(one.backward + one.weight)
     ends, layers = float(end.total), config.model.layers
 
-    ready, sizes, arriving = [0.0], [float(here.tables[-1])], []
+    ready, sizes = [0.0], [float(here.tables[-1])]
+    arriving: list[float] = []
     for of in reversed(groups):
         late, rest = halves[of.start]
         done = (layers - of.start) * backward

@@ -194,7 +194,8 @@ def _node_of_gpu(gpu: int, known: dict[int, frozenset[int]], root: Path) -> int 
     """Return the NUMA node of a GPU; None if torch or the system does not know."""
     try:
         found = torch.cuda.get_device_properties(gpu)
-        places = (found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
+        # Newer than torch's stubs, and missing in older versions of torch.
+        places = [getattr(found, f"pci_{part}_id") for part in ("domain", "bus", "device")]
     except (AttributeError, RuntimeError, AssertionError):
         return node_at("", known, root)
     return node_at("{:04x}:{:02x}:{:02x}.0".format(*places), known, root)

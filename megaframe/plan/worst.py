@@ -195,9 +195,9 @@ def _rank_bytes(config: RunConfig, chip: Chip, rank: _Rank) -> Array:
     alone, own = own - vectors / ranks, np.where(c.zero > 0, own, total)
     block = sum(of.largest(name) for name in names[1:])
     least = config.parallel.bucket_size
-    shared = 1.0 if least == "auto" else np.ceil(least / np.maximum(block, 1))
-    shared = np.clip(shared, 1.0, np.maximum(1.0, of.here[full] / c.chunks))
-    lent = 2 * shared * block + of.table
+    together = np.ceil((1 if least == "auto" else least) / np.maximum(block, 1))
+    together = np.clip(together, 1.0, np.maximum(1.0, of.here[full] / c.chunks))
+    lent = 2 * together * block + of.table
     values = np.where(c.zero == 3, vectors + lent, total)
     kept = master + state_width(config.optim, master)
     if width == master:

@@ -165,6 +165,7 @@ def stepped(mesh, sizes, dtype, length):
     return torch.equal(found, whole), torch.equal(own, parts[here]), moved, calls
 
 
+@pytest.mark.quick(when=lambda ranks: ranks == 4)
 @pytest.mark.parametrize(("ranks", "sizes"), [(4, (2, 2)), (8, (2, 4)), (8, (2, 2, 2))])
 def test_sums_in_steps_are_rounded_once_a_step_bit_by_bit(ranks, sizes, pool):
     """In as many bytes as between all pairs of ranks."""
@@ -195,8 +196,8 @@ def steps_of(mesh, node_size):
 
 
 def test_a_group_is_divided_at_its_nodes(pool):
-    cases = [(2,), (4,)]
-    for rank, (two, one) in enumerate(pool.run(4, each, steps_of, cases)):
+    cases = [(4,), (2,)]  # nodes of all ranks, and of half of them
+    for rank, (one, two) in enumerate(pool.run(4, each, steps_of, cases)):
         near, far = rank // 2 * 2, rank % 2
         assert two == ([(near, near + 1), (far, far + 2)], True)
         assert one == ([], True)

@@ -103,7 +103,7 @@ def test_more_ranks_have_fewer_buckets_between_their_bounds():
     assert count_of(world=32768, bucket_size=MATRICES // 20)[0] == pytest.approx(20, rel=0.01)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [1, 2, 3])
 def test_the_key_is_decided_once_for_runtime_and_planner(zero):
     config = config_of(zero=zero)
     decided, (line,) = with_buckets(config, 8192)
@@ -124,6 +124,8 @@ def test_alone_or_on_few_ranks_half_a_block_stays_a_bucket():
     assert with_buckets(config, 1) == (config, [])
     decided, lines = with_buckets(config, 8)
     assert lines == [] and decided.parallel.bucket_size < 8 * 4096**2
+    # Without ZeRO NCCL has a tree, whose latency grows with the logarithm of the ranks.
+    assert with_buckets(config_of(zero=0), 8192)[1] == []
     given = config_of(bucket_size=12345)
     assert with_buckets(given, 8192) == (given, [])
 
