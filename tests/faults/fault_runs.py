@@ -100,6 +100,11 @@ def another_shape(trainer, step):
         trainer.batches._sum = lambda _: all_reduce(torch.ones(5), trainer.mesh.aside)
 
 
+def must_look_ahead(trainer):
+    """Every step but the first begins with the sum of its valid tokens under way."""
+    assert trainer.step == 0 or trainer.batches._ahead is not None
+
+
 def one_send_too_many(trainer, step):
     if trainer.step == step:
         link = trainer.mesh.link(0, 1)
