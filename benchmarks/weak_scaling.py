@@ -46,6 +46,8 @@ MODELS = ("llama3-8b", "gpt2-1.5b")
 TENSOR = {"llama3-8b": 8}
 """Tensor ranks of a model, which fill a node; 1 for the others."""
 MICROBATCHES = 4
+_WIDE, _HIGH = 190, 170
+_COLOURS = ("#b8bcc2", "#6f7782", "#0b6e4f", "#f0c9a0", "#d98f4e", "#a34a00")
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,8 @@ def simulate(name: str, config: RunConfig, ranks: int, cluster: Cluster, variant
     forward, backward = float(one.forward), float(one.backward + one.weight)
     ends, layers = float(end.total), config.model.layers
 
-    ready, sizes = [0.0], [float(here.tables[-1])]
+    tables = [float(size) for size in here.tables]  # a tied head is the embedding
+    ready, sizes = [0.0] * (len(tables) - 1), tables[1:]
     arriving: list[float] = []
     for of in reversed(groups):
         late, rest = halves[of.start]
@@ -166,17 +169,19 @@ def simulate(name: str, config: RunConfig, ranks: int, cluster: Cluster, variant
             arriving.append(sizes[-1])
     whole = layers * backward
     ready += [whole, whole]
-    sizes += [float(here.tables[0]), float(here.vectors)]
+    sizes += [tables[0], float(here.vectors)]
     scattered = [_seconds(machine, size).scatter for size in sizes]
     sent = last_sent(ready, [float(long) for long in scattered])
 
     # The gains and biases come back first, then what the passes need, in their order.
     blocks = [forward * (of.stop - of.start) for of in groups]
-    needed = [here.vectors + here.tables[0], *reversed(arriving), here.tables[-1]]
+    needed = [here.vectors, tables[0], *reversed(arriving), *tables[1:]]
     gathered = [float(_seconds(machine, size).gather) for size in needed]
-    back = last_computed(gathered, [0.0, *blocks, 0.0])
+    back = last_computed(gathered, [0.0, 0.0, *blocks, *(0.0 for _ in tables[1:])])
 
-    owned = replace(block_owned(machine, 0).times(layers), tables=2 * table_owned(machine))
+    owned = replace(
+        block_owned(machine, 0).times(layers), tables=len(tables) * table_owned(machine)
+    )
     update = float(update_seconds(machine, owned))
     many = int(machine.sizes.microbatches)
     passes = many * (layers * (forward + backward) + ends) + update
@@ -192,7 +197,7 @@ def simulate(name: str, config: RunConfig, ranks: int, cluster: Cluster, variant
         passes,
         step + waiting,
         waiting,
-        len(sizes) - 3,
+        len(sizes) - len(tables) - 1,
     )
 
 
@@ -240,41 +245,53 @@ def table(found: Sequence[Line]) -> str:
 
 
 def draw(found: Sequence[Line], out: Path) -> None:
-    """Plot the efficiency over the ranks: a panel for each model and latency."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "weak_scaling"
-    from matplotlib import pyplot
-
+    """Draw the efficiency over the ranks: a panel for each model (rows) and latency."""
     models = [*dict.fromkeys(line.model for line in found)]
     latencies = [*dict.fromkeys(line.latency for line in found)]
-    size = (2.6 * len(latencies), 2.2 * len(models))
-    figure, axes = pyplot.subplots(
-        len(models), len(latencies), figsize=size, sharey=True, squeeze=False
-    )
-    colours = ("#b8bcc2", "#7d8590", "#0b6e4f", "#e8c39e", "#d98f4e", "#a34a00")
+    width, height = 40 + _WIDE * len(latencies), 40 + _HIGH * len(models)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="9" fill="#333">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
     for row, model in enumerate(models):
         for column, latency in enumerate(latencies):
-            axis = axes[row][column]
-            for variant, colour in zip(VARIANTS, colours, strict=True):
-                some = [
-                    line
-                    for line in found
-                    if (line.model, line.latency, line.variant) == (model, latency, variant.name)
-                ]
-                x, y = [line.ranks for line in some], [line.efficiency for line in some]
-                axis.plot(x, y, color=colour, marker="o", markersize=2.5, label=variant.name)
-            axis.set_xscale("log", base=2)
-            axis.set_ylim(0, 1.02)
-            axis.set_title(f"{model}, {latency:g} us", fontsize=8)
-            axis.tick_params(labelsize=7)
-            axis.spines[["top", "right"]].set_visible(False)
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=7, frameon=False)
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
+            some = [line for line in found if (line.model, line.latency) == (model, latency)]
+            parts += _panel(some, 40 + column * _WIDE, 20 + row * _HIGH, first=column == 0)
+    for number, (variant, colour) in enumerate(zip(VARIANTS, _COLOURS, strict=True)):
+        x, y = 40 + number * (width - 40) // len(VARIANTS), height - 8
+        parts.append(f'<rect x="{x}" y="{y - 7}" width="12" height="4" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 16}" y="{y - 2}">{variant.name}</text>')
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, metadata={"Date": None})
+    out.write_text("\n".join([*parts, "</svg>"]) + "\n", encoding="utf-8")
+
+
+def _panel(some: Sequence[Line], left: int, top: int, *, first: bool) -> Iterator[str]:
+    """Yield the shapes of one panel, whose corner is at (left, top)."""
+    ranks = sorted({line.ranks for line in some})
+    wide, high = _WIDE - 20, _HIGH - 45
+
+    def x(number: int) -> float:
+        return left + wide * ranks.index(number) / max(1, len(ranks) - 1)
+
+    def y(share: float) -> float:
+        return top + 12 + high * (1 - share)
+
+    title = f"{some[0].model}, {some[0].latency:g} us"
+    yield f'<text x="{left}" y="{top + 4}" font-weight="bold">{title}</text>'
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        yield (
+            f'<line x1="{left}" x2="{left + wide}" y1="{y(share):.1f}" y2="{y(share):.1f}" '
+            'stroke="#ddd"/>'
+        )
+        if first:
+            yield f'<text x="{left - 32}" y="{y(share) + 3:.1f}">{share:.0%}</text>'
+    for number in ranks:
+        yield f'<text x="{x(number):.1f}" y="{y(0) + 12:.1f}" text-anchor="middle">{number}</text>'
+    for variant, colour in zip(VARIANTS, _COLOURS, strict=True):
+        of = sorted((one.ranks, one.efficiency) for one in some if one.variant == variant.name)
+        points = " ".join(f"{x(number):.1f},{y(share):.1f}" for number, share in of)
+        yield f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
 
 
 def main() -> None:
@@ -285,7 +302,7 @@ def main() -> None:
     parser.add_argument("--latencies", nargs="+", type=float, default=LATENCIES, help="us")
     parser.add_argument("--cluster", default="h100-ib", help="whose other figures hold")
     parser.add_argument("--write", type=Path, help="write all steps as JSON")
-    parser.add_argument("--plot", type=Path, help="draw them; needs matplotlib")
+    parser.add_argument("--plot", type=Path, help="draw them as SVG")
     given = parser.parse_args()
     found = [*lines(given)]
     print(table(found))

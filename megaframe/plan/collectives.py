@@ -331,6 +331,8 @@ def _log2(count: Number) -> Number:
 
 def _exchange_steps(ranks: Number, inside: Number) -> tuple[Number, Number, Number]:
     """Return `exchange_steps` of numbers or arrays."""
-    found = np.vectorize(lambda p, node: exchange_steps(int(p), int(node)), otypes="ddd")
-    node, near, far = found(ranks, inside)
+    pairs = np.stack(np.broadcast_arrays(ranks, inside), -1).astype(int)
+    known, places = np.unique(pairs.reshape(-1, 2), axis=0, return_inverse=True)
+    steps = np.array([exchange_steps(*pair) for pair in known.tolist()], dtype=float)
+    node, near, far = np.moveaxis(steps[places.reshape(pairs.shape[:-1])], -1, 0)
     return node, near, far
