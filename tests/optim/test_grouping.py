@@ -57,6 +57,11 @@ def test_all_ranks_and_the_plan_put_the_same_blocks_together(model, parallel, wo
             blocks = [layer for plan in here for layer in plan.blocks]
             planned = held(config, layout, here).blocks_together(config, here)
             wanted = sorted(tuple(blocks[of.start : of.stop]) for of in planned)
-            assert groups_of(config, layout, rank) == wanted, (least, rank)
+            found = groups_of(config, layout, rank)
+            # Experts have buckets of their own, of those of the blocks that have any.
+            within = [[part for part in found if {*part} <= {*whole}] for whole in wanted]
+            assert sum(map(len, within)) == len(found), (least, rank)
+            for whole, parts in zip(wanted, within, strict=True):
+                assert whole in parts, (least, rank)
             if least == 10**9:  # all of a stage
                 assert len(planned) == sum(bool(plan.blocks) for plan in here)

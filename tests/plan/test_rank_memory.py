@@ -154,6 +154,13 @@ CASES = {
     "away, zero 3": (4, LLAMA, {}, {"zero": 3}, {"offload": True, "state": "bf16"}),
     "away, zero 3, fp32": (4, LLAMA, {"precision": "fp32"}, {"zero": 3}, {"offload": True}),
     "away, experts": (8, MOE, {}, {"expert": 4, "zero": 2}, {"offload": True, "state": "int8"}),
+    "away, blocks share buckets": (
+        4,
+        {**LLAMA, "hidden": 128},
+        {},
+        {"zero": 1, "bucket_size": 10**9},
+        {"offload": True},
+    ),
     "away, pipeline": (8, LLAMA, {}, {"pipeline": 4, "tensor": 2}, {"offload": True}),
 }
 QUICK = ("zero 2, tied", "zero 3, fp32", "shared heads", "context", "zb-v", "experts, zero 3")
