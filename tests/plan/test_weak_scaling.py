@@ -49,3 +49,25 @@ def test_every_change_helps_where_latency_matters(tmp_path, monkeypatch, capsys)
     assert one["tokens ahead"]["seconds"] == pytest.approx(
         one["buckets by rule"]["seconds"] - waiting
     )
+
+
+def test_the_page_shows_what_was_simulated():
+    found = json.loads((ROOT / "benchmarks/results/weak_scaling.json").read_text())
+    page = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
+    page = page[page.index("### Latency, by simulation") :]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.splitlines()
+        if line.startswith(("| llama3-8b |", "| gpt2-1.5b |"))
+    ]
+    assert len(rows) == 8
+    names = [variant.name for variant in weak_scaling.VARIANTS]
+    for model, latency, ranks, *cells in rows:
+        here = [
+            line
+            for line in found
+            if (line["model"], f"{line['latency']:g} us", str(line["ranks"]))
+            == (model, latency, ranks)
+        ]
+        assert [line["variant"] for line in here] == names
+        assert cells == [f"{line['efficiency']:.1%}" for line in here]
