@@ -96,7 +96,7 @@ class Optimizer:
         self._optim, self._steps = config.optim, config.train.steps
         self._choices = Choices(config, mesh, kernels)
         self.route = self._choices.route
-        self._scale = LossScale(config)
+        self._scale = LossScale(config, mesh.device)
         self._updates = 0
         self._last: Update | None = None
         self._reader: Callable[[], None] | None = None
@@ -318,10 +318,12 @@ class Optimizer:
         lr = learning_rate(self._optim, self._updates, self._steps)
         pieces = self._piece_norms()
         norm = self._norm(pieces) / self._scale.value
-        divisor = torch.full_like(norm, self._scale.value)
+        divisor = self._scale.value.clone()
         if self._optim.clip:
             divisor *= (norm / self._optim.clip).clamp_min(1.0)
-        skip = (~torch.isfinite(norm)).float()
+        finite = torch.isfinite(norm)
+        skip = (~finite).float()
+        self._scale.update(finite)
         divisor = divisor.to(PRECISIONS[self._config.train.precision].master)
         self._residents.clear()
         step = Step(self._updates + 1, lr, divisor, skip)
@@ -338,14 +340,12 @@ class Optimizer:
         if self._last is not None:
             finite, self._last = self._last.finite(), None
             self._updates += finite
-            self._scale.update(finite)
 
     @property
-    def loss_scale(self) -> float:
-        """The factor by which the loss of the next step is to be multiplied."""
-        if self._scale.dynamic:
-            self._hear()
-        return self._scale.value
+    def loss_scale(self) -> float | Tensor:
+        """The factor by which the loss of the next step is to be multiplied; under fp16 a scalar on
+        the device."""
+        return self._scale.value if self._scale.dynamic else 1.0
 
     def settle(self) -> None:
         """Return when updated weights are where the model computes; others may then be loaded over
@@ -383,12 +383,12 @@ class Optimizer:
     def state(self) -> OptimizerState:
         """Return the numbers that a checkpoint holds besides the tensors."""
         self._hear()
-        return OptimizerState(self._updates, self._scale.value, self._scale.good)
+        return OptimizerState(self._updates, *self._scale.state())
 
     def load_state(self, state: OptimizerState) -> None:
         """Continue from `state`; the tensors have already been loaded into the buckets."""
         self._last, self._updates = None, state.updates
-        self._scale.value, self._scale.good = state.loss_scale, state.good_steps
+        self._scale.load(state.loss_scale, state.good_steps)
         self._residents.clear()
         for bucket in self.buckets:
             if bucket.optimizer is not None:
