@@ -92,25 +92,17 @@ import json, os, sys, threading
 from pathlib import Path
 import torch
 from megaframe.numa import bind
-lines = bind(sys.argv[1], torch.device("cpu"), root=Path(sys.argv[2]))
-found = []
-thread = threading.Thread(target=lambda: found.append(sorted(os.sched_getaffinity(0))))
-thread.start(); thread.join()
-tasks = [int(path.name) for path in Path("/proc/self/task").iterdir()]
-sets = {tuple(sorted(os.sched_getaffinity(task))) for task in tasks}
-print(json.dumps([lines, found[0], len(sets)]))
+for wanted, root in zip(sys.argv[1::2], sys.argv[2::2]):
+    lines = bind(wanted, torch.device("cpu"), root=Path(root))
+    found = []
+    thread = threading.Thread(target=lambda: found.append(sorted(os.sched_getaffinity(0))))
+    thread.start(); thread.join()
+    tasks = [int(path.name) for path in Path("/proc/self/task").iterdir()]
+    sets = {tuple(sorted(os.sched_getaffinity(task))) for task in tasks}
+    print(json.dumps([lines, found[0], len(sets)]))
 """
-
-
-def bound(wanted, root, rank=0, ranks=1):
-    """Bind a new process; return the lines that it logs, the cores of a thread that it starts, and
-    how many sets of cores its threads have."""
-    own = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "2"}
-    command = [sys.executable, "-c", BOUND, wanted, str(root)]
-    paths = os.pathsep.join((str(ROOT), *filter(None, sys.path)))
-    environment = {**os.environ, **own, "PYTHONPATH": paths}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+"""Binds itself, each time as two words say, and prints what it logs, the cores of a thread that it
+starts, and how many sets of cores its threads have."""
 
 
 def test_a_process_is_bound_with_all_its_threads(tmp_path):
@@ -118,10 +110,21 @@ def test_a_process_is_bound_with_all_its_threads(tmp_path):
     folder = tmp_path / "sys/devices/system/node/node0"
     folder.mkdir(parents=True)
     (folder / "cpulist").write_text(in_ranges(allowed) + "\n")
-    (line,), cores, sets = bound("node", tmp_path, rank=1, ranks=2)
-    assert cores == (allowed[len(allowed) // 2 :] or allowed) and sets == 1
-    assert line.startswith("bound to NUMA nodes, ") and "local ranks 0-1 on node 0 (cores " in line
-    assert bound("auto", tmp_path)[:2] == [[], allowed], "a CPU's ranks are bound only if asked"
-    (line,), cores, _ = bound("node", tmp_path / "nothing")
+    own = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}
+    words = ["auto", tmp_path, "node", tmp_path / "nothing", "node", tmp_path]
+    paths = os.pathsep.join((str(ROOT), *filter(None, sys.path)))
+    done = subprocess.run(
+        [sys.executable, "-c", BOUND, *map(str, words)],
+        env={**os.environ, **own, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert found[0][:2] == [[], allowed], "a CPU's ranks are bound only if asked"
+    (line,), cores, _ = found[1]
     assert cores == allowed
     assert line.endswith("not bound: the system does not say which cores a NUMA node has")
+    (line,), cores, sets = found[2]
+    assert cores == (allowed[len(allowed) // 2 :] or allowed) and sets == 1
+    assert line.startswith("bound to NUMA nodes, ") and "local ranks 0-1 on node 0 (cores " in line
