@@ -23,6 +23,7 @@ from megaframe.errors import LostRanks, UserError, leave
 from megaframe.faults.leaving import Launcher
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
+from megaframe.numa import bind
 from megaframe.saving import written_folders
 from megaframe.trainer import Trainer
 
@@ -76,6 +77,9 @@ def _train(
         )
         trainer: Trainer | None = None
         try:
+            if not often:
+                shared = config.run.device == "shared"
+                notes = (*notes, *bind(config.run.numa_binding, mesh.device, shared=shared))
             notes = (*notes, *_locked(lock, mesh))
             trainer = Trainer(config, mesh, notes, launcher, lock)
             if _may_restart(config) and often < config.faults.restarts:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -37,6 +39,7 @@ from megaframe.comm.watch import Watch
 from megaframe.device import device_of, finish_before_others, launched, tune_host_allocator
 from megaframe.errors import LostRanks
 from megaframe.layout import AXIS_SETS, Layout
+from megaframe.plan.hierarchy import divided, exchange_steps, neighbours
 
 Ranks = tuple[int, ...]
 _WATCHED = 60.0
@@ -199,6 +202,22 @@ class Mesh:
             for part in range(self.layout.tensor // copies)
         ]
         self._add_group(("data_shard", "context", "tensor_copies"), alike)
+
+    def divide_exchanges(self, axis_sets: Iterable[tuple[str, ...]], node_size: int) -> None:
+        """Let the groups over these axis sets exchange in steps (`Group.steps`), if they have so
+        many ranks, or ranks in several nodes of `node_size`, that `exchange_steps` divides them.
+        All ranks of the world must call this."""
+        for axes in axis_sets:
+            key = self._key(axes)
+            rows, group = self._members[key], self._groups[key]
+            inside = neighbours(rows, node_size)
+            sizes = [size for size in exchange_steps(group.size, inside) if size > 1]
+            if group.steps or len(sizes) < 2:
+                continue
+            by_row = [divided(row, sizes) for row in rows]
+            by_step = ([*chain.from_iterable(of)] for of in zip(*by_row, strict=True))
+            steps = tuple(self._make_group(axes, members) for members in by_step)
+            self._groups[key] = replace(group, steps=steps)
 
     def divide_context(self, neighbours: int) -> tuple[Group, Ring]:
         """Make groups of `neighbours` ranks on the context axis, and rings of the ranks with the

@@ -29,6 +29,7 @@ class Group:
     order: compares what the ranks start; None to compare nothing.
     ferried: the handle is a `Ferry`, which supports the collectives of GPUs for host tensors too.
     control: for small values. A rank connects to few of the others, and only when it sends to them.
+    steps: the groups over which these ranks exchange parts one after the other; empty: all at once.
     """
 
     axes: tuple[str, ...]
@@ -41,6 +42,7 @@ class Group:
     order: Order | None = None
     ferried: bool = False
     control: bool = False
+    steps: tuple[Group, ...] = ()
 
     @property
     def size(self) -> int:

@@ -97,10 +97,12 @@ def another_order(trainer, step):
 
 def another_shape(trainer, step):
     if trainer.step == step:
-        trainer._loss = torch.zeros(2)
-        trainer._valid_tokens = lambda _: int(
-            all_reduce(torch.ones(5), trainer.mesh.aside).wait()[0]
-        )
+        trainer.batches._sum = lambda _: all_reduce(torch.ones(5), trainer.mesh.aside)
+
+
+def must_look_ahead(trainer):
+    """Every step but the first begins with the sum of its valid tokens under way."""
+    assert trainer.step == 0 or trainer.batches._ahead is not None
 
 
 def one_send_too_many(trainer, step):
