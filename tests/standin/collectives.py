@@ -144,10 +144,6 @@ class Work(dist.Work):
         return done
 
 
-def _nothing():
-    pass
-
-
 class Nccl(dist.ProcessGroup):
     """One communicator. created: the call that made it. options: what was asked for."""
 
@@ -302,6 +298,17 @@ class Nccl(dist.ProcessGroup):
             return work, lambda: writes[0].copy_(mine.view_as(writes[0]))
 
         return self._collective("reduce_scatter", into, [x], [into], launch)
+
+    def reduce_scatter(self, outs, x, options):
+        (into,), (parts,) = outs, x
+
+        def launch(reads, writes):
+            flat = torch.cat([part.reshape(-1) for part in reads])
+            work = dist.all_reduce(flat, options.reduceOp, self._gloo, async_op=True)
+            mine = flat.split([part.numel() for part in reads])[self.rank()]
+            return work, lambda: writes[0].copy_(mine.view_as(writes[0]))
+
+        return self._collective("reduce_scatter", into, parts, [into], launch, uneven=True)
 
     def send(self, tensors, target, tag):
         return self._message("send", tensors[0], target)
