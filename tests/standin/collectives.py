@@ -158,10 +158,6 @@ class Work(dist.Work):
         return done
 
 
-def _nothing():
-    pass
-
-
 class Nccl(Abortable, dist.ProcessGroup):
     """One communicator. created: the call that made it. options: what was asked for. sockets: those
     of its gloo group."""

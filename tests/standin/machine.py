@@ -126,16 +126,21 @@ library.set_reporter(_reporter)
 
 _calls = []
 _events = count(1)
-_OF_HOST = threading._DummyThread
-"""Threads that Python has not started, which run backward passes."""
 
 
 def note(*calls):
-    """Note calls of the host. Threads that work beside it, such as one that saves, may wait."""
-    thread = threading.current_thread()
-    beside = thread is not threading.main_thread() and not isinstance(thread, _OF_HOST)
-    if not (beside and thread.name.split("_")[0] != "beside" and isinstance(calls[0], Synchronize)):
+    """Note calls of the host. A wait of a thread beside it, such as one that saves, is not its
+    own."""
+    if not (_is_beside_the_host() and isinstance(calls[0], Synchronize)):
         _calls.extend(calls)
+
+
+def _is_beside_the_host():
+    """Return whether this is none of the threads that take turns as the host: the main one, that
+    of `nn/turns.py`, and those of backward passes, which Python has not started."""
+    thread = threading.current_thread()
+    known = thread is threading.main_thread() or isinstance(thread, threading._DummyThread)
+    return not known and not thread.name.startswith("beside")
 
 
 def note_event(stream, event=None):

@@ -134,9 +134,6 @@ class Recorded(Alike):
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
     all_to_all_single = alltoall_base
 
-    def barrier(self, opts=None):
-        return self._collective("barrier", torch.empty(0), False)
-
 
 class RecordingMesh(Mesh):
     """The mesh of a rank that runs alone and writes down its calls."""
@@ -181,11 +178,16 @@ def _as_on_a_gpu():
         "in_pairs": lambda self, tensor: False,
         "in_groups": lambda self, tensor: isinstance(self.handle, Recorded),
     }
-    before = {name: vars(comm.Group).get(name) for name in methods}
+    before = {name: vars(comm.Group)[name] for name in methods}
+    _set(methods)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(methods):
     for name, method in methods.items():
-        setattr(comm.Group, name, method)
-    yield
-    for name, method in before.items():
         setattr(comm.Group, name, method)
 
 

@@ -207,15 +207,15 @@ class Deadlock(Broken):
 
 @dataclass(eq=False)
 class _Work:
-    """A call for the device. lines: those of its rank that it must be first in, none while the host
+    """A call for the device. fifos: those of its rank that it must be first in, none while the host
     has not started it. after: what a wait is for. sides: what it is matched with, and its number
-    there. started: it has been first in all lines."""
+    there. started: it has been first in all fifos."""
 
     rank: int
     call: object
     after: object = None
     sides: list = field(default_factory=list)
-    lines: list = field(default_factory=list)
+    fifos: list = field(default_factory=list)
     started: bool = False
     done: bool = False
 
@@ -226,7 +226,7 @@ class _Rank:
     call: object = None
     blocked_by: list = field(default_factory=list)
     ended: bool = False
-    lines: dict = field(default_factory=dict)
+    fifos: dict = field(default_factory=dict)
     last: dict = field(default_factory=dict)
     events: dict = field(default_factory=dict)
     queues: dict = field(default_factory=dict)
@@ -255,7 +255,7 @@ class _Simulation:
             rank = self._woken.popleft()
             self._go_on(rank)
             self._run_device(rank)
-        if not all(one.ended and not any(one.lines.values()) for one in self._ranks):
+        if not all(one.ended and not any(one.fifos.values()) for one in self._ranks):
             raise self._deadlock()
 
     def _wake(self, ranks):
@@ -350,37 +350,37 @@ class _Simulation:
         """Put work into the queues of its rank."""
         one, call = self._ranks[work.rank], work.call
         # The order of a queue is also that of each of its streams.
-        lines = [("queue", one.queues.setdefault(call.stream, len(one.queues) % self._queues))]
+        fifos = [("queue", one.queues.setdefault(call.stream, len(one.queues) % self._queues))]
         if isinstance(call, Collective | Group):
-            lines.append(("communicator", call.communicator))
+            fifos.append(("communicator", call.communicator))
         if isinstance(call, Collective):
-            lines.append(("collectives",))
-        work.lines = [one.lines.setdefault(line, deque()) for line in lines]
-        for line in work.lines:
-            line.append(work)
+            fifos.append(("collectives",))
+        work.fifos = [one.fifos.setdefault(fifo, deque()) for fifo in fifos]
+        for fifo in work.fifos:
+            fifo.append(work)
         one.last[call.stream] = work
         self._wake([work.rank])
 
     def _run_device(self, rank):
         """Start and end work of a rank, until nothing more may."""
-        lines, moved = self._ranks[rank].lines.values(), True
+        fifos, moved = self._ranks[rank].fifos.values(), True
         while moved:
             moved = False
-            for line in lines:
-                while line and self._run_first(line[0]):
+            for fifo in fifos:
+                while fifo and self._run_first(fifo[0]):
                     moved = True
 
     def _run_first(self, work):
-        """Return whether work that is first in one of its lines has ended."""
-        if not work.started and all(line[0] is work for line in work.lines):
+        """Return whether work that is first in one of its queues has ended."""
+        if not work.started and all(fifo[0] is work for fifo in work.fifos):
             work.started = True
             if isinstance(work.call, Collective | Group):
                 self._wake(self._members[work.call.communicator])
         if not work.started or [*self._missing(work)]:
             return False
         work.done = True
-        for line in work.lines:
-            line.popleft()
+        for fifo in work.fifos:
+            fifo.popleft()
         self._wake([work.rank])
         return True
 
@@ -390,7 +390,7 @@ class _Simulation:
             yield work.after
         for side, place in work.sides:
             begun = [other for other, _ in self._works[side][place : place + 1]]
-            if not begun or not begun[0].lines:
+            if not begun or not begun[0].fifos:
                 yield _rank_of(side)
             elif not begun[0].started:
                 yield begun[0]
@@ -401,7 +401,7 @@ class _Simulation:
         """Follow what waits for what, until it comes back to itself or to a rank that has ended."""
         rank = next(rank for rank in self._world if not self._has_ended(rank))
         one, path = self._ranks[rank], []
-        node = next(line[0] for line in one.lines.values() if line) if one.ended else rank
+        node = next(fifo[0] for fifo in one.fifos.values() if fifo) if one.ended else rank
         while node not in path and (waits := self._waits_for(node)):
             path.append(node)
             node = waits[0]
@@ -415,7 +415,7 @@ class _Simulation:
 
     def _has_ended(self, rank):
         one = self._ranks[rank]
-        return one.ended and not any(one.lines.values())
+        return one.ended and not any(one.fifos.values())
 
     def _waits_for(self, node):
         """Return what a host (the number of its rank) or work waits for."""
@@ -424,7 +424,7 @@ class _Simulation:
             return one.blocked_by
         if node.started:
             return [*self._missing(node)]
-        return [line[0] for line in node.lines if line[0] is not node]
+        return [fifo[0] for fifo in node.fifos if fifo[0] is not node]
 
     def _told(self, node):
         if isinstance(node, _Work):

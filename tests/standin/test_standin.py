@@ -429,8 +429,10 @@ def test_a_pipeline_whose_links_nothing_connects_before_a_step_is_an_error(stand
 ALSO_ALONE = [
     i
     for i, (world, _, one) in enumerate(LAYOUTS)
-    if world == 2 and one.get("schedule") in (None, "1f1b") and one.get("zero") in (None, 3)
+    if (world == 2 and one.get("schedule") in (None, "1f1b") and one.get("zero") in (None, 3))
+    or one.get("dispatch") == "all_gather"
 ]
+"""Each axis, and collectives on parts of any sizes."""
 
 
 @pytest.mark.quick(when=lambda layout: "context" in LAYOUTS[layout][2])
