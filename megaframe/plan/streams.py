@@ -16,7 +16,7 @@ _OFFLOAD = 2
 _STEPS = 3
 """Most steps of an exchange (`hierarchy.exchange_steps`)."""
 _SUMMED = (("data_shard", "context"), ("data_shard", "context", "tensor"), ("data_replicate",))
-"""The axis sets over which gradients of everything but experts are summed, which have most."""
+"""The axis sets over which gradients are summed, without those of experts and of copied heads."""
 
 
 def streams(config: RunConfig, world: int) -> int | None:
@@ -42,7 +42,8 @@ def communicators(config: RunConfig, world: int) -> int:
     groups = [heads > 1, parallel.context > heads, 1 <= model.kv_heads < parallel.tensor]
     near_and_far = 2 * (model.moe is not None and parallel.expert > 1)
     # The gradients that are rounded may be summed in steps, each over a group of its own.
-    steps = _STEPS * (parallel.reduce_precision == "bf16") * len(_wide(_SUMMED, sizes))
+    summed = len(_wide(_SUMMED, sizes)) + (model.moe is not None) + groups[-1]
+    steps = _STEPS * summed * (parallel.reduce_precision == "bf16")
     # Two links to each neighbour; that of the embedding joins ranks with fewer of them.
     links = min(2 * (parallel.pipeline - 1), 4)
     return len(sets) + sum(groups) + near_and_far + steps + links
