@@ -36,7 +36,7 @@ def main() -> None:
     # Imported objects are never freed; collecting garbage during imports is 1/7 of the start time.
     gc.disable()
     from megaframe.attempts import train
-    from megaframe.automatic import cluster_of, with_blocks, with_layout
+    from megaframe.automatic import cluster_of, with_blocks, with_buckets, with_layout
     from megaframe.comm.nccl import set_up
     from megaframe.describe import describe
     from megaframe.faults.leaving import record_flights
@@ -63,8 +63,9 @@ def main() -> None:
         if config.faults.elastic:
             config, world = fitted(config, world)
         check(config, world, data=not arguments.dry_run)
-        config, more = with_blocks(config, world)
-        notes += more
+        for decide in (with_buckets, with_blocks):
+            config, more = decide(config, world)
+            notes += more
         layout = Layout.from_parallel(config.parallel, world)
         if arguments.dry_run:
             print("\n".join([*notes, describe(config, layout, cluster_of(config))]), flush=True)

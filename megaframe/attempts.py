@@ -13,6 +13,7 @@ from functools import partial
 
 from megaframe.checkpoint.lock import RunLock
 from megaframe.comm import barrier
+from megaframe.comm.communicators import allow_abort
 from megaframe.comm.nccl import Settings
 from megaframe.comm.place import Place
 from megaframe.comm.recording import keep_order
@@ -22,6 +23,7 @@ from megaframe.errors import LostRanks, UserError, leave
 from megaframe.faults.leaving import Launcher
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
+from megaframe.numa import bind
 from megaframe.saving import written_folders
 from megaframe.trainer import Trainer
 
@@ -46,6 +48,8 @@ def train(
         be_deterministic()  # before the mesh: NCCL groups read this setting when they are made
     if config.train.cuda_graph:
         keep_order()  # NCCL reads this setting once, too
+    if _may_restart(config):
+        allow_abort()  # torch's NCCL groups read it when they are made
     launcher, lock = Launcher(), RunLock(written_folders(config))
     try:
         _train(config, layout, notes, nccl, launcher, lock)
@@ -73,21 +77,26 @@ def _train(
         )
         trainer: Trainer | None = None
         try:
+            if not often:
+                shared = config.run.device == "shared"
+                notes = (*notes, *bind(config.run.numa_binding, mesh.device, shared=shared))
             notes = (*notes, *_locked(lock, mesh))
             trainer = Trainer(config, mesh, notes, launcher, lock)
-            if config.checkpoint.resume == "latest" and often < config.faults.restarts:
+            if _may_restart(config) and often < config.faults.restarts:
                 mesh.may_begin_again(partial(_came_further, mesh.place, last))
             trainer.run()
             return
-        except LostRanks as lost:
-            why = mesh.leave(lost)
+        except (Exception, KeyboardInterrupt) as error:
+            # Over NCCL, what was received when a transfer was ended may cause any error.
+            ended = mesh.place.ended and isinstance(error, Exception)
+            if not isinstance(error, LostRanks) and not ended:
+                if mesh.ends_with_others:
+                    lock.release()
+                    leave(error, mesh.rank)
+                raise
+            why = mesh.leave(error if isinstance(error, LostRanks) else LostRanks(str(error), ()))
             assert trainer is not None, "ranks begin again from the loop over steps"
             trainer.let_go()
-        except (Exception, KeyboardInterrupt) as error:
-            if mesh.ends_with_others:
-                lock.release()
-                leave(error, mesh.rank)
-            raise
         finally:
             mesh.close()
         often, last = often + 1, mesh.place.step
@@ -95,6 +104,13 @@ def _train(
         notes = (*notes, f"restarted in the same processes ({of}): {why}")
         del trainer, mesh
         gc.collect()  # reference cycles would keep memory that the next trainer needs
+
+
+def _may_restart(config: RunConfig) -> bool:
+    """Return whether the ranks may restart in their processes. PyTorch's symmetric memory is bound
+    to the first groups of a process."""
+    once = config.parallel.symmetric_memory != "off"
+    return config.checkpoint.resume == "latest" and config.faults.restarts > 0 and not once
 
 
 def _locked(lock: RunLock, mesh: Mesh) -> list[str]:

@@ -8,6 +8,7 @@ communicating. A resumed run keeps its layout, which is read from the config in 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -22,8 +23,10 @@ from megaframe.plan.advice import decision
 from megaframe.plan.again import settled
 from megaframe.plan.cluster import DEFAULT, Cluster, device_cluster, load_cluster
 from megaframe.plan.constants import cluster_constants
+from megaframe.plan.held import held
 from megaframe.plan.search import search
 from megaframe.plan.stages import stage_plans
+from megaframe.plan.update import with_bucket_size
 from megaframe.plan.valid import FREE
 
 _SIMULATED = 8
@@ -72,6 +75,27 @@ def with_blocks(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
     return found, [note]
 
 
+def with_buckets(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:
+    """Return the config with `parallel.bucket_size=auto` decided, and a line that says so if blocks
+    share buckets. The layout must be known and the config must have passed `check`."""
+    layout = Layout.from_parallel(config.parallel, world)
+    cluster = cluster_of(config)
+    decided = with_bucket_size(config, layout, cluster)
+    size = decided.parallel.bucket_size
+    if size == config.parallel.bucket_size or size == "auto":
+        return decided, []
+    plans = stage_plans(decided)
+    by_stage = (held(decided, layout, [plan]).blocks_together(decided, [plan]) for plan in plans)
+    groups = [*chain.from_iterable(by_stage)]
+    if all(of.halves for of in groups):
+        return decided, []
+    blocks, ranks = sum(len(plan.blocks) for plan in plans), layout.data * layout.context
+    return decided, [
+        f"parallel.bucket_size=auto: {size:,} elements, so that {blocks} blocks are in "
+        f"{len(groups)} buckets, by the links of {cluster.name} between {ranks} data ranks"
+    ]
+
+
 def cluster_of(config: RunConfig) -> Cluster:
     """Return the cluster that the config names, or else the likely one for its device, whose chip
     and memory are those of the device. `Cluster.notes` says what is only assumed."""
@@ -108,7 +132,7 @@ def _of_machine(config: RunConfig) -> list[str]:
 def _taken(config: RunConfig, of: RunConfig) -> RunConfig:
     """Return `config` with the layout of `of`, and with `parallel.auto` turned off."""
     names = [name for name in FREE if hasattr(config.parallel, name)]
-    names += ["tensor_chunks", "schedule_group", "schedule_memory", "layers_per_stage"]
+    names += ["tensor_chunks", "schedule_microbatches", "layers_per_stage"]
     parallel = {name: getattr(of.parallel, name) for name in (*names, "expert_overlap")}
     train = {name: getattr(of.train, name) for name in ("microbatch", "recompute")}
     return config.model_copy(

@@ -78,7 +78,7 @@ class Engine:
         schedule: Schedule,
         microbatches: Sequence[Microbatch],
         step: int,
-        scale: float,
+        scale: float | Tensor,
         paired: Mapping[Action, Action] = _ALONE,
         *,
         by_block: bool = False,
@@ -97,7 +97,7 @@ class Engine:
         def compute(inputs: Sequence[Microbatch], scaling: Tensor) -> Passed:
             return self._pass(schedule, inputs, scaling, paired, by_block)
 
-        scaling = torch.full((), scale, dtype=torch.float64, device=self.mesh.device)
+        scaling = scale if isinstance(scale, Tensor) else self._number(scale)
         if self.graph is None or by_block:
             passed = compute(microbatches, scaling)
         else:
@@ -105,6 +105,10 @@ class Engine:
         update = self._update(schedule.ranks[self.rank][-1])
         self._finish()
         return Outcome(passed.loss, passed.ahead, update, passed.signs, passed.tallies)
+
+    def _number(self, value: float) -> Tensor:
+        """Return an fp64 scalar on the device."""
+        return torch.full((), value, dtype=torch.float64, device=self.mesh.device)
 
     def _by_graph(
         self, graph: Graph, compute: Compute, microbatches: Sequence[Microbatch], scale: Tensor
@@ -151,7 +155,7 @@ class Engine:
 
     def _update(self, action: Action) -> Update:
         """Run the update, the last action of a list."""
-        self.mesh.place.act("", action, None)
+        self.mesh.place.act("", action, action.kind.value)
         with self.follow(action, action.kind.value), self.time("optimizer"):
             self.optimizer.wait()
             update = self.optimizer.update()

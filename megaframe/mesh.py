@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from megaframe.comm import Group, Ring, Waits
+from megaframe.comm import Group, Ring, Waits, connections, open_files
 from megaframe.comm.alike import Alike
-from megaframe.comm.connections import Connections
+from megaframe.comm.busy import Mark
+from megaframe.comm.communicators import Communicators, abortable
 from megaframe.comm.ferry import Ferry
+from megaframe.comm.flight import forget_flights, write_flight_record
 from megaframe.comm.nccl import (
     Settings,
     allocate,
@@ -29,11 +34,12 @@ from megaframe.comm.nccl import (
 from megaframe.comm.order import Order
 from megaframe.comm.place import Place
 from megaframe.comm.recording import Recording, recording
-from megaframe.comm.start import fresh_store, launcher_store
+from megaframe.comm.start import agent_has_store, fresh_store, launcher_store
 from megaframe.comm.watch import Watch
 from megaframe.device import device_of, finish_before_others, launched, tune_host_allocator
 from megaframe.errors import LostRanks
 from megaframe.layout import AXIS_SETS, Layout
+from megaframe.plan.hierarchy import divided, exchange_steps, neighbours
 
 Ranks = tuple[int, ...]
 _WATCHED = 60.0
@@ -91,6 +97,7 @@ class Mesh:
         over_nccl = self.device.type == "cuda" and not self._ferried
         self.nccl = (nccl or Settings()) if over_nccl else None
         """What is set for NCCL; None if groups on the device use another backend."""
+        self._over_nccl = Communicators(self.device) if over_nccl else None
         if self.device.type == "cpu":
             tune_host_allocator()
             finish_before_others()
@@ -103,9 +110,9 @@ class Mesh:
         self._watch: Watch | None = None
         self._rank_of: tuple[int, ...] = ()
         self._links: dict[tuple[int, int], Group] = {}
-        self.connections = Connections(int(os.environ.get("MASTER_PORT", "0")))
-        with self._gathering():
-            if layout.world > 1 and not self._alone:
+        if layout.world > 1 and not self._alone:
+            self._make_room(axis_sets, 2 + check_collectives)
+            with self._gathering():
                 self.store = self._rendezvous()
         if check_collectives:
             self._order = Order(self.store, self.rank, self.place)
@@ -124,11 +131,22 @@ class Mesh:
         if layout.world > 1 and not self._alone:
             self._watch = self._watching()
             if over_nccl:
-                self.place.mark = lambda: torch.cuda.current_stream(self.device).record_event()
+                self.place.mark = partial(_timed_event, torch.cuda.current_stream(self.device))
 
     def _watching(self) -> Watch:
-        cut = self.connections.cut
-        return Watch(self.store, self.layout, self.rank, self._timeout, self.place, cut)
+        watch = Watch(self.store, self.layout, self.rank, self._timeout, self.place, self.cut)
+        if self._over_nccl is not None:
+            self.place.usable = self._over_nccl.usable
+            watch.error = self._over_nccl.error
+            watch.record = lambda folder: write_flight_record(folder, self.rank)
+        return watch
+
+    def cut(self) -> str:
+        """End every wait of this rank for others. Returns why this process cannot go on with its
+        device, empty if it can."""
+        self.place.ended = True  # before: from now on, a wait that returns may have brought nothing
+        connections.cut()
+        return self._over_nccl.abort() if self._over_nccl is not None else ""
 
     def group(self, *axes: str) -> Group:
         """Return this rank's group over `axes`."""
@@ -184,6 +202,22 @@ class Mesh:
             for part in range(self.layout.tensor // copies)
         ]
         self._add_group(("data_shard", "context", "tensor_copies"), alike)
+
+    def divide_exchanges(self, axis_sets: Iterable[tuple[str, ...]], node_size: int) -> None:
+        """Let the groups over these axis sets exchange in steps (`Group.steps`), if they have so
+        many ranks, or ranks in several nodes of `node_size`, that `exchange_steps` divides them.
+        All ranks of the world must call this."""
+        for axes in axis_sets:
+            key = self._key(axes)
+            rows, group = self._members[key], self._groups[key]
+            inside = neighbours(rows, node_size)
+            sizes = [size for size in exchange_steps(group.size, inside) if size > 1]
+            if group.steps or len(sizes) < 2:
+                continue
+            by_row = [divided(row, sizes) for row in rows]
+            by_step = ([*chain.from_iterable(of)] for of in zip(*by_row, strict=True))
+            steps = tuple(self._make_group(axes, members) for members in by_step)
+            self._groups[key] = replace(group, steps=steps)
 
     def divide_context(self, neighbours: int) -> tuple[Group, Ring]:
         """Make groups of `neighbours` ranks on the context axis, and rings of the ranks with the
@@ -249,7 +283,7 @@ class Mesh:
         axes = ("pipeline", "data", "context", "tensor")
         (ranks,) = self.layout.groups(*axes)
         handle = self._new_handle(ranks, "gloo") if len(ranks) > 1 else None
-        return Group(axes, ranks, self.rank, handle)
+        return Group(axes, ranks, self.rank, handle, control=True)
 
     def recording(self, name: str) -> AbstractContextManager[Recording]:
         """Return a context that records the transfers started in it over the groups, for
@@ -295,9 +329,10 @@ class Mesh:
 
     def may_begin_again(self, asked: Callable[[], bool]) -> None:
         """Allow an in-process restart if only a transfer has failed and `asked` then returns true.
-        On a GPU this has no effect and ranks leave, because nothing here can end NCCL's
-        transfers."""
-        if self._watch is not None and self.device.type == "cpu":
+        This has no effect if ranks share a GPU, or if torch ends the process when a communicator
+        fails (see `allow_abort`): then the ranks leave."""
+        able = self.device.type == "cpu" if self._over_nccl is None else abortable()
+        if self._watch is not None and able:
             self._watch.may_begin_again = asked
 
     def at_leave(self, call: Callable[[], object]) -> None:
@@ -326,20 +361,39 @@ class Mesh:
             self._watch.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+        if self.place.ended and self._over_nccl is not None:
+            forget_flights()
 
     def _rendezvous(self) -> dist.Store:
         limit = timedelta(seconds=self._timeout)
         # The launcher may have started more ranks than the layout uses (`faults.elastic`).
         store, rank, world = launcher_store(self.rank, self.layout.world, self._timeout)
         store = fresh_store(store, rank, world, self._timeout)
-        with self.connections.made():
-            if self.nccl is None:
+        if self.nccl is not None:
+            self.nccl.start(store, rank, world, self.device, self._timeout + _WATCHED)
+        else:
+            with connections.made_lazily():  # nothing is sent over this group
                 dist.init_process_group(
                     "gloo", store=store, rank=rank, world_size=world, timeout=limit
                 )
-            else:
-                self.nccl.start(store, rank, world, self.device, self._timeout + _WATCHED)
         return dist.PrefixStore("megaframe", store)
+
+    def _make_room(self, axis_sets: Iterable[tuple[str, ...]], to_store: int) -> None:
+        """Raise the limits of open files if the groups over `axis_sets` need that, or, on the first
+        rank, the store. to_store: connections of each rank to it. Raises `UserError` if the system
+        does not allow it."""
+        world = self.layout.world
+        own = {self.layout.members(self.rank, *axes) for axes in axis_sets}
+        connected = [] if self.nccl is not None else [len(ranks) for ranks in own if len(ranks) > 1]
+        files = sum(map(open_files.of_group, connected)) + to_store
+        what = f"rank {self.rank}: the connections to other ranks"
+        if self.rank == 0:
+            what_store = f"the connections of {world} ranks to the store ({to_store} each)"
+            if agent_has_store():
+                open_files.make_room(world * to_store, what_store, os.getppid())
+            else:
+                files, what = files + world * to_store, f"{what}, and {what_store},"
+        open_files.make_room(files, what)
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
@@ -369,7 +423,7 @@ class Mesh:
 
         shared: reuse a group that was made before for the same ranks.
         link: the groups are pipeline links.
-        backend: use this backend instead of the device's.
+        backend: use this backend instead of the device's, for control.
         """
         fresh = [r for r in members if len(r) > 1 and not (shared and r in self._handles)]
         made = self._new_handles(fresh, backend, "+".join(axes), link=link)
@@ -388,6 +442,7 @@ class Mesh:
                     place=self.place,
                     order=self._order,
                     ferried=isinstance(handle, Ferry),
+                    control=backend is not None,
                 )
         if any(len(ranks) > 1 for ranks in members):
             self._counted.append((self._label(axes), mine))
@@ -405,6 +460,8 @@ class Mesh:
             return {ranks: self._new_handle(ranks, backend) for ranks in members}
         with self._gathering():
             mine = self.nccl.split(members, self.device, self._timeout + _WATCHED, name)
+        if mine is not None and self._over_nccl is not None:
+            self._over_nccl.add(mine)
         return {ranks: mine if self.rank in ranks else None for ranks in members}
 
     def _new_handle(self, ranks: Ranks, backend: str | None) -> dist.ProcessGroup | None:
@@ -412,7 +469,8 @@ class Mesh:
         `alone` makes only groups with that rank."""
         if self._alone:
             return Alike(ranks.index(self.rank), len(ranks)) if self.rank in ranks else None
-        with self._gathering(), self.connections.made():
+        lazily = nullcontext() if backend is None else connections.made_lazily()
+        with self._gathering(), lazily:
             if self.nccl is not None and backend is None:
                 seconds = self._timeout + _WATCHED
                 made = self.nccl.new_link(ranks, self.device, seconds)
@@ -421,6 +479,8 @@ class Mesh:
                 made = dist.new_group(ranks, timeout=limit, backend=backend)
         if self.rank not in ranks:
             return None  # torch returns a number
+        if self._over_nccl is not None and backend is None:
+            self._over_nccl.add(made)
         return Ferry(made) if self._ferried and not backend else made
 
     def _label(self, axes: tuple[str, ...]) -> str:
@@ -430,3 +490,10 @@ class Mesh:
         if names | {"context"} == {"tensor", "context", "data", "pipeline"}:
             return "world"
         return "+".join(sorted(name for name in names if sizes.get(name, 2) > 1))
+
+
+def _timed_event(stream: torch.cuda.Stream) -> Mark:
+    """Return an event behind the work that a stream has been given so far, whichever stream the
+    caller works on."""
+    event: Mark = stream.record_event(torch.cuda.Event(enable_timing=True))
+    return event

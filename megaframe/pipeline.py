@@ -109,7 +109,7 @@ class Pipeline:
         self,
         microbatches: Sequence[Microbatch],
         step: int,
-        scale: float,
+        scale: float | Tensor,
         *,
         by_block: bool = False,
     ) -> Outcome:

@@ -14,6 +14,7 @@ from megaframe.autotune import Routines
 from megaframe.checkpoint import Checkpoint, Place, Slice
 from megaframe.config import RunConfig
 from megaframe.config.compare import TRAINING_ONLY, differences
+from megaframe.config.foreign import without_former
 from megaframe.config.schema import Data
 from megaframe.errors import UserError
 from megaframe.optim.optimizer import OptimizerState
@@ -76,7 +77,10 @@ def read_state(checkpoint: Checkpoint) -> RunState:
     """Return the state in a checkpoint. Raises `UserError` if it is not a state of a run, or if its
     config has keys that this version does not know."""
     try:
-        state = RunState.model_validate(checkpoint.state)
+        known = checkpoint.state
+        if isinstance(known, dict) and isinstance(known.get("config"), dict):
+            known = {**known, "config": without_former(known["config"])}
+        state = RunState.model_validate(known)
     except ValidationError as error:
         unknown = [
             ".".join(map(str, one["loc"][1:]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megaframe.autotune import tune
+from megaframe.batches import Batches
 from megaframe.checkpoint import Checkpoint, Place, Slice, Writer, find, locate, open_checkpoint
 from megaframe.checkpoint.lock import RunLock
 from megaframe.checkpoint.memory import MemoryWriter
@@ -88,6 +89,7 @@ class Trainer:
         self.optimizer = self.pipeline.optimizer
         data = mesh.group("data")
         self.loader = Loader(config, data.index, data.size)
+        self.batches = Batches(self.loader, mesh.aside, masked=config.data.mask_eod)
         self._token_bytes = _token_bytes(config, mesh.device)
         self.saving = Saving(config, mesh)
         source = self.saving.newest()
@@ -236,14 +238,11 @@ class Trainer:
     def _train_step(self) -> None:
         meter, device = self.meter, self.mesh.device
         meter.start_step()
-        self.mesh.place.act("data", None, "data")
         with meter.time("data"):
-            batch = self.loader.next()
-            while self.guard.leaves_out(batch):
-                batch = self.loader.next()
+            batch, valid = self.batches.next(self.guard.leaves_out)
             microbatches = [_move(microbatch, device) for microbatch in batch.microbatches]
-            self.mesh.place.act("counting tokens", None)
-            valid = self._valid_tokens(batch.microbatches)
+            if self.step + 1 < self.config.train.steps:
+                self.batches.look_ahead()
         with meter.time("compute"):
             scale = self.optimizer.loss_scale / valid
             outcome = self.guard.train(microbatches, self.step, scale)
@@ -268,12 +267,6 @@ class Trainer:
         self._last = outcome
         self._compare_with_before()
 
-    def _valid_tokens(self, microbatches: Iterable[Microbatch]) -> int:
-        """Return the number of tokens with a label in the global batch, at least 1: the only
-        normaliser of the step."""
-        counts = torch.stack([(m.labels_BS != IGNORE).sum() for m in microbatches])
-        return max(1, int(all_reduce(counts.sum(), self.mesh.aside).wait()))
-
     def _compare_with_before(self) -> None:
         """After a load, log a note if the first loss is much larger than the last one before."""
         if self._loss_before is not None:
@@ -287,7 +280,9 @@ class Trainer:
 
     def _global_loss(self) -> float:
         """Return the loss of the last step, summed over all ranks."""
-        return float(all_reduce(self._loss.clone(), self.mesh.world).wait())
+        loss = float(all_reduce(self._loss.clone(), self.mesh.world).wait())
+        self.mesh.place.check()  # on a GPU, what is computed from an ended transfer is complete too
+        return loss
 
     def _evaluate(self) -> None:
         """Record loss, perplexity and bits per byte on the validation split, and the loss of each

@@ -5,8 +5,8 @@ from test_pretrain import lines, losses, train
 
 KINDS = {
     "int8": {},
-    "topk": {"parallel__compress_share": 0.05},
-    "powersgd": {"parallel__compress_rank": 1},
+    "topk": {"parallel__compress_keep": 0.05},
+    "powersgd": {"parallel__compress_keep": 1},
 }
 
 

@@ -39,6 +39,8 @@ CASES = {
     "data": ({}, {}, {}),
     "zero 2": ({}, {}, {"zero": 2}),
     "zero 3, llama": (LLAMA, {"recompute": "selective"}, {"zero": 3}),
+    "shared buckets": (LLAMA, {}, {"zero": 3, "bucket_size": 10**6}),
+    "bf16 in steps": ({}, {}, {"zero": 1, "reduce_precision": "bf16"}),
     "zero 1, replicas": (LLAMA, {"recompute": "full"}, {"zero": 1, "data_replicate": 2}),
     "tensor": (LLAMA, {}, {"tensor": 4}),
     "tensor x data": ({"bias": True}, {"precision": "fp32"}, {"tensor": 2, "zero": 1}),

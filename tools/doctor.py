@@ -1,4 +1,5 @@
-"""Say what this machine can do for a run, and what prevents a run: `python tools/doctor.py`.
+"""Say what this machine can do for a run, and what prevents a run: `python tools/doctor.py`. With
+`--ranks 8`, or `--ranks` under torchrun, say whether several ranks work together.
 
 Status 1 means that a run cannot start. All checks are made even if some of them fail; a check that
 breaks is a line of its own.
@@ -218,9 +219,35 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, default=Path("runs"), help="where runs will be written"
     )
-    folder = parser.parse_args().folder
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="?",
+        const=0,
+        help="instead, check how this many ranks of this machine work together; no number under "
+        "torchrun",
+    )
+    parser.add_argument("--device", default="auto", help="of the ranks, as run.device")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds of a part at most")
+    parser.add_argument("--parts", default="", help="names of parts begin with one of these: a,b")
+    parser.add_argument(
+        "--report", type=Path, default=Path("runs/doctor/report"), help="files to write"
+    )
+    given = parser.parse_args()
+    folder = given.folder
     if (ROOT / "kernels").is_dir():
         sys.path.insert(0, str(ROOT / "kernels"))
+    if given.ranks is not None:
+        if given.ranks == 0 and "WORLD_SIZE" not in os.environ:
+            parser.error("--ranks needs a number, such as --ranks 2, unless torchrun starts this")
+        if given.ranks == 1 or os.environ.get("WORLD_SIZE") == "1":
+            parser.error("--ranks needs 2 or more ranks")
+        from doctor_ranks import examine_ranks
+
+        chosen = [one for one in given.parts.split(",") if one]
+        return examine_ranks(
+            given.ranks, given.report, timeout=given.timeout, device=given.device, chosen=chosen
+        )
 
     def judge_folder() -> Iterator[Finding]:
         return judge_disk(folder)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megaframe.comm import Group, all_gather
-from megaframe.comm.uneven import all_gather_uneven
 
 
 def gather_json(group: Group, value: Any) -> list[Any]:
@@ -21,4 +20,10 @@ def gather_json(group: Group, value: Any) -> list[Any]:
 def gather_rows(group: Group, row: Tensor) -> list[Tensor]:
     """Return each rank's row [any length], in rank order."""
     lengths = all_gather(torch.tensor([len(row)]), group).wait().tolist()
-    return list(all_gather_uneven(row, lengths, group).wait().split(lengths))
+    if not any(lengths):
+        return [row] * group.size
+    # With rows of one length the group may pass them around a ring, and need not connect all pairs.
+    padded = row.new_zeros(max(lengths))
+    padded[: len(row)] = row
+    rows = all_gather(padded, group).wait().view(group.size, -1)
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.distributed import Store
 
+from megaframe.comm.hearing import spaced
 from megaframe.errors import UserError
 
 Message = dict[str, Any]
@@ -26,6 +27,8 @@ _FIRST_PAUSE, _LAST_PAUSE = 0.005, 0.25
 """Seconds between polls of the store; the pause doubles up to the last value."""
 _PAUSE_PER_RANK = 0.002
 """The longest pause is at most this many seconds per rank: few ranks do not load the store much."""
+_REQUESTS = 5
+"""Requests of a rank that looks how far an attempt is."""
 
 
 class Meeting:
@@ -68,7 +71,7 @@ class Meeting:
         keys = [self._key(attempt, topic, rank) for rank in range(self._world)]
         for _ in self.looks(self._timeout):
             if self._store.check(keys):
-                return [json.loads(self._store.get(key)) for key in keys]
+                return [json.loads(message) for message in self._store.multi_get(keys)]
         missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         raise UserError(
             f"checkpoint of step {self._step} was abandoned after {self._timeout:g} s: no message "
@@ -100,7 +103,8 @@ class Meeting:
         yield
         while time.monotonic() < deadline:
             time.sleep(pause)
-            pause = min(2 * pause, _LAST_PAUSE, _PAUSE_PER_RANK * self._world)
+            longest = min(_LAST_PAUSE, _PAUSE_PER_RANK * self._world)
+            pause = min(2 * pause, spaced(longest, _REQUESTS * self._world))
             yield
 
 

@@ -28,6 +28,8 @@ class Group:
     place: records every wait.
     order: compares what the ranks start; None to compare nothing.
     ferried: the handle is a `Ferry`, which supports the collectives of GPUs for host tensors too.
+    control: for small values. A rank connects to few of the others, and only when it sends to them.
+    steps: the groups over which these ranks exchange parts one after the other; empty: all at once.
     """
 
     axes: tuple[str, ...]
@@ -39,6 +41,8 @@ class Group:
     place: Place = field(default_factory=Place)
     order: Order | None = None
     ferried: bool = False
+    control: bool = False
+    steps: tuple[Group, ...] = ()
 
     @property
     def size(self) -> int:
@@ -53,7 +57,7 @@ class Group:
     def in_pairs(self, tensor: Tensor) -> bool:
         """Return whether all-gather and reduce-scatter of this tensor are made of messages between
         all pairs of ranks."""
-        return tensor.device.type == "cpu" and not self.ferried
+        return tensor.device.type == "cpu" and not self.ferried and not self.control
 
     def in_groups(self, tensor: Tensor) -> bool:
         """Return whether several sends and receives of such tensors are one operation, as in a

@@ -79,6 +79,7 @@ class Pending(Generic[T]):
             except RuntimeError as error:
                 raise _lost(self._group, error) from error
             place.go_on(begun)
+            place.check()
             place.left(_Waiting(self._kind, self._group), self._work.is_completed)
             self._work = None
         if self._too is not None:
@@ -88,10 +89,10 @@ class Pending(Generic[T]):
             self._last()
             self._last = None
 
-    def waits_for(self) -> tuple[str, tuple[int, ...]]:
-        """Return what `wait()` waits for in words, and the ranks that take part in it."""
+    def waits_for(self) -> str:
+        """Return what `wait()` waits for, in words."""
         assert self._group is not None, "work belongs to a group"
-        return _in_words(self._kind, self._group), self._group.ranks
+        return _in_words(self._kind, self._group)
 
     def arrived(self) -> bool:
         """Return whether all transfers are done, so that `wait()` would not block."""
@@ -106,9 +107,9 @@ class _Waiting:
     kind: str
     group: Group
 
-    def waits_for(self) -> tuple[str, tuple[int, ...]]:
+    def waits_for(self) -> str:
         """Return the same as `Pending.waits_for`."""
-        return _in_words(self.kind, self.group), self.group.ranks
+        return _in_words(self.kind, self.group)
 
 
 def started(
@@ -122,8 +123,9 @@ def started(
     size: int = 0,
 ) -> Pending[T]:
     """Start an operation on a group by calling `start`, and return its pending result. Raises
-    `LostRanks` if it fails at once, for example over a connection that is known to be broken. For
-    the other arguments see `Pending`."""
+    `LostRanks` if it fails at once, for example over a connection that is known to be broken, or
+    if transfers were ended. For the other arguments see `Pending`."""
+    group.place.check()
     try:
         work = start()
     except RuntimeError as error:

@@ -2,7 +2,8 @@
 
 It is always recorded, because once a hang is noticed it is too late to start. This is cheap: a few
 assignments for each action, and two clock readings for each wait. Only this module can tell work
-from waiting, so it also counts the time that a rank is busy, without the waits in between.
+from waiting, so it also counts the time that a rank is busy, without the waits in between: that of
+the host, and if asked to, that of a device that runs asynchronously (`comm.busy`).
 """
 
 from __future__ import annotations
@@ -16,19 +17,18 @@ from dataclasses import asdict, dataclass
 from threading import Lock
 from typing import Protocol
 
+from megaframe.comm.busy import DeviceBusy, Mark
+from megaframe.errors import LostRanks
+
+_TOLD = 8
+"""Ranks, and things that ranks do, that a text names at most."""
+
 
 class Waiting(Protocol):
     """What a rank can wait for."""
 
-    def waits_for(self) -> tuple[str, tuple[int, ...]]:
-        """Return it in words, and the ranks that take part in it, including this one."""
-
-
-class Mark(Protocol):
-    """A position in the queue of work of a device, such as a CUDA event."""
-
-    def query(self) -> bool:
-        """Return whether the device has passed it."""
+    def waits_for(self) -> str:
+        """Return it in words."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,13 @@ class Sight:
 
     doing: for example `step 17, action 4B2`.
     waiting: what it waits for, empty if it waits for no rank.
-    others: the ranks that take part in what it waits for.
     beat: number of parts of steps that it has begun so far; the smallest one is furthest behind.
-    steady: as in `Place`, and no signal has asked the rank to leave.
+    steady: as in `Place`, no signal has asked the rank to leave, and its device is usable.
     """
 
     rank: int
     doing: str
     waiting: str
-    others: tuple[int, ...]
     beat: int
     steady: bool = False
 
@@ -70,8 +68,7 @@ class Sight:
     @staticmethod
     def decode(text: str) -> Sight:
         """Return the sight that `encode` made this text from."""
-        known = json.loads(text)
-        return Sight(**{**known, "others": tuple(known["others"])})
+        return Sight(**json.loads(text))
 
     def __str__(self) -> str:
         return f"{self.doing}, {self.waiting or 'waiting for no rank'}"
@@ -84,23 +81,30 @@ class Place:
     step: the current step.
     steady: the rank is in the loop over steps, neither at its end nor leaving it because of an
     error of its own.
+    ended: the transfers of this rank were ended for an in-process restart, so that what they
+    returned must not be used.
+    usable: returns whether this process can go on using its device.
     mark: may be set if the device runs asynchronously, so that the device and not the host waits
     for other ranks. Puts a mark into the device's queue of work.
+    device: may be set together with `mark`, to count how long the device is busy.
     """
 
     def __init__(self) -> None:
         self.mark: Callable[[], Mark] | None = None
+        self.device: DeviceBusy | None = None
         self._given: deque[_Given] = deque()
         self._looking = Lock()
         self._waits: list[Waiting] = []
         self._recorded: list[Waiting] | None = None
         self._first: tuple[_Given | None, float] = None, 0.0
         self.told = self.step = 0
-        self.steady = False
+        self.steady = self.ended = False
+        self.usable: Callable[[], bool] = lambda: True
         self._doing, self._since = "", 0.0
         self._action: object = None
         self._part = ""
         self._waiting: Waiting | None = None
+        self._before: Mark | None = None
         self._kind: str | None = None
         self._mark = self._waited = 0
         self._busy: Counter[str] = Counter()
@@ -116,10 +120,15 @@ class Place:
     def act(self, part: str, action: object, kind: str | None = None) -> None:
         """Record the start of the next part of the activity, such as `data`, or of an action of the
         schedule. kind: what its time without waits is counted under, None not to count it."""
-        if self.mark is not None and self.action and self._recorded is None:
-            self._given.append(_Given(self.mark(), self._doing_now(), self._waits))
-            self._waits = []
-            self._under_way()
+        needed = self.action or self.device is not None
+        if self.mark is not None and needed and self._recorded is None:
+            mark = self.mark()
+            if self.action:
+                self._given.append(_Given(mark, self._doing_now(), self._waits))
+                self._waits = []
+                self._under_way()
+            if self.device is not None:
+                self.device.act(kind, mark)
         now = time.perf_counter_ns()
         if self._kind is not None:
             self._busy[self._kind] += now - self._mark - self._waited
@@ -130,7 +139,12 @@ class Place:
     def wait(self, waiting: Waiting) -> int:
         """Record the start of a wait. Returns the time to pass to `go_on` at its end."""
         self._waiting = waiting
+        self._before = self._timed_mark()
         return time.perf_counter_ns()
+
+    def _timed_mark(self) -> Mark | None:
+        timed = self.device is not None and self.mark is not None and self._recorded is None
+        return self.mark() if timed and self.mark is not None else None
 
     def left(self, waiting: Waiting, done: Callable[[], bool] = lambda: False) -> None:
         """Record that the host's wait is over but the device still waits, unless `done`."""
@@ -151,10 +165,20 @@ class Place:
         finally:
             self._recorded = None
 
+    def check(self) -> None:
+        """Raise `LostRanks` if the transfers of this rank were ended. To be called before what has
+        come over them is used on the host, or another one is started."""
+        if self.ended:
+            raise LostRanks("transfers were ended, so that the ranks can restart", ())
+
     def go_on(self, begun: int) -> None:
         """Record the end of the wait that `wait` returned the time of."""
         self._waiting = None
         self._waited += time.perf_counter_ns() - begun
+        if self._before is not None and self.device is not None:
+            after = self._timed_mark()
+            assert after is not None, "a wait is recorded as a whole or not at all"
+            self.device.wait(self._before, after)
 
     def overrun(self, limit: float) -> bool:
         """Return whether the current activity takes more than `limit` seconds; 0 is no limit."""
@@ -191,17 +215,15 @@ class Place:
 
     def seen(self, rank: int) -> Sight:
         """Return what this rank is doing now."""
-        doing, text, others = self._doing_now(), "", tuple[int, ...]()
+        doing, text = self._doing_now(), ""
         given = self._under_way()
         if given is not None:
-            known = [waiting.waits_for() for waiting in given.waits]
-            text = " or ".join(dict.fromkeys(words for words, _ in known))
-            others = tuple(sorted({rank for _, ranks in known for rank in ranks}))
+            text = " or ".join(dict.fromkeys(waiting.waits_for() for waiting in given.waits))
             doing = f"{given.doing} on its device"
         elif (waiting := self._waiting) is not None:
-            text, others = waiting.waits_for()
-        steady = self.steady and not self.told
-        return Sight(rank, doing, text and f"waiting in {text}", others, self._beat, steady)
+            text = waiting.waits_for()
+        steady = self.steady and not self.told and self.usable()
+        return Sight(rank, doing, text and f"waiting in {text}", self._beat, steady)
 
     def _doing_now(self) -> str:
         doing, action, part = self._doing or "between steps", self._action, self._part
@@ -230,14 +252,19 @@ def held_up_by(seen: Mapping[int, Sight], world: int) -> tuple[int, ...]:
 
 
 def gathered(sights: Sequence[Sight]) -> str:
-    """Return in words what the ranks do; ranks that do the same are named together."""
+    """Return in words what the ranks do; ranks that do the same are named together. Of more than 8
+    different things it tells the first 8."""
     alike: dict[str, list[int]] = {}
     for sight in sights:
         alike.setdefault(str(sight), []).append(sight.rank)
-    return "; ".join(f"{named(ranks)}: {text}" for text, ranks in alike.items())
+    told = list(alike.items())[:_TOLD]
+    rest = len(sights) - sum(len(ranks) for _, ranks in told)
+    texts = [f"{named(ranks)}: {text}" for text, ranks in told]
+    return "; ".join(texts) + f"; {rest} ranks elsewhere" * (rest > 0)
 
 
 def named(ranks: Sequence[int]) -> str:
     """Return for example `rank 3` or `ranks 0, 1, 2`. Of more than 8 ranks it names the first 8."""
-    few = ", ".join(map(str, ranks[:8])) + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
+    few = ", ".join(map(str, ranks[:_TOLD]))
+    few += f" and {len(ranks) - _TOLD} more" * (len(ranks) > _TOLD)
     return f"rank{'s' * (len(ranks) > 1)} {few}"

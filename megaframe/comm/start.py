@@ -10,15 +10,27 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, rendezvous
 
+from megaframe.comm.hearing import spaced
+from megaframe.comm.place import named
+
 _PAUSES = 0.001, 0.05
-"""Seconds between two looks into the store: at first, and at most."""
+"""Seconds between two looks into the store: at first, and at most, unless there are very many
+ranks."""
+_REQUESTS = 4
+"""Requests of a rank that looks whether rank 0 has heard it."""
 
 _stores: dict[tuple[str | None, ...], tuple[Store, int, int]] = {}
 """The stores of this process, by address, port, rank and world."""
+
+
+def agent_has_store() -> bool:
+    """Return whether the launcher's agent on the first node holds the store, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def launcher_store(rank: int, world: int, timeout: float) -> tuple[Store, int, int]:
@@ -42,24 +54,63 @@ def fresh_store(store: Store, rank: int, world: int, timeout: float) -> Store:
 
     Rank 0 publishes a random name. Every other rank answers under that name with a random number of
     its own, and accepts the name once rank 0 repeats the number. A name left by an earlier start
-    may be answered too, but nobody repeats that answer.
-    Raises `RuntimeError` if not all ranks answer in time.
+    may be answered too, but nobody repeats that answer. All answers are in one key, which rank 0
+    alone reads, and it repeats all of them in one request: what the store has to do is proportional
+    to the number of ranks.
+    Raises `RuntimeError` if not all ranks answer in time; on rank 0 it names those that do not.
     """
     mine = secrets.token_hex(8)
     if rank == 0:
-        store.set("start", mine)
-        for other in range(1, world):
-            answer = store.get(f"start/{mine}/{other}")  # blocks until the rank has answered
-            store.set(f"start/{mine}/{other}/heard", answer.decode())
-        return PrefixStore(f"start-{mine}", store)
+        return _first_rank(store, mine, world, timeout)
+    answered = ""
+    for pause in _pauses(timeout, _REQUESTS * world):
+        name = store.get("start").decode() if store.check(["start"]) else ""
+        if name != answered:
+            # Like `multi_set`, not in torch's stubs.
+            store.append(_answered(name), f"{rank} {mine}\n")  # type: ignore[attr-defined]
+            answered = name
+        heard = _heard(name, rank)
+        if name and store.check([heard]) and store.get(heard).decode() == mine:
+            return PrefixStore(f"start-{name}", store)
+        time.sleep(pause)
+    raise RuntimeError(f"rank 0 did not answer within {timeout:g} s")
+
+
+def _first_rank(store: Store, name: str, world: int, timeout: float) -> Store:
+    """Do rank 0's part of `fresh_store`."""
+    others = range(1, world)
+    answers: dict[int, str] = {}
+    store.set("start", name)
+    for pause in _pauses(timeout, 1):
+        answers = _answers(store, name)
+        if answers.keys() >= set(others):
+            keys = [_heard(name, rank) for rank in others]
+            store.multi_set(keys, [answers[rank] for rank in others])  # type: ignore[attr-defined]
+            return PrefixStore(f"start-{name}", store)
+        time.sleep(pause)
+    missing = [rank for rank in others if rank not in answers]
+    raise RuntimeError(f"{named(missing)} did not answer within {timeout:g} s")
+
+
+def _pauses(timeout: float, requests: int) -> Iterator[float]:
+    """Yield the seconds to pause before the next look into the store, twice as long each time,
+    until `timeout` seconds have passed. requests: how many the looks of all ranks make."""
     deadline, pause = time.monotonic() + timeout, _PAUSES[0]
     while time.monotonic() < deadline:
-        if store.check(["start"]):
-            name = store.get("start").decode()
-            key = f"start/{name}/{rank}"
-            store.set(key, mine)
-            if store.check([f"{key}/heard"]) and store.get(f"{key}/heard").decode() == mine:
-                return PrefixStore(f"start-{name}", store)
-        time.sleep(pause)
-        pause = min(2 * pause, _PAUSES[1])
-    raise RuntimeError(f"rank 0 did not answer within {timeout:g} s")
+        yield min(pause, spaced(_PAUSES[1], requests))
+        pause *= 2
+
+
+def _answers(store: Store, name: str) -> dict[int, str]:
+    """Return the number of each rank that has answered to a name."""
+    key = _answered(name)
+    lines = store.get(key).decode().splitlines() if store.check([key]) else []
+    return {int(rank): number for rank, number in map(str.split, lines)}
+
+
+def _answered(name: str) -> str:
+    return f"start/{name}/answered"
+
+
+def _heard(name: str, rank: int) -> str:
+    return f"start/{name}/{rank}"

@@ -9,6 +9,7 @@ compares.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 _BATCH = "train.global_batch, the samples of a step over all ranks"
 _STEPS = "train.steps, a number of steps"
@@ -67,6 +68,7 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "overlap_param_gather": _ALWAYS,
         "tp_comm_overlap": "parallel.tensor_chunks",
         "grad_reduce_in_bf16": "parallel.reduce_precision=bf16",
+        "ddp_bucket_size": "parallel.bucket_size",
         "distributed_timeout_minutes": "parallel.timeout, in seconds",
         "micro_batch_size": "train.microbatch",
         "global_batch_size": "train.global_batch",
@@ -160,6 +162,7 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
         "fp16.enabled": "train.precision=fp16",
         "warmup_num_steps": "optim.warmup",
         "communication_data_type": "parallel.reduce_precision",
+        "zero_optimization.reduce_bucket_size": "parallel.bucket_size",
         "activation_checkpointing": "train.recompute",
         "autotp_size": "parallel.tensor",
         "sequence_parallel_size": "parallel.context",
@@ -225,16 +228,43 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
 the same, and what else there is to say. Names are written with underscores; those with a dot are
 known only after that section."""
 
+FORMER: Mapping[str, str] = {
+    "compress_share": "parallel.compress_keep",
+    "compress_rank": "parallel.compress_keep",
+    "schedule_group": "parallel.schedule_microbatches",
+    "schedule_memory": "parallel.schedule_microbatches",
+}
+"""By the name of a key of earlier versions, in the section of its successor: the key that has
+replaced it. Of each two, a run could use only one."""
+
+
+def without_former(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config in a checkpoint, as plain values, with the keys of this version: what the
+    former ones said that had an effect, under the keys that have replaced them."""
+    given = config.get("parallel")
+    if not isinstance(given, dict):
+        return {**config}
+    # These had defaults of their own; only that of the compression in use meant anything.
+    unused = {"compress_rank": "topk", "compress_share": "powersgd"}
+    parallel = {name: value for name, value in given.items() if name not in FORMER}
+    for name in FORMER:
+        kind = given.get("compress")
+        if given.get(name) is None or (name in unused and kind in ("none", "int8", unused[name])):
+            continue
+        parallel[FORMER[name].partition(".")[2]] = given[name]
+    return {**config, "parallel": parallel}
+
 
 def known_elsewhere(name: str) -> str | None:
-    """Say what a name of another program is here: `Megatron-LM's num_layers is model.layers`.
+    """Say what a name of another program is here: `Megatron-LM's num_layers is model.layers`; or
+    that of a former key.
 
     Args:
         name: As it was given, with or without a section and leading dashes; `num-layers` is
             `num_layers`.
 
     Returns:
-        A clause for each thing that it is in some program; None if no program has the name.
+        A clause for each thing that it is in some program; None if nobody has the name.
     """
     parts = name.strip().lstrip("-").lower().replace("-", "_").split(".")
     for start in range(len(parts)):
@@ -243,6 +273,8 @@ def known_elsewhere(name: str) -> str | None:
         for program, names in FOREIGN.items():
             if theirs in names:
                 owners.setdefault(names[theirs], []).append(f"{program}'s")
+        if theirs in FORMER:
+            return f"{FORMER[theirs]} has replaced {theirs}"
         if owners:
             clauses = (f"{' and '.join(of)} {theirs} is {ours}" for ours, of in owners.items())
             return "; ".join(clauses)

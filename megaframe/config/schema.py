@@ -27,6 +27,10 @@ class Run(Section):
     use is an error. `shared`: all ranks of a machine compute on its first GPU, or on the CPU if
     there is none, and communicate through host memory with the GPU's collectives. This is slow and
     meant for trying layouts."""
+    numa_binding: Literal["auto", "node", "off"] = "auto"
+    """`auto` binds each rank's process to the cores and the memory of the NUMA node of its GPU;
+    ranks of one node divide its cores. `node` does so on CPUs too, by local rank. `off` leaves
+    processes where the launcher puts them."""
 
 
 class Parallel(Section):
@@ -81,15 +85,20 @@ class Parallel(Section):
     one data rank there is nothing to shard, and 1 is the same as 0."""
     reduce_precision: Literal["master", "bf16"] = "master"
     """Type in which gradients are reduced. `master` keeps their own type. `bf16` sends half the
-    bytes and sums in master precision; with `zero=0` the sums come back in bf16."""
+    bytes and sums in master precision, over many ranks in steps, which round once each; with
+    `zero=0` the sums come back in bf16."""
     compress: Literal["none", "int8", "topk", "powersgd"] = "none"
     """Gradient compression for matrices, between replicas, or between all data ranks if there is
     one replica: `int8` in blocks, `topk` the largest elements, `powersgd` low-rank factors. The
     compression error is added to the next step's gradients."""
-    compress_share: Annotated[float, Field(gt=0, le=1)] = 0.01
-    """topk: share of the elements to send."""
-    compress_rank: Positive = 4
-    """powersgd: number of columns of the factors."""
+    compress_keep: Annotated[float, Field(gt=0)] | None = None
+    """How much of a gradient is sent. topk: share of its elements, 0.01 by default. powersgd:
+    number of columns of the factors, 4 by default."""
+    bucket_size: Positive | Literal["auto"] = "auto"
+    """Elements of a rank's matrices that are at least reduced, updated and gathered together, in
+    whole blocks; half a block if that has as many. `auto`: as many as balance the latency of the
+    collectives and the part that nothing hides, by the number of data ranks and the links of
+    `parallel.cluster`; at most a block with `zero` 2 and 3."""
     node_size: Positive | None = None
     """Ranks per node. Tensor ranks on several nodes give a warning. Default: the number of ranks
     that the launcher starts on this node."""
@@ -100,11 +109,10 @@ class Parallel(Section):
     breadth-first, zb-h1, zb-h2, zb-v, v-half, dualpipe-v, search (the best order found for the work
     of the stages), or file:PATH. `tools/schedule.py` draws them. Default: interleaved with more
     than one of `chunks`, 1f1b otherwise."""
-    schedule_group: Positive | None = None
-    """interleaved: microbatches that a chunk runs in succession. Default: `pipeline`."""
-    schedule_memory: Annotated[float, Field(ge=1)] | None = None
-    """search: maximum live activations of a rank, in units of all its layers. Default: `pipeline`,
-    as many as 1f1b keeps on the first rank."""
+    schedule_microbatches: Annotated[float, Field(ge=1)] | None = None
+    """interleaved: microbatches that a chunk runs in succession. search: microbatches of which a
+    rank keeps activations at most, in units of all its layers. Default: `pipeline`, as many as 1f1b
+    keeps on the first rank."""
     layers_per_stage: tuple[NonNegative, ...] | None = None
     """Layers of each stage, in order. Default: balanced by work, including the head."""
     serial: bool = False
@@ -401,7 +409,7 @@ class Faults(Section):
     run ends and names the bad device. 0: never."""
     straggler_factor: Annotated[float, Field(gt=1)] | None = None
     """Report a rank whose work, excluding waiting for others, takes more than this factor times the
-    median of the ranks that run the same stages. Times are measured on the host. Default: no
+    median of the ranks that run the same stages. On a GPU it is the time of the device. Default: no
     detection."""
     elastic: bool = False
     """If the launcher starts another number of ranks than the layout needs, choose a layout that

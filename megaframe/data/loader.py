@@ -32,11 +32,13 @@ class Step:
 
     microbatches: this rank's microbatches, each of `train.microbatch` samples.
     samples:      size of the global batch, over all ranks.
+    valid:        number of this rank's tokens that have a label.
     state:        state of the loader after this step, as JSON values.
     """
 
     microbatches: tuple[Microbatch, ...]
     samples: int
+    valid: int
     state: dict[str, Any]
 
     @property
@@ -83,6 +85,7 @@ class Loader:
         self._roster = Roster(self._reader.paths, self._reader.weights, sizes)
         self._handed_out = self._made = Progress.start(self._roster)
         self._ahead: Prefetch[tuple[Step, Progress]] | None = None
+        self._peeked: tuple[Step, Progress] | None = None
 
     @property
     def state(self) -> dict[str, Any]:
@@ -114,18 +117,30 @@ class Loader:
 
     def next(self) -> Step:
         """Return the next step. Raises `UserError` for token ids outside of the vocabulary."""
-        depth = self._config.data.prefetch
-        if depth and self._ahead is None:
-            self._ahead = Prefetch(self._make, depth)
-        step, self._handed_out = self._ahead.next() if self._ahead else self._make()
+        step, self._handed_out = self._peeked or self._take()
+        self._peeked = None
         return step
+
+    def peek(self) -> Step:
+        """Return the step that `next` will return, and raise what it will raise. The loader's state
+        stays as it is."""
+        if self._peeked is None:
+            self._peeked = self._take()
+        return self._peeked[0]
 
     def close(self) -> None:
         """End the thread that reads ahead. A later `next` continues after the last returned
         step."""
         if self._ahead is not None:
             self._ahead.close()
-        self._ahead, self._made = None, self._handed_out
+        self._ahead = self._peeked = None
+        self._made = self._handed_out
+
+    def _take(self) -> tuple[Step, Progress]:
+        depth = self._config.data.prefetch
+        if depth and self._ahead is None:
+            self._ahead = Prefetch(self._make, depth)
+        return self._ahead.next() if self._ahead else self._make()
 
     def evaluation(self, samples: int) -> Iterator[tuple[str, Microbatch]]:
         """Yield this rank's share of the first `samples` samples of the validation split, each
@@ -164,4 +179,5 @@ class Loader:
         places_N = places[:, self._rank].reshape(-1)
         batch = self._reader.read(sources[places_N], numbers[places_N], before.samples + places_N)
         self._made = after
-        return Step(cut(batch, microbatch), size, after.state()), after
+        valid = int((batch.labels_BS != IGNORE).sum())
+        return Step(cut(batch, microbatch), size, valid, after.state()), after

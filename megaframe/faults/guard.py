@@ -120,7 +120,9 @@ class Guard:
         """Return whether this data is to be skipped."""
         return self.history.leaves_out(batch.first)
 
-    def train(self, microbatches: Sequence[Microbatch], step: int, scale: float) -> Outcome:
+    def train(
+        self, microbatches: Sequence[Microbatch], step: int, scale: float | Tensor
+    ) -> Outcome:
         """Run `Pipeline.train`. With `faults.non_finite=replay`, a step whose update was skipped
         because it was not finite is run again with checks of every block."""
         first = self._pipeline.train(microbatches, step, scale)

@@ -113,10 +113,10 @@ def exit_status(told: int) -> int:
 
 
 def record_flights(config: RunConfig) -> None:
-    """Make NCCL's flight recorder keep the last collectives of every rank and, if one times out,
-    dump them next to the stacks. Variables that are already set in the environment take precedence.
+    """Make NCCL's flight recorder keep the last collectives of every rank. The watch writes them
+    next to the stacks before it ends a rank (`comm.flight`), and so does torch, should a collective
+    time out without the watch. Variables that are already set in the environment take precedence.
     Must be called before any process group is created."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     folder = Path(config.run.dir).absolute() / FAULTS
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "nccl-rank-"))

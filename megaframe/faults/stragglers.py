@@ -1,7 +1,8 @@
 """Finds stragglers: ranks whose own work takes longer than that of ranks that do the same work.
 
 Times come from `Place` and exclude waiting for other ranks. A slow rank makes all others wait, so
-the length of a step can only show that there is a slow rank, not which one.
+the length of a step can only show that there is a slow rank, not which one. On a GPU they are those
+of the device, because the host only launches the work; loading data is the host's own.
 """
 
 from __future__ import annotations
@@ -9,36 +10,47 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from megaframe.comm import all_gather
+from megaframe.comm.busy import DeviceBusy, DeviceTimes
 from megaframe.mesh import Mesh
 
 EVERY = 20
 """Number of steps over which times are summed before they are compared."""
 KINDS = ("F", "B", "W", "UPDATE", "data")
+OF_DEVICE = KINDS[:-1]
+"""Kinds of work that a device does if there is one."""
 _LEAST = 1e-3
 """A rank is only slow at a kind of work if it exceeds the median by this many seconds per step."""
 
 
-def outliers(
-    times: Mapping[int, Sequence[float]], factor: float, steps: int
-) -> Iterator[tuple[int, str, float, float]]:
+@dataclass(frozen=True)
+class Slow:
+    """A rank that is slow at a kind of work: seconds per step, and the median of the others."""
+
+    rank: int
+    kind: str
+    seconds: float
+    usual: float
+
+
+def outliers(times: Mapping[int, Sequence[float]], factor: float) -> Iterator[Slow]:
     """Find the slow ones among ranks that do the same work.
 
-    times: by rank, the seconds of each of `KINDS`, summed over `steps` steps. factor: multiple of
-    the other ranks' median above which a rank is slow. Yields rank, kind of work, its seconds per
-    step, and the median of the other ranks.
+    times: by rank, the seconds per step of each of `KINDS`. factor: multiple of the other ranks'
+    median above which a rank is slow.
     """
     for place, kind in enumerate(KINDS):
         for rank, mine in times.items():
             others = [theirs[place] for other, theirs in times.items() if other != rank]
             if not others:
                 continue
-            usual = statistics.median(others) / steps
-            if mine[place] / steps > max(factor * usual, usual + _LEAST):
-                yield rank, kind, mine[place] / steps, usual
+            usual = statistics.median(others)
+            if mine[place] > max(factor * usual, usual + _LEAST):
+                yield Slow(rank, kind, mine[place], usual)
 
 
 class Stragglers:
@@ -47,29 +59,51 @@ class Stragglers:
 
     def __init__(self, mesh: Mesh, factor: float) -> None:
         self._mesh, self._factor = mesh, factor
-        self._times: Counter[str] = Counter()
+        self._host: Counter[str] = Counter()
         self._steps = 0
+        self._device: DeviceTimes | None = None
+        if mesh.place.mark is not None:
+            mesh.place.device = DeviceBusy()
+            self._device = DeviceTimes()
 
     def add_step(self) -> list[str]:
         """Add the times of a finished step. Every `EVERY` steps, compare them with the other ranks'
         and return a line for each rank and kind of work that is slow; otherwise return no lines."""
-        self._times.update(self._mesh.place.take_busy())
+        place = self._mesh.place
+        self._host.update(place.take_busy())
+        if self._device is not None and place.device is not None:
+            self._device.add(place.device.take())
         self._steps += 1
         if self._steps < EVERY:
             return []
-        world, steps = self._mesh.world, self._steps
-        mine = torch.tensor([[self._times[kind] for kind in KINDS]], dtype=torch.float64)
-        times = all_gather(mine.to(self._mesh.device), world).wait().tolist()
-        self._times, self._steps = Counter(), 0
-        return list(self._lines(dict(zip(world.ranks, times, strict=True)), steps))
+        world = self._mesh.world
+        mine = torch.tensor([self._row()], dtype=torch.float64)
+        rows = all_gather(mine.to(self._mesh.device), world).wait().tolist()
+        self._host, self._steps = Counter(), 0
+        if self._device is not None:
+            self._device = DeviceTimes()
+        return list(self._lines(dict(zip(world.ranks, rows, strict=True))))
 
-    def _lines(self, times: Mapping[int, Sequence[float]], steps: int) -> Iterator[str]:
+    def _row(self) -> list[float]:
+        """Return the seconds per step of each kind, and those of the host."""
+        host = {kind: self._host[kind] / self._steps for kind in KINDS}
+        busy = dict(host)
+        if self._device is not None:
+            steps = max(1, self._device.steps)
+            busy |= {kind: self._device.busy.get(kind, 0.0) / steps for kind in OF_DEVICE}
+        return [*busy.values(), *host.values()]
+
+    def _lines(self, rows: Mapping[int, Sequence[float]]) -> Iterator[str]:
         stages: dict[int, dict[int, Sequence[float]]] = {}
-        for rank, mine in times.items():
+        for rank, mine in rows.items():
             stages.setdefault(self._mesh.layout.coordinate(rank)["pipeline"], {})[rank] = mine
         for alike in stages.values():
-            for rank, kind, slow, usual in outliers(alike, self._factor, steps):
+            for slow in outliers(alike, self._factor):
+                where = launched = ""
+                if self._device is not None and slow.kind in OF_DEVICE:
+                    host = alike[slow.rank][len(KINDS) + KINDS.index(slow.kind)]
+                    where, launched = " on its device", f"; its host launched it in {host:.4f} s"
                 yield (
-                    f"rank {rank} is slow: {slow:.4f} s of {kind} per step, where ranks with the "
-                    f"same work take {usual:.4f} s"
+                    f"rank {slow.rank} is slow: {slow.seconds:.4f} s of {slow.kind} per step"
+                    f"{where}, where ranks with the same work take {slow.usual:.4f} s{launched}"
                 )

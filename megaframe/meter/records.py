@@ -76,7 +76,7 @@ class Reduction:
             how: sorted(name for name, entry in entries.items() if entry.how == how)
             for how in ("last", "sum", "mean", "max", "min")
         }
-        self._index = group.index
+        self._index, self._place = group.index, group.place
         values = {how: [entries[name].value for name in self._names[how]] for how in self._names}
         counts = [float(entries[name].count) for name in self._names["mean"]]
         self._lengths = {
@@ -101,8 +101,10 @@ class Reduction:
 
     def wait(self) -> dict[str, float | list[float]]:
         """Return the reduced values by name, rows as lists. Raises `RuntimeError` if ranks recorded
-        different names."""
-        last, sums, largest = (iter(vector.tolist()) for vector in self._landed())
+        different names, and `LostRanks` if the transfers were ended meanwhile."""
+        landed = self._landed()
+        self._place.check()
+        last, sums, largest = (iter(vector.tolist()) for vector in landed)
         if next(largest) != -next(largest):
             raise RuntimeError(
                 "ranks recorded different metrics in one step; those of rank "

@@ -22,24 +22,23 @@ from megaframe.comm.landing import land
 from megaframe.config import RunConfig
 from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.layout import EXPERT_SETS
-from megaframe.mesh import Mesh
+from megaframe.mesh import Mesh, ranks_on_this_node
 from megaframe.optim.bucket import Bucket, Sharing
 from megaframe.optim.buffers import Buffers
 from megaframe.optim.choice import Choices
+from megaframe.optim.grouping import TABLES, VECTORS, bucket_units
 from megaframe.optim.muon import together
 from megaframe.optim.rates import learning_rate
-from megaframe.optim.resident import TABLES, Residents
+from megaframe.optim.resident import Residents
 from megaframe.optim.rule import Step
 from megaframe.optim.scale import LossScale
 from megaframe.optim.wiring import PLAIN, Wiring
 from megaframe.parameter import PRECISIONS, Module, Parameter, Precision
 from megaframe.plan.lent import WAITED
-from megaframe.spec import Box, ParamSpec
+from megaframe.spec import Box, ParamSpec, copies_of
 
 _NAMES = 512
 """Bytes for the names of parameters with non-finite gradients that ranks tell each other."""
-_VECTORS = ("gain", "bias", "balance")
-"""Roles of parameters that are so small that ranks keep their values whole at any ZeRO stage."""
 _SHARDS = {"data": "data_shard", "expert_data": "expert_shard"}
 """For an axis, the name of its ranks within one copy of the state."""
 
@@ -80,8 +79,9 @@ class Optimizer:
     """The buckets for the units of this rank's stages, which are given by number.
 
     Parameters that are trained alike share a bucket, but there are separate ones for the matrices
-    of a unit's late part, for its other matrices, for each table (which two units or two ranks may
-    share), and for the gains and biases of a stage.
+    of a unit's late part and for its other matrices, or for those of a few blocks
+    (`parallel.bucket_size`), for each table (which two units or two ranks may share), and for the
+    gains and biases of a stage.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Optimizer:
         self._optim, self._steps = config.optim, config.train.steps
         self._choices = Choices(config, mesh, kernels)
         self.route = self._choices.route
-        self._scale = LossScale(config)
+        self._scale = LossScale(config, mesh.device)
         self._updates = 0
         self._last: Update | None = None
         self._reader: Callable[[], None] | None = None
@@ -112,6 +112,9 @@ class Optimizer:
         self._vectors: dict[int, list[Bucket]] = {}
         if config.model.moe is not None:
             mesh.add_groups(EXPERT_SETS)
+        if config.parallel.reduce_precision == "bf16":
+            node_size = config.parallel.node_size or ranks_on_this_node()
+            mesh.divide_exchanges(self._exchanging(), node_size)
         self._lay_out(stages)
         self._together = together(self.buckets, self._choices.owners)
         self._tied_bucket = next(
@@ -123,33 +126,59 @@ class Optimizer:
         self._in_parts = config.parallel.zero >= 1 or mesh.layout.data_replicate > 1 or not plain
         """Whether a reduction takes several transfers, or holds a buffer until it is done."""
 
+    def _exchanging(self) -> Iterator[tuple[str, ...]]:
+        """Yield the axis sets over which gradients may be summed, the same on all ranks."""
+        layout, model = self._mesh.layout, self._config.model
+        yield ("data_shard", "context")
+        if layout.tensor > 1:
+            yield ("data_shard", "context", "tensor")
+        if copies_of(model.kv_heads, layout.tensor) > 1:
+            yield ("data_shard", "context", "tensor_copies")
+        if model.moe is not None:
+            yield ("expert_shard",)
+        yield ("data_replicate",)
+
     def _lay_out(self, stages: Mapping[int, Sequence[Module]]) -> None:
         bucket_of: dict[Parameter, Bucket] = {}
         for number, units in stages.items():
             # They come first, because the first block waits for them; otherwise they would be last
-            vectors = {p: None for u in units for p in u.parameters() if p.spec.role in _VECTORS}
+            vectors = {p: None for u in units for p in u.parameters() if p.spec.role in VECTORS}
             made = self._buckets_of(list(vectors))
             self._vectors[number] = [b for b in made if b.optimizer is not None]
             bucket_of |= {p: bucket for bucket in made for p in bucket.parameters}
-            for unit in units:
-                self._lay_out_unit(unit, bucket_of)
-            for unit in units:
-                self._used[id(unit)] = list({bucket_of[p]: None for p in unit.parameters()})
+            least = self._config.parallel.bucket_size
+            for sharing, halves in bucket_units(units, self._mesh, least):
+                self._lay_out_units(sharing, bucket_of, halves=halves)
         self.buckets = list(dict.fromkeys(bucket_of.values()))
 
-    def _lay_out_unit(self, unit: Module, bucket_of: dict[Parameter, Bucket]) -> None:
-        """Make buckets for the parameters that no earlier unit has, and add them to `bucket_of`."""
-        behind = set() if unit.late is None else {*unit.late.parameters()}
-        new = [p for p in unit.parameters() if p not in bucket_of]
+    def _lay_out_units(
+        self, units: Sequence[Module], bucket_of: dict[Parameter, Bucket], *, halves: bool
+    ) -> None:
+        """Make buckets for the parameters of these units that no earlier unit has, and add them to
+        `bucket_of`. The gradients of units that share buckets are complete after the first one.
+        halves: the unit's late part has buckets of its own."""
+        first = units[0]
+        apart = first.late if halves else None
+        behind = set() if apart is None else {*apart.parameters()}
+        every = dict.fromkeys(p for unit in units for p in unit.parameters())
+        new = [p for p in every if p not in bucket_of]
         rest = [p for p in new if p.spec.role not in TABLES]
         early = [self._bucket([p]) for p in new if p.spec.role in TABLES]
         early += self._buckets_of([p for p in rest if p not in behind])
         late = self._buckets_of([p for p in rest if p in behind])
         bucket_of |= {p: bucket for bucket in (*early, *late) for p in bucket.parameters}
-        self._owned[id(unit)] = [b for b in early if b.optimizer is not None]
-        if unit.late is not None:
-            self._owned[id(unit.late)] = [b for b in late if b.optimizer is not None]
-            self._used[id(unit.late)] = late
+        # One list for all of them: it stands for them where their values come and go together.
+        used = list({bucket_of[p]: None for p in every})
+        for unit in units:
+            self._owned[id(unit)] = []
+            self._used[id(unit)] = used
+            if unit.late is not None:
+                self._owned[id(unit.late)] = []
+                self._used[id(unit.late)] = []
+        self._owned[id(first)] = [b for b in early if b.optimizer is not None]
+        if apart is not None:
+            self._owned[id(apart)] = [b for b in late if b.optimizer is not None]
+            self._used[id(apart)] = late
 
     def _buckets_of(self, parameters: Sequence[Parameter]) -> list[Bucket]:
         """Return a bucket for each set of parameters that are trained and summed alike."""
@@ -166,8 +195,8 @@ class Optimizer:
         stage = self._config.parallel.zero
         shard = (_SHARDS.get(axis, axis) for axis in spec.summed_over(sizes))
         precision = PRECISIONS[self._config.train.precision]
-        wiring = Wiring.of(self._config.parallel, compress=spec.role not in _VECTORS)
-        if spec.role in _VECTORS:
+        wiring = Wiring.of(self._config.parallel, compress=spec.role not in VECTORS)
+        if spec.role in VECTORS:
             stage = min(stage, 1)
         if spec.role == "balance":  # its gradients are counts, which all ranks need exactly
             stage, wiring, precision = 0, PLAIN, Precision(precision.master, precision.master)
@@ -290,10 +319,12 @@ class Optimizer:
         lr = learning_rate(self._optim, self._updates, self._steps)
         pieces = self._piece_norms()
         norm = self._norm(pieces) / self._scale.value
-        divisor = torch.full_like(norm, self._scale.value)
+        divisor = self._scale.value.clone()
         if self._optim.clip:
             divisor *= (norm / self._optim.clip).clamp_min(1.0)
-        skip = (~torch.isfinite(norm)).float()
+        finite = torch.isfinite(norm)
+        skip = (~finite).float()
+        self._scale.update(finite)
         divisor = divisor.to(PRECISIONS[self._config.train.precision].master)
         self._residents.clear()
         step = Step(self._updates + 1, lr, divisor, skip)
@@ -310,14 +341,12 @@ class Optimizer:
         if self._last is not None:
             finite, self._last = self._last.finite(), None
             self._updates += finite
-            self._scale.update(finite)
 
     @property
-    def loss_scale(self) -> float:
-        """The factor by which the loss of the next step is to be multiplied."""
-        if self._scale.dynamic:
-            self._hear()
-        return self._scale.value
+    def loss_scale(self) -> float | Tensor:
+        """The factor by which the loss of the next step is to be multiplied; under fp16 a scalar on
+        the device."""
+        return self._scale.value if self._scale.dynamic else 1.0
 
     def settle(self) -> None:
         """Return when updated weights are where the model computes; others may then be loaded over
@@ -355,12 +384,12 @@ class Optimizer:
     def state(self) -> OptimizerState:
         """Return the numbers that a checkpoint holds besides the tensors."""
         self._hear()
-        return OptimizerState(self._updates, self._scale.value, self._scale.good)
+        return OptimizerState(self._updates, *self._scale.state())
 
     def load_state(self, state: OptimizerState) -> None:
         """Continue from `state`; the tensors have already been loaded into the buckets."""
         self._last, self._updates = None, state.updates
-        self._scale.value, self._scale.good = state.loss_scale, state.good_steps
+        self._scale.load(state.loss_scale, state.good_steps)
         self._residents.clear()
         for bucket in self.buckets:
             if bucket.optimizer is not None:

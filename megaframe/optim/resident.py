@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megaframe.optim.bucket import Bucket
+from megaframe.optim.grouping import TABLES
 from megaframe.plan.lent import BLOCKS
-
-TABLES = ("embedding", "head")
-"""Roles of parameters that are used only at one end of the model."""
 
 
 class Residents:
     """Fetches values ahead of their use, and drops others to make room. A unit is given as its
-    buckets, always as the same list. Of blocks, the one taken last and the one fetched last are
-    always kept."""
+    buckets, always as the same list; blocks that share buckets are one unit. Of blocks, the one
+    taken last and the one fetched last are always kept."""
 
     def __init__(self) -> None:
         self._blocks: list[Sequence[Bucket]] = []

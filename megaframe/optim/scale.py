@@ -1,6 +1,13 @@
-"""The loss scale of fp16 training: halved on overflow, doubled after a window without one."""
+"""The loss scale of fp16 training: halved on overflow, doubled after a window without one.
+
+It follows from the outcome of each step, which only the device knows, so it stays on the device:
+the next step can be launched before this one is over.
+"""
 
 from __future__ import annotations
+
+import torch
+from torch import Tensor
 
 from megaframe.config import RunConfig
 
@@ -8,21 +15,32 @@ _SMALLEST, _LARGEST = 2.0**-14, 2.0**24
 
 
 class LossScale:
-    """`value` multiplies the loss, and gradients are divided by it before they are used. It is 1
-    and constant unless the precision is fp16."""
+    """The factor on the loss, by which gradients are divided before they are used. It is 1 and
+    constant unless the precision is fp16.
 
-    def __init__(self, config: RunConfig) -> None:
+    dynamic: whether it changes. value: that of the next step, fp64 scalar on the device.
+    """
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
         self.dynamic = config.train.precision == "fp16"
         self._window = config.optim.loss_scale_window
-        self.value = config.optim.loss_scale if self.dynamic else 1.0
-        self.good = 0
+        self._device = device
+        self.load(config.optim.loss_scale if self.dynamic else 1.0, 0)
 
-    def update(self, finite: bool) -> None:
-        """Adjust the scale to one step, whose gradients were finite or not."""
+    def load(self, value: float, good: int) -> None:
+        """Continue with this value, after `good` steps without overflow."""
+        self.value = torch.full((), value, dtype=torch.float64, device=self._device)
+        self._good = torch.full((), good, dtype=torch.int64, device=self._device)
+
+    def state(self) -> tuple[float, int]:
+        """Return what `load` takes; waits for the device."""
+        return float(self.value), int(self._good)
+
+    def update(self, finite: Tensor) -> None:
+        """Adjust the scale to one step. finite: whether its gradients were, a bool scalar."""
         if not self.dynamic:
             return
-        self.good = self.good + 1 if finite else 0
-        if not finite:
-            self.value = max(self.value / 2.0, _SMALLEST)
-        elif self.good % self._window == 0:
-            self.value = min(self.value * 2.0, _LARGEST)
+        self._good = torch.where(finite, self._good + 1, 0)
+        doubled = (2.0 * self.value).clamp_max(_LARGEST)
+        grown = torch.where(self._good % self._window == 0, doubled, self.value)
+        self.value = torch.where(finite, grown, (self.value / 2.0).clamp_min(_SMALLEST))

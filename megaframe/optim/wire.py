@@ -5,6 +5,10 @@ that sums it in master precision, and the sum as a message to all. For any numbe
 (ranks - 1) / ranks of a bucket's messages, and every rank ends with the same bits. A rank never
 encodes its own part. What a message leaves out is added to the next one (error feedback, Seide et
 al. 2014); for the sum, its owner keeps what was left out.
+
+In a group that exchanges in steps (`Group.steps`), parts are summed among neighbours first and
+these sums among the groups of neighbours, in as many bytes and far fewer messages. Each number is
+rounded at most once per step.
 """
 
 from __future__ import annotations
@@ -78,16 +82,26 @@ class CodedWire(Wire):
 
     def _scatter(self, flat: Tensor) -> Generator[Pending[Tensor], None, Tensor]:
         """Return the sum of this rank's part, padded to the length of a part."""
-        rows, here, codec = self._rows(flat), self.group.index, self.codec
-        others = [row for rank, row in enumerate(rows) if rank != here]
-        messages = torch.stack([codec.encode(row) for row in others])
-        coming = exchange(messages, self.group)
-        for row, message in zip(others, messages, strict=True):
-            self._leave(row, message)
+        rows = self._rows(flat)
+        # What a message leaves out has one place to be kept in, so error feedback takes one step.
+        steps = self.group.steps if self.residual is None else ()
+        for group in steps or (self.group,):
+            rows = yield from self._exchange(rows.view(-1, group.size, rows.shape[-1]), group)
+        return rows[0]
+
+    def _exchange(self, rows: Tensor, group: Group) -> Generator[Pending[Tensor], None, Tensor]:
+        """Sum rows [parts, ranks, part] over a group. Returns the sums that this rank gets, [parts,
+        part], in the memory of its own rows."""
+        here, codec = group.index, self.codec
+        others = [rows[:, rank] for rank in range(group.size) if rank != here]
+        messages = torch.stack([codec.encode(other.reshape(-1)) for other in others])
+        coming = exchange(messages, group)
+        for other, message in zip(others, messages, strict=True):
+            self._leave(other, message)
         yield coming
-        total = rows[here]
+        total = rows[:, here]
         for message in coming.wait():
-            total.add_(codec.decode(message, len(total), total.dtype))
+            total.add_(codec.decode(message, total.numel(), total.dtype).view_as(total))
         return total
 
     def _gather(self, total: Tensor, flat: Tensor) -> Transfers:
@@ -113,7 +127,7 @@ class CodedWire(Wire):
         """Keep what the message leaves out of `row`, but nothing that is not finite, because a
         skipped step must not pass it on."""
         if self.residual is not None:
-            row.sub_(self.codec.decode(message, len(row), row.dtype))
+            row.sub_(self.codec.decode(message, row.numel(), row.dtype).view_as(row))
             row.nan_to_num_(0.0, 0.0, 0.0)
 
 

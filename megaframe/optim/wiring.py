@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -28,12 +28,13 @@ class Wiring:
     @classmethod
     def of(cls, parallel: Parallel, *, compress: bool) -> Wiring:
         """Return the wiring of a config. compress: False if compression is not worth it."""
-        return cls(
-            parallel.reduce_precision,
-            parallel.compress if compress else "none",
-            parallel.compress_share,
-            parallel.compress_rank,
-        )
+        made = cls(parallel.reduce_precision, parallel.compress if compress else "none")
+        keep = parallel.compress_keep
+        if keep is None:
+            return made
+        if parallel.compress == "powersgd":
+            return replace(made, rank=int(keep))
+        return replace(made, share=keep)
 
     @property
     def plain(self) -> bool:

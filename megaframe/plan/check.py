@@ -244,10 +244,11 @@ def _stages(config: RunConfig) -> Iterator[str]:
 
 def _schedule(config: RunConfig, data: int) -> Iterator[str]:
     parallel, train = config.parallel, config.train
-    if parallel.schedule_memory is not None and parallel.schedule != "search":
+    group = parallel.schedule_microbatches
+    if group is not None and parallel.schedule == "interleaved" and not group.is_integer():
         yield (
-            f"parallel.schedule_memory={parallel.schedule_memory:g} has no effect with "
-            f"parallel.schedule={parallel.schedule}; leave it out, or use parallel.schedule=search"
+            f"parallel.schedule_microbatches={group:g} is not a whole number, as "
+            f"parallel.schedule=interleaved needs; use {int(group)} or {int(group) + 1}"
         )
     sizes = {train.global_batch} | ({train.batch_ramp.start} if train.batch_ramp else set())
     together = train.microbatch * data
@@ -260,7 +261,7 @@ def _schedule(config: RunConfig, data: int) -> Iterator[str]:
                     parallel.pipeline,
                     parallel.chunks,
                     size // together,
-                    group=parallel.schedule_group,
+                    group=None if parallel.schedule == "search" or group is None else int(group),
                 )
             )
     yield from found
@@ -274,14 +275,24 @@ def _compression(config: RunConfig) -> Iterator[str]:
             f"{name} keeps what it has not sent for the next step, whose loss scale "
             "train.precision=fp16 may change; use bf16 or fp32, or parallel.compress=none"
         )
-    for key, kind in (("compress_share", "topk"), ("compress_rank", "powersgd")):
-        value = getattr(parallel, key)
-        default = type(parallel).model_fields[key].default
-        if value != default and parallel.compress != kind:
-            yield (
-                f"parallel.{key}={value:g} has no effect with {name}; leave it out, or use "
-                f"parallel.compress={kind}"
-            )
+    keep = parallel.compress_keep
+    if keep is None:
+        return
+    if parallel.compress not in ("topk", "powersgd"):
+        yield (
+            f"parallel.compress_keep={keep:g} has no effect with {name}; leave it out, or use "
+            "parallel.compress=topk or powersgd"
+        )
+    elif parallel.compress == "topk" and keep > 1:
+        yield (
+            f"parallel.compress_keep={keep:g} is more than all elements, of which {name} sends a "
+            "share; use 1 or less"
+        )
+    elif parallel.compress == "powersgd" and not keep.is_integer():
+        yield (
+            f"parallel.compress_keep={keep:g} is not a whole number of columns, as {name} needs; "
+            f"use {max(1, round(keep))}"
+        )
 
 
 def _precision(train: Train) -> Iterator[str]:

@@ -12,12 +12,13 @@ Communication Operations in MPICH"; the tree is the double binary tree of Sander
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from megaframe.plan.cluster import Cluster
+from megaframe.plan.hierarchy import exchange_steps
 
 Number = Any
 """A float, or a numpy array of them."""
@@ -199,6 +200,17 @@ def hierarchical_all_to_all(size: Number, group: Sequence[Level]) -> Number:
     return total
 
 
+def stepped_exchange(size: Number, group: Sequence[Level]) -> Number:
+    """Every rank sends each other one its part, n / p, of a sum in steps (`exchange_steps`):
+    neighbours of a node add up what the ranks outside get from them, before two steps among nodes,
+    each over the slowest tier. (a-1) alpha + n beta (a-1)/a for a step of a ranks, where n is what
+    the steps before have left: n / a."""
+    p, alpha, bandwidth = _slowest(group)
+    node, near, far = _exchange_steps(p, group[0].members)
+    steps = [Level(near, alpha, bandwidth), Level(far, alpha, bandwidth)]
+    return hierarchical_all_gather(size, [replace(group[0], members=node), *steps])
+
+
 def tree_broadcast(size: Number, group: Sequence[Level]) -> Number:
     """Broadcast down a binomial tree: ceil(log2 p) (alpha + n beta)."""
     p, alpha, bandwidth = _slowest(group)
@@ -315,3 +327,12 @@ def _slowest(group: Sequence[Level]) -> tuple[Number, Number, Number]:
 
 def _log2(count: Number) -> Number:
     return np.ceil(np.log2(count))
+
+
+def _exchange_steps(ranks: Number, inside: Number) -> tuple[Number, Number, Number]:
+    """Return `exchange_steps` of numbers or arrays."""
+    pairs = np.stack(np.broadcast_arrays(ranks, inside), -1).astype(int)
+    known, places = np.unique(pairs.reshape(-1, 2), axis=0, return_inverse=True)
+    steps = np.array([exchange_steps(*pair) for pair in known.tolist()], dtype=float)
+    node, near, far = np.moveaxis(steps[places.reshape(pairs.shape[:-1])], -1, 0)
+    return node, near, far

@@ -33,7 +33,10 @@ class Software:
     of width `hidden`, and one of the MLP's inner width, in forward; in backward it is twice that.
     gradient_bytes: bytes per gradient element in the sum over data ranks; None: those of master
     precision, or 2 with `parallel.reduce_precision=bf16`.
-    gradients_of: which gradients are sent together, those of a `block` or of a `chunk`.
+    gradients_of: which gradients are sent together, those of a `block`, of a `chunk`, or as many as
+    `parallel.bucket_size` says (`buckets`).
+    exchange_in_steps: whether coded parts are exchanged in steps (`plan/hierarchy.py`); otherwise
+    between all pairs of ranks.
     copy_engines: whether copy engines do the transfers of the tensor axis, so that concurrent
     compute is not delayed.
     overlap_data, overlap_tensor, overlap_pipeline: whether these transfers overlap with compute.
@@ -57,6 +60,7 @@ class Software:
     `parallel.tensor_chunks`.
     logit_bytes: bytes that the loss moves per logit.
     data_tail: number of parts of the transfers between data ranks; the last part is never hidden.
+    None: the number of buckets.
     parallel_block: whether attention and MLP start from the same rows, which halves the tensor
     axis's transfers of a block.
     steps_meet: whether a rank begins its next step before others finish this one, so that a step
@@ -74,6 +78,7 @@ class Software:
     score_backward_bytes: float = 11.0
     gradient_bytes: int | None = None
     gradients_of: str = "block"
+    exchange_in_steps: bool = True
     copy_engines: bool = False
     overlap_data: bool = True
     overlap_tensor: bool = True
@@ -92,7 +97,7 @@ class Software:
     products: str | None = None
     parts: int | None = None
     logit_bytes: float = 16.0
-    data_tail: float = 32.0
+    data_tail: float | None = 32.0
     parallel_block: bool = False
     steps_meet: bool = False
 
@@ -101,7 +106,7 @@ class Software:
         return float(self.parts or config.parallel.tensor_chunks)
 
 
-MEGAFRAME = Software()
+MEGAFRAME = Software(gradients_of="buckets", data_tail=None)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from megaframe.plan.slow import jitter
 from megaframe.plan.update import (
     Owned,
     block_owned,
+    bucket_count,
     data_seconds,
     head,
     passes_beside,
@@ -76,10 +77,11 @@ def _estimate(
     end = head(machine)
     share = _share(machine, one, end)
     rank = one.times(share.blocks) + end.times(share.heads)
+    blocks = owned.times(share.blocks)
     held = replace(
-        owned.times(share.blocks),
+        blocks,
         tables=table_owned(machine) * _tables(config, machine.sizes),
-        buckets=machine.buckets(sizes.chunks, share.blocks),
+        buckets=bucket_count(machine, blocks.total, sizes.chunks, share.blocks),
     )
     breakdown = _breakdown(machine, rank, held, schedule)
     memory = memory_bytes(config, cluster.chip, sizes, schedule)

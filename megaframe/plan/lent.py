@@ -34,17 +34,24 @@ class Bucket(NamedTuple):
 @dataclass(frozen=True)
 class Unit:
     """The buckets of a unit. late: matrices of its late part. rest: its other matrices. tables:
-    tables that it uses. own: the tables whose gradients it reduces."""
+    tables that it uses. own: the tables whose gradients it reduces. ends: whether it completes the
+    gradients of `rest`, which it may share with blocks before it."""
 
     late: tuple[Bucket, ...] = ()
     rest: tuple[Bucket, ...] = ()
     tables: tuple[Bucket, ...] = ()
     own: tuple[Bucket, ...] = ()
+    ends: bool = True
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """All buckets whose values the unit needs."""
         return (*self.late, *self.rest, *self.tables)
+
+    @property
+    def reduced(self) -> tuple[Bucket, ...]:
+        """The buckets whose gradients are complete after the unit, without its late part."""
+        return (*(self.rest if self.ends else ()), *self.own)
 
 
 @dataclass(frozen=True)
@@ -131,12 +138,12 @@ def _passes(stages: Stages, actions: Sequence[Action]) -> list[_Pass]:
 class _State(NamedTuple):
     """State between two passes. travelling: the buckets of each reduction that may not be done, in
     the order of their starts. adding: buckets with gradients whose reduction has not started.
-    blocks: blocks whose values are present, the most recently fetched last. here: all buckets whose
-    values are present."""
+    blocks: the buckets of blocks whose values are present, the most recently fetched last. here:
+    all buckets whose values are present."""
 
     travelling: tuple[tuple[Bucket, ...], ...]
     adding: frozenset[Bucket]
-    blocks: tuple[Unit, ...]
+    blocks: tuple[tuple[Bucket, ...], ...]
     here: frozenset[Bucket]
 
 
@@ -187,7 +194,7 @@ class _Walk:
                 self._add(unit.rest)
             self._add(unit.tables)
             if not one.split:
-                self._reduce(unit.rest + unit.own)
+                self._reduce(unit.reduced)
         if stage.embedding is not None:  # needs no values in backward
             self._add(stage.embedding.tables)
             if not one.split:
@@ -197,7 +204,7 @@ class _Walk:
         for unit in stage.units(backward=True):
             self._add(unit.late + unit.rest)  # all gradients are added before any is reduced
             self._reduce(unit.late)
-            self._reduce(unit.rest + unit.own)
+            self._reduce(unit.reduced)
         if stage.embedding is not None:
             self._reduce(stage.embedding.own)
 
@@ -229,10 +236,10 @@ class _Walk:
         if unit is None or not self._values:
             return
         if not unit.tables:
-            self._blocks = [block for block in self._blocks if block != unit]
+            self._blocks = [block for block in self._blocks if block != unit.buckets]
             if len(self._blocks) == BLOCKS:
-                self._here -= {*self._blocks.pop(0).buckets}
-            self._blocks.append(unit)
+                self._here -= {*self._blocks.pop(0)}
+            self._blocks.append(unit.buckets)
         self._here |= {*unit.buckets}
         self._count()
 

@@ -8,14 +8,21 @@ exposed communication of each axis).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
-
-import numpy as np
 
 from megaframe.config.schema import RunConfig
 from megaframe.plan.cluster import Cluster
-from megaframe.plan.collectives import Level, collective_seconds, levels, members
+from megaframe.plan.collectives import (
+    Level,
+    collective_seconds,
+    levels,
+    members,
+    pairwise_all_to_all,
+    stepped_exchange,
+)
 from megaframe.plan.constants import Constants
 from megaframe.plan.kernels import Rates, rates
 from megaframe.plan.sizes import Sizes
@@ -99,9 +106,6 @@ class Machine:
     ) -> None:
         self.config, self.cluster, self.sizes = config, cluster, sizes
         self.constants, self.software = constants, constants.software
-        kind = config.train.precision
-        self.rate: Rates = rates(cluster.chip, constants, kind)
-        self.linear: Rates = rates(cluster.chip, constants, self.software.products or kind)
         self.tokens = sizes.microbatch * config.train.seq / sizes.context
         self.groups: dict[str, list[Level]] = {
             "tensor": self.group(1, sizes.tensor),
@@ -115,21 +119,45 @@ class Machine:
             "pipeline": self.group(sizes.tensor * sizes.context * sizes.data, sizes.pipeline),
         }
 
+    @cached_property
+    def rate(self) -> Rates:
+        """Rates of the kernels in the config's precision. Raises `UserError` if the chip has no
+        such rates; the groups of ranks are known without them."""
+        return rates(self.cluster.chip, self.constants, self.config.train.precision)
+
+    @cached_property
+    def linear(self) -> Rates:
+        """Rates of the matrix products. Raises as `rate` does."""
+        kind = self.software.products or self.config.train.precision
+        return rates(self.cluster.chip, self.constants, kind)
+
+    def without_latency(self) -> Machine:
+        """Return the same machine with links on which messages take no time but that of their
+        bytes."""
+        made = copy(self)
+        made.groups = {
+            name: [replace(level, alpha=0.0) for level in group]
+            for name, group in self.groups.items()
+        }
+        return made
+
     def group(self, stride: Number, size: Number) -> list[Level]:
         """Return the levels of a group of `size` ranks that are `stride` apart; their bandwidth is
         the share of the link's that collectives reach."""
         return levels(self.cluster, stride, size, self.constants.links)
-
-    def buckets(self, chunks: Number, blocks: Number) -> Number:
-        """Return the number of buckets in which a rank sends the gradients of its `chunks` chunks
-        or `blocks` blocks (`Software.gradients_of` says which), at least 1."""
-        return np.maximum(1.0, chunks if self.software.gradients_of == "chunk" else blocks)
 
     def seconds(self, operation: str, size: Number, axis: str, times: Number = 1.0) -> Number:
         """Return the seconds of `times` equal collectives over the ranks of an axis, which move
         `size` bytes in total."""
         known = self.software.collectives
         return times * collective_seconds(operation, size / times, self.groups[axis], known)
+
+    def exchange(self, size: Number, axis: str, times: Number = 1.0) -> Number:
+        """Return the seconds of `times` equal exchanges of coded parts, which move `size` bytes in
+        total: in the steps of `hierarchy.exchange_steps`, or between all pairs of ranks."""
+        in_steps = self.software.exchange_in_steps
+        formula = stepped_exchange if in_steps else pairwise_all_to_all
+        return times * formula(size / times, self.groups[axis])
 
     def delay(self, size: Number, axis: str) -> Number:
         """Return by how many seconds a concurrent collective of `size` bytes delays compute."""

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 
 from megaframe.config.schema import Optim, Parallel, RunConfig
 from megaframe.plan.activations import activations
+from megaframe.plan.bucket import Blocks, bucket_blocks
 from megaframe.plan.chips import WIDTH
 from megaframe.plan.lent import Bucket, StageUnits, Unit, lent
 from megaframe.plan.room import CHUNK, ROOMS, moment_width, moments, passing_width, state_width
@@ -127,11 +128,62 @@ class Held:
         dense = max(self.vectors, *self.blocks, *tables, *self.whole, *self.shared)
         return max(-(-dense // ranks), -(-max(self.experts, default=0) // expert_ranks))
 
+    @property
+    def _parts(self) -> list[tuple[int, ...]]:
+        """The elements of each kind of matrices, for each part of a block."""
+        return [*zip(self.blocks, self.experts, self.whole, self.shared, strict=True)]
+
+    def blocks_together(self, config: RunConfig, plans: Sequence[StagePlan]) -> list[Blocks]:
+        """Return which of the rank's blocks, counted over its stages, share buckets."""
+        halves = [sum(sizes) for sizes in self._parts]
+        sizes = [*zip(halves[1::2], halves[::2], strict=True)]
+        least, start, found = config.parallel.bucket_size, 0, []
+        for plan in plans:
+            here = sizes[start : start + len(plan.blocks)]
+            for of in bucket_blocks(here, 1 if least == "auto" else least):
+                found.append(Blocks(start + of.start, start + of.stop, of.halves))
+            start += len(plan.blocks)
+        return found
+
+    @property
+    def of_blocks(self) -> list[int]:
+        """The elements of the matrices of each block."""
+        halves = [sum(sizes) for sizes in self._parts]
+        return [rest + late for rest, late in zip(halves[::2], halves[1::2], strict=True)]
+
+    def in_buckets(self, config: RunConfig, plans: Sequence[StagePlan]) -> Held:
+        """Return the same parameters with an entry for each bucket instead of each part of a block.
+        plans: the stages of this rank."""
+        parts, found, stop = self._parts, [], 0
+        for of in self.blocks_together(config, plans):
+            stop = 2 * of.stop
+            here = parts[2 * of.start : stop]
+            found += here if of.halves else [_summed(here)]
+        blocks, experts, whole, shared = (
+            zip(*found, *parts[stop:], strict=True) if parts else ((),) * 4
+        )
+        return replace(self, blocks=blocks, experts=experts, whole=whole, shared=shared)
+
     def units(self, config: RunConfig, plans: Sequence[StagePlan]) -> dict[int, StageUnits]:
         """Return the units of each stage with their buckets. plans: the stages of this rank."""
-        parts = zip(self.blocks, self.experts, self.whole, self.shared, strict=True)
-        buckets = [_buckets(number, sizes) for number, sizes in enumerate(parts)]
-        blocks = [Unit(late, rest) for rest, late in zip(buckets[::2], buckets[1::2], strict=True)]
+        parts = self._parts
+        blocks: list[Unit] = []
+        for of in self.blocks_together(config, plans):
+            number = 2 * of.start
+            if of.halves:
+                late, rest = (
+                    _buckets(number + 1, parts[number + 1]),
+                    _buckets(number, parts[number]),
+                )
+                blocks.append(Unit(late, rest))
+                continue
+            together = _buckets(number, _summed(parts[number : 2 * of.stop]))
+            blocks += [
+                Unit(rest=together, ends=block == of.start) for block in range(of.start, of.stop)
+            ]
+        for number in range(2 * len(blocks), len(parts), 2):
+            late, rest = _buckets(number + 1, parts[number + 1]), _buckets(number, parts[number])
+            blocks.append(Unit(late, rest))
         tables = _buckets(-1, self.tables)
         tokens, tied = tables[:1], config.model.tie_embeddings
         first = any(plan.first for plan in plans)
@@ -157,6 +209,11 @@ class Held:
 def _buckets(part: int, sizes: Sequence[int]) -> tuple[Bucket, ...]:
     """Return the buckets of part number `part` of a rank; sizes: its elements of each kind."""
     return tuple(Bucket((part, kind), size) for kind, size in enumerate(sizes) if size)
+
+
+def _summed(parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the elements of each kind in all of these parts."""
+    return tuple(map(sum, zip(*parts, strict=True)))
 
 
 def _in_use(sizes: Sequence[int]) -> int:
@@ -213,14 +270,17 @@ def memory(
     rounded = away and width < master  # weights are on the host, rounded values on the device
     if rounded and stage == 3:
         values += own
-    rooms = _rooms(held, ranks, expert_ranks, stage) * master if host else 0
+    rooms = 0
+    if host:
+        rooms = _rooms(held.in_buckets(config, plans), ranks, expert_ranks, stage) * master
     if away:
-        most = held.largest(ranks, expert_ranks) if stage else held.largest(1, 1)
+        dealt = (ranks, expert_ranks) if stage else (1, 1)
+        most = held.in_buckets(config, plans).largest(*dealt)
         rooms += math.ceil(
             ROOMS * min(CHUNK, most) * passing_width(config.optim, master, weights=rounded)
         )
     # Context ranks divide the tokens; tensor ranks divide rows, heads and widths.
-    dealt = tensor * config.parallel.context
+    divided = tensor * config.parallel.context
     kept, messages = activations(config, plans, actions)
     saved = 0
     if host and config.checkpoint.every:
@@ -233,13 +293,13 @@ def memory(
         values=values * width,
         gradients=gradients * master,
         optimizer=0 if away else state,
-        activations=kept // dealt,
+        activations=kept // divided,
         logits=chunk * vocab * width if any(plan.last for plan in plans) else 0,
-        messages=messages // dealt,
+        messages=messages // divided,
         rooms=rooms,
         checkpoint=saved,
         temporaries=max(
-            2 * tokens * widest(config) * width // dealt,
+            2 * tokens * widest(config) * width // divided,
             chunk * vocab * width if any(plan.last for plan in plans) else 0,
         ),
         host=(own * master if rounded else 0) + (state if away else 0),

@@ -19,14 +19,15 @@ def step_schedule(config: RunConfig, microbatches: int) -> Schedule:
     """
     parallel = config.parallel
     searched = parallel.schedule == "search"
+    most = parallel.schedule_microbatches
     return generate(
         parallel.schedule,
         parallel.pipeline,
         parallel.chunks,
         microbatches,
-        group=parallel.schedule_group,
+        group=None if searched or most is None else int(most),
         costs=stage_costs(config, stage_plans(config)) if searched else None,
-        memory_limit=parallel.schedule_memory,
+        memory_limit=most if searched else None,
         placement="vee" if parallel.chunks == 2 else "loop",
     )
 

@@ -32,6 +32,7 @@ from megaframe.plan.stages import StagePlan, block_work, end_work, stage_plans
 from megaframe.plan.update import (
     Owned,
     block_owned,
+    bucket_count,
     data_seconds,
     head,
     passes_beside,
@@ -39,6 +40,7 @@ from megaframe.plan.update import (
     table_owned,
     update_seconds,
     waiting_seconds,
+    with_bucket_size,
 )
 from megaframe.plan.worst import by_kind, worst_memory
 from megaframe.schedule import Schedule
@@ -88,6 +90,7 @@ def predict(
             f"{layout.world} ranks are more than the {cluster.size} of cluster {cluster.name}; "
             f"use {cluster.size} or fewer"
         )
+    config = with_bucket_size(config, layout, cluster)
     machine = Machine(config, cluster, constants, sizes_of(config, layout))
     plans = stage_plans(config)
     blocks = _by_layer(machine, block)
@@ -186,10 +189,11 @@ def _end_of_step(
     tied = machine.config.model.tie_embeddings
     layers = [layer for plan in plans for layer in plan.blocks]
     tables = sum(plan.first + (plan.last and not (plan.first and tied)) for plan in plans)
+    blocks = sum((owned[layer] for layer in layers), Owned())
     held = replace(
-        sum((owned[layer] for layer in layers), Owned()),
+        blocks,
         tables=tables * table_owned(machine),
-        buckets=machine.buckets(len(plans), len(layers)),
+        buckets=bucket_count(machine, blocks.total, len(plans), len(layers)),
     )
     passes = passes_beside(machine.sizes, machine.config.parallel.schedule in CIRCLING)
     data = float(data_seconds(machine, held, window, passes))

@@ -13,6 +13,10 @@ _COPIES = 2
 """Streams that bring metrics to the host and copy a checkpoint."""
 _OFFLOAD = 2
 """Streams of what is kept in host memory: one in each direction."""
+_STEPS = 3
+"""Most steps of an exchange (`hierarchy.exchange_steps`)."""
+_SUMMED = (("data_shard", "context"), ("data_shard", "context", "tensor"), ("data_replicate",))
+"""The axis sets over which gradients of everything but experts are summed, which have most."""
 
 
 def streams(config: RunConfig, world: int) -> int | None:
@@ -37,9 +41,11 @@ def communicators(config: RunConfig, world: int) -> int:
     heads = exchanging_ranks(parallel)
     groups = [heads > 1, parallel.context > heads, 1 <= model.kv_heads < parallel.tensor]
     near_and_far = 2 * (model.moe is not None and parallel.expert > 1)
+    # The gradients that are rounded may be summed in steps, each over a group of its own.
+    steps = _STEPS * (parallel.reduce_precision == "bf16") * len(_wide(_SUMMED, sizes))
     # Two links to each neighbour; that of the embedding joins ranks with fewer of them.
     links = min(2 * (parallel.pipeline - 1), 4)
-    return len(sets) + sum(groups) + near_and_far + links
+    return len(sets) + sum(groups) + near_and_far + steps + links
 
 
 def _wide(axis_sets: Iterable[tuple[str, ...]], sizes: Mapping[str, int]) -> set[frozenset[str]]:

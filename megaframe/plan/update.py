@@ -8,20 +8,28 @@ recorded as a CUDA graph starts only when all weights are back.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from megaframe.config.schema import RunConfig
+from megaframe.layout import Layout
+from megaframe.plan.bucket import balanced_count
 from megaframe.plan.chips import WIDTH
+from megaframe.plan.cluster import Cluster
 from megaframe.plan.collectives import hop_seconds
+from megaframe.plan.constants import cluster_constants
 from megaframe.plan.experts import has_experts
+from megaframe.plan.held import held as held_by
 from megaframe.plan.kernels import moving_seconds, three_products
 from megaframe.plan.machine import Machine, Part, Passes
 from megaframe.plan.matrices import attention_matrices
 from megaframe.plan.memory import away_width
 from megaframe.plan.orthogonal import muon_seconds, orthogonal_seconds
-from megaframe.plan.sizes import Sizes
+from megaframe.plan.sizes import Sizes, sizes_of
+from megaframe.plan.stages import stage_plans
 from megaframe.plan.traffic import hidden_by
 
 Number = Any
@@ -131,6 +139,97 @@ def passes_beside(sizes: Sizes, circling: Number) -> Number:
     return 1.0 + np.where(circling, between * (sizes.chunks - 1) / sizes.chunks, 0.0)
 
 
+def bucket_count(machine: Machine, matrices: Number, chunks: Number, blocks: Number) -> Number:
+    """Return the number of buckets in which a rank exchanges the matrices of its blocks.
+
+    It follows from `Software.gradients_of`. By the rule it is `balanced_count`, for all collectives
+    of a bucket together, but at least one per chunk (at ZeRO 2 and 3, one per block) and at most
+    two per block.
+
+    Args:
+        machine: the links, and the layout.
+        matrices: elements of the rank's matrices.
+        chunks: stages of the rank.
+        blocks: blocks of the rank.
+    """
+    of, least = machine.software.gradients_of, machine.config.parallel.bucket_size
+    if of != "buckets":
+        return np.maximum(1.0, chunks if of == "chunk" else blocks)
+    most, fewest = np.maximum(1.0, 2.0 * blocks), np.maximum(1.0, chunks)
+    if least == "auto":
+        latency = exchange_seconds(machine, 0.0, 1.0).in_turn(machine.sizes.zero)
+        transfer = exchange_seconds(machine.without_latency(), matrices, 1.0)
+        balanced = balanced_count(transfer.in_turn(machine.sizes.zero), latency)
+        fewest = np.where(machine.sizes.zero >= 2, np.maximum(fewest, blocks), fewest)
+    else:
+        balanced = matrices / least
+    return np.clip(balanced, fewest, np.maximum(fewest, most))
+
+
+def with_bucket_size(config: RunConfig, layout: Layout, cluster: Cluster) -> RunConfig:
+    """Return the config with `parallel.bucket_size=auto` decided for these ranks and links. It
+    stays `auto` if no other rank has the same parameters."""
+    if config.parallel.bucket_size != "auto" or layout.data * layout.context == 1:
+        return config
+    machine = Machine(config, cluster, cluster_constants(cluster), sizes_of(config, layout))
+    whole = held_by(config, layout, stage_plans(config))
+    matrices = (whole.total - whole.ends) / layout.pipeline
+    blocks = len(whole.blocks) / 2 / layout.pipeline
+    count = float(bucket_count(machine, matrices, config.parallel.chunks, blocks))
+    least = matrices / count
+    if config.parallel.zero >= 2:  # not several blocks where some are smaller than others
+        least = min(least, min(whole.of_blocks, default=0))
+    size = {"bucket_size": max(1, math.ceil(least))}
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=size)})
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Seconds of the collectives of gradients and values over data ranks. scatter: each rank gets
+    its part of the sums. gather: all ranks get all values. whole: all ranks get all sums. replicas:
+    sums of a rank's part over its replicas."""
+
+    scatter: Number
+    gather: Number
+    whole: Number
+    replicas: Number
+
+    def in_turn(self, zero: Number) -> Number:
+        """Return the sum of those that take place at a ZeRO stage."""
+        return np.where(zero == 0, self.whole, self.scatter + self.gather) + self.replicas
+
+
+def exchange_seconds(machine: Machine, size: Number, times: Number) -> Exchange:
+    """Return the seconds of exchanging `size` elements in `times` buckets."""
+    parallel, software = machine.config.parallel, machine.software
+    part, width = size / machine.sizes.shard, WIDTH[machine.config.train.precision]
+    wire = _wire_bytes(machine)
+    gather = machine.seconds("all_gather", width * size, "shard", times)
+    if software.gradient_bytes is not None or parallel.reduce_precision != "bf16":
+        return Exchange(
+            machine.seconds("reduce_scatter", wire * size, "shard", times),
+            gather,
+            machine.seconds("all_reduce", wire * size, "shard", times),
+            machine.seconds("all_reduce", wire * part, "replicas", times),
+        )
+    scatter = machine.exchange(wire * size, "shard", times)
+    return Exchange(
+        scatter,
+        gather,
+        scatter + machine.seconds("all_gather", wire * size, "shard", times),
+        machine.exchange(wire * part, "replicas", times)
+        + machine.seconds("all_gather", wire * part, "replicas", times),
+    )
+
+
+def _wire_bytes(machine: Machine) -> int:
+    """Return the bytes of a gradient on its way."""
+    if machine.software.gradient_bytes is not None:
+        return machine.software.gradient_bytes
+    half = machine.config.parallel.reduce_precision == "bf16"
+    return 2 if half else max(4, WIDTH[machine.config.train.precision])
+
+
 def data_seconds(machine: Machine, held: Owned, window: Passes, passes: Number) -> Number:
     """Return the exposed seconds of exchanging gradients and weights in a step.
 
@@ -138,17 +237,12 @@ def data_seconds(machine: Machine, held: Owned, window: Passes, passes: Number) 
     made once per step overlaps with (`passes_beside`).
     """
     sizes, software = machine.sizes, machine.software
-    width = WIDTH[machine.config.train.precision]
-    wire = software.gradient_bytes
-    if wire is None:
-        half = machine.config.parallel.reduce_precision == "bf16"
-        wire = 2 if half else max(4, width)
+    width, wire = WIDTH[machine.config.train.precision], _wire_bytes(machine)
     size = held.total
-    times = held.buckets if software.overlap_data else 1.0
-    scatter = machine.seconds("reduce_scatter", wire * size, "shard", times)
-    gather = machine.seconds("all_gather", width * size, "shard", times)
-    whole = machine.seconds("all_reduce", wire * size, "shard", times)
-    replicas = machine.seconds("all_reduce", wire * size / sizes.shard, "replicas")
+    moved_once = exchange_seconds(machine, size, held.buckets if software.overlap_data else 1.0)
+    scatter, gather, whole = moved_once.scatter, moved_once.gather, moved_once.whole
+    replicas = moved_once.replicas
+    tail = held.buckets if software.data_tail is None else software.data_tail
     backward, forward = window.backward + window.weight, window.forward
     each = sizes.microbatches * 1.0
     if not software.overlap_data:
@@ -159,7 +253,7 @@ def data_seconds(machine: Machine, held: Owned, window: Passes, passes: Number) 
 
     def beside(moved: Number, compute: Number, bytes_each: Number) -> Number:
         delay = machine.delay(bytes_each * size, "shard")
-        return hidden_by(moved, compute, software.data_tail, delay)
+        return hidden_by(moved, compute, tail, delay)
 
     def back(moved: Number, compute: Number) -> Number:
         graph = machine.config.train.cuda_graph

@@ -97,8 +97,7 @@ def configured(config: RunConfig, one: Candidates, place: int) -> RunConfig:
     changed = {
         **parallel,
         "schedule": SCHEDULES[int(one.schedule[place])],
-        "schedule_group": None,
-        "schedule_memory": None,
+        "schedule_microbatches": None,
         "layers_per_stage": None,
         "tensor_chunks": given.tensor_chunks if parallel["tensor"] > 1 else 1,
         "expert_overlap": given.expert_overlap

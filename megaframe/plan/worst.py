@@ -193,7 +193,11 @@ def _rank_bytes(config: RunConfig, chip: Chip, rank: _Rank) -> Array:
     own = own + shared / (ranks * of.largest("copies"))
     own = own + experts / np.maximum(1, replicas // c.data_replicate)
     alone, own = own - vectors / ranks, np.where(c.zero > 0, own, total)
-    lent = 2 * sum(of.largest(name) for name in names[1:]) + of.table
+    block = sum(of.largest(name) for name in names[1:])
+    least = config.parallel.bucket_size
+    together = np.ceil((1 if least == "auto" else least) / np.maximum(block, 1))
+    together = np.clip(together, 1.0, np.maximum(1.0, of.here[full] / c.chunks))
+    lent = 2 * together * block + of.table
     values = np.where(c.zero == 3, vectors + lent, total)
     kept = master + state_width(config.optim, master)
     if width == master:

@@ -81,12 +81,12 @@ def group_mistakes(name: str, ranks: int, group: int | None) -> Iterator[str]:
         return
     if name != "interleaved":
         yield (
-            f"parallel.schedule_group={group}: a group of {group} microbatches has no effect with "
-            f"{name}; leave it out, or use parallel.schedule=interleaved"
+            f"parallel.schedule_microbatches={group}: a group of {group} microbatches has no "
+            f"effect with {name}; leave it out, or use parallel.schedule=interleaved or search"
         )
     elif group < ranks:
         yield (
-            f"parallel.schedule_group={group}: a group of {group} microbatches would stop "
+            f"parallel.schedule_microbatches={group}: a group of {group} microbatches would stop "
             f"interleaved on parallel.pipeline={ranks}; use {ranks} or more"
         )
 

@@ -7,7 +7,7 @@ import pytest
 
 from megaframe.config import explain, load
 from megaframe.config.describe import keys
-from megaframe.config.foreign import FOREIGN, known_elsewhere
+from megaframe.config.foreign import FOREIGN, FORMER, known_elsewhere, without_former
 from megaframe.errors import UserError
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs/coming.md"
@@ -91,6 +91,36 @@ def test_it_is_known_in_a_file_and_inside_a_list_too(tmp_path):
         refusal.value
     )
     assert "Megatron-LM's data_path is data.sources" in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", FORMER)
+def test_a_former_key_is_refused_with_its_successor(name):
+    assert FORMER[name] in keys() and f"parallel.{name}" not in keys()
+    said = f"parallel.{name}: unknown key; {FORMER[name]} has replaced {name}"
+    with pytest.raises(UserError, match=re.escape(said)):
+        load(None, [f"parallel.{name}=1"])
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"),
+    [
+        ({"compress": "none", "compress_share": 0.01, "compress_rank": 4}, {"compress": "none"}),
+        (
+            {"compress": "topk", "compress_share": 0.05, "compress_rank": 4},
+            {"compress": "topk", "compress_keep": 0.05},
+        ),
+        (
+            {"compress": "powersgd", "compress_share": 0.01, "compress_rank": 8},
+            {"compress": "powersgd", "compress_keep": 8},
+        ),
+        ({"schedule_group": 4, "schedule_memory": None}, {"schedule_microbatches": 4}),
+        ({"schedule_group": None, "schedule_memory": 2.5}, {"schedule_microbatches": 2.5}),
+        ({"compress": ["of", "nobody"], "zero": 1}, {"compress": ["of", "nobody"], "zero": 1}),
+    ],
+)
+def test_a_checkpoint_with_former_keys_says_the_same(saved, now):
+    assert without_former({"run": {}, "parallel": saved}) == {"run": {}, "parallel": now}
+    assert without_former({"parallel": "nonsense"}) == {"parallel": "nonsense"}
 
 
 def test_other_names_are_not():

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 import pretrain_gpt  # noqa: E402
-from megaframe.comm import all_reduce, receive, send  # noqa: E402
+from megaframe.comm import all_reduce, connections, receive, send  # noqa: E402
 from megaframe.comm.watch import Watch  # noqa: E402
 from megaframe.microbatch import IGNORE  # noqa: E402
 from megaframe.trainer import Trainer  # noqa: E402
@@ -97,10 +97,12 @@ def another_order(trainer, step):
 
 def another_shape(trainer, step):
     if trainer.step == step:
-        trainer._loss = torch.zeros(2)
-        trainer._valid_tokens = lambda _: int(
-            all_reduce(torch.ones(5), trainer.mesh.aside).wait()[0]
-        )
+        trainer.batches._sum = lambda _: all_reduce(torch.ones(5), trainer.mesh.aside)
+
+
+def must_look_ahead(trainer):
+    """Every step but the first begins with the sum of its valid tokens under way."""
+    assert trainer.step == 0 or trainer.batches._ahead is not None
 
 
 def one_send_too_many(trainer, step):
@@ -117,7 +119,7 @@ def break_and_hang(trainer, broken, hung):
     """
     mesh = trainer.mesh
     if mesh.rank == 2 and once(trainer, broken):
-        mesh.connections.cut()
+        connections.cut()
     if trainer.step == hung and "hung" not in ONCE:
         ONCE["hung"] = True
         mesh.watch_steps(1.0, trainer.folder / "faults")

@@ -50,14 +50,14 @@ def test_a_sleeping_loader(hang, tmp_path):
     told = hang(2, fault_runs.sleep_in_data_of_one, None, 3, 1)
     said = (
         "step 4 took more than faults.step_timeout=2 s: rank 1 (pipeline 0, data 1: stage 0) at "
-        "step 4, data, waiting for no rank | rank 0: step 4, counting tokens, waiting in "
-        "all_reduce over data with rank 1\n"
+        "step 4, data, waiting for no rank | rank 0: step 4, action 0B1, waiting in "
+        "reduce_scatter over data with rank 1\n"
     )
     for rank, text in enumerate(told):
         assert text.startswith(f"error: rank {rank}: {said}"), text
     found = stacks(tmp_path)
     assert "in sleep_in_data" in told[1] or "in <lambda>" in told[1]
-    assert "_valid_tokens" in found["rank-00000.txt"] and "<lambda>" in found["rank-00001.txt"]
+    assert "in advance" in found["rank-00000.txt"] and "<lambda>" in found["rank-00001.txt"]
 
 
 def test_a_stage_that_sleeps_in_a_pass(hang):
@@ -80,7 +80,7 @@ def test_collectives_in_another_order(hang, tmp_path):
     keys = {"checkpoint__resume": "latest", "checkpoint__every": 2}
     for text in hang(2, fault_runs.another_order, 1, 3, **keys):
         assert "rank 1 (pipeline 0, data 1: stage 0) at step 4, waiting in all_reduce over" in text
-        assert "step 4, counting tokens, waiting in all_reduce over data with rank 1" in text
+        assert "step 4, action 0B1, waiting in reduce_scatter over data with rank 1" in text
         assert "faults.check_collectives=true" in text
     assert fault_runs.log(tmp_path / "run").count("restarted in the same processes") == 1
 
@@ -94,13 +94,13 @@ def test_an_error_of_a_rank_is_not_taken_for_one_of_the_network(hang):
 
 
 def test_another_shape_is_named_before_it_starts(hang):
-    keys = {"faults__check_collectives": True, "faults__step_timeout": 0}
+    keys = {"faults__check_collectives": True, "faults__step_timeout": 0, "data__mask_eod": True}
     for text in hang(2, fault_runs.another_shape, 1, 3, **keys):
         assert re.search(
             r"error: rank \d: the ranks over data do not start the same thing: rank \d "
-            r"start(s|ed) all_reduce of torch.(float32 \[5\]|int64 \[\]) in action counting "
-            r"tokens at [\w/]+\.py:\d+, rank \d started all_reduce of torch.(float32 \[5\]|int64 "
-            r"\[\]) in action counting tokens at [\w/]+\.py:\d+",
+            r"start(s|ed) all_reduce of torch.(float32 \[5\]|int64 \[\]) in action data "
+            r"at [\w/]+\.py:\d+, rank \d started all_reduce of torch.(float32 \[5\]|int64 "
+            r"\[\]) in action data at [\w/]+\.py:\d+",
             text,
         ), text
 

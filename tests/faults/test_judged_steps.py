@@ -9,6 +9,7 @@ from fault_runs import (
     log,
     losses,
     main,
+    must_look_ahead,
     nan_in_sample,
     nan_in_weights,
     nan_once,
@@ -68,6 +69,19 @@ def test_poisoned_weights_are_left_behind(run, whole, tmp_path):
     assert "its data is tried once more; continuing from the checkpoint of step 4" in text
     lost = [line["lost_seconds"]["repeat"] for line in lines(tmp_path / "run")]
     assert all(lost[step - 1] > 0 for step in (5, 6)) and not lost[3]
+
+
+def test_masked_tokens_are_counted_a_step_ahead_and_after_a_way_back_too(run, tmp_path):
+    keys = {**EVERY, "data__mask_eod": True, "train__eval_every": 5}
+    assert run("whole", 2, must_look_ahead, None, **keys) == [0, 0]
+    assert run("one", 1, **keys) == [0]
+    assert losses(tmp_path / "one") == promised(losses(tmp_path / "whole"))
+    back = {"faults__non_finite": "roll_back", **keys}
+    assert run("back", 2, nan_in_weights, 1, 6, **back) == [0, 0]
+    assert losses(tmp_path / "back") == losses(tmp_path / "whole")
+    twice = {**back, "faults__non_finite": "replay"}
+    assert run("twice", 2, nan_once, 1, 6, **twice) == [0, 0]
+    assert losses(tmp_path / "twice") == losses(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -11,6 +11,7 @@ import pytest
 from fault_runs import lines, log, losses, main, once, told
 from program import Program, places, stuck_after
 
+from megaframe.comm import connections
 from megaframe.comm.place import Place
 from megaframe.faults import leaving
 from megaframe.faults.leaving import command_to_continue, heeding_signals
@@ -191,7 +192,7 @@ def end_launcher_and_break(trainer):
         os.kill(launcher, signal.SIGKILL)
         while os.getppid() == launcher:
             time.sleep(0.001)
-        trainer.mesh.connections.cut()
+        connections.cut()
 
 
 @pytest.mark.slow

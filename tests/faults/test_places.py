@@ -3,18 +3,19 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaframe.comm.busy import DeviceBusy, DeviceTimes
 from megaframe.comm.place import Place, Sight, gathered, held_up_by
 
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
 
 
-@given(st.builds(Sight, st.integers(0, 9), texts, texts, st.tuples(st.integers()), st.integers()))
+@given(st.builds(Sight, st.integers(0, 9), texts, texts, st.integers()))
 def test_a_sight_survives_its_text(sight):
     assert Sight.decode(sight.encode()) == sight and "\n" not in sight.encode()
 
 
 def seen(rank, waiting, beat=0):
-    return Sight(rank, "step 1", "waiting in x" if waiting else "", (), beat)
+    return Sight(rank, "step 1", "waiting in x" if waiting else "", beat)
 
 
 @settings(deadline=None)
@@ -53,6 +54,13 @@ def test_ranks_that_do_the_same_are_told_together():
     assert gathered(sights) == text
 
 
+def test_of_very_many_different_things_few_are_told():
+    sights = [Sight(rank, f"step {rank}", "", 0) for rank in range(4096)]
+    text = gathered(sights)
+    assert text.startswith("rank 0: step 0, waiting for no rank; rank 1: ")
+    assert text.endswith("rank 7: step 7, waiting for no rank; 4088 ranks elsewhere")
+
+
 class Passed:
     """Stands for a mark in a device's queue; a test sets whether the device has passed it."""
 
@@ -66,8 +74,8 @@ class Passed:
 class Transfer:
     """Stands for a transfer that a rank waits for."""
 
-    def __init__(self, words, *ranks):
-        self.waits_for = lambda: (words, ranks)
+    def __init__(self, words):
+        self.waits_for = lambda: words
 
 
 def on_a_device():
@@ -83,7 +91,7 @@ def on_a_device():
     for action, waits in (("0F0", ["send"]), ("0F1", ["gather", "reduce", "gather"]), ("0B0", [])):
         place.act("", action, "F")
         for word in waits:
-            place.left(Transfer(word, 0, 2))
+            place.left(Transfer(word))
     place.act("", "UPDATE")
     return place, marks
 
@@ -110,3 +118,35 @@ def test_a_device_is_stalled_that_stays_where_it_waits():
     assert not place.stalled(0.0) and place.stalled(0.0)
     marks[1].passed = True
     assert not place.stalled(0.0) and not place.stalled(0.0)  # it is computing, not waiting
+
+
+class Moment:
+    """Stands for a mark with a time: a device has passed those before `now`, in milliseconds."""
+
+    now = 0.0
+
+    def __init__(self, at):
+        self._at = at
+
+    def query(self):
+        return self._at <= Moment.now
+
+    def elapsed_time(self, end):
+        assert self.query() and end.query(), "a time that the device has not come to yet"
+        return end._at - self._at
+
+
+def test_a_device_is_busy_between_its_marks_without_its_waits():
+    busy = DeviceBusy()
+    Moment.now = 0.0
+    busy.act("F", Moment(10.0))
+    busy.wait(Moment(12.0), Moment(40.0))
+    busy.act(None, Moment(50.0))
+    busy.wait(Moment(52.0), Moment(60.0))
+    busy.act("B", Moment(70.0))
+    busy.act(None, Moment(75.0))
+    assert busy.take() == DeviceTimes(), "it has not passed the last mark"
+    Moment.now = 80.0
+    times = busy.take()
+    assert times.steps == 2  # the second has no actions
+    assert times.busy == {"F": 0.012, "B": 0.005}

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.numeric
 def take_step(built, microbatch, step, scale=1.0):
     built.optimizer.start_step()
     reduce = built.optimizer.reduce
-    scale = torch.tensor(scale * built.optimizer.loss_scale, dtype=torch.float64)
+    scale = torch.as_tensor(scale * built.optimizer.loss_scale, dtype=torch.float64)
     built.stage.start_step(step)
     loss = built.stage.forward(0, microbatch, scale, done=reduce)
     built.stage.backward(0, done=reduce)
@@ -116,14 +116,18 @@ def test_loss_scale_grows_after_a_window_and_only_in_fp16():
     config = RunConfig(
         train={"precision": "fp16"}, optim={"loss_scale": 8.0, "loss_scale_window": 3}
     )
-    scale = LossScale(config)
+    scale = LossScale(config, torch.device("cpu"))
     values = []
     for finite in (True, True, False, True, True, True, True):
-        scale.update(finite)
-        values.append(scale.value)
-    assert values == [8, 8, 4, 4, 4, 8, 8]
-    fixed = LossScale(RunConfig(train={"precision": "bf16"}))
-    fixed.update(False)
+        scale.update(torch.tensor(finite))
+        values.append(float(scale.value))
+        scale.load(*scale.state())
+    assert values == [8, 8, 4, 4, 4, 8, 8] and scale.state() == (8.0, 4)
+    scale.load(2.0**24, 5)
+    scale.update(torch.tensor(True))
+    assert scale.state() == (2.0**24, 6), "not beyond the largest"
+    fixed = LossScale(RunConfig(train={"precision": "bf16"}), torch.device("cpu"))
+    fixed.update(torch.tensor(False))
     assert fixed.value == 1.0
 
 

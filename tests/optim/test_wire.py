@@ -3,10 +3,12 @@ nothing is left out, and otherwise complete over several steps.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from tolerances import assert_near
+from pool import Pool
+from tolerances import assert_near, assert_within, growth, unit_roundoff
 
 from megaframe.comm import barrier
 from megaframe.layout import Layout
@@ -15,6 +17,7 @@ from megaframe.optim.buffers import Buffers
 from megaframe.optim.codec import Half, Int8
 from megaframe.optim.powersgd import as_matrix
 from megaframe.optim.wiring import Wiring
+from megaframe.plan.hierarchy import divided, exchange_steps
 
 STEPS = 6
 SHAPES = ((40, 3, 10), (20,), (24, 36), (2, 2), (50, 20))
@@ -58,8 +61,12 @@ LENGTH = sum(map(math.prod, SHAPES))
 class Harness:
     """A wire over all ranks of the world."""
 
-    def __init__(self, mesh, length=LENGTH, dtype=torch.float64, compress="none", **keys):
+    def __init__(self, mesh, length=LENGTH, dtype=torch.float64, compress="none", steps=(), **keys):
         self.group, self.length = mesh.group("data"), length
+        if steps:
+            groups = divided(self.group.ranks, steps)
+            made = [mesh._make_group(("data",), members) for members in groups]
+            self.group = replace(self.group, steps=tuple(made))
         wiring = Wiring(compress=compress, **keys)
         slow = None if compress == "none" else views
         self.wire = wiring.wire(self.group, length, dtype, Buffers(mesh.device), slow)
@@ -101,6 +108,100 @@ def coded(mesh, kind, dtype, length):
     part = Harness(mesh, length, dtype, **keys).add(every[here], "sum_part")
     assert 2 * harness.group.traffic.take()[0] == moved
     return same, torch.equal(part, parts[here]), moved
+
+
+def in_steps(every, sizes, again):
+    """Return each rank's part of a sum that is exchanged in steps: the definition of the bits.
+    every: the parts [ranks, part] of each rank."""
+    held, stride = [dict(enumerate(rows)) for rows in every], 1
+    for size in sizes:
+        summed = []
+        for rank, mine in enumerate(held):
+            place = rank // stride % size
+            first = rank - place * stride
+            members = [first + other * stride for other in range(size)]
+            wanted = [number for number in mine if number // stride % size == place]
+            parts = {}
+            for number in wanted:
+                parts[number] = mine[number].clone()
+                for other in members:
+                    if other != rank:
+                        parts[number] += again(held[other][number])
+            summed.append(parts)
+        held, stride = summed, stride * size
+    return [parts[rank] for rank, parts in enumerate(held)]
+
+
+def stepped(mesh, sizes, dtype, length):
+    """Compare a sum in steps with its definition, and with the sum in fp64 -> (equal, equal, bytes,
+    calls of a part)."""
+    codec, ranks, here = Half(), world_size(), mesh.rank
+    size = math.ceil(length / ranks)
+    every = [gradients(length, rank, 0, dtype) for rank in range(ranks)]
+    wide = [torch.nn.functional.pad(one, (0, size * ranks - length)) for one in every]
+
+    def again(x):
+        return codec.decode(codec.encode(x), len(x), dtype)
+
+    parts = in_steps([one.view(ranks, size) for one in wide], sizes, again)
+    whole = torch.cat([again(total) for total in parts])[:length]
+    harness = Harness(mesh, length, dtype, precision="bf16", steps=sizes)
+    found = harness.add(every[here])
+    moved = sum(group.traffic.take()[0] for group in harness.group.steps)
+    moved += harness.group.traffic.take()[0]
+    exact, terms = sum(one.double() for one in every), sum(one.double().abs() for one in every)
+    # At most one rounding per step, and one of the sum on its way back.
+    unit = unit_roundoff(torch.bfloat16)
+    allowed = ((1 + unit) ** (len(sizes) + 1) - 1 + growth(ranks, dtype)) * terms
+    assert_within(found, exact, allowed, f"{len(sizes) + 1} roundings to bf16")
+    if length % ranks:
+        return torch.equal(found, whole), True, moved, None
+    harness.group.traffic.take()
+    own = harness.add(every[here], "sum_part")
+    calls = [group.traffic.take()[1] for group in harness.group.steps]
+    allowed = ((1 + unit) ** len(sizes) - 1 + growth(ranks, dtype)) * terms
+    rows = slice(here * size, (here + 1) * size)
+    assert_within(own, exact[rows], allowed[rows], f"{len(sizes)} roundings to bf16")
+    return torch.equal(found, whole), torch.equal(own, parts[here]), moved, calls
+
+
+@pytest.mark.quick(when=lambda ranks: ranks == 4)
+@pytest.mark.parametrize(("ranks", "sizes"), [(4, (2, 2)), (8, (2, 4)), (8, (2, 2, 2))])
+def test_sums_in_steps_are_rounded_once_a_step_bit_by_bit(ranks, sizes, pool):
+    """In as many bytes as between all pairs of ranks."""
+    cases = [
+        (sizes, dtype, length)
+        for dtype in (torch.float32, torch.float64)
+        for length in (4096, 3001)
+    ]
+    workers = pool if ranks == 4 else Pool(ranks)
+    for found in workers.run(ranks, each, stepped, cases):
+        for (_, _, length), (same, part_same, moved, calls) in zip(cases, found, strict=True):
+            assert same and part_same
+            assert moved == 2 * (ranks - 1) * 2 * math.ceil(length / ranks)
+            assert calls is None or calls == [1] * len(sizes)
+    if workers is not pool:
+        workers.close()
+
+
+def steps_of(mesh, node_size):
+    mesh.divide_exchanges([("data",)], node_size)
+    group = mesh.group("data")
+    found = [step.ranks for step in group.steps]
+    once = Harness(mesh, 4096, torch.float32, precision="bf16")
+    again = Harness(mesh, 4096, torch.float32, precision="bf16")
+    one = once.add(gradients(4096, mesh.rank, 0, torch.float32))
+    other = again.add(gradients(4096, mesh.rank, 0, torch.float32))
+    return found, torch.equal(one, other)
+
+
+def test_a_group_is_divided_at_its_nodes(pool):
+    cases = [(4,), (2,)]  # nodes of all ranks, and of half of them
+    for rank, (one, two) in enumerate(pool.run(4, each, steps_of, cases)):
+        near, far = rank // 2 * 2, rank % 2
+        assert two == ([(near, near + 1), (far, far + 2)], True)
+        assert one == ([], True)
+    assert exchange_steps(4, 4) == (1, 4, 1)
 
 
 CODED = {"bf16": (Half(), {"precision": "bf16"}), "int8": (Int8(), {"compress": "int8"})}

@@ -17,8 +17,8 @@ from megaframe.meter import StepTimer
 from megaframe.microbatch import Microbatch
 from megaframe.pipeline import Pipeline
 
-TOPK = {"compress": "topk", "compress_share": 1.0}
-POWER = {"compress": "powersgd", "compress_rank": 64}
+TOPK = {"compress": "topk", "compress_keep": 1.0}
+POWER = {"compress": "powersgd", "compress_keep": 64}
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +39,11 @@ def test_what_leaves_nothing_out_changes_no_answer(parallel, keys, pool, expecte
 
 
 @pytest.mark.parametrize("zero", [0, 2])
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_bf16_on_the_wire_costs_its_rounding(replicas, zero, pool, expected):
+@pytest.mark.parametrize(("replicas", "node_size"), [(1, 4), (2, 4), (1, 2)])
+def test_bf16_on_the_wire_costs_its_rounding(replicas, node_size, zero, pool, expected):
+    """Within a node; between replicas; and in two steps, which round twice."""
     keys = {"reduce_precision": "bf16", "data_replicate": replicas, "zero": zero}
+    keys["node_size"] = node_size
     for found in pool.run(4, run, MODELS["gpt2"], {"microbatch": 2}, keys):
         assert found.norms != expected.norms
         # Each gradient is rounded; in a norm, and in the loss that follows, errors average.
@@ -99,8 +101,8 @@ def uncompressed(pool):
     [
         ({"reduce_precision": "bf16", "zero": 0}, 0.99),
         ({"compress": "int8", "zero": 2}, 0.99),
-        ({"compress": "topk", "compress_share": 0.05, "zero": 0}, 0.6),
-        ({"compress": "powersgd", "compress_rank": 4, "zero": 2}, 0.8),
+        ({"compress": "topk", "compress_keep": 0.05, "zero": 0}, 0.6),
+        ({"compress": "powersgd", "compress_keep": 4, "zero": 2}, 0.8),
     ],
 )
 def test_compressed_training_converges(keys, share, pool, uncompressed):
@@ -112,7 +114,7 @@ def test_compressed_training_converges(keys, share, pool, uncompressed):
 
 @pytest.mark.slow
 def test_without_error_feedback_it_is_worse(pool):
-    keys = {"compress": "topk", "compress_share": 0.002, "zero": 0}
+    keys = {"compress": "topk", "compress_keep": 0.002, "zero": 0}
     sgd = {"name": "sgd", "lr": 0.3, "weight_decay": 0.0}
     found, without = (pool.run(2, learn, keys, feedback, sgd, 150)[0] for feedback in (True, False))
     assert found < without - 0.5

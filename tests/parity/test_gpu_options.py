@@ -127,7 +127,9 @@ def run_watched(*given):
     def watched(self, *arguments, **options):
         self.optimizer._hear()
         with nobody_waits():
-            return step(self, *arguments, **options)
+            found = step(self, *arguments, **options)
+            assert self.optimizer.loss_scale / 3 is not None  # what the next step begins with
+            return found
 
     os.environ["TRITON_INTERPRET"] = "1"
     with pytest.MonkeyPatch.context() as patch:
@@ -142,6 +144,7 @@ def run_watched(*given):
     ("model", "train", "parallel", "kernels"),
     [
         (MODELS["gpt2"], {}, {}, {}),
+        (MODELS["gpt2"], {"precision": "fp16"}, {}, {}),
         (MODELS["llama"], {"recompute": "selective"}, {"tensor": 2, "zero": 2}, {}),
         (MODELS["llama"], {"recompute": "full", "offload": True}, {"context": 2}, {}),
         (EXPERTS, {}, {}, {"experts": "triton"}),

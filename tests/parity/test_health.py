@@ -78,7 +78,7 @@ def overflowing(zero):
     scales = []
     for step in range(16):
         scale = pipeline.optimizer.loss_scale
-        scales.append(scale)
+        scales.append(float(scale))
         outcome = pipeline.train(microbatches, step, scale / 40)
     place = first_sick([], 1, mesh.world, mesh.device)
     updates = pipeline.optimizer.state().updates

@@ -98,7 +98,7 @@ def overflowing(zero, offload):
         )
         scales, kept = [], []
         for step in range(14):
-            scales.append(pipeline.optimizer.loss_scale)
+            scales.append(float(pipeline.optimizer.loss_scale))
             pipeline.train(microbatches, step, scales[-1] / 40)
             kept.append([piece.clone() for *_, piece in pipeline.optimizer.tensors()])
     mesh.close()

@@ -66,7 +66,7 @@ def test_schedules_do_not_change_the_answer(name, schedule, stages, recompute, p
         {"layers_per_stage": (1, 8)},
         {"layers_per_stage": (9, 0), "schedule": "zb-h1"},
         {"layers_per_stage": (0, 4, 5, 0), "chunks": 2, "schedule": "zb-v"},
-        {"chunks": 3, "schedule": "interleaved", "schedule_group": 3},
+        {"chunks": 3, "schedule": "interleaved", "schedule_microbatches": 3},
         {"chunks": 4, "schedule": "breadth-first"},
     ],
 )

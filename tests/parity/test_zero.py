@@ -56,6 +56,25 @@ CASES = [
 ]
 
 
+SHARED = [
+    # Two blocks of four together; all of them; whole blocks of two stages.
+    (2, {"bucket_size": 5000}, 1),
+    (2, {"bucket_size": 5000}, 3),
+    (4, {"bucket_size": 10**6}, 0),
+    (4, {"bucket_size": 10**6}, 2),
+    (4, {"bucket_size": 2500, **INTERLEAVED}, 3),
+    (4, {"bucket_size": 5000, "pipeline": 2, "schedule": "zb-h1"}, 2),
+]
+
+
+@pytest.mark.quick(when=lambda zero: zero in (1, 3))
+@pytest.mark.parametrize(("ranks", "parallel", "zero"), SHARED)
+def test_blocks_that_share_buckets_do_not_change_the_answer(ranks, parallel, zero, pool, expected):
+    model = {**MODELS["llama"], "layers": 4}
+    parallel = {**parallel, "zero": zero}
+    assert_same(pool.run(ranks, run, model, {"microbatch": 1}, parallel), expected["llama"])
+
+
 # Each stage with data ranks alone, in one copy and in two; beside each other axis stage 3, which
 # shards everything.
 @pytest.mark.quick(

@@ -64,12 +64,16 @@ def test_a_sound_config_passes(overrides):
             "compress=int8 .*train.precision=fp16 may change; use bf16 or fp32, or .*=none",
         ),
         (
-            ["parallel.compress=topk", "parallel.compress_rank=2"],
-            "compress_rank=2 has no effect with parallel.compress=topk; .*compress=powersgd",
+            ["parallel.compress=topk", "parallel.compress_keep=2"],
+            "compress_keep=2 is more than all elements, of which parallel.compress=topk sends a sh",
         ),
         (
-            ["parallel.compress_share=0.5"],
-            "compress_share=0.5 has no effect with parallel.compress=none; .*compress=topk",
+            ["parallel.compress=powersgd", "parallel.compress_keep=0.5"],
+            "compress_keep=0.5 is not a whole number of columns, as .*=powersgd needs; use 1",
+        ),
+        (
+            ["parallel.compress_keep=0.5"],
+            "compress_keep=0.5 has no effect with parallel.compress=none; .*=topk or powersgd",
         ),
         (
             ["optim.momentum=0.9", "optim.name=lion"],
@@ -293,22 +297,31 @@ PIPELINES = [
         [{"schedule": "1f1b"}],
     ),
     (
-        {"pipeline": 2, "schedule_group": 4},
-        "parallel.schedule_group=4: a group of 4 microbatches has no effect with "
-        "1f1b; leave it out, or use parallel.schedule=interleaved",
-        [{"schedule_group": "null"}, {"schedule": "interleaved", "chunks": 2}],
+        {"pipeline": 2, "schedule_microbatches": 4},
+        "parallel.schedule_microbatches=4: a group of 4 microbatches has no effect with "
+        "1f1b; leave it out, or use parallel.schedule=interleaved or search",
+        [
+            {"schedule_microbatches": "null"},
+            {"schedule": "interleaved", "chunks": 2},
+            {"schedule": "search"},
+        ],
     ),
     (
-        {"pipeline": 4, "chunks": 2, "schedule": "interleaved", "schedule_group": 3},
-        "schedule_group=3: a group of 3 microbatches would stop interleaved on "
+        {"pipeline": 4, "chunks": 2, "schedule": "interleaved", "schedule_microbatches": 3},
+        "schedule_microbatches=3: a group of 3 microbatches would stop interleaved on "
         "parallel.pipeline=4; use 4 or more",
-        [{"schedule_group": 4}, {"schedule_group": 7}],
+        [{"schedule_microbatches": 4}, {"schedule_microbatches": 7}],
     ),
     (
-        {"pipeline": 2, "schedule_memory": 3},
-        "schedule_memory=3 has no effect with parallel.schedule=1f1b; leave it out, or use "
-        "parallel.schedule=search",
-        [{"schedule_memory": "null"}, {"schedule": "search"}],
+        {
+            "pipeline": 2,
+            "chunks": 2,
+            "schedule": "interleaved",
+            "schedule_microbatches": 2.5,
+        },
+        "schedule_microbatches=2.5 is not a whole number, as parallel.schedule=interleaved needs; "
+        "use 2 or 3",
+        [{"schedule_microbatches": 2}, {"schedule": "search"}],
     ),
 ]
 TRAIN = ("global_batch", "microbatch", "batch_ramp", "recompute_blocks")

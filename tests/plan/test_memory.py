@@ -82,12 +82,12 @@ def test_a_predictor_keeps_what_the_plan_says(model, recompute, build, make_micr
     assert found[2] - found[0] == found[3] - found[1]
 
 
-def allocated(precision, zero, model, optim=None, expert=1):
+def allocated(precision, zero, model, optim=None, expert=1, bucket_size="auto"):
     """Train two steps -> the planned memory, the bytes of optimizer state, and the buffers."""
     config = RunConfig(
         model={"layers": 3, "hidden": 128, "heads": 4, "vocab": 500, "bias": True, **model},
         train={"seq": 8, "global_batch": 4, "microbatch": 1, "precision": precision},
-        parallel={"zero": zero, "expert": expert},
+        parallel={"zero": zero, "expert": expert, "bucket_size": bucket_size},
         optim=optim or {},
     )
     layout = Layout.from_parallel(config.parallel, world_size())
@@ -117,6 +117,16 @@ def test_state_is_what_is_allocated_within_one_percent(ranks, tie, precision, ze
     model = {"tie_embeddings": tie, "position": "learned"}
     for plan, state, buffers in pool.run(ranks, allocated, precision, zero, model):
         assert state == pytest.approx(plan.optimizer, rel=0.01)
+        planned = plan.weights + plan.values + plan.gradients
+        assert buffers.bytes == pytest.approx(planned, rel=0.01)
+        assert buffers.rooms == pytest.approx(plan.rooms, rel=0.01)
+
+
+@pytest.mark.quick(when=lambda zero: zero == 1)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_blocks_that_share_buckets_are_planned_within_one_percent(zero, pool):
+    """Two of three blocks share buckets, for which as much room is needed."""
+    for plan, _, buffers in pool.run(4, allocated, "bf16", zero, {}, None, 1, 300_000):
         planned = plan.weights + plan.values + plan.gradients
         assert buffers.bytes == pytest.approx(planned, rel=0.01)
         assert buffers.rooms == pytest.approx(plan.rooms, rel=0.01)

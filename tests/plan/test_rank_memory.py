@@ -32,6 +32,21 @@ CASES = {
     "zero 2, learned": (4, {"position": "learned", "bias": True}, {}, {"zero": 2}),
     "zero 3": (4, LLAMA, {"microbatch": 2}, {"zero": 3}),
     "zero 3, fp32": (4, LLAMA, {"precision": "fp32"}, {"zero": 3, "data_replicate": 2}),
+    "blocks share buckets": (4, LLAMA, {}, {"zero": 1, "bucket_size": 500_000}),
+    "blocks share buckets, zero 2": (4, LLAMA, {}, {"zero": 2, "bucket_size": 500_000}),
+    "blocks share buckets, zero 3": (4, LLAMA, {}, {"zero": 3, "bucket_size": 500_000}),
+    "whole blocks, zero 3, stages": (
+        16,
+        {**LLAMA, "layers": 12},
+        {},
+        {**INTERLEAVED, "zero": 3, "bucket_size": 200_000},
+    ),
+    "blocks with experts share buckets": (
+        8,
+        MOE,
+        {},
+        {"expert": 4, "zero": 2, "bucket_size": 2_000_000},
+    ),
     "tensor": (8, LLAMA, {}, {"tensor": 4}),
     "shared heads": (8, FEW_HEADS, {}, {"tensor": 4, "zero": 1}),
     "context": (8, LLAMA, {"recompute": "selective"}, {"context": 2, "zero": 2}),
@@ -139,6 +154,13 @@ CASES = {
     "away, zero 3": (4, LLAMA, {}, {"zero": 3}, {"offload": True, "state": "bf16"}),
     "away, zero 3, fp32": (4, LLAMA, {"precision": "fp32"}, {"zero": 3}, {"offload": True}),
     "away, experts": (8, MOE, {}, {"expert": 4, "zero": 2}, {"offload": True, "state": "int8"}),
+    "away, blocks share buckets": (
+        4,
+        {**LLAMA, "hidden": 128},
+        {},
+        {"zero": 1, "bucket_size": 10**9},
+        {"offload": True},
+    ),
     "away, pipeline": (8, LLAMA, {}, {"pipeline": 4, "tensor": 2}, {"offload": True}),
 }
 QUICK = ("zero 2, tied", "zero 3, fp32", "shared heads", "context", "zb-v", "experts, zero 3")
@@ -240,6 +262,7 @@ def runs(draw):
     parallel = {**sizes, "pipeline": pipeline, "chunks": chunks}
     parallel |= {"schedule": schedule if pipeline > 1 else "1f1b"}
     parallel |= {"zero": draw(st.sampled_from([0, 1, 2, 3]))}
+    parallel |= {"bucket_size": draw(st.sampled_from(["auto", 8_000_000, 30_000_000]))}
     parallel |= {"context_kind": draw(st.sampled_from(["ring", "all_to_all"]))}
     if "moe" in kind and data > 1:
         parallel |= {"expert": 2}

@@ -65,6 +65,14 @@ struct Transfer {
   bool to_host;
 };
 
+// What work takes if a test wants to know: nanoseconds of the host to launch it, and of the stream
+// to run it. With both zero, events have the time at which the host recorded them.
+struct Pace {
+  double launch = 0, work = 0;
+
+  bool set() const { return launch > 0 || work > 0; }
+};
+
 struct State {
   std::map<char*, Block> blocks;  // by first address
   std::vector<Clock> streams{1};
@@ -72,6 +80,9 @@ struct State {
   std::vector<Transfer> transfers;
   int64_t used = 0, peak = 0;  // bytes of the device
   std::string work = "?";      // what runs now, for reports
+  Pace pace;
+  double host_time = 0;  // of the pace, in nanoseconds
+  std::array<double, kStreams> times{};
 };
 
 inline State state;
@@ -136,7 +147,10 @@ inline bool is_pinned(const void* address) {
   return found && found->second.pinned;
 }
 
-inline uint32_t tick(int stream) {
+inline uint32_t tick(int stream, bool takes_time = true) {
+  state.host_time += takes_time * state.pace.launch;
+  state.times[stream] =
+      std::max(state.times[stream], state.host_time) + takes_time * state.pace.work;
   join(state.streams[stream], state.host);  // a launch follows what the host knows
   return ++state.streams[stream][stream];
 }

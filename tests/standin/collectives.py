@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from standin import flight
+from standin.aborts import Abortable, Sockets, destroy
 from standin.machine import (
     count_as_work,
     host_waits,
@@ -43,6 +45,7 @@ from standin.rules import (
 
 host = torch.ops.standin.host
 _init_process_group, _new_group = dist.init_process_group, dist.new_group
+_destroy_process_group = dist.destroy_process_group
 PATIENCE = 30.0
 """Seconds that a host waits for others in a call that NCCL would not return from."""
 _store, _numbers = None, count(1)
@@ -83,8 +86,15 @@ def new_group(ranks, timeout=None, backend=None, pg_options=None, group_desc=Non
     wanted, _, theirs = text.partition("|")
     if wanted != str(created.ranks):
         raise RuntimeError(f"ranks do not make communicators in one order: {said}, {theirs}")
+    sockets = Sockets()
     made = _new_group(ranks, timeout=timeout, backend="gloo")
-    return Nccl(made, created, pg_options) if rank in ranks else made
+    sockets.take()
+    return Nccl(made, created, pg_options, sockets) if rank in ranks else made
+
+
+def destroy_process_group():
+    destroy()
+    _destroy_process_group()
 
 
 def split_group(split_ranks, timeout, pg_options, group_desc):
@@ -104,6 +114,9 @@ class Event:
         self._event = library.new_event()
         library.event_record(self._event, stream)
         self._noted = note_event(stream)
+
+    def not_before(self, time):
+        library.event_not_before(self._event, time)
 
     def block(self, stream):
         library.event_wait(self._event, stream)
@@ -125,6 +138,7 @@ class Work(dist.Work):
     def _finish(self):
         for work in self._works:
             work.wait()
+            self._event.not_before(work.began)
         self._land()
         self._works, self._land = [], lambda: None
 
@@ -144,19 +158,21 @@ class Work(dist.Work):
         return done
 
 
-class Nccl(dist.ProcessGroup):
-    """One communicator. created: the call that made it. options: what was asked for."""
+class Nccl(Abortable, dist.ProcessGroup):
+    """One communicator. created: the call that made it. options: what was asked for. sockets: those
+    of its gloo group."""
 
-    def __init__(self, gloo, created, options):
-        super().__init__(gloo.rank(), gloo.size())
-        self._gloo, self._stream = gloo, library.new_stream()
+    def __init__(self, gloo, created, options, sockets):
+        dist.ProcessGroup.__init__(self, gloo.rank(), gloo.size())
+        self.begin_life(sockets)
+        self.gloo, self._stream = gloo, library.new_stream()
         self._name, self._ranks = created.communicator, created.ranks
         self._me, self.options = dist.get_rank(), options
         self._connected, self._group = set(), None
 
     @property
     def group_name(self):
-        return self._gloo.group_name
+        return self.gloo.group_name
 
     def _start(self, call, reads, writes, launch):
         """Start a transfer. launch: is given copies of what is read and the memory of what is
@@ -164,6 +180,8 @@ class Nccl(dist.ProcessGroup):
         for x in (*reads, *writes):
             assert x.is_cuda, "No backend type associated with device type cpu"
             assert x.is_contiguous(), "Tensors must be contiguous"
+        self.check_alive()
+        launch = self.flying(_parts_of(call, self._ranks), launch)
         here = library.get_stream()
         Event(here).block(self._stream)
         library.set_stream(self._stream)
@@ -214,11 +232,11 @@ class Nccl(dist.ProcessGroup):
         def launch(reads, writes):
             found = [torch.empty_like(x) for x in writes]
             works = [
-                dist.irecv(x, group=self._gloo, group_src=peer)
+                dist.irecv(x, group=self.gloo, group_src=peer)
                 for x, (_, peer) in zip(found, receives, strict=True)
             ]
             works += [
-                dist.isend(x, group=self._gloo, group_dst=peer)
+                dist.isend(x, group=self.gloo, group_dst=peer)
                 for x, (_, peer) in zip(reads, sends, strict=True)
             ]
 
@@ -250,7 +268,7 @@ class Nccl(dist.ProcessGroup):
     def allreduce(self, tensors, options):
         def launch(reads, writes):
             (x,), (into,) = reads, writes
-            work = dist.all_reduce(x, options.reduceOp, self._gloo, async_op=True)
+            work = dist.all_reduce(x, options.reduceOp, self.gloo, async_op=True)
             return work, lambda: into.copy_(x)
 
         return self._collective("all_reduce", tensors[0], tensors, tensors, launch)
@@ -259,7 +277,7 @@ class Nccl(dist.ProcessGroup):
         def launch(reads, writes):
             found = torch.empty_like(writes[0])
             flat = found.view(-1), reads[0].view(-1)
-            work = dist.all_gather_into_tensor(*flat, self._gloo, async_op=True)
+            work = dist.all_gather_into_tensor(*flat, self.gloo, async_op=True)
             return work, lambda: writes[0].copy_(found)
 
         return self._collective("all_gather", x, [x], [into], launch)
@@ -272,7 +290,7 @@ class Nccl(dist.ProcessGroup):
             found = flat.new_empty(sum(sizes))
             leaving = [flat.numel()] * self.size()
             work = dist.all_to_all_single(
-                found, flat.repeat(self.size()), sizes, leaving, self._gloo, async_op=True
+                found, flat.repeat(self.size()), sizes, leaving, self.gloo, async_op=True
             )
 
             def land():
@@ -286,29 +304,29 @@ class Nccl(dist.ProcessGroup):
     def all_to_all_single(self, into, x, coming, leaving, options=None):
         def launch(reads, writes):
             found, sizes = torch.empty_like(writes[0]), (coming or None, leaving or None)
-            work = dist.all_to_all_single(found, reads[0], *sizes, self._gloo, async_op=True)
+            work = dist.all_to_all_single(found, reads[0], *sizes, self.gloo, async_op=True)
             return work, lambda: writes[0].copy_(found)
 
         return self._collective("all_to_all", x, [x], [into], launch, uneven=bool(coming))
 
     def reduce_scatter_single(self, into, x, options):
         def launch(reads, writes):
-            work = dist.all_reduce(reads[0], options.reduceOp, self._gloo, async_op=True)
+            work = dist.all_reduce(reads[0], options.reduceOp, self.gloo, async_op=True)
             mine = reads[0].view(-1).chunk(self.size())[self.rank()]
             return work, lambda: writes[0].copy_(mine.view_as(writes[0]))
 
         return self._collective("reduce_scatter", into, [x], [into], launch)
 
-    def reduce_scatter(self, outs, x, options):
-        (into,), (parts,) = outs, x
+    def reduce_scatter(self, into, parts, options):
+        (leaving,), (own,), sizes = parts, into, [part.numel() for part in parts[0]]
 
         def launch(reads, writes):
-            flat = torch.cat([part.reshape(-1) for part in reads])
-            work = dist.all_reduce(flat, options.reduceOp, self._gloo, async_op=True)
-            mine = flat.split([part.numel() for part in reads])[self.rank()]
+            whole = torch.cat([x.reshape(-1) for x in reads])
+            work = dist.all_reduce(whole, options.reduceOp, self.gloo, async_op=True)
+            mine = whole.split(sizes)[self.rank()]
             return work, lambda: writes[0].copy_(mine.view_as(writes[0]))
 
-        return self._collective("reduce_scatter", into, parts, [into], launch, uneven=True)
+        return self._collective("reduce_scatter", own, leaving, into, launch, uneven=True)
 
     def send(self, tensors, target, tag):
         return self._message("send", tensors[0], target)
@@ -331,9 +349,20 @@ class Nccl(dist.ProcessGroup):
         return self._messages(parts)
 
     def barrier(self, opts=None):
+        def launch(reads, writes):
+            return [dist.barrier(self.gloo, async_op=True)], lambda: host_waits(self._stream)
+
+        self.check_alive()
         note(Collective(self._name, self._stream, "barrier", where=line()))
-        work = dist.barrier(self._gloo, async_op=True)
-        return Work([work], lambda: host_waits(self._stream), Event(self._stream), None)
+        works, land = self.flying([("barrier", None)], launch)([], [])
+        return Work(works, land, Event(self._stream), None)
+
+
+def _parts_of(call, ranks):
+    """Yield kind and peer, which collectives do not have, of each transfer of a call."""
+    if isinstance(call, Collective):
+        return [(call.form.partition(" ")[0], None)]
+    return [(one.kind, ranks.index(one.peer)) for one in call.transfers]
 
 
 def _name_of(call):
@@ -348,4 +377,6 @@ def install():
         module.ProcessGroupNCCL = ProcessGroupNCCL
     distributed_c10d._NCCL_AVAILABLE = True
     dist.init_process_group, dist.new_group = init_process_group, new_group
+    dist.destroy_process_group = destroy_process_group
+    flight.install()
     dist.split_group = split_group

@@ -21,6 +21,13 @@ from standin.rules import Synchronize, line
 
 _DEFAULT = -1
 """What the default stream, number 0, is called where 0 would mean a new one."""
+errors = []
+"""An error of the device, which all later calls return: only the end of the process clears it."""
+
+
+def check_device():
+    if errors:
+        raise RuntimeError(f"CUDA error: {errors[0]}")
 
 
 class StreamBase:
@@ -43,8 +50,13 @@ class StreamBase:
         return self.stream_id
 
     def synchronize(self):
+        check_device()
         library.synchronize_stream(self.stream_id)
         host_waits(self.stream_id)
+
+    def query(self):
+        check_device()
+        return True
 
     def __eq__(self, other):
         return isinstance(other, StreamBase) and other.stream_id == self.stream_id
@@ -76,6 +88,7 @@ class EventBase:
         return bool(library.event_query(self._event, before))
 
     def synchronize(self):
+        check_device()
         library.event_synchronize(self._event)
         note(Synchronize(self._event, line()))
 
@@ -125,6 +138,7 @@ class Properties:
 
 
 def _synchronize():
+    check_device()
     library.synchronize_device()
     host_waits(None)
 

@@ -83,12 +83,14 @@ struct Event {
   bool recorded = false, captured = false;
   Clock clock{};
   std::chrono::steady_clock::time_point moment;
+  double time = 0;  // of the pace
 };
 
 inline void record_event(Event& event, int stream) {
   Locked lock;
-  tick(stream);
-  event = {true, capture.has(stream), state.streams[stream], std::chrono::steady_clock::now()};
+  tick(stream, false);
+  event = {true, capture.has(stream), state.streams[stream], std::chrono::steady_clock::now(),
+           state.times[stream]};
 }
 
 // Makes later work of a stream wait. A stream that waits for an event of a capture joins it.
@@ -104,6 +106,7 @@ inline void wait_event(const Event& event, int stream) {
   if (!event.captured && capture.has(stream))
     report("capture", "a captured stream waits for an event from outside");
   join(state.streams[stream], event.clock);
+  state.times[stream] = std::max(state.times[stream], event.time);
 }
 
 // -------------------------------------------------------------------------------- hooks, guard

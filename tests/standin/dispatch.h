@@ -101,6 +101,7 @@ class Call {
     if (waits()) {
       Locked lock;
       report("wait", "the host waits for " + name_);
+      state.host_time = std::max(state.host_time, state.times[current_stream]);
       host_waits(name_, state.streams[current_stream]);
     }
     note_accesses();

@@ -17,6 +17,8 @@ struct Graph {
   std::vector<Access> accesses;
 };
 
+inline void host_reaches(double time) { state.host_time = std::max(state.host_time, time); }
+
 inline Clock whole_device() {
   Clock all{};
   for (const Clock& one : state.streams) join(all, one);
@@ -49,13 +51,21 @@ int new_stream() {
   return static_cast<int>(state.streams.size()) - 1;
 }
 
+// What launching and running a piece of work takes from now on, in nanoseconds.
+void set_pace(double launch, double work) { state.pace = {launch, work}; }
+int has_pace() { return state.pace.set(); }
+double stream_time(int stream) { return state.times[stream]; }
+void host_spends(double nanoseconds) { state.host_time += nanoseconds; }
+
 void synchronize_stream(int stream) {
   Locked lock;
+  host_reaches(state.times[stream]);
   host_waits("a stream", state.streams[stream]);
 }
 
 void synchronize_device() {
   Locked lock;
+  host_reaches(*std::max_element(state.times.begin(), state.times.end()));
   host_waits("the device", whole_device());
 }
 
@@ -67,7 +77,9 @@ int event_recorded(Event* event) { return event->recorded; }
 
 void event_synchronize(Event* event) {
   Locked lock;
-  if (event->recorded) host_waits("an event", event->clock);
+  if (!event->recorded) return;
+  host_reaches(event->time);
+  host_waits("an event", event->clock);
 }
 
 // Returns whether the host knows that an event has passed. now: it has passed by now.
@@ -75,11 +87,16 @@ int event_query(Event* event, int now) {
   Locked lock;
   if (capturing()) report("capture", "an event is queried during a capture");
   if (event->captured) report("capture", "an event of a capture is queried");
-  if (event->recorded && now) host_learns(event->clock);
+  const bool passed = state.pace.set() ? event->time <= state.host_time : now;
+  if (event->recorded && passed) host_learns(event->clock);
   return !event->recorded || reached(state.host, event->clock);
 }
 
+// Moves an event, such as the end of a transfer that waited for another rank.
+void event_not_before(Event* event, double time) { event->time = std::max(event->time, time); }
+
 double event_milliseconds(Event* first, Event* last) {
+  if (state.pace.set()) return (last->time - first->time) / 1e6;
   return std::chrono::duration<double, std::milli>(last->moment - first->moment).count();
 }
 

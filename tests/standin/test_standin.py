@@ -9,6 +9,7 @@ may wait. What the hosts of a world have called must come to an end by NCCL's ru
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,9 @@ import pytest
 import torch
 from pool import free_port
 from tolerances import promised, unit_roundoff
+from torch.distributed.flight_recorder import fr_trace
 
+from megaframe.errors import EXIT_LOST_RANKS
 from standin.build import library, obstacle
 from standin.layouts import LAYOUTS, configured, named, recorded
 from standin.rules import Collective, Create, Group, simulate
@@ -70,7 +73,7 @@ class StandIn:
         said = "".join(path.read_text() for path in sorted(folder.glob("*.log")))
         assert fails or statuses == [0] * world, said
         lines = [path.read_text().splitlines() for path in sorted(folder.glob("*.jsonl"))]
-        self.failed = statuses != [0] * world
+        self.statuses, self.failed = statuses, statuses != [0] * world
         if not self.failed:
             found = zip(*map(calls_in, sorted(folder.glob("*.calls"))), strict=True)
             self.calls, queues = found
@@ -448,3 +451,134 @@ def transfers(calls):
     over each communicator that torch splits from another."""
     kinds = [one for one in calls if isinstance(one, Collective | Create | Group)]
     return [str(one) for one in kinds if not str(one).startswith("all_reduce float32 1 ")]
+
+
+# --------------------------------------------------------------------------------- what fails there
+
+FAILING = {
+    **SMALL,
+    **PLAIN,
+    "run__device": "cuda",
+    "parallel__pipeline": 2,
+    "train__steps": 7,
+    "train__eval_every": 0,
+    "checkpoint__every": 2,
+    "checkpoint__resume": "latest",
+}
+
+
+def losses(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows}
+
+
+@pytest.fixture
+def failing(standin, overrides, tmp_path):
+    """failing(fault, rank) -> what was printed, for a run of two ranks with a fault in step 6.
+    limit: the seconds that a step may take from then on."""
+
+    def run(fault, rank, limit=1, fails=False, **changes):
+        words = fault, str(rank), "5", str(limit), *overrides(**FAILING | changes)
+        return standin.run("standin.failures:pretrain", *words, world=2, fails=fails)
+
+    return run
+
+
+def test_a_transfer_that_hangs_is_aborted_and_the_run_goes_on(
+    failing, standin, overrides, tmp_path
+):
+    standin.run("pretrain_gpt:main", *overrides(**FAILING, run__dir=tmp_path / "whole"), world=2)
+    said = failing("hang", 1)
+    assert_no_problem(standin)
+    assert "restarted in the same processes (1 of faults.restarts=3): step 6 took more than" in said
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert said.count("flight record in ") == 2
+
+
+@pytest.mark.slow
+def test_a_communicator_that_fails_is_aborted_and_the_run_goes_on(failing, standin):
+    """The host is not told by its transfers; the time limits are too long to help."""
+    said = failing("lose_connection", 0, limit=100)
+    assert_no_problem(standin)
+    assert re.search(r"restarted in the same .*: step 6 failed, NCCL reports COMM_ERROR in", said)
+
+
+@pytest.mark.slow
+def test_a_device_with_an_error_that_stays_ends_the_run(failing, standin, tmp_path):
+    said = failing("fail_device", 1, fails=True)
+    assert standin.statuses == [EXIT_LOST_RANKS] * 2
+    assert "restarted" not in said and "step 6 took more than faults.step_timeout=1 s" in said
+
+
+@pytest.mark.slow
+def test_torchs_analyser_reads_the_flight_records_of_a_hang(failing, tmp_path):
+    failing("hang", 1, checkpoint__resume="null", fails=True)
+    folder = tmp_path / "run/faults"
+    assert sorted(path.name for path in folder.glob("nccl-*")) == ["nccl-rank-0", "nccl-rank-1"]
+    fr_trace.main([str(folder), "-p", "nccl-rank-", "-o", str(tmp_path / "found")])
+    _, found = pickle.loads((tmp_path / "found").read_bytes())
+    alone = [call for call in found.ncclcalls if call.collective_id is None]
+    assert len(found.collectives) > 20  # which all ranks have started
+    assert {call.global_rank for call in alone} == {1}  # the first rank waits in another transfer
+
+
+FAILURES = {
+    "abort_together": set(),
+    "abort_one_after_the_other": {"abort"},
+    "destroy_in_use": {"abort"},
+}
+
+
+@pytest.mark.parametrize(("program", "kinds"), FAILURES.items(), ids=FAILURES)
+def test_how_communicators_end(standin, program, kinds):
+    standin.run(f"standin.failures:{program}", world=2, fails=bool(kinds))
+    assert standin.kinds() - {"wait"} == kinds, standin.reports
+
+
+# ------------------------------------------------------------------------------------ slow devices
+
+PACED = {
+    **SMALL,
+    **PLAIN,
+    "run__device": "cuda",
+    "train__microbatch": 1,
+    "train__steps": 21,
+    "train__eval_every": 0,
+    "faults__straggler_factor": 1.5,
+}
+
+
+@pytest.mark.parametrize(
+    ("pace", "wanted"),
+    [
+        pytest.param((1e3, 5e3, 1e3, 20e3), {"1"}, id="device"),
+        pytest.param((1e3, 5e3, 4e3, 5e3), set(), id="hidden-host"),
+        pytest.param((1e3, 5e3, 40e3, 5e3), {"1"}, id="host", marks=pytest.mark.slow),
+    ],
+)
+def test_a_slow_device_is_named_and_not_a_host_that_its_device_hides(
+    standin, overrides, pace, wanted
+):
+    """pace: nanoseconds in which the host launches and the device runs a piece of work, of the
+    first rank and of the second."""
+    words = [*map(str, pace), *overrides(**PACED)]
+    said = standin.run("standin.failures:pretrain_at_a_pace", *words, world=2)
+    pattern = r"rank (\d) is slow: [\d.]+ s of [FB] per step on its device, .* launched it in"
+    assert {*re.findall(pattern, said)} == wanted, said
+
+
+# ------------------------------------------------------------------------------------- the doctor
+
+DOCTOR = ["settings", "links", "rings", "collectives", "abort"]
+COMPARED = ["layout: context, ring", "layout: pipeline, zb-v"]
+
+
+@pytest.mark.parametrize("names", [DOCTOR, pytest.param(COMPARED, marks=pytest.mark.slow)])
+def test_the_doctor_finds_that_ranks_work_together(standin, tmp_path, names):
+    standin.run("standin.failures:doctor", str(tmp_path), *names, world=2)
+    for rank in (0, 1):
+        lines = map(json.loads, (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines())
+        found = [line for line in lines if "what" in line]
+        assert {line["part"] for line in found} == {*names}
+        assert not [line for line in found if line["right"] is False]
+    assert standin.kinds() <= {"wait"}, standin.reports

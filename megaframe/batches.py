@@ -1,0 +1,66 @@
+"""Batches: the loader's steps, each with its number of valid tokens over all ranks.
+
+All gradients of a step are divided by that number, so it must be known when the step begins. It is
+known with the batch: without masks every token of the global batch is valid, and with masks the
+ranks sum the count of the next step while one runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megaframe.comm import Group, Pending, all_reduce
+from megaframe.data.loader import Loader, Step
+
+
+class Batches:
+    """Takes steps from a loader and sums their valid tokens over the data ranks.
+
+    Args:
+        loader: that of this data rank.
+        data: the data ranks, over a group on the host, so that nothing waits for the device.
+        masked: whether some tokens may have no label, so that ranks must count them.
+    """
+
+    def __init__(self, loader: Loader, data: Group, *, masked: bool) -> None:
+        self._loader, self._data, self._masked = loader, data, masked
+        self._ahead: tuple[Step, Pending[Tensor]] | None = None
+        """The step that was looked at, and the sum of its valid tokens."""
+
+    def next(self, leaves_out: Callable[[Step], bool]) -> tuple[Step, int]:
+        """Return the next step that is not left out, and its valid tokens over all ranks, at least
+        1. Waits for other ranks only if it was not looked at before: at the start, after a way
+        back, and after data that is left out."""
+        place = self._data.place
+        place.act("data", None, "data")
+        batch = self._loader.next()
+        while leaves_out(batch):
+            batch = self._loader.next()
+        place.act("counting tokens", None)
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            ahead = batch, self._sum(batch)
+        # Also waited for where it turns out to be of another step: no transfer is forgotten.
+        valid = ahead[1].wait()
+        if ahead[0] is not batch:
+            valid = self._sum(batch).wait()
+        return batch, max(1, int(valid))
+
+    def look_ahead(self) -> None:
+        """Read the step that `next` will look at first, and start to sum its valid tokens. All
+        ranks call this at the same steps."""
+        self._data.place.act("data", None, "data")
+        try:
+            batch = self._loader.peek()
+        except Exception:
+            return  # `next` raises it again, when the step is due
+        self._ahead = batch, self._sum(batch)
+
+    def _sum(self, batch: Step) -> Pending[Tensor]:
+        if not self._masked:
+            return Pending(torch.tensor(batch.samples * batch.microbatches[0].tokens_BS.shape[1]))
+        # Gloo's ring takes 2 (ranks - 1) messages, one after the other (gloo/allreduce.cc).
+        return all_reduce(torch.tensor(batch.valid), self._data)

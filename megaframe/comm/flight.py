@@ -1,0 +1,51 @@
+"""Flight record: what NCCL's flight recorder knows, written before the watch ends a rank.
+
+torch keeps the latest collectives of every rank and writes them when its own watchdog sees a
+timeout. The watch is earlier by design (`mesh._WATCHED`), so it asks for the record itself, in the
+format and under the name that torch's analyser takes: `torchfrtrace RUN/faults -p nccl-rank-`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from torch._C import _distributed_c10d
+
+PREFIX = "nccl-rank-"
+"""What the name of a record begins with; the rank follows, and nothing else, as torch demands."""
+_SECONDS = 10.0
+"""After which a process that cannot be asked is ended. Reading the record queries CUDA's events
+with Python's lock held, so no thread of Python could end it."""
+
+
+def write_flight_record(folder: Path, rank: int) -> str:
+    """Write the flight record of this rank into `folder`. If the device's driver does not answer,
+    the process writes its stacks and ends, with status 1. Returns what to say about it."""
+    # A build of torch without CUDA has only the recorder of gloo, whose records name no groups.
+    dump = getattr(_distributed_c10d, "_dump_nccl_trace", None)
+    if dump is None:
+        return "no flight record: this torch has none of NCCL"
+    if os.environ.get("TORCH_FR_BUFFER_SIZE") == "0":
+        return "no flight record: TORCH_FR_BUFFER_SIZE=0"
+    path = folder / f"{PREFIX}{rank}"
+    faulthandler.dump_traceback_later(_SECONDS, exit=True)
+    try:
+        record = dump(includeCollectives=True, includeStackTraces=True, onlyActive=False)
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(record)
+    except (OSError, RuntimeError) as error:
+        return f"no flight record: {(str(error).splitlines() or [''])[0]}"
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return f"flight record in {path}; torchfrtrace {folder} -p {PREFIX} compares those of all ranks"
+
+
+def forget_flights() -> None:
+    """Empty the flight recorder, because new groups count their collectives from the beginning."""
+    reset = getattr(_distributed_c10d, "_reset_fr_recording_nccl", None)
+    if reset is not None:
+        with suppress(RuntimeError):
+            reset()

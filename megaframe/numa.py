@@ -1,0 +1,240 @@
+"""NUMA binding: puts a rank's process on the cores and the memory next to its GPU.
+
+What is next to what is read from /sys (the Linux kernel's `sysfs-bus-pci` and
+`sysfs-devices-node`): the PCI address of a GPU leads to its NUMA node, and the node to its cores.
+Every rank works out the same for all ranks of its machine, so ranks divide cores without
+communicating, and the first one can log it. Whatever is not known or not allowed leaves a process
+as the launcher started it, with a line that says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from megaframe.device import launched
+from megaframe.mesh import ranks_on_this_node
+
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "ppc64le": 261}
+"""Number of the system call by processor (the kernel's syscall tables)."""
+_PREFERRED = 1
+"""MPOL_PREFERRED (linux/mempolicy.h): memory of the node, of others only when it is full."""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Where the ranks of a machine are put. nodes: NUMA node of each local rank, None if it is not
+    known. cores: those of each local rank, empty if it is not bound."""
+
+    nodes: tuple[int | None, ...]
+    cores: tuple[tuple[int, ...], ...]
+
+    def __str__(self) -> str:
+        """Return the ranks of each node and their cores, as in `local ranks 0-3 on node 0 (cores
+        0-13, ...)`."""
+        parts = []
+        for node in sorted({node for node in self.nodes if node is not None}):
+            ranks = [rank for rank, of in enumerate(self.nodes) if of == node and self.cores[rank]]
+            if ranks:
+                shares = [in_ranges(cores) for cores in dict.fromkeys(self.cores[r] for r in ranks)]
+                more = ", ..." if len(shares) > 2 else ""
+                shown = " and ".join(shares[:2]) if not more else shares[0] + more
+                plural = "s" if len(ranks) > 1 else ""
+                parts.append(
+                    f"local rank{plural} {in_ranges(ranks)} on node {node} (cores {shown})"
+                )
+        return ", ".join(parts)
+
+
+def bind(
+    wanted: Literal["auto", "node", "off"],
+    device: torch.device,
+    *,
+    shared: bool = False,
+    root: Path = Path("/"),
+) -> list[str]:
+    """Bind this process as `run.numa_binding` says. Returns lines for the log.
+
+    Args:
+        wanted: the key's value.
+        device: the device of this rank.
+        shared: all ranks of the machine use this device.
+        root: the root of the file system to read.
+    """
+    if wanted == "off" or sys.platform != "linux":
+        return []
+    if device.type != "cuda" and wanted == "auto":
+        return []
+    here, count = launched("LOCAL_RANK", 0), ranks_on_this_node()
+    allowed = os.sched_getaffinity(0)
+    if allowed != _of_parent(allowed):
+        return ["run.numa_binding: the launcher has bound this process, so it is left as it is"]
+    known = node_cores(root)
+    if device.type == "cuda":
+        gpus = [device.index] * count if shared else range(count)
+        nodes = [_node_of_gpu(gpu, known, root) for gpu in gpus]
+    else:
+        nodes = nodes_by_rank(count, known, allowed)
+    binding = divide(nodes, known, allowed, root)
+    node = nodes[here] if here < count else None
+    if node is None or not binding.cores[here]:
+        return [f"run.numa_binding: local rank {here} is not bound: {_reason(node, known)}"]
+    cores = binding.cores[here]
+    try:
+        _set_cores(cores)
+    except OSError as error:
+        why = f"cores {in_ranges(cores)} of NUMA node {node}: {error.strerror}"
+        return [f"run.numa_binding: local rank {here} is not bound: {why}"]
+    if torch.get_num_threads() > len(cores):
+        torch.set_num_threads(len(cores))
+    refusal = _prefer_memory(node)
+    memory = "with their memory" if not refusal else f"memory by first touch, as {refusal}"
+    return [f"bound to NUMA nodes, {memory}: {binding}"]
+
+
+def node_cores(root: Path) -> dict[int, frozenset[int]]:
+    """Return the cores of each NUMA node; empty where the system does not say. Nodes that have only
+    memory are left out."""
+    found = {}
+    for path in sorted(root.glob("sys/devices/system/node/node[0-9]*")):
+        cores = _numbers(path / "cpulist")
+        if cores:
+            found[int(path.name.removeprefix("node"))] = frozenset(cores)
+    return found
+
+
+def node_at(address: str, known: Iterable[int], root: Path) -> int | None:
+    """Return the NUMA node of the device at a PCI address, such as 0000:3b:00.0; None if the
+    system, or what emulates it, does not know (-1). On a machine with one node, it is that one."""
+    only = [*known]
+    if len(only) == 1:
+        return only[0]
+    try:
+        path = root / "sys/bus/pci/devices" / address.lower() / "numa_node"
+        node = int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    return node if node in only else None
+
+
+def nodes_by_rank(
+    count: int, known: dict[int, frozenset[int]], allowed: Iterable[int]
+) -> list[int | None]:
+    """Return a NUMA node for each of `count` local ranks, in order and as evenly as possible, of
+    the nodes that have allowed cores."""
+    nodes = [node for node, cores in sorted(known.items()) if not cores.isdisjoint(allowed)]
+    return [nodes[rank * len(nodes) // count] if nodes else None for rank in range(count)]
+
+
+def divide(
+    nodes: Sequence[int | None],
+    known: dict[int, frozenset[int]],
+    allowed: Iterable[int],
+    root: Path,
+) -> Binding:
+    """Return the cores of each local rank: an equal share of its node's allowed cores. Hardware
+    threads of one core stay together. If a node has fewer cores than ranks, they share all of
+    them."""
+    found: list[tuple[int, ...]] = []
+    for rank, node in enumerate(nodes):
+        ranks = [other for other, of in enumerate(nodes) if of == node]
+        cores = known.get(node, frozenset()) if node is not None else frozenset()
+        threads = _by_core(sorted(cores.intersection(allowed)), root)
+        if len(threads) >= len(ranks):
+            place, many = ranks.index(rank), len(ranks)
+            threads = threads[place * len(threads) // many : (place + 1) * len(threads) // many]
+        found.append(tuple(sorted(number for core in threads for number in core)))
+    return Binding(tuple(nodes), tuple(found))
+
+
+def in_ranges(numbers: Iterable[int]) -> str:
+    """Return numbers in the kernel's form: `0-3,8`."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ",".join(f"{low}-{high}" if high > low else str(low) for low, high in ranges)
+
+
+def _numbers(path: Path) -> list[int]:
+    """Return the numbers in a file of the kernel's form; none if there is no such file."""
+    try:
+        text = path.read_text(encoding="ascii").strip()
+        found: list[int] = []
+        for part in filter(None, text.split(",")):
+            low, _, high = part.partition("-")
+            found += range(int(low), int(high or low) + 1)
+    except (OSError, ValueError):
+        return []
+    return found
+
+
+def _by_core(numbers: Sequence[int], root: Path) -> list[tuple[int, ...]]:
+    """Group hardware threads by the core that they belong to, in order of their first."""
+    cores: dict[tuple[int, ...], None] = {}
+    for number in numbers:
+        path = root / f"sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list"
+        siblings = {number, *_numbers(path)}.intersection(numbers)
+        cores[tuple(sorted(siblings))] = None
+    return [*cores]
+
+
+def _node_of_gpu(gpu: int, known: dict[int, frozenset[int]], root: Path) -> int | None:
+    """Return the NUMA node of a GPU; None if torch or the system does not know."""
+    try:
+        found = torch.cuda.get_device_properties(gpu)
+        # Newer than torch's stubs, and missing in older versions of torch.
+        places = [getattr(found, f"pci_{part}_id") for part in ("domain", "bus", "device")]
+    except (AttributeError, RuntimeError, AssertionError):
+        return node_at("", known, root)
+    return node_at("{:04x}:{:02x}:{:02x}.0".format(*places), known, root)
+
+
+def _reason(node: int | None, known: dict[int, frozenset[int]]) -> str:
+    """Return why a local rank with this NUMA node is not bound."""
+    if not known:
+        return "the system does not say which cores a NUMA node has"
+    if node is None:
+        return "the system does not say which NUMA node its GPU is on"
+    return f"none of the cores {in_ranges(known[node])} of NUMA node {node} is allowed here"
+
+
+def _of_parent(default: set[int]) -> set[int]:
+    """Return the cores that the process that has started this one may use."""
+    try:
+        return os.sched_getaffinity(os.getppid())
+    except OSError:
+        return default
+
+
+def _set_cores(cores: Iterable[int]) -> None:
+    """Let all threads of this process run on these cores only; a new thread inherits them."""
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread.name), cores)
+
+
+def _prefer_memory(node: int) -> str:
+    """Take memory of this thread, and of threads that it starts, from a NUMA node as long as it has
+    some. Returns why that is not possible, or nothing."""
+    number = _SET_MEMPOLICY.get(platform.machine())
+    if number is None:
+        return f"the system call is not known on {platform.machine()}"
+    mask = (ctypes.c_ulong * 16)()
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask[node // bits] = 1 << node % bits
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    if call(number, _PREFERRED, mask, ctypes.c_ulong(len(mask) * bits)) == 0:
+        return ""
+    return f"set_mempolicy fails here ({os.strerror(ctypes.get_errno()).lower()})"

@@ -1,0 +1,208 @@
+"""Many ranks as threads of one process, each with its real watch and a real store."""
+
+import io
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megaframe.comm import all_reduce, connections
+from megaframe.comm import start as start_module
+from megaframe.comm.hearing import Hearing
+from megaframe.comm.place import Place
+from megaframe.comm.start import fresh_store
+from megaframe.comm.watch import Watch
+from megaframe.errors import LostRanks
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh
+
+
+class Counted:
+    """A store that writes down each request, as its kind and first key, and the bytes it read."""
+
+    def __init__(self, store):
+        self.store, self.asked, self.bytes = store, Counter(), 0
+
+    def clone(self):
+        return self
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            key = arguments[0] if isinstance(arguments[0], str) else arguments[0][0]
+            self.asked[name, key] += 1
+            answer = getattr(self.store, name)(*arguments)
+            self.bytes += len(answer) if isinstance(answer, bytes) else 0
+            return answer
+
+        return call
+
+
+class Client(Watch):
+    def _end(self, verdict, lost=None):
+        self.verdict = verdict
+        super()._end(verdict, lost)
+
+    def _dump_stacks(self, verdict):
+        """Write nothing: this process has the stacks of many ranks."""
+
+
+class Waits:
+    def waits_for(self):
+        return "all_reduce over data with rank 1"
+
+
+def end_thread(status):
+    raise SystemExit(status)
+
+
+def connection(port, master=False):
+    return dist.TCPStore(
+        "127.0.0.1", port, is_master=master, timeout=timedelta(seconds=30), wait_for_workers=False
+    )
+
+
+def in_threads(call, ranks):
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def start(world):
+    """Return the requests of each rank that starts."""
+    host = connection(0, master=True)
+    counted = {rank: Counted(connection(host.port)) for rank in range(world)}
+    prefixed, start_module.PrefixStore = start_module.PrefixStore, lambda prefix, store: prefix
+    try:
+        in_threads(lambda rank: fresh_store(counted[rank], rank, world, 30.0), counted)
+    finally:
+        start_module.PrefixStore = prefixed
+    return [one.asked for one in counted.values()]
+
+
+def lose(world, victim, how, dead_judge=False):
+    """Lose one rank of a world: kill its watch, or let it work on. Returns, for each other rank,
+    the verdict's ranks and text, its requests, and the bytes that it read.
+
+    how: `lost` (those in a group with it lose contact) or `late` (every rank waits too long).
+    dead_judge: a rank that is lost itself was the first to ask whether it is the judge.
+    """
+    host = connection(0, master=True)
+    layout = Layout(tensor=4, data=world // 4)
+    stores = {rank: Counted(connection(host.port)) for rank in range(world)}
+    leave, os._exit, errors = os._exit, end_thread, sys.stderr
+    sys.stderr = io.StringIO()
+    places = {rank: Place() for rank in range(world)}
+    if dead_judge:
+        assert Hearing(stores[victim], victim, world).is_judge(0)
+    try:
+        watches = {
+            rank: Client(stores[rank], layout, rank, 30.0, places[rank], lambda: "")
+            for rank in range(world)
+            if rank != victim or how == "late"
+        }
+        for rank, watch in watches.items():
+            places[rank].begin("step 7")
+            if rank != victim:
+                places[rank].wait(Waits())
+            if how == "late":
+                watch.limit = 0.5
+        if how == "lost":
+            group = layout.members(victim, "tensor")
+
+            def lose_contact(rank):
+                others = [other for other in group if other != rank]
+                watches[rank].leave(LostRanks(f"rank {rank} lost contact", others))
+
+            in_threads(lose_contact, [rank for rank in group if rank != victim])
+        for rank, watch in watches.items():
+            if how == "lost" and rank in group:
+                watch._stop.set()  # its working thread has ended the rank
+            watch._thread.join(timeout=30)
+        return {
+            rank: (watch.verdict.ranks, watch.verdict.text, stores[rank].asked, stores[rank].bytes)
+            for rank, watch in watches.items()
+        }
+    finally:
+        os._exit, sys.stderr = leave, errors
+
+
+def make_groups():
+    """Return the connections of this rank's gloo groups: after the mesh is made; after a sum over
+    the control group of the data ranks; after a group for work beside training has been made, and
+    after every rank has told every other something over it. Then what a broken wait raises."""
+    from megaframe.checkpoint.gather import gather_json
+
+    before = connections.connected()
+    mesh = Mesh(Layout(data=4), device="cpu", timeout=20.0)
+    found = [connections.connected() - before]
+    all_reduce(torch.ones(()), mesh.aside).wait()
+    found.append(connections.connected() - before)
+    beside = mesh.beside()
+    found.append(connections.connected() - before)
+    told = gather_json(beside, "x" * mesh.rank)
+    found.append(connections.connected() - before)
+    sum_of_all = all_reduce(torch.ones(()), beside)
+    mesh.store.add("counted", 1)
+    while mesh.store.add("counted", 0) < 4:
+        time.sleep(0.01)
+    if mesh.rank == 0:
+        connections.cut()
+    broken = ""
+    try:
+        sum_of_all.wait()
+        all_reduce(torch.ones(()), beside).wait()
+    except LostRanks as lost:
+        broken = str(lost)
+    mesh.close()
+    return found, told, broken
+
+
+class Counting(dist.Store):
+    """A store that counts what gloo asks it for; a `get` is two requests, as torch waits first."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.store, self.requests = store, 0
+
+    def set(self, key, value):
+        self.requests += 1
+        return self.store.set(key, value)
+
+    def get(self, key):
+        self.requests += 2
+        return self.store.get(key)
+
+    def wait(self, keys, timeout=timedelta(seconds=20)):
+        self.requests += 1
+        return self.store.wait(keys, timeout)
+
+
+def gloo_requests(lazily, port):
+    """Return the requests to the store of one rank for a group of all ranks: when it is made, and
+    for a sum over it."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=20))
+    counting = Counting(store)
+    limit = timedelta(seconds=20)
+    made = {"rank": rank, "world_size": world, "store": counting, "timeout": limit}
+    if lazily:
+        with connections.made_lazily():
+            dist.init_process_group("gloo", **made)
+    else:
+        dist.init_process_group("gloo", **made)
+    counts = [counting.requests]
+    dist.all_reduce(torch.ones(()))
+    counts.append(counting.requests - counts[0])
+    dist.barrier()
+    dist.destroy_process_group()
+    store.add("end", 1)
+    while rank == 0 and store.add("end", 0) < world:
+        time.sleep(0.01)  # it has the store
+    return counts

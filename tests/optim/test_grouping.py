@@ -1,0 +1,67 @@
+"""Which blocks share buckets: the same on every rank of a real world's mesh, and in the plan."""
+
+import pytest
+
+from megaframe.config import RunConfig
+from megaframe.layout import Layout
+from megaframe.mesh import Mesh
+from megaframe.meter import StepTimer
+from megaframe.pipeline import Pipeline
+from megaframe.plan.held import held
+from megaframe.plan.schedules import step_schedule
+from megaframe.plan.stages import stage_plans
+from megaframe.rehearsal.hollow import Hollow
+
+LAYERS = 8
+LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2, "ffn": 200}
+MOE = {**LLAMA, "moe": {"experts": 6, "ffn": 48, "first": 2, "shared": 1}}
+
+
+def groups_of(config, layout, rank):
+    """Return the blocks that have buckets of a rank in common, without the predictors'."""
+    with Hollow():
+        mesh = Mesh(layout, alone=rank)
+        pipeline = Pipeline(config, mesh, StepTimer().time)
+    found = set()
+    for bucket in pipeline.optimizer.buckets:
+        if bucket.parameters[0].spec.role == "matrix":
+            names = [p.spec.name.split(".") for p in bucket.parameters]
+            blocks = {int(name[1]) for name in names if name[0] == "blocks"}
+            found.add(tuple(sorted(blocks & {*range(LAYERS)})))
+    mesh.close()
+    return sorted(found - {()})
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "world"),
+    [
+        (LLAMA, {"zero": 1}, 2),
+        (LLAMA, {"zero": 3, "tensor": 3}, 6),
+        (LLAMA, {"pipeline": 2, "chunks": 2, "schedule": "interleaved"}, 4),
+        (MOE, {"tensor": 2, "expert": 4, "zero": 2}, 8),
+        ({**LLAMA, "mtp_depth": 1, "tie_embeddings": True}, {"zero": 2}, 2),
+    ],
+)
+def test_all_ranks_and_the_plan_put_the_same_blocks_together(model, parallel, world):
+    for least in ("auto", 20_000, 60_000, 10**9):
+        config = RunConfig(
+            model={"layers": LAYERS, "hidden": 48, "heads": 6, "vocab": 100, **model},
+            train={"seq": 32, "global_batch": 8, "microbatch": 1},
+            parallel={"node_size": 8, "bucket_size": least, **parallel},
+        )
+        layout = Layout.from_parallel(config.parallel, world)
+        plans, schedule = stage_plans(config), step_schedule(config, 2)
+        for rank in {0, 1, world - 1}:
+            place = layout.coordinate(rank)["pipeline"]
+            here = [plans[stage] for stage in schedule.stages(place)]
+            blocks = [layer for plan in here for layer in plan.blocks]
+            planned = held(config, layout, here).blocks_together(config, here)
+            wanted = sorted(tuple(blocks[of.start : of.stop]) for of in planned)
+            found = groups_of(config, layout, rank)
+            # Experts have buckets of their own, of those of the blocks that have any.
+            within = [[part for part in found if {*part} <= {*whole}] for whole in wanted]
+            assert sum(map(len, within)) == len(found), (least, rank)
+            for whole, parts in zip(wanted, within, strict=True):
+                assert whole in parts, (least, rank)
+            if least == 10**9:  # all of a stage
+                assert len(planned) == sum(bool(plan.blocks) for plan in here)

@@ -1,0 +1,201 @@
+"""Buckets and exchanges by rule: closed forms, and what a run and the planner make of them."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaframe.automatic import with_buckets
+from megaframe.config import RunConfig
+from megaframe.layout import Layout
+from megaframe.plan.bucket import LATENCY_SHARE, Blocks, balanced_count, bucket_blocks
+from megaframe.plan.cluster import load_cluster
+from megaframe.plan.collectives import Level, pairwise_all_to_all, stepped_exchange
+from megaframe.plan.constants import cluster_constants
+from megaframe.plan.hierarchy import divided, exchange_steps, messages, neighbours
+from megaframe.plan.machine import Machine
+from megaframe.plan.sizes import sizes_of
+from megaframe.plan.update import bucket_count, exchange_seconds, with_bucket_size
+
+CLUSTER = load_cluster("h100-ib")
+GPT = {"layers": 32, "hidden": 4096, "heads": 32, "vocab": 32000}
+MATRICES = 32 * 12 * 4096**2
+
+
+def config_of(model=None, **parallel):
+    return RunConfig.model_validate(
+        {
+            "model": model or GPT,
+            "train": {"seq": 2048, "global_batch": 1 << 15},
+            "parallel": {"cluster": "h100-ib", **parallel},
+        }
+    )
+
+
+@settings(deadline=None, max_examples=100)
+@given(transfer=st.floats(1e-3, 10), latency=st.floats(1e-5, 1))
+def test_latencies_and_the_last_bucket_are_balanced(transfer, latency):
+    count = float(balanced_count(transfer, latency))
+
+    def cost(n):
+        return n * latency + transfer / n
+
+    if transfer < latency / LATENCY_SHARE**2:  # the sum of both is least
+        assert cost(count) <= min(cost(1.1 * count), cost(count / 1.1))
+    else:
+        assert count * latency == pytest.approx(LATENCY_SHARE * transfer)
+        assert transfer / count <= LATENCY_SHARE * transfer * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), max_size=12),
+    least=st.integers(1, 300),
+)
+def test_blocks_are_together_until_they_have_enough(sizes, least):
+    found = bucket_blocks(sizes, least)
+    assert [n for of in found for n in range(of.start, of.stop)] == [*range(len(sizes))]
+    for of in found:
+        here = sizes[of.start : of.stop]
+        assert of.start == 0 or sum(map(sum, here)) >= least
+        assert sum(map(sum, here[1:])) < least, "the first block is needed to have enough"
+        assert of.halves == (len(here) == 1 and max(here[0]) >= least)
+
+
+def test_half_a_block_is_the_least():
+    assert bucket_blocks([(2, 1)] * 3, 1) == [Blocks(n, n + 1, True) for n in range(3)]
+    assert bucket_blocks([(2, 1)] * 3, 3) == [Blocks(n, n + 1, False) for n in range(3)]
+    assert bucket_blocks([(2, 1)] * 5, 6) == [
+        Blocks(0, 1, False),
+        Blocks(1, 3, False),
+        Blocks(3, 5, False),
+    ]
+
+
+def count_of(zero=1, latency=None, world=1024, **parallel):
+    config = config_of(zero=zero, **parallel)
+    layout = Layout.from_parallel(config.parallel, world)
+    machine = Machine(config, CLUSTER, cluster_constants(CLUSTER), sizes_of(config, layout))
+    return float(bucket_count(machine, MATRICES, 1, 32)), machine
+
+
+def test_the_number_of_buckets_follows_from_latency_and_bandwidth():
+    """A ring over 256 data ranks, 4 to a node: 255 messages of the mean latency of its hops."""
+    found, machine = count_of(tensor=2, world=512)
+    alpha = (3 * 3e-6 + 8e-6) / 4
+    bandwidth = 0.9 * 50e9 * 4
+    assert machine.constants.links == (0.82, 0.9)
+    latency = 2 * 255 * alpha
+    transfer = (4 + 2) * MATRICES * 255 / 256 / bandwidth
+    assert found == pytest.approx(min(64.0, float(balanced_count(transfer, latency))), rel=1e-6)
+    half = exchange_seconds(machine, MATRICES, 2.0).in_turn(1)
+    whole = exchange_seconds(machine, MATRICES, 1.0).in_turn(1)
+    assert half - whole == pytest.approx(latency, rel=1e-6)
+
+
+def test_more_ranks_have_fewer_buckets_between_their_bounds():
+    counts = [count_of(world=world)[0] for world in (8, 64, 512, 4096, 32768)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] == 64 and counts[-1] < 3
+    assert count_of(zero=3, world=32768)[0] == 32, "one block of lent values at a time"
+    assert count_of(world=32768, bucket_size=MATRICES // 20)[0] == pytest.approx(20, rel=0.01)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_the_key_is_decided_once_for_runtime_and_planner(zero):
+    config = config_of(zero=zero)
+    decided, (line,) = with_buckets(config, 8192)
+    size = decided.parallel.bucket_size
+    layout = Layout.from_parallel(config.parallel, 8192)
+    assert with_bucket_size(config, layout, CLUSTER) == decided
+    assert with_buckets(decided, 8192) == (decided, [])
+    assert f"parallel.bucket_size=auto: {size:,} elements, so that 32 blocks are in " in line
+    assert "between 8192 data ranks" in line
+    if zero >= 2:
+        assert size == 12 * 4096**2 and "32 blocks are in 32 buckets" in line
+    else:
+        assert size > 4 * 12 * 4096**2
+
+
+def test_alone_or_on_few_ranks_half_a_block_stays_a_bucket():
+    config = config_of()
+    assert with_buckets(config, 1) == (config, [])
+    decided, lines = with_buckets(config, 8)
+    assert lines == [] and decided.parallel.bucket_size < 8 * 4096**2
+    # Without ZeRO NCCL has a tree, whose latency grows with the logarithm of the ranks.
+    assert with_buckets(config_of(zero=0), 8192)[1] == []
+    given = config_of(bucket_size=12345)
+    assert with_buckets(given, 8192) == (given, [])
+
+
+@settings(deadline=None, max_examples=200)
+@given(ranks=st.integers(1, 5000), inside=st.integers(1, 72))
+def test_steps_divide_a_group_and_save_messages(ranks, inside):
+    steps = exchange_steps(ranks, inside)
+    assert math.prod(steps) == ranks
+    assert messages(steps) <= ranks - 1
+    node, near, far = steps
+    assert node in (1, inside)
+    assert far == 1 or 2 * (near + far - 2) <= near * far - 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "inside", "steps", "sent"),
+    [
+        (4, 1, (1, 4, 1), 3),  # two steps would save one message of three
+        (8, 8, (1, 8, 1), 7),
+        (16, 1, (1, 4, 4), 6),
+        (16, 8, (8, 2, 1), 8),
+        (31, 1, (1, 31, 1), 30),  # a prime
+        (2048, 1, (1, 32, 64), 94),
+        (4096, 8, (8, 16, 32), 53),
+        (16384, 8, (8, 32, 64), 101),
+    ],
+)
+def test_messages_of_a_rank(ranks, inside, steps, sent):
+    assert exchange_steps(ranks, inside) == steps
+    assert messages(steps) == sent
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(24, (2, 3, 4)), (8, (2, 4)), (6, (6,))])
+def test_every_pair_of_ranks_is_connected_by_one_path(ranks, sizes):
+    """What rank r has for rank q goes to the rank that has q's places in the steps so far."""
+    numbers = [10 + rank for rank in range(ranks)]
+    steps = divided(numbers, sizes)
+    for groups in steps:
+        assert sorted(rank for group in groups for rank in group) == numbers
+    for source in numbers:
+        for target in numbers:
+            here, stride = source - 10, 1
+            for size, groups in zip(sizes, steps, strict=True):
+                (group,) = [group for group in groups if here + 10 in group]
+                place = (target - 10) // stride % size
+                here, stride = group[place] - 10, stride * size
+            assert here + 10 == target
+
+
+def test_neighbours_of_a_node_are_the_same_in_every_group():
+    assert neighbours([(0, 1, 2, 3), (4, 5, 6, 7)], 2) == 2
+    assert neighbours([(0, 2, 4, 6), (1, 3, 5, 7)], 4) == 2
+    assert neighbours([(0, 8, 16)], 8) == 1
+    assert neighbours([(0, 1, 2)], 2) == 1
+    assert neighbours([(0, 1), (2, 3)], 8) == 2
+
+
+def test_an_exchange_in_steps_takes_its_messages_and_the_same_bytes():
+    alpha, bandwidth, size = 2e-5, 4e10, 1e9
+    for ranks in (64, 2048):
+        group = [Level(1.0, 3e-6, 4e11), Level(float(ranks), alpha, bandwidth)]
+        moved = size * (ranks - 1) / ranks / bandwidth
+        steps = exchange_steps(ranks, 1)
+        assert float(stepped_exchange(size, group)) == pytest.approx(
+            messages(steps) * alpha + moved
+        )
+        assert float(pairwise_all_to_all(size, group)) == pytest.approx((ranks - 1) * alpha + moved)
+    # Within a node first: the slow links carry an eighth.
+    group = [Level(8.0, 3e-6, 4e11), Level(np.float64(16.0), alpha, bandwidth)]
+    outer = size / 8 * 15 / 16 / bandwidth + messages(exchange_steps(16, 1)) * alpha
+    inner = size * 7 / 8 / 4e11 + 7 * 3e-6
+    assert float(stepped_exchange(size, group)) == pytest.approx(inner + outer)

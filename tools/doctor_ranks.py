@@ -1,0 +1,343 @@
+"""`tools/doctor.py --ranks`: do several ranks work together? Starts the ranks, watches over them,
+and makes the report.
+
+The work itself is in tools/doctor_parts.py, in processes of its own. If a part fails or hangs, they
+are ended, and new ones do the parts that are left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megaframe.untrusted import showable
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = [sys.executable, str(ROOT / "tools/doctor_parts.py")]
+_LOOK = 0.1
+_GRACE = 20.0
+"""Seconds that other ranks have to say why one has ended, and to end by themselves."""
+_LATE = 60.0
+"""Seconds by which a part may exceed twice the timeout, as the ranks end what hangs by
+themselves."""
+_SHOWN = 600
+_ADDRESS = re.compile(r"\b\d{1,3}(\.\d{1,3}){3}\b")
+
+
+_SCHEDULES = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "v-half": 2}
+"""Schedules to compare with one rank, with their chunks."""
+
+
+def most_ways(world: int) -> int:
+    """Return the number of ranks on an axis of a layout that is compared with one rank."""
+    return next(size for size in (4, 2, 1) if world % size == 0)
+
+
+def layouts(world: int) -> dict[str, tuple[str, ...]]:
+    """Return the layouts to compare with one rank, by name: overrides of the config. There are
+    `most_ways` ranks on one of the axes, and the other ranks are data ranks."""
+    ways = most_ways(world)
+    found: dict[str, tuple[str, ...]] = {
+        f"data, zero={zero}": (f"parallel.zero={zero}",) for zero in range(4)
+    }
+    if ways > 1:
+        found["tensor"] = (f"parallel.tensor={ways}",)
+        for kind in ("ring", "all_to_all"):
+            found[f"context, {kind}"] = (
+                f"parallel.context={ways}",
+                f"parallel.context_kind={kind}",
+            )
+        for schedule, chunks in _SCHEDULES.items():
+            found[f"pipeline, {schedule}"] = (
+                f"parallel.pipeline={ways}",
+                f"parallel.schedule={schedule}",
+                f"parallel.chunks={chunks}",
+            )
+        found["experts"] = (f"parallel.expert={ways}",)
+    if world % 4 == 0:
+        found["tensor and pipeline"] = ("parallel.tensor=2", "parallel.pipeline=2")
+    return {f"layout: {name}": overrides for name, overrides in found.items()}
+
+
+def part_names(world: int) -> list[str]:
+    """Return the names of all parts for this many ranks, in order."""
+    return ["settings", "links", "rings", "collectives", *layouts(world), "abort"]
+
+
+@dataclass
+class Finding:
+    """What was found in a part. right: None if nobody could judge it. wrong: ranks on which it is
+    not right."""
+
+    part: str
+    what: str
+    right: bool | None
+    said: str
+    numbers: dict[str, Any] = field(default_factory=dict)
+    wrong: list[int] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        mark = "X" if self.right is False else " "
+        name = f"{self.part}: {self.what}" if self.what else self.part
+        where = f" (ranks {', '.join(map(str, self.wrong))})" if self.wrong else ""
+        return f"{mark} {name:<44} {self.said}{where}"
+
+
+Lines = dict[int, list[dict[str, Any]]]
+"""What each rank has written."""
+
+
+class Ranks:
+    """The processes of some ranks. environment: returns that of a rank, which all of one start
+    share. command: what a rank runs."""
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        environment: Callable[[], Callable[[int], Mapping[str, str]]],
+        timeout: float,
+        device: str,
+        command: Sequence[str] = PARTS,
+    ) -> None:
+        self._ranks, self._environment = ranks, environment
+        self._timeout, self._device, self._command = timeout, device, command
+
+    def examine(self, names: Sequence[str], tell: Callable[[str], None]) -> Lines:
+        """Do all parts; return what the ranks have written. A part that fails is a finding of the
+        rank that says why. tell: called with the name of each part."""
+        lines: Lines = {rank: [] for rank in self._ranks}
+        first = 0
+        while first < len(names):
+            with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
+                said = self._run(names, first, Path(folder), tell)
+                for rank in self._ranks:
+                    lines[rank] += _read(Path(folder) / f"rank-{rank}.jsonl")
+            open_parts = [_unfinished(lines[rank], names, first) for rank in self._ranks]
+            failed = min(open_parts)
+            for rank, at in zip(self._ranks, open_parts, strict=True):
+                if at == failed < len(names):
+                    text = said[rank] or "ended without a message"
+                    finding = Finding(names[failed], "", False, text)
+                    lines[rank].append(asdict(finding))
+            first = failed + 1
+        return lines
+
+    def _run(
+        self, names: Sequence[str], first: int, folder: Path, tell: Callable[[str], None]
+    ) -> dict[int, str]:
+        """Start the ranks with the parts from number `first` on, and wait until all have ended.
+        Returns the last words of each."""
+        of_rank = self._environment()
+        started: dict[int, subprocess.Popen[bytes]] = {}
+        command = [*self._command, "--parts", json.dumps(names), "--first", str(first)]
+        command += ["--device", self._device, "--timeout", str(self._timeout)]
+        command += ["--folder", str(folder)]
+        for rank in self._ranks:
+            paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+            environment = {**os.environ, **of_rank(rank), "PYTHONPATH": os.pathsep.join(paths)}
+            environment.pop("TORCHELASTIC_ERROR_FILE", None)
+            with open(folder / f"rank-{rank}.err", "wb") as errors:
+                started[rank] = subprocess.Popen(
+                    command, env=environment, stdout=subprocess.DEVNULL, stderr=errors
+                )
+        try:
+            self._wait(started, folder, tell)
+        finally:
+            for process in started.values():
+                process.kill()
+                process.wait()
+        texts = {
+            rank: (folder / f"rank-{rank}.err").read_text("utf-8", "replace") for rank in started
+        }
+        return {rank: _last_words(text, folder) for rank, text in texts.items()}
+
+    def _wait(
+        self,
+        started: Mapping[int, subprocess.Popen[bytes]],
+        folder: Path,
+        tell: Callable[[str], None],
+    ) -> None:
+        part, since, failed = "", time.monotonic(), 0.0
+        first = min(started)
+        while any(process.poll() is None for process in started.values()):
+            time.sleep(_LOOK)
+            now = time.monotonic()
+            begun = [
+                line["begin"] for line in _read(folder / f"rank-{first}.jsonl") if "begin" in line
+            ]
+            if begun and begun[-1] != part:
+                part, since = begun[-1], now
+                tell(part)
+            if any(process.poll() for process in started.values()):
+                failed = failed or now
+            if (failed and now - failed > _GRACE) or now - since > 2 * self._timeout + _LATE:
+                return
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file that a rank writes; the last may not be whole."""
+    found = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                break
+    return found
+
+
+def _unfinished(lines: Iterable[Mapping[str, Any]], names: Sequence[str], first: int) -> int:
+    """Return the number of the first part from `first` on that has not ended."""
+    ended = {line["end"] for line in lines if "end" in line}
+    return next((n for n in range(first, len(names)) if names[n] not in ended), len(names))
+
+
+def _last_words(text: str, folder: Path) -> str:
+    """Return the message with which a process ended, without paths and addresses."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error:")]
+    found = (errors or lines or [""])[0 if errors else -1]
+    found = re.sub(r"^(\[rank\d+\]: )+", "", found)  # torch names the rank of a traceback
+    for path in (str(folder), str(ROOT), str(Path.home())):
+        found = found.replace(path, ".")
+    found = found.replace("faults.step_timeout=", "--timeout ")
+    return showable(_ADDRESS.sub("(address)", found))[:_SHOWN]
+
+
+def merged(lines: Lines) -> list[Finding]:
+    """Return the findings of all ranks together, in order: right if they are on every rank."""
+    found: dict[tuple[str, str], Finding] = {}
+    for rank in sorted(lines):
+        for line in lines[rank]:
+            if "what" not in line:
+                continue
+            key = line["part"], line["what"]
+            mine = Finding(*key, line["right"], line["said"], line["numbers"])
+            whole = found.setdefault(key, mine)
+            if mine.right is False:
+                if whole.right is not False:
+                    whole.right, whole.said = False, mine.said
+                whole.wrong.append(rank)
+            elif whole.right is None:
+                whole.right, whole.said, whole.numbers = mine.right, mine.said, mine.numbers
+    order: dict[str, int] = {}
+    for finding in found.values():
+        order.setdefault(finding.part, len(order))
+    return sorted(found.values(), key=lambda finding: order[finding.part])
+
+
+def alone(ranks: int) -> Callable[[], Callable[[int], Mapping[str, str]]]:
+    """Return the environments for ranks of this machine, as torchrun sets them."""
+
+    def start() -> Callable[[int], Mapping[str, str]]:
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            port = str(one.getsockname()[1])
+        common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return lambda rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+    return start
+
+
+def gathered(lines: Lines, rank: int, world: int, timeout: float) -> Lines:
+    """Return what the ranks of all nodes have written, on the first one. Those that do not say so
+    in time are a finding."""
+    from megaframe.comm.start import launcher_store
+
+    store, _, _ = launcher_store(rank, world, timeout)
+    store.set(f"doctor/{rank}", json.dumps(lines[rank]))
+    if rank:
+        return lines
+    for other in range(1, world):
+        try:
+            lines[other] = json.loads(store.get(f"doctor/{other}"))
+        except RuntimeError:
+            said = f"rank {other} has not reported"
+            lines[other] = [asdict(Finding("report", f"rank {other}", False, said))]
+    store.set("doctor/done", "")
+    return lines
+
+
+def write(
+    findings: Sequence[Finding], report: Path, ranks: int, names: Sequence[str]
+) -> list[Path]:
+    """Write the report as JSON and as text; return both files."""
+    report.parent.mkdir(parents=True, exist_ok=True)
+    texts, table = report.with_suffix(".txt"), report.with_suffix(".json")
+    texts.write_text("\n".join([*map(str, findings), verdict(findings)]) + "\n", encoding="utf-8")
+    whole = {
+        "at": time.strftime("%Y-%m-%d"),
+        "ranks": ranks,
+        "parts": list(names),
+        "right": all(one.right is not False for one in findings),
+        "findings": [asdict(one) for one in findings],
+    }
+    table.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    return [texts, table]
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """Return the last line of the report."""
+    wrong = [one for one in findings if one.right is False]
+    if not wrong:
+        return "the ranks work together"
+    names = ", ".join(dict.fromkeys(one.part for one in wrong))
+    return f"{len(wrong)} findings are wrong (X), in {names}"
+
+
+def examine_ranks(
+    ranks: int,
+    report: Path,
+    *,
+    timeout: float = 120.0,
+    device: str = "auto",
+    chosen: Sequence[str] = (),
+    command: Sequence[str] = PARTS,
+) -> int:
+    """Examine several ranks, and print and write the report. Returns the exit status.
+
+    Args:
+        ranks: number of ranks to start on this machine; 0 under torchrun, whose ranks each call
+            this.
+        report: the file to write; its suffix is replaced.
+        timeout: seconds that a part may take.
+        device: as `run.device`.
+        chosen: parts to do, by the beginnings of their names; all if empty.
+        command: what a rank runs.
+    """
+    world = ranks or int(os.environ["WORLD_SIZE"])
+    me = 0 if ranks else int(os.environ["RANK"])
+    names = [
+        name
+        for name in part_names(world)
+        if not chosen or any(name.startswith(one) for one in chosen)
+    ]
+    mine = range(ranks) if ranks else [me]
+    environment = alone(ranks) if ranks else lambda: lambda rank: {}
+    started = Ranks(mine, environment, timeout, device, command)
+
+    def tell(part: str) -> None:
+        if not me:
+            print(f"... {part}", file=sys.stderr, flush=True)
+
+    lines = started.examine(names, tell)
+    if not ranks:
+        lines = gathered(lines, me, world, timeout)
+    if me:
+        return 0
+    findings = merged(lines)
+    files = write(findings, report, world, names)
+    print(*findings, verdict(findings), sep="\n")
+    print(f"report to send back: {files[0]} and {files[1]}")
+    return 0 if all(one.right is not False for one in findings) else 1
