@@ -75,7 +75,8 @@ class Mesh:
     axis_sets: the sets of axes to make groups for.
     alone: run as this rank without any other, with groups that pretend that all ranks do the same
     (`comm/alike.py`) and tensors without content.
-    Raises `UserError` if `device` is not available and `LostRanks` if not all ranks join in time.
+    Raises `UserError` if `device` is not available or the system allows too few open files, and
+    `LostRanks` if not all ranks join in time.
     """
 
     def __init__(
