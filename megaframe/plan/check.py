@@ -29,6 +29,8 @@ from megaframe.plan.tensor import tensor_mistakes
 from megaframe.schedule import schedule_mistakes
 
 TOKENIZERS = ("sentencepiece", "hf", "tiktoken")
+_MOST_MICROBATCHES = 1 << 16
+"""Microbatches of a step. A schedule lists every pass, and training has hundreds at most."""
 NO_SOURCES = (
     "data.sources is empty; name token files, which tools/preprocess_data.py makes of text: "
     "data.sources=[{path: PATH}]"
@@ -163,6 +165,12 @@ def _batches(train: Train, data: int) -> Iterator[str]:
             f"use {nearest_multiples(together, top)}"
         )
         top = max(1, round(top / together)) * together  # what a ramp is to rise to
+    if top // together > _MOST_MICROBATCHES:
+        yield (
+            f"train.global_batch={top} is {top // together} microbatches of {on_ranks}, and a step "
+            f"has at most {_MOST_MICROBATCHES}; use at most "
+            f"{_MOST_MICROBATCHES * together}, or a larger train.microbatch"
+        )
     if train.batch_ramp is not None:
         yield from _ramp(train.batch_ramp, top, together, on_ranks)
 
