@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megaframe.comm import barrier
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh, world_size
@@ -31,6 +32,7 @@ def among_others(*sections):
     mesh = Mesh(Layout.from_parallel(config.parallel, world_size()), device="cpu", timeout=60)
     with Ledger() as ledger:
         found = counted_step(config, mesh, ledger)
+    barrier(mesh.world)  # no rank closes connections that others use
     mesh.close()
     return found
 

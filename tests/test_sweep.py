@@ -161,7 +161,7 @@ def test_a_failed_trial_stops_no_other_and_is_the_only_one_tried_again(
 @pytest.mark.slow
 def test_an_interrupted_sweep_continues_its_trials_on_the_same_curves(overrides, tmp_path):
     """They save when they are asked to leave; what has ended is not run again, unless it failed."""
-    keys = overrides(train__steps=2000, checkpoint__every=10**6, run__dir=tmp_path / "sweep")
+    keys = overrides(train__steps=600, checkpoint__every=10**6, run__dir=tmp_path / "sweep")
     command = [sys.executable, TOOL, "--sweep", "optim.lr=[0.01, 0.02]", "--jobs", "2", "--", *keys]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
