@@ -39,10 +39,11 @@ def communicators(config: RunConfig, world: int) -> int:
     if model.moe is not None:
         sets |= _wide(EXPERT_SETS, sizes)
     heads = exchanging_ranks(parallel)
-    groups = [heads > 1, parallel.context > heads, 1 <= model.kv_heads < parallel.tensor]
+    has_copies = 1 <= model.kv_heads < parallel.tensor
+    groups = [heads > 1, parallel.context > heads, has_copies]
     near_and_far = 2 * (model.moe is not None and parallel.expert > 1)
     # The gradients that are rounded may be summed in steps, each over a group of its own.
-    summed = len(_wide(_SUMMED, sizes)) + (model.moe is not None) + groups[-1]
+    summed = len(_wide(_SUMMED, sizes)) + (model.moe is not None) + has_copies
     steps = _STEPS * summed * (parallel.reduce_precision == "bf16")
     # Two links to each neighbour; that of the embedding joins ranks with fewer of them.
     links = min(2 * (parallel.pipeline - 1), 4)

@@ -38,6 +38,7 @@ def configured(parallel, model):
         ({"context": 4}, {}, 0),
         ({"context": 4, "context_kind": "nested", "context_heads": 2}, {}, 0),
         ({"context": 2, "data_replicate": 2, "zero": 2}, {}, 0),
+        ({"reduce_precision": "bf16", "node_size": 2}, {}, 1),
         ({"expert": 4}, EXPERTS, 3),
         ({"expert": 2, "expert_tensor": 2}, EXPERTS, 3),
     ],
