@@ -18,8 +18,8 @@ from harness import commit, machine
 from pipeline_emulated import config_of
 
 from megaframe.config import RunConfig
+from megaframe.hardware.cluster import Cluster, load_cluster
 from megaframe.layout import Layout
-from megaframe.plan.cluster import Cluster, load_cluster
 from megaframe.plan.constants import constants_of
 from megaframe.plan.step import predict
 

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from published_tables import TABLES, Row
 
 from megaframe.config import RunConfig
+from megaframe.hardware.cluster import Cluster, load_cluster
 from megaframe.layout import Layout
-from megaframe.plan.cluster import Cluster, load_cluster
 from megaframe.plan.constants import Constants, constants_of
 from megaframe.plan.step import Prediction, model_flops, predict
 

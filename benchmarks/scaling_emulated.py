@@ -17,8 +17,8 @@ from harness import commit, machine
 from pipeline_emulated import config_of
 from prediction_emulated import cluster_here, seconds_of
 
+from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
-from megaframe.plan.cluster import Cluster
 
 STAGES = 8
 KINDS = ("weak", "strong")

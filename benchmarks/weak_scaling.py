@@ -22,9 +22,9 @@ from typing import Any
 
 from megaframe.config import RunConfig, load
 from megaframe.config.shipped import config_path
+from megaframe.hardware.cluster import Cluster, load_cluster
 from megaframe.layout import Layout
 from megaframe.plan.bucket import bucket_blocks
-from megaframe.plan.cluster import Cluster, load_cluster
 from megaframe.plan.constants import cluster_constants
 from megaframe.plan.costs import block
 from megaframe.plan.held import held

@@ -17,11 +17,11 @@ from megaframe.config import RunConfig, load
 from megaframe.config.numbers import axis_sizes
 from megaframe.device import hidden_gpu, host_memory
 from megaframe.errors import UserError
+from megaframe.hardware.cluster import DEFAULT, Cluster, device_cluster, load_cluster
 from megaframe.layout import Layout
 from megaframe.mesh import ranks_on_this_node
 from megaframe.plan.advice import decision
 from megaframe.plan.again import settled
-from megaframe.plan.cluster import DEFAULT, Cluster, device_cluster, load_cluster
 from megaframe.plan.constants import cluster_constants
 from megaframe.plan.held import held
 from megaframe.plan.search import search

@@ -33,12 +33,12 @@ from torch import Tensor
 
 from megaframe import matmul
 from megaframe.config import RunConfig
+from megaframe.io.untrusted import open_file
 from megaframe.matmul import Kind, Library
 from megaframe.mesh import Mesh
 from megaframe.nn import tile_products, tiles
 from megaframe.nn.tile_products import Method, Size
 from megaframe.parameter import PRECISIONS
-from megaframe.untrusted import open_file
 
 BUDGET = 0.2
 """Seconds after which nothing more is measured, so that all of it takes at most 0.3 s."""

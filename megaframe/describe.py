@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megaframe.config import RunConfig, dump
+from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
 from megaframe.meter.opening import outline
 from megaframe.optim.choice import choices_table
 from megaframe.plan.check import warnings
-from megaframe.plan.cluster import Cluster
 from megaframe.plan.held import rank_memory
 from megaframe.plan.promise import promise_note
 from megaframe.plan.schedules import pipeline_summary, step_schedule

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from megaframe.untrusted import showable
+from megaframe.io.untrusted import showable
 
 
 class UserError(Exception):

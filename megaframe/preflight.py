@@ -15,9 +15,9 @@ from megaframe.automatic import cluster_of
 from megaframe.config import RunConfig
 from megaframe.config.numbers import fewest_ranks
 from megaframe.errors import UserError
+from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
 from megaframe.mesh import world_size
-from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import cluster_constants
 from megaframe.plan.fit import Fit, fit, instead
 from megaframe.trainer import resolve

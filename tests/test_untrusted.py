@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.errors import UserError, reported
-from megaframe.untrusted import (
+from megaframe.io.untrusted import (
     MAX_DEPTH,
     open_file,
     parsed_json,

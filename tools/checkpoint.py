@@ -26,7 +26,7 @@ from megaframe.checkpoint import WHAT_IS_TAKEN, Checkpoint, locate, open_checkpo
 from megaframe.checkpoint.examine import damage, differences, regroup
 from megaframe.config import load as load_config
 from megaframe.errors import UserError, reported
-from megaframe.untrusted import showable
+from megaframe.io.untrusted import showable
 
 EXIT_DIFFERENT = 1
 """Exit status if something is damaged, or two checkpoints differ."""

@@ -16,8 +16,8 @@ from megaframe.dashboard.run import Run, value_of
 from megaframe.dashboard.serve import LOOPBACK, Server
 from megaframe.dashboard.workspace import save
 from megaframe.errors import UserError, reported
+from megaframe.io.untrusted import whole_number
 from megaframe.plan.beside import beside_or_why
-from megaframe.untrusted import whole_number
 
 
 def main() -> None:

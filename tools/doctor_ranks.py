@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaframe.untrusted import showable
+from megaframe.io.untrusted import showable
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = [sys.executable, str(ROOT / "tools/doctor_parts.py")]

@@ -42,7 +42,7 @@ from drill_runs import (
     workers,
 )
 
-from megaframe.untrusted import whole_number
+from megaframe.io.untrusted import whole_number
 
 LATEST = STEPS - 20
 """Faults are caused after a random step below this one."""

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megaframe.errors import UserError, reported
+from megaframe.io.untrusted import whole_number
 from megaframe.meter.exposed import Exposed, exposed
-from megaframe.untrusted import whole_number
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from megaframe.errors import UserError, reported
+from megaframe.io.untrusted import parsed_json, read_file, whole_number
 from megaframe.plan.goodput import (
     MIXES,
     PUBLISHED,
@@ -25,7 +26,6 @@ from megaframe.plan.goodput import (
     room,
     table,
 )
-from megaframe.untrusted import parsed_json, read_file, whole_number
 
 MOST_BYTES = 1 << 20
 """Largest file of measured costs that is read."""

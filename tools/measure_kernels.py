@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 
 from megaframe.errors import UserError, reported
+from megaframe.hardware.chips import CHIPS, Chip, nearest_chips
+from megaframe.hardware.cluster import Cluster, device_cluster, load_cluster, write_cluster
 from megaframe.matmul import product
-from megaframe.plan.chips import CHIPS, Chip, nearest_chips
-from megaframe.plan.cluster import Cluster, device_cluster, load_cluster, write_cluster
 from megaframe.plan.constants import Constants, constants_of
 from megaframe.plan.kernels import product_seconds, rates
 

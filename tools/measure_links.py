@@ -24,14 +24,14 @@ from torch import Tensor
 
 from megaframe.comm import Group, all_gather, all_reduce, all_to_all, barrier, reduce_scatter
 from megaframe.errors import UserError, reported
+from megaframe.hardware.chips import CHIPS, chip_of, nearest_chips
+from megaframe.hardware.cluster import Cluster, load_cluster, without_rates, write_cluster
+from megaframe.io.untrusted import whole_number
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh, global_rank, ranks_on_this_node, world_size
-from megaframe.plan.chips import CHIPS, chip_of, nearest_chips
-from megaframe.plan.cluster import Cluster, load_cluster, without_rates, write_cluster
 from megaframe.plan.collectives import bus_bandwidth
 from megaframe.plan.constants import Constants, cluster_constants
 from megaframe.plan.kernels import fit_line
-from megaframe.untrusted import whole_number
 
 OPERATIONS: Mapping[str, Callable[[Tensor, Group], Tensor]] = {
     "all_reduce": lambda whole, group: all_reduce(whole, group).wait(),

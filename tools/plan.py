@@ -14,11 +14,11 @@ from rich.table import Table
 
 from megaframe.config import RunConfig, dump, load
 from megaframe.errors import UserError, reported
+from megaframe.hardware.cluster import DEFAULT, Cluster, cluster_names, load_cluster
 from megaframe.layout import Layout
 from megaframe.plan.advice import alternatives, decision, said
 from megaframe.plan.again import settled
 from megaframe.plan.check import check
-from megaframe.plan.cluster import DEFAULT, Cluster, cluster_names, load_cluster
 from megaframe.plan.constants import Constants, cluster_constants
 from megaframe.plan.fit import instead
 from megaframe.plan.nearest import in_words

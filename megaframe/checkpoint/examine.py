@@ -34,7 +34,7 @@ from megaframe.checkpoint.save import commit
 from megaframe.checkpoint.slices import Slice
 from megaframe.checkpoint.storage import Place, store_of
 from megaframe.errors import UserError
-from megaframe.untrusted import without_secrets
+from megaframe.io.untrusted import without_secrets
 
 T = TypeVar("T")
 _THREADS = min(8, os.cpu_count() or 1)

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from megaframe.checkpoint.names import LOCK, LOCK_BYTES
 from megaframe.checkpoint.storage import Place, store_of
 from megaframe.errors import UserError
-from megaframe.process import has_ended, namespace, started
+from megaframe.io.process import has_ended, namespace, started
 
 LEASE = 30.0
 """Seconds after its last renewal for which a lock holds on other hosts. Clocks of hosts that share

@@ -21,7 +21,7 @@ from fsspec.spec import AbstractFileSystem
 
 from megaframe.checkpoint.storage import Remote
 from megaframe.errors import UserError
-from megaframe.untrusted import without_secrets
+from megaframe.io.untrusted import without_secrets
 
 T = TypeVar("T")
 PATIENCE = 120.0

@@ -18,7 +18,7 @@ import yaml
 
 from megaframe.config.describe import keys, suggestion
 from megaframe.config.url import text_mistake
-from megaframe.untrusted import PlainLoader, open_file, plain
+from megaframe.io.untrusted import PlainLoader, open_file, plain
 
 COMMAND_LINE = "command line"
 MAX_BYTES = 1_000_000

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from megaframe.untrusted import without_secrets
+from megaframe.io.untrusted import without_secrets
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://", re.ASCII)
 

@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from megaframe.untrusted import open_file, showable
+from megaframe.io.untrusted import open_file, showable
 
 _LONGEST_LINE = 1 << 24
 _MOST_COLUMNS = 5_000

@@ -14,7 +14,7 @@ from megaframe.dashboard.rows import bars, heat
 from megaframe.dashboard.run import Run, differences, flat, shown
 from megaframe.dashboard.thin import Floats, buckets, extremes, means, short
 from megaframe.errors import UserError
-from megaframe.untrusted import parsed_json, read_file, showable
+from megaframe.io.untrusted import parsed_json, read_file, showable
 
 POINTS = 800
 """Maximum number of steps of a run that a page shows; more are thinned out."""

@@ -15,7 +15,7 @@ from megaframe.dashboard.advice import advice
 from megaframe.dashboard.page import POLICY
 from megaframe.dashboard.panels import label, losses, predicted, summary
 from megaframe.dashboard.run import Run, value_of
-from megaframe.untrusted import showable
+from megaframe.io.untrusted import showable
 
 REPORT_FILES = "report.md", "report.html"
 _CONFIG = (

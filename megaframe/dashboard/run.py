@@ -12,7 +12,7 @@ import numpy as np
 
 from megaframe.dashboard.metrics import Metrics
 from megaframe.errors import UserError
-from megaframe.untrusted import parsed_json, parsed_yaml, read_file, showable
+from megaframe.io.untrusted import parsed_json, parsed_yaml, read_file, showable
 
 METRICS_FILE, CONFIG_FILE, ENVIRONMENT_FILE = "metrics.jsonl", "config.yaml", "environment.json"
 _LARGEST = 1 << 20

@@ -26,7 +26,7 @@ from megaframe.data.pieces import (
     decompressed,
     open_parquet,
 )
-from megaframe.untrusted import open_file
+from megaframe.io.untrusted import open_file
 
 _ROWS = 512
 _READ = 1 << 20

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, Literal, get_args
 
 from megaframe.data.tokenizer import import_library
 from megaframe.errors import UserError
-from megaframe.untrusted import open_file
+from megaframe.io.untrusted import open_file
 
 Format = Literal["auto", "jsonl", "parquet", "text"]
 FORMATS: tuple[Format, ...] = get_args(Format)

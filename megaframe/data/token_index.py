@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaframe.errors import UserError
-from megaframe.untrusted import open_file
+from megaframe.io.untrusted import open_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

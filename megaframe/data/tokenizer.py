@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from megaframe.data.rank_file import GPT2_PATTERN, LARGEST_VOCAB, PUBLISHED_RANKS, parse_ranks
 from megaframe.errors import UserError
-from megaframe.untrusted import open_file
+from megaframe.io.untrusted import open_file
 
 HF_EOD_NAMES = (
     "<|endoftext|>",

@@ -41,9 +41,9 @@ from megaframe.config import RunConfig
 from megaframe.dcp.metadata import METADATA, Chunk, Contents, read_metadata
 from megaframe.dcp.payload import DataFile
 from megaframe.errors import UserError
+from megaframe.io.untrusted import parsed_json
 from megaframe.run_state import initial_state
 from megaframe.stage import model_specs
-from megaframe.untrusted import parsed_json
 
 STATE = "megaframe.state"
 """Name of the entry whose text contains the step and the state of a run."""

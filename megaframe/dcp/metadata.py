@@ -18,7 +18,7 @@ from megaframe.checkpoint.manifest import DTYPES, DTypeName
 from megaframe.checkpoint.slices import Shape, is_inside, tiling_problem
 from megaframe.dcp.pickled import Name, Record, describe
 from megaframe.errors import UserError
-from megaframe.untrusted import read_file
+from megaframe.io.untrusted import read_file
 
 METADATA = ".metadata"
 MAX_METADATA = 128 << 20

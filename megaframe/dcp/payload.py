@@ -23,7 +23,7 @@ from megaframe.checkpoint.slices import Box, Shape, region
 from megaframe.dcp.metadata import Chunk, Extent
 from megaframe.dcp.pickled import PERSISTENT, Name, Record, describe
 from megaframe.errors import UserError
-from megaframe.untrusted import open_file
+from megaframe.io.untrusted import open_file
 
 _MAX_PART = 1 << 20
 """Largest size of an archive's directory, and of the pickle that describes a tensor, in bytes."""

@@ -17,8 +17,8 @@ from typing import Any
 
 from megaframe.comm.watch import ENDED_FILE
 from megaframe.errors import UserError
+from megaframe.io.untrusted import open_file
 from megaframe.meter.sinks import METRICS_FILE, cannot_write
-from megaframe.untrusted import open_file
 
 FAULTS = "faults"
 """Subfolder of the run folder for the ledger, stacks and other records of faults."""

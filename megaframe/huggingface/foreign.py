@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megaframe.errors import UserError
-from megaframe.untrusted import open_file, parsed_json, read_file
+from megaframe.io.untrusted import open_file, parsed_json, read_file
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaframe.errors import UserError
-from megaframe.process import started
+from megaframe.io.process import started
 
 BURST, QUEUE = "128kb", "4mb"
 """Bytes that a link sends at once before the rate applies, and bytes of its queue, for `tc`."""

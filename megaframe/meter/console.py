@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megaframe.config import RunConfig
+from megaframe.io.untrusted import printable
 from megaframe.meter.sinks import METRICS_FILE, Line, cannot_write, finite
 from megaframe.meter.totals import Totals
-from megaframe.untrusted import printable
 
 LOG_FILE = "run.log"
 _RECENT_STEPS = 50

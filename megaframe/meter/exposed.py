@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megaframe.errors import UserError
-from megaframe.untrusted import open_file
+from megaframe.io.untrusted import open_file
 
 MOST_BYTES = 256 << 20
 """Largest unpacked trace that is read; a step of a large model takes a sixth of it."""

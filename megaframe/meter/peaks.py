@@ -1,6 +1,6 @@
 """The peak that MFU is measured against: dense TFLOP/s of one device in the type of the run.
 
-It is that of the table of chips (`plan/chips.py`). A chip that is not there has no peak, and no MFU
+It is that of the table of chips (`hardware/chips.py`). A chip that is not there has no peak, and no MFU
 is better than a wrong one. A CPU is measured instead, because its peak depends on instructions,
 clocks and cores that its name does not tell.
 """
@@ -14,10 +14,10 @@ import torch
 
 from megaframe.comm import all_reduce, barrier
 from megaframe.config import RunConfig
+from megaframe.hardware.chips import chip_named
 from megaframe.matmul import product
 from megaframe.mesh import Mesh
 from megaframe.parameter import PRECISIONS
-from megaframe.plan.chips import chip_named
 
 _SIZES = (512, 1024, 2048)
 _SECONDS_PER_SIZE = 0.1

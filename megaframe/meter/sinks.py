@@ -28,8 +28,8 @@ from megaframe.dashboard.page import page
 from megaframe.dashboard.panels import page_data
 from megaframe.dashboard.run import METRICS_FILE, Run
 from megaframe.errors import UserError
+from megaframe.io.untrusted import open_file, read_file
 from megaframe.plan.beside import beside_or_why
-from megaframe.untrusted import open_file, read_file
 
 Line = Mapping[str, Any]
 """The metrics of one step: numbers, None for unknown values, rows, and dicts of these."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megaframe.config.schema import RunConfig
-from megaframe.plan.chips import WIDTH
+from megaframe.hardware.chips import WIDTH
 from megaframe.plan.context import exchanging_ranks
 from megaframe.plan.experts import has_experts
 from megaframe.plan.matrices import head_widths, latent_width

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from megaframe.hardware.cluster import Cluster
 from megaframe.plan.candidates import SCHEDULES, Array
-from megaframe.plan.cluster import Cluster
 from megaframe.plan.nearest import in_words
 from megaframe.plan.room import leaves_room
 from megaframe.plan.search import Choice, Found

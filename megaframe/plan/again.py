@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megaframe.config.schema import RunConfig
+from megaframe.hardware.chips import Chip
 from megaframe.layout import Layout
-from megaframe.plan.chips import Chip
 from megaframe.plan.held import rank_memory
 from megaframe.plan.room import leaves_room
 from megaframe.plan.schedules import step_schedule

@@ -13,9 +13,9 @@ from typing import Any
 
 from megaframe.config.load import load
 from megaframe.errors import UserError
+from megaframe.hardware.cluster import Cluster, device_cluster, load_cluster
 from megaframe.layout import Layout
 from megaframe.plan.check import check
-from megaframe.plan.cluster import Cluster, device_cluster, load_cluster
 from megaframe.plan.constants import cluster_constants
 from megaframe.plan.nearest import in_words
 from megaframe.plan.search import Choice, search

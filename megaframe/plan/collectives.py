@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.plan.cluster import Cluster
+from megaframe.hardware.cluster import Cluster
 from megaframe.plan.hierarchy import exchange_steps
 
 Number = Any

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
-from megaframe.plan.chips import UNKNOWN
-from megaframe.plan.cluster import Cluster
+from megaframe.hardware.chips import UNKNOWN
+from megaframe.hardware.cluster import Cluster
 from megaframe.plan.collectives import on_tier
 
 NCCL = ("ring", "tree", "in_network", "pairwise", "scatter")

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megaframe.config.schema import RunConfig
+from megaframe.hardware.cluster import Cluster
 from megaframe.plan.candidates import CIRCLING, SCHEDULES, Array, Candidates
-from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
 from megaframe.plan.costs import block, kinds
 from megaframe.plan.division import division

@@ -16,12 +16,12 @@ import numpy as np
 from megaframe.config.describe import shown
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
+from megaframe.hardware.chips import Chip
+from megaframe.hardware.cluster import DEFAULT, Cluster, load_cluster
 from megaframe.layout import Layout
 from megaframe.plan.again import settled
 from megaframe.plan.candidates import SCHEDULES, Array, Candidates
 from megaframe.plan.check import mistakes
-from megaframe.plan.chips import Chip
-from megaframe.plan.cluster import DEFAULT, Cluster, load_cluster
 from megaframe.plan.constants import Constants, cluster_constants
 from megaframe.plan.fast import estimate
 from megaframe.plan.nearest import ways

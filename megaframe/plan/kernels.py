@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from megaframe.errors import UserError
-from megaframe.plan.chips import WIDTH, Chip
-from megaframe.plan.cluster import without_rates
+from megaframe.hardware.chips import WIDTH, Chip
+from megaframe.hardware.cluster import without_rates
 from megaframe.plan.constants import Constants
 
 Number = Any

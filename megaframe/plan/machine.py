@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from megaframe.config.schema import RunConfig
-from megaframe.plan.cluster import Cluster
+from megaframe.hardware.cluster import Cluster
 from megaframe.plan.collectives import (
     Level,
     collective_seconds,

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from megaframe.config.schema import Optim, Parallel, RunConfig
+from megaframe.hardware.chips import WIDTH
 from megaframe.plan.activations import activations
 from megaframe.plan.bucket import Blocks, bucket_blocks
-from megaframe.plan.chips import WIDTH
 from megaframe.plan.lent import Bucket, StageUnits, Unit, lent
 from megaframe.plan.room import CHUNK, ROOMS, moment_width, moments, passing_width, state_width
 from megaframe.plan.stages import StagePlan

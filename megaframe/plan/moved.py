@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from megaframe.config.schema import RunConfig
+from megaframe.hardware.chips import WIDTH
 from megaframe.layout import Layout
-from megaframe.plan.chips import WIDTH
 from megaframe.plan.experts import has_mlp
 from megaframe.plan.held import held
 from megaframe.plan.matrices import latent_width

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from megaframe.config.schema import RunConfig
+from megaframe.hardware.cluster import Cluster, cluster_names, load_cluster
 from megaframe.plan.candidates import SCHEDULES, Candidates
-from megaframe.plan.cluster import Cluster, cluster_names, load_cluster
 from megaframe.plan.constants import Constants, cluster_constants
 from megaframe.plan.fast import Estimates, estimate
 from megaframe.plan.room import leaves_room

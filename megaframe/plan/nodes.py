@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import gcd
 
 from megaframe.config.schema import RunConfig
+from megaframe.hardware.chips import WIDTH
 from megaframe.layout import Layout
-from megaframe.plan.chips import WIDTH
 from megaframe.plan.matrices import latent_width
 
 BETWEEN_NODES = 50e9

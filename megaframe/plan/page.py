@@ -15,8 +15,8 @@ import numpy as np
 
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
+from megaframe.hardware.cluster import Cluster
 from megaframe.plan.advice import alternatives, decision, said
-from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
 from megaframe.plan.nearest import fastest
 from megaframe.plan.scaling import balances

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megaframe.config.schema import RunConfig
+from megaframe.hardware.cluster import Cluster, Tier
 from megaframe.layout import Layout
-from megaframe.plan.cluster import Cluster, Tier
 from megaframe.plan.constants import Constants
 
 _WORTH_TELLING = 0.02

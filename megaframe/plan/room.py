@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megaframe.config.schema import Optim
-from megaframe.plan.chips import Chip
+from megaframe.hardware.chips import Chip
 
 OVERHEAD = 2.0 * 2**30
 """Bytes for the driver's context, communication buffers and what torch keeps for itself."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from math import sqrt
 
 from megaframe.config.schema import RunConfig
+from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
-from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
 from megaframe.plan.machine import Machine
 from megaframe.plan.reasons import outermost, span

@@ -15,11 +15,11 @@ import numpy as np
 
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
+from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
 from megaframe.plan.again import settled
 from megaframe.plan.candidates import Array, Candidates
 from megaframe.plan.check import check
-from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
 from megaframe.plan.fast import Estimates, estimate
 from megaframe.plan.nearest import nothing_fits

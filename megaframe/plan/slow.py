@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.plan.cluster import Cluster
+from megaframe.hardware.cluster import Cluster
 from megaframe.plan.goodput import daly_interval
 
 Number = Any

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
+from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
 from megaframe.plan.candidates import CIRCLING
-from megaframe.plan.cluster import Cluster
 from megaframe.plan.constants import Constants
 from megaframe.plan.costs import block, kinds
 from megaframe.plan.machine import Machine, Part, Passes

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from megaframe.config.schema import RunConfig
+from megaframe.hardware.chips import WIDTH
+from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
 from megaframe.plan.bucket import balanced_count
-from megaframe.plan.chips import WIDTH
-from megaframe.plan.cluster import Cluster
 from megaframe.plan.collectives import hop_seconds
 from megaframe.plan.constants import cluster_constants
 from megaframe.plan.experts import has_experts

@@ -16,8 +16,8 @@ import numpy as np
 
 from megaframe.config.numbers import divisors
 from megaframe.config.schema import RunConfig
+from megaframe.hardware.cluster import Cluster
 from megaframe.plan.candidates import SCHEDULES, Array, Candidates
-from megaframe.plan.cluster import Cluster
 from megaframe.plan.context import context_mistakes
 from megaframe.plan.experts import expert_mistakes
 from megaframe.plan.sizes import RECOMPUTE

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megaframe.config.schema import RunConfig
+from megaframe.hardware.chips import WIDTH, Chip
 from megaframe.layout import Layout
 from megaframe.plan.activations import block_bytes, left_bytes, rotary_bytes
 from megaframe.plan.candidates import SCHEDULES
-from megaframe.plan.chips import WIDTH, Chip
 from megaframe.plan.division import division
 from megaframe.plan.experts import has_experts
 from megaframe.plan.held import held, rank_memory

@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from megaframe.errors import UserError
+from megaframe.io.untrusted import read_file
 from megaframe.schedule.actions import Action, parse_action
 from megaframe.schedule.schedule import Schedule
-from megaframe.untrusted import read_file
 
 MAX_BYTES = 64 * 2**20
 """Larger files are refused without parsing; 64 ranks and 512 microbatches take 1 MiB."""

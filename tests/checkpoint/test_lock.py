@@ -23,7 +23,7 @@ from megaframe.checkpoint.lock import Holder, RunLock
 from megaframe.checkpoint.names import LOCK, LOCK_BYTES
 from megaframe.checkpoint.storage import store_of
 from megaframe.errors import UserError
-from megaframe.process import has_ended, started
+from megaframe.io.process import has_ended, started
 
 COUNT = itertools.count()
 

@@ -7,7 +7,7 @@ import pytest
 from megaframe.config import RunConfig, dump, load
 from megaframe.config.read import MAX_BYTES, MAX_MISTAKES
 from megaframe.errors import UserError
-from megaframe.untrusted import MAX_DEPTH
+from megaframe.io.untrusted import MAX_DEPTH
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from megaframe.automatic import with_blocks
 from megaframe.config import RunConfig
+from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.plan.again import fewest_again, settled
-from megaframe.plan.cluster import load_cluster
 from megaframe.plan.constants import constants_of
 from megaframe.plan.held import rank_memory
 from megaframe.plan.room import leaves_room

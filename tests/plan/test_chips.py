@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from megaframe.plan.chips import CHIPS, TYPES, chip_named, chip_of
-from megaframe.plan.cluster import cluster_names, device_cluster, load_cluster, without_rates
+from megaframe.hardware.chips import CHIPS, TYPES, chip_named, chip_of
+from megaframe.hardware.cluster import cluster_names, device_cluster, load_cluster, without_rates
 from megaframe.plan.constants import CONSTANTS, cluster_constants
 
 GIB = 2.0**30

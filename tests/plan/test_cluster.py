@@ -3,7 +3,7 @@
 import pytest
 
 from megaframe.errors import UserError
-from megaframe.plan.cluster import cluster_names, load_cluster
+from megaframe.hardware.cluster import cluster_names, load_cluster
 
 GOOD = """chip: h100
 tiers:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.plan.cluster import Cluster, Tier, load_cluster
+from megaframe.hardware.cluster import Cluster, Tier, load_cluster
 from megaframe.plan.collectives import (
     ALGORITHMS,
     Level,

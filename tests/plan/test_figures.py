@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.config import RunConfig
+from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
-from megaframe.plan.cluster import load_cluster
 from megaframe.plan.constants import constants_of
 from megaframe.plan.goodput import daly_interval
 from megaframe.plan.kernels import fit_line, product_seconds, rates, roofline

@@ -11,10 +11,10 @@ import pytest
 
 from megaframe.config import load
 from megaframe.config.shipped import config_path
+from megaframe.hardware.cluster import DEFAULT, load_cluster
 from megaframe.layout import Layout
 from megaframe.plan.again import settled
 from megaframe.plan.check import mistakes
-from megaframe.plan.cluster import DEFAULT, load_cluster
 from megaframe.plan.constants import constants_of
 from megaframe.plan.elastic import fitted
 from megaframe.plan.fit import fit, instead

@@ -8,10 +8,10 @@ import pytest
 
 from megaframe.config import RunConfig, dump, load
 from megaframe.errors import UserError
+from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.plan.advice import alternatives, decision
 from megaframe.plan.check import check
-from megaframe.plan.cluster import load_cluster
 from megaframe.plan.constants import constants_of
 from megaframe.plan.fast import estimate
 from megaframe.plan.fit import fit, instead

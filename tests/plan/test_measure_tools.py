@@ -13,9 +13,9 @@ import pytest
 
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
+from megaframe.hardware.chips import CHIPS
+from megaframe.hardware.cluster import device_cluster, load_cluster, write_cluster
 from megaframe.layout import Layout
-from megaframe.plan.chips import CHIPS
-from megaframe.plan.cluster import device_cluster, load_cluster, write_cluster
 from megaframe.plan.constants import cluster_constants, constants_of
 from megaframe.plan.kernels import product_seconds, rates
 from megaframe.plan.step import predict

@@ -10,10 +10,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megaframe.config import RunConfig, load
+from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.optim.exchange import deal
 from megaframe.optim.muon import orthogonal
-from megaframe.plan.cluster import load_cluster
 from megaframe.plan.constants import constants_of
 from megaframe.plan.kernels import Rates
 from megaframe.plan.machine import Machine

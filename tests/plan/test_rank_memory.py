@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from megaframe.config import RunConfig
 from megaframe.describe import describe
+from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.plan import activations
-from megaframe.plan.cluster import load_cluster
 from megaframe.plan.held import rank_memory
 from megaframe.plan.moved import moved
 from megaframe.plan.schedules import step_schedule

@@ -8,10 +8,10 @@ import pytest
 
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
+from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.plan.advice import said
 from megaframe.plan.candidates import SCHEDULES, Candidates
-from megaframe.plan.cluster import load_cluster
 from megaframe.plan.constants import CONSTANTS, constants_of
 from megaframe.plan.fast import bubble, estimate
 from megaframe.plan.machine import Passes

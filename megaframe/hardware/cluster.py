@@ -23,8 +23,8 @@ from megaframe.config.numbers import either
 from megaframe.config.section import Positive, Section
 from megaframe.config.shipped import CONFIGS
 from megaframe.errors import UserError
-from megaframe.plan.chips import CHIPS, UNKNOWN, Chip, chip_named, chip_of, nearest_chips
-from megaframe.untrusted import parsed_yaml, read_file, without_secrets
+from megaframe.hardware.chips import CHIPS, UNKNOWN, Chip, chip_named, chip_of, nearest_chips
+from megaframe.io.untrusted import parsed_yaml, read_file, without_secrets
 
 DEFAULT = "h100-ib"
 """Cluster of a plan that names none: nodes of 8 H100 SXM with 400 Gb/s InfiniBand per GPU."""

@@ -1,0 +1,1 @@
+"""Chips and clusters as data: what they have, and where the figures come from."""

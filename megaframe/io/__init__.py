@@ -1,0 +1,1 @@
+"""Files, texts and processes of the operating system, which may be damaged or hostile."""
