@@ -21,9 +21,9 @@ from typing import Any
 from emulated_ranks import Steps, in_world, run_steps, transfer_seconds
 from harness import commit, machine
 
+from megaframe.architecture.pipeline import step_schedule
+from megaframe.architecture.stages import stage_costs, stage_plans
 from megaframe.config import RunConfig
-from megaframe.plan.schedules import step_schedule
-from megaframe.plan.stages import stage_costs, stage_plans
 from megaframe.schedule import Schedule, generate, lower
 from megaframe.schedule.costs import Costs
 from megaframe.schedule.simulate import Timeline, simulate

@@ -7,7 +7,7 @@ before it have been sent, and a block of the next forward pass begins when its b
 efficiency is the time of a step without data ranks, relative to that with them.
 
 Before and after: the number of valid tokens counted within a step by a ring on the host, or known a
-step ahead; buckets of half a block, or by the rule of `megaframe/plan/bucket.py`; and with
+step ahead; buckets of half a block, or by the rule of `megaframe/architecture/buckets.py`; and with
 `parallel.reduce_precision=bf16` parts exchanged between all pairs of ranks, or in steps.
 """
 
@@ -20,17 +20,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megaframe.architecture.buckets import bucket_blocks
+from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig, load
 from megaframe.config.shipped import config_path
 from megaframe.hardware.cluster import Cluster, load_cluster
 from megaframe.layout import Layout
-from megaframe.plan.bucket import bucket_blocks
 from megaframe.plan.constants import cluster_constants
 from megaframe.plan.costs import block
 from megaframe.plan.held import held
 from megaframe.plan.machine import Machine
 from megaframe.plan.sizes import sizes_of
-from megaframe.plan.stages import stage_plans
 from megaframe.plan.update import (
     block_owned,
     exchange_seconds,

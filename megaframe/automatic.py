@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig, load
 from megaframe.config.numbers import axis_sizes
 from megaframe.device import hidden_gpu, host_memory
@@ -25,7 +26,6 @@ from megaframe.plan.again import settled
 from megaframe.plan.constants import cluster_constants
 from megaframe.plan.held import held
 from megaframe.plan.search import search
-from megaframe.plan.stages import stage_plans
 from megaframe.plan.update import with_bucket_size
 from megaframe.plan.valid import FREE
 

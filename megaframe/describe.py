@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megaframe.architecture.pipeline import pipeline_summary, step_schedule
+from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig, dump
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
@@ -12,8 +14,6 @@ from megaframe.optim.choice import choices_table
 from megaframe.plan.check import warnings
 from megaframe.plan.held import rank_memory
 from megaframe.plan.promise import promise_note
-from megaframe.plan.schedules import pipeline_summary, step_schedule
-from megaframe.plan.stages import stage_plans
 from megaframe.schedule import Schedule, lower
 from megaframe.stage import model_specs
 

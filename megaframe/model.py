@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaframe.architecture.experts import has_experts
+from megaframe.architecture.windows import window_of
 from megaframe.config import Emulate, Model, RunConfig
 from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.nn.attention import Attention
@@ -23,8 +25,6 @@ from megaframe.nn.mlp import MLP
 from megaframe.nn.moe.layer import MixtureOfExperts
 from megaframe.nn.norm import Norm
 from megaframe.parameter import Module, Parameter
-from megaframe.plan.experts import has_experts
-from megaframe.plan.windows import window_of
 from megaframe.spec import Normal, ParamSpec
 
 

@@ -13,6 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
+from megaframe.architecture.context import exchanging_ranks
+from megaframe.architecture.experts import near_experts
+from megaframe.architecture.pipeline import forward_schedule, step_schedule
+from megaframe.architecture.stages import stage_costs, stage_plans
 from megaframe.compiled import Compiled
 from megaframe.config import RunConfig
 from megaframe.engine import Engine, Follower, Outcome, Timer
@@ -25,10 +29,6 @@ from megaframe.nn.context import Context
 from megaframe.nn.eight_bits import check_eight_bits
 from megaframe.nn.moe.dispatch import Places
 from megaframe.optim.optimizer import Optimizer, Tied
-from megaframe.plan.context import exchanging_ranks
-from megaframe.plan.experts import near_experts
-from megaframe.plan.schedules import forward_schedule, step_schedule
-from megaframe.plan.stages import stage_costs, stage_plans
 from megaframe.schedule import Action, Schedule, lower
 from megaframe.schedule.pairs import pairs, together
 from megaframe.spec import copies_of

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megaframe.architecture.stages import StagePlan
 from megaframe.backward import backward
 from megaframe.comm import ALONE, Group, symmetric
 from megaframe.comm.shelf import Shelf, Stored
@@ -37,7 +38,6 @@ from megaframe.nn.seam import Seam
 from megaframe.nn.tally import Tally
 from megaframe.nn.turns import HandOver
 from megaframe.parameter import PRECISIONS, Module, Parameter
-from megaframe.plan.stages import StagePlan
 from megaframe.spec import ParamSpec
 
 

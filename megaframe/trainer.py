@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaframe.architecture.pipeline import pipeline_summary
 from megaframe.autotune import tune
 from megaframe.batches import Batches
 from megaframe.checkpoint import Checkpoint, Place, Slice, Writer, find, locate, open_checkpoint
@@ -39,7 +40,6 @@ from megaframe.optim.bucket import UNSENT
 from megaframe.pipeline import Pipeline
 from megaframe.plan.check import warnings
 from megaframe.plan.promise import promise_note
-from megaframe.plan.schedules import pipeline_summary
 from megaframe.run_state import (
     RunState,
     check_same_run,

@@ -13,10 +13,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megaframe.architecture.windows import window_of
 from megaframe.config import Model, RotaryScaling
 from megaframe.errors import UserError
 from megaframe.huggingface.keys import Shape, check_keys, check_sizes
-from megaframe.plan.windows import window_of
 
 Keys = dict[str, Any]
 

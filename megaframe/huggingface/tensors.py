@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megaframe.architecture.experts import has_experts
 from megaframe.config import Model
 from megaframe.huggingface.models import family_of
-from megaframe.plan.experts import has_experts
 from megaframe.spec import Box, ParamSpec
 
 

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
+from megaframe.architecture.matrices import head_widths
+from megaframe.architecture.stages import block_work, join_matrix, stage_plans
+from megaframe.architecture.windows import mean_keys, window_of
 from megaframe.config import RunConfig
 from megaframe.model import vocabulary
-from megaframe.plan.matrices import head_widths
-from megaframe.plan.stages import block_work, join_matrix, stage_plans
-from megaframe.plan.windows import mean_keys, window_of
 from megaframe.spec import ParamSpec
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaframe.architecture.windows import windows
 from megaframe.comm import Group, Pending
 from megaframe.config import Model
 from megaframe.kernels import NO_KERNELS, Kernels
@@ -32,7 +33,6 @@ from megaframe.nn.tally import Tally
 from megaframe.nn.tiles import Sight
 from megaframe.nn.turns import Turn
 from megaframe.parameter import Parameter
-from megaframe.plan.windows import windows
 
 _FILLING = 2**31 - 1
 """Document number of padding tokens."""

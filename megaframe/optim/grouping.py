@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from megaframe.architecture.buckets import bucket_blocks
 from megaframe.mesh import Mesh
 from megaframe.parameter import Module
-from megaframe.plan.bucket import bucket_blocks
 
 TABLES = ("embedding", "head")
 """Roles of parameters that are used only at one end of the model."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megaframe.architecture.context import exchanging_ranks
+from megaframe.architecture.experts import has_experts
+from megaframe.architecture.matrices import head_widths, latent_width
+from megaframe.architecture.stages import StagePlan, stage_layers
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import WIDTH
-from megaframe.plan.context import exchanging_ranks
-from megaframe.plan.experts import has_experts
-from megaframe.plan.matrices import head_widths, latent_width
-from megaframe.plan.stages import StagePlan, stage_layers
 from megaframe.schedule import Action, Kind
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megaframe.architecture.pipeline import step_schedule
+from megaframe.architecture.stages import stage_plans
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import Chip
 from megaframe.layout import Layout
 from megaframe.plan.held import rank_memory
 from megaframe.plan.room import leaves_room
-from megaframe.plan.schedules import step_schedule
-from megaframe.plan.stages import stage_plans
 from megaframe.plan.worst import overhead
 from megaframe.schedule import Schedule, lower
 

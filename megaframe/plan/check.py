@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from megaframe.architecture.context import context_mistakes
+from megaframe.architecture.experts import expert_mistakes
 from megaframe.config.describe import shown
 from megaframe.config.numbers import (
     TIMES,
@@ -20,8 +22,6 @@ from megaframe.config.schema import BatchRamp, Checkpoint, Optim, RunConfig, Tra
 from megaframe.config.url import is_url, url_mistake
 from megaframe.errors import UserError
 from megaframe.layout import Layout
-from megaframe.plan.context import context_mistakes
-from megaframe.plan.experts import expert_mistakes
 from megaframe.plan.graphs import graph_reasons
 from megaframe.plan.nodes import crossing
 from megaframe.plan.shape import model_mistakes

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from megaframe.architecture.experts import has_experts, has_mlp
+from megaframe.architecture.matrices import head_widths, latent_width
+from megaframe.architecture.windows import mean_keys, window_of
 from megaframe.config.model import Model
-from megaframe.plan.experts import has_experts, has_mlp
 from megaframe.plan.kernels import Rates, grouped_product_seconds, moving_seconds, three_products
 from megaframe.plan.machine import Machine, Part, Passes
-from megaframe.plan.matrices import head_widths, latent_width
 from megaframe.plan.traffic import context_traffic, expert_traffic, tensor_traffic
-from megaframe.plan.windows import mean_keys, window_of
 
 Number = Any
 """A float, or a numpy array of them."""

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from megaframe.architecture.stages import block_work, end_work
 from megaframe.config.schema import RunConfig
 from megaframe.plan.sizes import Sizes
-from megaframe.plan.stages import block_work, end_work
 
 Array = np.ndarray[Any, Any]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from megaframe.architecture.pipeline import step_schedule
 from megaframe.config.describe import shown
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
@@ -26,7 +27,6 @@ from megaframe.plan.constants import Constants, cluster_constants
 from megaframe.plan.fast import estimate
 from megaframe.plan.nearest import ways
 from megaframe.plan.room import leaves_room
-from megaframe.plan.schedules import step_schedule
 from megaframe.plan.search import search
 from megaframe.plan.sizes import RECOMPUTE
 from megaframe.plan.step import predict

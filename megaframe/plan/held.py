@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megaframe.architecture.experts import has_experts
+from megaframe.architecture.matrices import head_widths, latent_width
+from megaframe.architecture.stages import StagePlan, join_matrix
 from megaframe.config.model import Model
 from megaframe.config.schema import RunConfig
 from megaframe.layout import Layout
-from megaframe.plan.experts import has_experts
-from megaframe.plan.matrices import head_widths, latent_width
 from megaframe.plan.memory import Held, Memory, memory
-from megaframe.plan.stages import StagePlan, join_matrix
 from megaframe.schedule import Schedule
 
 

@@ -10,13 +10,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
+from megaframe.architecture.buckets import Blocks, bucket_blocks
+from megaframe.architecture.stages import StagePlan
 from megaframe.config.schema import Optim, Parallel, RunConfig
 from megaframe.hardware.chips import WIDTH
 from megaframe.plan.activations import activations
-from megaframe.plan.bucket import Blocks, bucket_blocks
 from megaframe.plan.lent import Bucket, StageUnits, Unit, lent
 from megaframe.plan.room import CHUNK, ROOMS, moment_width, moments, passing_width, state_width
-from megaframe.plan.stages import StagePlan
 from megaframe.schedule import Action
 
 HOST_LOGITS = 25_800_000

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from megaframe.architecture.experts import has_mlp
+from megaframe.architecture.matrices import latent_width
+from megaframe.architecture.stages import StagePlan, stage_layers
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import WIDTH
 from megaframe.layout import Layout
-from megaframe.plan.experts import has_mlp
 from megaframe.plan.held import held
-from megaframe.plan.matrices import latent_width
-from megaframe.plan.stages import StagePlan, stage_layers
 from megaframe.schedule import Action, Kind
 
 _SENDS = (Kind.SEND_F, Kind.SEND_B)

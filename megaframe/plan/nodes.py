@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from math import gcd
 
+from megaframe.architecture.matrices import latent_width
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import WIDTH
 from megaframe.layout import Layout
-from megaframe.plan.matrices import latent_width
 
 BETWEEN_NODES = 50e9
 """Bytes/s of one rank to another node: a 400 Gb/s adapter per rank."""

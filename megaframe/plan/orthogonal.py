@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from megaframe.architecture.matrices import Matrix, matrices
 from megaframe.plan.kernels import Rates, product_seconds
 from megaframe.plan.machine import Machine
-from megaframe.plan.matrices import Matrix, matrices
 
 Number = Any
 _ITERATIONS = 5

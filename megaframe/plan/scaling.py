@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import sqrt
 
+from megaframe.architecture.stages import block_work
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
@@ -17,7 +18,6 @@ from megaframe.plan.constants import Constants
 from megaframe.plan.machine import Machine
 from megaframe.plan.reasons import outermost, span
 from megaframe.plan.sizes import sizes_of
-from megaframe.plan.stages import block_work
 from megaframe.plan.update import block_owned
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megaframe.architecture.windows import window_mistakes
 from megaframe.config.model import Model
 from megaframe.config.numbers import nearest_divisors
 from megaframe.plan.latent import latent_mistakes
-from megaframe.plan.windows import window_mistakes
 
 
 def model_mistakes(model: Model, seq: int) -> Iterator[str]:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from megaframe.architecture.pipeline import step_schedule
+from megaframe.architecture.stages import StagePlan, block_work, end_work, stage_plans
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster
@@ -25,10 +27,8 @@ from megaframe.plan.constants import Constants
 from megaframe.plan.costs import block, kinds
 from megaframe.plan.machine import Machine, Part, Passes
 from megaframe.plan.reasons import reasons
-from megaframe.plan.schedules import step_schedule
 from megaframe.plan.sizes import sizes_of
 from megaframe.plan.slow import jitter
-from megaframe.plan.stages import StagePlan, block_work, end_work, stage_plans
 from megaframe.plan.update import (
     Owned,
     block_owned,

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from megaframe.architecture.matrices import head_widths
 from megaframe.plan.collectives import hop_seconds
 from megaframe.plan.machine import Machine, Passes
-from megaframe.plan.matrices import head_widths
 
 Number = Any
 """A float, or a numpy array of them."""

@@ -14,22 +14,22 @@ from typing import Any
 
 import numpy as np
 
+from megaframe.architecture.buckets import balanced_count
+from megaframe.architecture.experts import has_experts
+from megaframe.architecture.matrices import attention_matrices
+from megaframe.architecture.stages import stage_plans
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import WIDTH
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
-from megaframe.plan.bucket import balanced_count
 from megaframe.plan.collectives import hop_seconds
 from megaframe.plan.constants import cluster_constants
-from megaframe.plan.experts import has_experts
 from megaframe.plan.held import held as held_by
 from megaframe.plan.kernels import moving_seconds, three_products
 from megaframe.plan.machine import Machine, Part, Passes
-from megaframe.plan.matrices import attention_matrices
 from megaframe.plan.memory import away_width
 from megaframe.plan.orthogonal import muon_seconds, orthogonal_seconds
 from megaframe.plan.sizes import Sizes, sizes_of
-from megaframe.plan.stages import stage_plans
 from megaframe.plan.traffic import hidden_by
 
 Number = Any

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from megaframe.architecture.context import context_mistakes
+from megaframe.architecture.experts import expert_mistakes
 from megaframe.config.numbers import divisors
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.cluster import Cluster
 from megaframe.plan.candidates import SCHEDULES, Array, Candidates
-from megaframe.plan.context import context_mistakes
-from megaframe.plan.experts import expert_mistakes
 from megaframe.plan.sizes import RECOMPUTE
 from megaframe.plan.tensor import tensor_mistakes
 from megaframe.schedule.limits import LIMITS

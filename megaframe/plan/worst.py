@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megaframe.architecture.experts import has_experts
+from megaframe.architecture.stages import StagePlan, stage_plans
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import WIDTH, Chip
 from megaframe.layout import Layout
 from megaframe.plan.activations import block_bytes, left_bytes, rotary_bytes
 from megaframe.plan.candidates import SCHEDULES
 from megaframe.plan.division import division
-from megaframe.plan.experts import has_experts
 from megaframe.plan.held import held, rank_memory
 from megaframe.plan.memory import Memory, most_logits, widest
 from megaframe.plan.room import room, state_width
 from megaframe.plan.sizes import RECOMPUTE, Sizes
-from megaframe.plan.stages import StagePlan, stage_plans
 from megaframe.schedule import Schedule, lower
 
 Array = np.ndarray[Any, Any]

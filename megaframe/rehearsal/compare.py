@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megaframe.architecture.pipeline import step_schedule
+from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
 from megaframe.plan.held import rank_memory
 from megaframe.plan.moved import moved
-from megaframe.plan.schedules import step_schedule
-from megaframe.plan.stages import stage_plans
 from megaframe.rehearsal import Counted
 from megaframe.schedule import lower
 from megaframe.schedule.check import check

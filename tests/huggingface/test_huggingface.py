@@ -10,6 +10,7 @@ from tokenizers.models import WordLevel
 from tolerances import assert_near
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megaframe.architecture.windows import windows
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.examine import damage
 from megaframe.config import Model
@@ -17,7 +18,6 @@ from megaframe.errors import UserError
 from megaframe.huggingface import folder as folders
 from megaframe.huggingface.models import ARCHITECTURES, config_of, model_of
 from megaframe.microbatch import Microbatch
-from megaframe.plan.windows import windows
 from megaframe.sampling import load_model
 
 pytestmark = pytest.mark.numeric

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaframe.architecture.windows import mean_keys
 from megaframe.config import RunConfig
 from megaframe.meter.flops import count_flops
-from megaframe.plan.windows import mean_keys
 from megaframe.spec import Normal, ParamSpec
 from megaframe.stage import model_specs
 

@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 from test_split_ranks import run
 
+from megaframe.architecture.pipeline import step_schedule
 from megaframe.comm.collect import clock_offset, collect
 from megaframe.config import load
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh, global_rank
-from megaframe.plan.schedules import step_schedule
 from megaframe.schedule import lower
 
 AHEAD = 3.0

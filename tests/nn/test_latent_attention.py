@@ -5,10 +5,10 @@ import math
 import pytest
 from tolerances import near
 
+from megaframe.architecture.matrices import attention_matrices
 from megaframe.config import Model
 from megaframe.nn.latent import LatentAttention
 from megaframe.nn.rotary import frequencies, scores_factor
-from megaframe.plan.matrices import attention_matrices
 
 DEEPSEEK = {"kv_rank": 512, "head_dim": 128, "rotary_dim": 64, "value_dim": 128}
 PUBLISHED = {

@@ -2,14 +2,14 @@
 
 import pytest
 
+from megaframe.architecture.pipeline import step_schedule
+from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
 from megaframe.meter import StepTimer
 from megaframe.pipeline import Pipeline
 from megaframe.plan.held import held
-from megaframe.plan.schedules import step_schedule
-from megaframe.plan.stages import stage_plans
 from megaframe.rehearsal.hollow import Hollow
 
 LAYERS = 8

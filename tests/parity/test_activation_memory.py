@@ -11,6 +11,7 @@ input (2) is left. Everything is divided by the tensor ranks, the norms' part be
 import pytest
 import torch
 
+from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
@@ -18,7 +19,6 @@ from megaframe.meter import StepTimer
 from megaframe.microbatch import Microbatch
 from megaframe.pipeline import Pipeline
 from megaframe.plan.memory import Held, memory
-from megaframe.plan.stages import stage_plans
 from megaframe.schedule import Action, Kind
 
 SEQ, BATCH, HIDDEN, HEADS = 128, 2, 256, 4

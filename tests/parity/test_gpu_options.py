@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import MODELS, assert_same, assert_same_bits, run
 from waits import nobody_waits
 
+from megaframe.architecture.pipeline import step_schedule
+from megaframe.architecture.stages import stage_plans
 from megaframe.comm.shelf import Shelf
 from megaframe.compiled import MOST, Compiled
 from megaframe.config import RunConfig
@@ -18,8 +20,6 @@ from megaframe.errors import UserError
 from megaframe.nn.rotary import Rotary
 from megaframe.plan.check import check
 from megaframe.plan.memory import Held, memory
-from megaframe.plan.schedules import step_schedule
-from megaframe.plan.stages import stage_plans
 from megaframe.schedule import lower
 
 MOE = {"experts": 4, "ffn": 8, "top_k": 2, "balance_loss": 0.1, "z_loss": 0.01}

@@ -7,12 +7,12 @@ from itertools import pairwise
 import pytest
 from training import MODELS, assert_same, assert_same_bits, global_batch, run, share
 
+from megaframe.architecture.stages import stage_costs, stage_plans
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
 from megaframe.meter import StepTimer
 from megaframe.pipeline import Pipeline
-from megaframe.plan.stages import stage_costs, stage_plans
 from megaframe.schedule import generate
 from megaframe.schedule.walk import live_activations
 

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaframe.architecture.pipeline import step_schedule
+from megaframe.architecture.stages import stage_plans
 from megaframe.automatic import with_blocks
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
@@ -14,9 +16,7 @@ from megaframe.plan.again import fewest_again, settled
 from megaframe.plan.constants import constants_of
 from megaframe.plan.held import rank_memory
 from megaframe.plan.room import leaves_room
-from megaframe.plan.schedules import step_schedule
 from megaframe.plan.search import search
-from megaframe.plan.stages import stage_plans
 from megaframe.plan.worst import overhead
 from megaframe.schedule import lower
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaframe.architecture.buckets import LATENCY_SHARE, Blocks, balanced_count, bucket_blocks
 from megaframe.automatic import with_buckets
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
-from megaframe.plan.bucket import LATENCY_SHARE, Blocks, balanced_count, bucket_blocks
 from megaframe.plan.collectives import Level, pairwise_all_to_all, stepped_exchange
 from megaframe.plan.constants import cluster_constants
 from megaframe.plan.hierarchy import divided, exchange_steps, messages, neighbours

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaframe.architecture.stages import stage_plans
 from megaframe.comm import ALONE
 from megaframe.config import RunConfig, load
 from megaframe.layout import Layout
 from megaframe.plan.held import held
-from megaframe.plan.stages import stage_plans
 from megaframe.spec import EXPERT_AXES, copies_of
 from megaframe.stage import build_stages
 

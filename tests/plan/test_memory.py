@@ -6,6 +6,7 @@ import pytest
 import torch
 from kept import kept_by_block
 
+from megaframe.architecture.stages import stage_plans
 from megaframe.comm import barrier
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
@@ -16,7 +17,6 @@ from megaframe.pipeline import Pipeline
 from megaframe.plan.activations import block_bytes
 from megaframe.plan.held import held
 from megaframe.plan.memory import Held, memory
-from megaframe.plan.stages import stage_plans
 from megaframe.schedule import Action, Kind
 
 LATENT = {"kv_rank": 16, "head_dim": 10, "rotary_dim": 4}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megaframe.architecture.matrices import Matrix, matrices
 from megaframe.config import RunConfig, load
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
@@ -17,7 +18,6 @@ from megaframe.optim.muon import orthogonal
 from megaframe.plan.constants import constants_of
 from megaframe.plan.kernels import Rates
 from megaframe.plan.machine import Machine
-from megaframe.plan.matrices import Matrix, matrices
 from megaframe.plan.orthogonal import muon_bytes, muon_seconds, orthogonal_seconds, seconds_of
 from megaframe.plan.sizes import sizes_of
 from megaframe.plan.step import predict

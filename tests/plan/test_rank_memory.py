@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaframe.architecture.pipeline import step_schedule
+from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig
 from megaframe.describe import describe
 from megaframe.hardware.cluster import load_cluster
@@ -13,8 +15,6 @@ from megaframe.layout import Layout
 from megaframe.plan import activations
 from megaframe.plan.held import rank_memory
 from megaframe.plan.moved import moved
-from megaframe.plan.schedules import step_schedule
-from megaframe.plan.stages import stage_plans
 from megaframe.rehearsal import rehearse
 from megaframe.schedule import lower
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaframe.architecture.stages import block_matrices, divide, stage_costs, stage_plans
 from megaframe.comm import ALONE
 from megaframe.config import RunConfig
 from megaframe.meter import count_flops
 from megaframe.plan.activations import block_bytes, rotary_bytes
 from megaframe.plan.memory import Held, memory
-from megaframe.plan.stages import block_matrices, divide, stage_costs, stage_plans
 from megaframe.schedule import generate
 from megaframe.stage import build_stages, model_specs
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megaframe.architecture.stages import stage_costs, stage_plans
 from megaframe.config.schema import RunConfig
-from megaframe.plan.stages import stage_costs, stage_plans
 from megaframe.schedule import Action, Kind, Schedule, generate
 from megaframe.schedule.simulate import simulate
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from megaframe.architecture.experts import has_experts
 from megaframe.config.model import Latent, Model
-from megaframe.plan.experts import has_experts
 
 
 class Matrix(NamedTuple):

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
+from megaframe.architecture.experts import has_experts
+from megaframe.architecture.matrices import attention_matrices, head_widths
+from megaframe.architecture.windows import mean_keys, window_of
 from megaframe.config.model import Model
 from megaframe.config.schema import RunConfig
-from megaframe.plan.experts import has_experts
-from megaframe.plan.matrices import attention_matrices, head_widths
-from megaframe.plan.windows import mean_keys, window_of
 from megaframe.schedule.costs import Costs
 
 
