@@ -30,7 +30,7 @@ from megaframe.nn.eight_bits import check_eight_bits
 from megaframe.nn.moe.dispatch import Places
 from megaframe.optim.optimizer import Optimizer, Tied
 from megaframe.schedule import Action, Schedule, lower
-from megaframe.schedule.pairs import pairs, together
+from megaframe.schedule.overlap_pairs import pairs, together
 from megaframe.spec import copies_of
 from megaframe.stage import Stage, build_stages
 

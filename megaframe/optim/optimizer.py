@@ -34,7 +34,7 @@ from megaframe.optim.rule import Step
 from megaframe.optim.scale import LossScale
 from megaframe.optim.wiring import PLAIN, Wiring
 from megaframe.parameter import PRECISIONS, Module, Parameter, Precision
-from megaframe.plan.lent import WAITED
+from megaframe.schedule.zero_buffers import WAITED
 from megaframe.spec import Box, ParamSpec, copies_of
 
 _NAMES = 512

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from megaframe.optim.bucket import Bucket
 from megaframe.optim.grouping import TABLES
-from megaframe.plan.lent import BLOCKS
+from megaframe.schedule.zero_buffers import BLOCKS
 
 
 class Residents:

@@ -15,9 +15,9 @@ from megaframe.architecture.stages import StagePlan
 from megaframe.config.schema import Optim, Parallel, RunConfig
 from megaframe.hardware.chips import WIDTH
 from megaframe.plan.activations import activations
-from megaframe.plan.lent import Bucket, StageUnits, Unit, lent
 from megaframe.plan.room import CHUNK, ROOMS, moment_width, moments, passing_width, state_width
 from megaframe.schedule import Action
+from megaframe.schedule.zero_buffers import Bucket, StageUnits, Unit, lent
 
 HOST_LOGITS = 25_800_000
 """Logits of a chunk of the head on a CPU: 512 rows of a vocabulary of 50,304. Every product of a

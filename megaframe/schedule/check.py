@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from megaframe.errors import UserError
 from megaframe.schedule.actions import Action, Kind
+from megaframe.schedule.event_simulation import Program, Walk, cycle, flatten, walk
 from megaframe.schedule.schedule import Schedule
-from megaframe.schedule.walk import Program, Walk, cycle, flatten, walk
 
 _ORDER = (
     (Kind.RECV_F, Kind.F),

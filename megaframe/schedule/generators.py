@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from megaframe.errors import UserError
+from megaframe.schedule.building_blocks import Placement
 from megaframe.schedule.check import check
 from megaframe.schedule.costs import Costs, Seconds
 from megaframe.schedule.limits import FILE, group_mistakes, name_mistakes
 from megaframe.schedule.named import named
-from megaframe.schedule.orders import Placement
 from megaframe.schedule.schedule import Schedule
 from megaframe.schedule.search import search
 from megaframe.schedule.text import read_schedule

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from math import inf
 
 from megaframe.schedule.costs import Costs
-from megaframe.schedule.walk import Program
+from megaframe.schedule.event_simulation import Program
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
 from megaframe.schedule.actions import Action, Kind
-from megaframe.schedule.orders import alternate, even_turns, keep, passes, split, stage_of
+from megaframe.schedule.building_blocks import alternate, even_turns, keep, passes, split, stage_of
 from megaframe.schedule.schedule import Schedule
 
 

@@ -12,14 +12,14 @@ from itertools import chain, cycle, islice
 from random import Random
 
 from megaframe.errors import UserError
+from megaframe.schedule.building_blocks import Placement, ranks_of_stages
 from megaframe.schedule.costs import Costs, Seconds
+from megaframe.schedule.event_simulation import Program, flatten
 from megaframe.schedule.greedy import Problem, Rule, greedy
 from megaframe.schedule.limits import name_mistakes
 from megaframe.schedule.named import GENERATORS, live_at_least, named
-from megaframe.schedule.orders import Placement, ranks_of_stages
 from megaframe.schedule.schedule import Schedule
 from megaframe.schedule.simulate import Timeline, simulate
-from megaframe.schedule.walk import Program, flatten
 
 BUDGET = 100_000
 """Actions that may be placed for whole orders: about a quarter of a second. At least one order is

@@ -15,8 +15,8 @@ from functools import cached_property
 from megaframe.schedule.actions import Action, Kind
 from megaframe.schedule.check import deadlock
 from megaframe.schedule.costs import Costs, Seconds
+from megaframe.schedule.event_simulation import Program, Walk, flatten, live_activations, walk
 from megaframe.schedule.schedule import Schedule
-from megaframe.schedule.walk import Program, Walk, flatten, live_activations, walk
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megaframe.mesh import Mesh
 from megaframe.meter import StepTimer
 from megaframe.pipeline import Pipeline
 from megaframe.schedule import generate
-from megaframe.schedule.walk import live_activations
+from megaframe.schedule.event_simulation import live_activations
 
 CHUNKS = {
     "gpipe": 1,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megaframe.schedule import Kind, Schedule, generate, lower
 from megaframe.schedule.check import check
 from megaframe.schedule.costs import Costs
-from megaframe.schedule.pairs import pairs, together
+from megaframe.schedule.overlap_pairs import pairs, together
 
 
 def paired(name, ranks, chunks, microbatches):

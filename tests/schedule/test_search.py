@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from megaframe.errors import UserError
 from megaframe.schedule import generate, lower, schedule_mistakes
+from megaframe.schedule.building_blocks import ranks_of_stages
 from megaframe.schedule.check import check
 from megaframe.schedule.costs import Costs
+from megaframe.schedule.event_simulation import flatten
 from megaframe.schedule.greedy import Problem, Rule, greedy
 from megaframe.schedule.named import GENERATORS
-from megaframe.schedule.orders import ranks_of_stages
 from megaframe.schedule.search import BUDGET, RULES, named_candidates
 from megaframe.schedule.simulate import simulate
-from megaframe.schedule.walk import flatten
 
 seconds = st.integers(1, 12)
 

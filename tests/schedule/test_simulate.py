@@ -10,8 +10,8 @@ from random_schedules import B, F, durations_of, ends, schedule_of, schedules, s
 from megaframe.errors import UserError
 from megaframe.schedule import lower
 from megaframe.schedule.costs import Costs, parse_costs
+from megaframe.schedule.event_simulation import live_activations
 from megaframe.schedule.simulate import simulate
-from megaframe.schedule.walk import live_activations
 
 ONE_F_ONE_B = "0F0 0F1 0B0 0F2 0B1 0B2\n1F0 1B0 1F1 1B1 1F2 1B2"
 
