@@ -13,8 +13,8 @@ from megaframe.config import common, explain, listing, load, unknown_options
 from megaframe.config.describe import WIDTH
 from megaframe.errors import EXIT_USER_ERROR, UserError, reported
 from megaframe.layout import Layout
-from megaframe.plan.check import check
 from megaframe.plan.elastic import fitted
+from megaframe.validate.run import check
 
 _USAGE = """pretrain_gpt.py --config FILE [--dry-run [--gpus N]] [--force] [section.key=value ...]
 

@@ -11,11 +11,11 @@ from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
 from megaframe.meter.opening import outline
 from megaframe.optim.choice import choices_table
-from megaframe.plan.check import warnings
 from megaframe.plan.held import rank_memory
-from megaframe.plan.promise import promise_note
 from megaframe.schedule import Schedule, lower
 from megaframe.stage import model_specs
+from megaframe.validate.invariance import promise_note
+from megaframe.validate.run import warnings
 
 
 def describe(config: RunConfig, layout: Layout, cluster: Cluster | None = None) -> str:

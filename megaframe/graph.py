@@ -29,7 +29,7 @@ from megaframe.mesh import Mesh
 from megaframe.microbatch import Microbatch
 from megaframe.nn.tally import Tally
 from megaframe.optim.health import Sign
-from megaframe.plan.graphs import graph_reasons
+from megaframe.validate.cuda_graph import graph_reasons
 
 _EAGER = 2
 """Number of steps of each kind that run without a graph first. They create whatever is created only

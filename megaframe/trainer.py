@@ -38,8 +38,6 @@ from megaframe.meter.sinks import METRICS_FILE, set_aside
 from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.optim.bucket import UNSENT
 from megaframe.pipeline import Pipeline
-from megaframe.plan.check import warnings
-from megaframe.plan.promise import promise_note
 from megaframe.run_state import (
     RunState,
     check_same_run,
@@ -50,6 +48,8 @@ from megaframe.run_state import (
 )
 from megaframe.saving import Saving
 from megaframe.stage import model_specs
+from megaframe.validate.invariance import promise_note
+from megaframe.validate.run import warnings
 from megaframe.warm_start import starting_parts
 
 _JUMP = 1.5

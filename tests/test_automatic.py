@@ -13,7 +13,7 @@ from megaframe.config import Model, RunConfig, dump, load
 from megaframe.device import host_memory
 from megaframe.errors import UserError
 from megaframe.layout import Layout
-from megaframe.plan.check import check
+from megaframe.validate.run import check
 
 ROOT = Path(__file__).resolve().parents[1]
 

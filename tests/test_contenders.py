@@ -17,7 +17,7 @@ from tolerances import growth
 from torch.nn import functional
 
 from megaframe.config import load
-from megaframe.plan.check import check
+from megaframe.validate.run import check
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "peers")]

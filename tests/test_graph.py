@@ -20,7 +20,7 @@ from megaframe.graph import _EAGER, _MOST, Graph
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
 from megaframe.microbatch import Microbatch
-from megaframe.plan.check import check
+from megaframe.validate.run import check
 
 
 class Nothing:

@@ -16,8 +16,8 @@ from megaframe.config import load
 from megaframe.config.section import MOST
 from megaframe.errors import UserError
 from megaframe.layout import Layout
-from megaframe.plan.check import check
 from megaframe.preflight import check_memory, verdict
+from megaframe.validate.run import check
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))

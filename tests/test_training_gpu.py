@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megaframe.config import load
-from megaframe.plan.check import check
+from megaframe.validate.run import check
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "peers")]

@@ -47,8 +47,8 @@ from megaframe.data.indexed import TokenFileWriter
 from megaframe.errors import LostRanks, reported
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh, global_rank, ranks_on_this_node, world_size
-from megaframe.plan.check import check
 from megaframe.plan.collectives import bus_bandwidth
+from megaframe.validate.run import check
 
 _ALL_PAIRS = 8
 """Ranks up to which every pair of them is measured; with more, only neighbours."""

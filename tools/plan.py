@@ -18,13 +18,13 @@ from megaframe.hardware.cluster import DEFAULT, Cluster, cluster_names, load_clu
 from megaframe.layout import Layout
 from megaframe.plan.advice import alternatives, decision, said
 from megaframe.plan.again import settled
-from megaframe.plan.check import check
 from megaframe.plan.constants import Constants, cluster_constants
 from megaframe.plan.fit import instead
 from megaframe.plan.nearest import in_words
 from megaframe.plan.search import Choice, Found, search
 from megaframe.plan.step import predict
 from megaframe.plan.valid import FREE, Fixed
+from megaframe.validate.run import check
 
 _GIB = 2.0**30
 _ROWS = 12

@@ -1,6 +1,6 @@
 """Nearest valid values, and whether axis sizes form a layout: the arithmetic behind error messages.
 
-Both `plan/check.py` and `Layout` use it, so that a config is refused before anything is built, with
+Both `validate/run.py` and `Layout` use it, so that a config is refused before anything is built, with
 the same message that `Layout` itself would raise.
 """
 

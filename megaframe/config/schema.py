@@ -2,7 +2,7 @@
 
 Sections are frozen; the docstring under a field is what `--explain section.key` prints. Checks of a
 single section are made here; checks that need several sections (divisibility, layout) are in
-`plan/check.py`.
+`validate/run.py`.
 """
 
 from __future__ import annotations

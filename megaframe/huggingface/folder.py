@@ -39,10 +39,10 @@ from megaframe.huggingface.foreign import (
 from megaframe.huggingface.models import config_of, model_of
 from megaframe.huggingface.tensors import Theirs, tensors_of
 from megaframe.huggingface.tokenizer import TOKENIZER_FILES, export_tokenizer, trusted
-from megaframe.plan.check import mistakes
 from megaframe.run_state import initial_state, read_state
 from megaframe.spec import Constant, ParamSpec
 from megaframe.stage import model_specs
+from megaframe.validate.run import mistakes
 
 _Origin = tuple[Theirs | ParamSpec, int]
 """Where a box comes from: a tensor of the Hugging Face model and the index of the part in it, or a

@@ -15,11 +15,11 @@ from megaframe.config.load import load
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster, device_cluster, load_cluster
 from megaframe.layout import Layout
-from megaframe.plan.check import check
 from megaframe.plan.constants import cluster_constants
 from megaframe.plan.nearest import in_words
 from megaframe.plan.search import Choice, search
 from megaframe.plan.step import predict
+from megaframe.validate.run import check
 
 _SIMULATED = 8
 """Number of layouts that are simulated; few, so that a report is quick."""

@@ -13,7 +13,7 @@ from itertools import product
 from megaframe.config import Parallel, RunConfig
 from megaframe.config.numbers import divisors
 from megaframe.errors import UserError
-from megaframe.plan.check import mistakes
+from megaframe.validate.run import mistakes
 
 _MODEL_AXES = ("tensor", "pipeline", "context", "expert", "expert_tensor")
 """Axes that divide the model or samples, and so determine a rank's memory."""

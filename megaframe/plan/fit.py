@@ -22,7 +22,6 @@ from megaframe.hardware.cluster import DEFAULT, Cluster, load_cluster
 from megaframe.layout import Layout
 from megaframe.plan.again import settled
 from megaframe.plan.candidates import SCHEDULES, Array, Candidates
-from megaframe.plan.check import mistakes
 from megaframe.plan.constants import Constants, cluster_constants
 from megaframe.plan.fast import estimate
 from megaframe.plan.nearest import ways
@@ -32,6 +31,7 @@ from megaframe.plan.sizes import RECOMPUTE
 from megaframe.plan.step import predict
 from megaframe.plan.valid import Fixed, candidates
 from megaframe.plan.worst import pipeline_memory
+from megaframe.validate.run import mistakes
 
 _GIB = 2.0**30
 _AXES = ("tensor", "context", "pipeline", "expert", "expert_tensor", "data_replicate")

@@ -19,13 +19,13 @@ from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
 from megaframe.plan.again import settled
 from megaframe.plan.candidates import Array, Candidates
-from megaframe.plan.check import check
 from megaframe.plan.constants import Constants
 from megaframe.plan.fast import Estimates, estimate
 from megaframe.plan.nearest import nothing_fits
 from megaframe.plan.room import leaves_room
 from megaframe.plan.step import Prediction, predict
 from megaframe.plan.valid import Fixed, candidates, configured
+from megaframe.validate.run import check
 
 SIMULATED = 24
 """Number of layouts that are simulated."""

@@ -21,8 +21,8 @@ from megaframe.config.schema import RunConfig
 from megaframe.hardware.cluster import Cluster
 from megaframe.plan.candidates import SCHEDULES, Array, Candidates
 from megaframe.plan.sizes import RECOMPUTE
-from megaframe.plan.tensor import tensor_mistakes
 from megaframe.schedule.limits import LIMITS
+from megaframe.validate.tensor_parallel import tensor_mistakes
 
 PARALLEL = (
     "tensor",

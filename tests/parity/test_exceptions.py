@@ -11,7 +11,7 @@ from training import MODELS, run
 from megaframe.config import RunConfig
 from megaframe.describe import describe
 from megaframe.layout import Layout
-from megaframe.plan.promise import exceptions, promise_note
+from megaframe.validate.invariance import exceptions, promise_note
 
 DESIGN = Path(__file__).resolve().parents[2] / "docs/design.md"
 COLUMNS = [

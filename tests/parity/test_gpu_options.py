@@ -18,9 +18,9 @@ from megaframe.config import RunConfig
 from megaframe.engine import Engine
 from megaframe.errors import UserError
 from megaframe.nn.rotary import Rotary
-from megaframe.plan.check import check
 from megaframe.plan.memory import Held, memory
 from megaframe.schedule import lower
+from megaframe.validate.run import check
 
 MOE = {"experts": 4, "ffn": 8, "top_k": 2, "balance_loss": 0.1, "z_loss": 0.01}
 EXPERTS = {"norm": "rmsnorm", "activation": "swiglu", "moe": MOE}

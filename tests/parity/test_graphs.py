@@ -23,7 +23,7 @@ from megaframe.mesh import Mesh, world_size
 from megaframe.meter import StepTimer
 from megaframe.microbatch import IGNORE
 from megaframe.pipeline import Pipeline
-from megaframe.plan.graphs import graph_reasons
+from megaframe.validate.cuda_graph import graph_reasons
 
 KEPT = _EAGER + 2
 """The step before which weights and state are copied, to return to them later."""

@@ -10,7 +10,7 @@ from megaframe.config import load
 from megaframe.config.numbers import TIMES
 from megaframe.errors import UserError
 from megaframe.layout import Layout
-from megaframe.plan.check import check, warnings
+from megaframe.validate.run import check, warnings
 
 LATENT = "model.latent={kv_rank: 64, head_dim: 32, rotary_dim: 16, value_dim: 32}"
 SOUND = ("model.vocab=100", "data.sources=[{path: x}]")

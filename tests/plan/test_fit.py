@@ -14,11 +14,11 @@ from megaframe.config.shipped import config_path
 from megaframe.hardware.cluster import DEFAULT, load_cluster
 from megaframe.layout import Layout
 from megaframe.plan.again import settled
-from megaframe.plan.check import mistakes
 from megaframe.plan.constants import constants_of
 from megaframe.plan.elastic import fitted
 from megaframe.plan.fit import fit, instead
 from megaframe.plan.nearest import fastest
+from megaframe.validate.run import mistakes
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = {"H100": "h100-ib", "H200": "h200-ib", "CPU": "cpu"}

@@ -11,7 +11,6 @@ from megaframe.errors import UserError
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.plan.advice import alternatives, decision
-from megaframe.plan.check import check
 from megaframe.plan.constants import constants_of
 from megaframe.plan.fast import estimate
 from megaframe.plan.fit import fit, instead
@@ -19,6 +18,7 @@ from megaframe.plan.room import leaves_room
 from megaframe.plan.search import search
 from megaframe.plan.step import predict
 from megaframe.plan.valid import candidates, configured
+from megaframe.validate.run import check
 
 DENSE = {
     "layers": 32,

@@ -4,7 +4,7 @@ import pytest
 
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
-from megaframe.plan.nodes import crossing, tensor_bytes
+from megaframe.validate.nodes import crossing, tensor_bytes
 
 
 def config_of(tensor):

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from megaframe.config import load
-from megaframe.plan.check import check
 from megaframe.spec import active_parameters, parameter_count
 from megaframe.stage import model_specs
+from megaframe.validate.run import check
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -22,11 +22,11 @@ from megaframe.config.schema import BatchRamp, Checkpoint, Optim, RunConfig, Tra
 from megaframe.config.url import is_url, url_mistake
 from megaframe.errors import UserError
 from megaframe.layout import Layout
-from megaframe.plan.graphs import graph_reasons
-from megaframe.plan.nodes import crossing
-from megaframe.plan.shape import model_mistakes
-from megaframe.plan.tensor import tensor_mistakes
 from megaframe.schedule import schedule_mistakes
+from megaframe.validate.cuda_graph import graph_reasons
+from megaframe.validate.model import model_mistakes
+from megaframe.validate.nodes import crossing
+from megaframe.validate.tensor_parallel import tensor_mistakes
 
 TOKENIZERS = ("sentencepiece", "hf", "tiktoken")
 _MOST_MICROBATCHES = 1 << 16

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megaframe.architecture.windows import window_mistakes
 from megaframe.config.model import Model
 from megaframe.config.numbers import nearest_divisors
-from megaframe.plan.latent import latent_mistakes
+from megaframe.validate.mla import latent_mistakes
 
 
 def model_mistakes(model: Model, seq: int) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""Checks of a config that no section can make alone, all made before anything is built."""
