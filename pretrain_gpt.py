@@ -41,7 +41,7 @@ def main() -> None:
     from megaframe.describe import describe
     from megaframe.faults.leaving import record_flights
     from megaframe.mesh import global_rank, world_size
-    from megaframe.plan.streams import streams
+    from megaframe.planner.streams import streams
     from megaframe.preflight import check_memory, planned, verdict
     from megaframe.trainer import resolve
 

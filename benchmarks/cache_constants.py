@@ -33,7 +33,7 @@ from megaframe.optim import moments
 from megaframe.optim.codes import Master
 from megaframe.optim.rule import Step
 from megaframe.parameter import PRECISIONS, Parameter
-from megaframe.plan import memory
+from megaframe.planner import memory
 from megaframe.spec import Box, Constant, ParamSpec
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)

@@ -20,8 +20,8 @@ from pipeline_emulated import config_of
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import Cluster, load_cluster
 from megaframe.layout import Layout
-from megaframe.plan.constants import constants_of
-from megaframe.plan.step import predict
+from megaframe.planner.constants import constants_of
+from megaframe.planner.step import predict
 
 RUNS = (
     # schedule, ranks, chunks, microbatches, seconds of a stage's F, B and W

@@ -23,8 +23,8 @@ from published_tables import TABLES, Row
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import Cluster, load_cluster
 from megaframe.layout import Layout
-from megaframe.plan.constants import Constants, constants_of
-from megaframe.plan.step import Prediction, model_flops, predict
+from megaframe.planner.constants import Constants, constants_of
+from megaframe.planner.step import Prediction, model_flops, predict
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "prediction.md"

@@ -13,13 +13,13 @@ from published import Line, Summary, losses, predicted, summary
 from published_bounds import WIDTH, told
 from published_tables import TABLES, Table, gpt
 
-from megaframe.plan.constants import CONSTANTS
+from megaframe.planner.constants import CONSTANTS
 
 _INTRODUCTION = """\
 # Predicted and published step times
 
 This page compares step times of other trainers on GPUs, as their authors published them, with \
-what `megaframe.plan` predicts for the same model, layout, cluster and software. One command makes \
+what `megaframe.planner` predicts for the same model, layout, cluster and software. One command makes \
 this page and its plot:
 
 ```sh
@@ -44,7 +44,7 @@ be best is than the one that is best, in the worst case. Targets are in brackets
 - **Fitted**: at most six constants per generation of chips, to at most 14 of every other row of \
 each table, to all tables at once (`python benchmarks/published.py --fit a100`).
 - **Known**: the share of a link's bandwidth that NCCL was seen to reach \
-(`megaframe/plan/constants.py`).
+(`megaframe/planner/constants.py`).
 - **Declared**, from papers and sources (`benchmarks/published_tables.py`): what overlaps, \
 attention, microbatches, chunks, and gradients that are sent together.
 - **Guessed**: how often elementwise kernels pass over a value, how many kernels are launched, and \

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megaframe.config import RunConfig
-from megaframe.plan.constants import Software
+from megaframe.planner.constants import Software
 
 ANCHORS = Path(__file__).resolve().parents[2] / "shared" / "anchors"
 

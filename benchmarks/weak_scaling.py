@@ -26,12 +26,12 @@ from megaframe.config import RunConfig, load
 from megaframe.config.shipped import config_path
 from megaframe.hardware.cluster import Cluster, load_cluster
 from megaframe.layout import Layout
-from megaframe.plan.constants import cluster_constants
-from megaframe.plan.costs import block
-from megaframe.plan.held import held
-from megaframe.plan.machine import Machine
-from megaframe.plan.sizes import sizes_of
-from megaframe.plan.update import (
+from megaframe.planner.block_costs import block
+from megaframe.planner.constants import cluster_constants
+from megaframe.planner.machine import Machine
+from megaframe.planner.parameter_counts import held
+from megaframe.planner.sizes import sizes_of
+from megaframe.planner.update import (
     block_owned,
     exchange_seconds,
     head,

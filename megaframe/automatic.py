@@ -21,13 +21,13 @@ from megaframe.errors import UserError
 from megaframe.hardware.cluster import DEFAULT, Cluster, device_cluster, load_cluster
 from megaframe.layout import Layout
 from megaframe.mesh import ranks_on_this_node
-from megaframe.plan.advice import decision
-from megaframe.plan.again import settled
-from megaframe.plan.constants import cluster_constants
-from megaframe.plan.held import held
-from megaframe.plan.search import search
-from megaframe.plan.update import with_bucket_size
-from megaframe.plan.valid import FREE
+from megaframe.planner.advice import decision
+from megaframe.planner.constants import cluster_constants
+from megaframe.planner.enumerate import FREE
+from megaframe.planner.layout_search import search
+from megaframe.planner.parameter_counts import held
+from megaframe.planner.recompute_budget import settled
+from megaframe.planner.update import with_bucket_size
 
 _SIMULATED = 8
 """Layouts that the search simulates; more would delay the start of the run."""

@@ -11,7 +11,7 @@ from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
 from megaframe.meter.opening import outline
 from megaframe.optim.choice import choices_table
-from megaframe.plan.held import rank_memory
+from megaframe.planner.parameter_counts import rank_memory
 from megaframe.schedule import Schedule, lower
 from megaframe.stage import model_specs
 from megaframe.validate.invariance import promise_note

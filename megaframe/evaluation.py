@@ -29,7 +29,7 @@ from megaframe.data.samples import Split, documents, positions
 from megaframe.data.tokenizer import Tokenizer
 from megaframe.errors import UserError
 from megaframe.microbatch import IGNORE, Microbatch
-from megaframe.plan.memory import most_logits
+from megaframe.planner.memory import most_logits
 from megaframe.stage import Stage
 
 _ENCODED_AT_ONCE = 256

@@ -39,7 +39,7 @@ from megaframe.comm.watch import Watch
 from megaframe.device import device_of, finish_before_others, launched, tune_host_allocator
 from megaframe.errors import LostRanks
 from megaframe.layout import AXIS_SETS, Layout
-from megaframe.plan.hierarchy import divided, exchange_steps, neighbours
+from megaframe.planner.hierarchy import divided, exchange_steps, neighbours
 
 Ranks = tuple[int, ...]
 _WATCHED = 60.0

@@ -18,8 +18,8 @@ from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
 from megaframe.mesh import world_size
-from megaframe.plan.constants import cluster_constants
-from megaframe.plan.fit import Fit, fit, instead
+from megaframe.planner.constants import cluster_constants
+from megaframe.planner.fit import Fit, fit, instead
 from megaframe.trainer import resolve
 
 _TIGHT = "it may not be enough, as plans are good to a few percent"

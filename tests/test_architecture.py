@@ -37,7 +37,7 @@ def test_style_and_types(command):
 def test_floor_0_runs_without_torch():
     code = (
         "import sys; import megaframe.config, megaframe.layout, megaframe.schedule, "
-        "megaframe.plan.advice, megaframe.plan.page; sys.exit('torch' in sys.modules)"
+        "megaframe.planner.advice, megaframe.planner.plan_page; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 

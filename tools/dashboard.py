@@ -17,7 +17,7 @@ from megaframe.dashboard.serve import LOOPBACK, Server
 from megaframe.dashboard.workspace import save
 from megaframe.errors import UserError, reported
 from megaframe.io.untrusted import whole_number
-from megaframe.plan.beside import beside_or_why
+from megaframe.planner.compare_run import beside_or_why
 
 
 def main() -> None:

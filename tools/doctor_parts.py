@@ -47,7 +47,7 @@ from megaframe.data.indexed import TokenFileWriter
 from megaframe.errors import LostRanks, reported
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh, global_rank, ranks_on_this_node, world_size
-from megaframe.plan.collectives import bus_bandwidth
+from megaframe.planner.collective_times import bus_bandwidth
 from megaframe.validate.run import check
 
 _ALL_PAIRS = 8

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megaframe.errors import UserError, reported
 from megaframe.io.untrusted import parsed_json, read_file, whole_number
-from megaframe.plan.goodput import (
+from megaframe.planner.goodput import (
     MIXES,
     PUBLISHED,
     Costs,

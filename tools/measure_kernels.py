@@ -28,8 +28,8 @@ from megaframe.errors import UserError, reported
 from megaframe.hardware.chips import CHIPS, Chip, nearest_chips
 from megaframe.hardware.cluster import Cluster, device_cluster, load_cluster, write_cluster
 from megaframe.matmul import product
-from megaframe.plan.constants import Constants, constants_of
-from megaframe.plan.kernels import product_seconds, rates
+from megaframe.planner.constants import Constants, constants_of
+from megaframe.planner.kernel_times import product_seconds, rates
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MEASURED = ("product", "start", "attention", "memory", "launch")

@@ -29,9 +29,9 @@ from megaframe.hardware.cluster import Cluster, load_cluster, without_rates, wri
 from megaframe.io.untrusted import whole_number
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh, global_rank, ranks_on_this_node, world_size
-from megaframe.plan.collectives import bus_bandwidth
-from megaframe.plan.constants import Constants, cluster_constants
-from megaframe.plan.kernels import fit_line
+from megaframe.planner.collective_times import bus_bandwidth
+from megaframe.planner.constants import Constants, cluster_constants
+from megaframe.planner.kernel_times import fit_line
 
 OPERATIONS: Mapping[str, Callable[[Tensor, Group], Tensor]] = {
     "all_reduce": lambda whole, group: all_reduce(whole, group).wait(),

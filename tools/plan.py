@@ -16,14 +16,14 @@ from megaframe.config import RunConfig, dump, load
 from megaframe.errors import UserError, reported
 from megaframe.hardware.cluster import DEFAULT, Cluster, cluster_names, load_cluster
 from megaframe.layout import Layout
-from megaframe.plan.advice import alternatives, decision, said
-from megaframe.plan.again import settled
-from megaframe.plan.constants import Constants, cluster_constants
-from megaframe.plan.fit import instead
-from megaframe.plan.nearest import in_words
-from megaframe.plan.search import Choice, Found, search
-from megaframe.plan.step import predict
-from megaframe.plan.valid import FREE, Fixed
+from megaframe.planner.advice import alternatives, decision, said
+from megaframe.planner.constants import Constants, cluster_constants
+from megaframe.planner.enumerate import FREE, Fixed
+from megaframe.planner.fit import instead
+from megaframe.planner.layout_search import Choice, Found, search
+from megaframe.planner.recompute_budget import settled
+from megaframe.planner.step import predict
+from megaframe.planner.suggestions import in_words
 from megaframe.validate.run import check
 
 _GIB = 2.0**30
@@ -78,7 +78,7 @@ def main() -> None:
         if arguments.write:
             write(Path(arguments.write), choice)
         if arguments.html:
-            from megaframe.plan.page import write_page
+            from megaframe.planner.plan_page import write_page
 
             write_page(Path(arguments.html), choice, found, question.cluster, question.constants)
 

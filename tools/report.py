@@ -13,7 +13,7 @@ from megaframe.dashboard.panels import read_prediction
 from megaframe.dashboard.report import REPORT_FILES, html, report
 from megaframe.dashboard.run import Run
 from megaframe.errors import reported
-from megaframe.plan.beside import beside_or_why
+from megaframe.planner.compare_run import beside_or_why
 
 
 def main() -> None:

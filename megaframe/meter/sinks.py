@@ -29,7 +29,7 @@ from megaframe.dashboard.panels import page_data
 from megaframe.dashboard.run import METRICS_FILE, Run
 from megaframe.errors import UserError
 from megaframe.io.untrusted import open_file, read_file
-from megaframe.plan.beside import beside_or_why
+from megaframe.planner.compare_run import beside_or_why
 
 Line = Mapping[str, Any]
 """The metrics of one step: numbers, None for unknown values, rows, and dicts of these."""

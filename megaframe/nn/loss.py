@@ -26,7 +26,7 @@ from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.matmul import product_into
 from megaframe.microbatch import IGNORE
 from megaframe.parameter import Parameter
-from megaframe.plan.memory import most_logits
+from megaframe.planner.memory import most_logits
 
 _PARTS = 32
 """The largest chunk is processed in this many parts, of which one at a time is in fp32."""

@@ -17,7 +17,7 @@ from megaframe.optim.codes import BLOCK, Code, Master, chances
 from megaframe.optim.numbering import positions
 from megaframe.optim.route import STAYS, Parts, Route
 from megaframe.optim.rule import Step
-from megaframe.plan.room import CHUNK
+from megaframe.planner.memory_budget import CHUNK
 
 _CHUNK, _GPU_CHUNK = BLOCK << 10, BLOCK << 15
 """Elements at a time: 1 MiB of each tensor, which caches hold and beside which the calls of a chunk

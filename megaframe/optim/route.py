@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaframe.plan.room import ROOMS
+from megaframe.planner.memory_budget import ROOMS
 
 _ALIGNMENT = 512
 """Bytes to which each tensor in a room is aligned."""

@@ -9,8 +9,8 @@ from megaframe.architecture.pipeline import step_schedule
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig
 from megaframe.layout import Layout
-from megaframe.plan.held import rank_memory
-from megaframe.plan.moved import moved
+from megaframe.planner.communication_volume import moved
+from megaframe.planner.parameter_counts import rank_memory
 from megaframe.rehearsal import Counted
 from megaframe.schedule import lower
 from megaframe.schedule.check import check

@@ -9,7 +9,7 @@ from megaframe.layout import Layout
 from megaframe.mesh import Mesh
 from megaframe.meter import StepTimer
 from megaframe.pipeline import Pipeline
-from megaframe.plan.held import held
+from megaframe.planner.parameter_counts import held
 from megaframe.rehearsal.hollow import Hollow
 
 LAYERS = 8

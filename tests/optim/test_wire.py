@@ -17,7 +17,7 @@ from megaframe.optim.buffers import Buffers
 from megaframe.optim.codec import Half, Int8
 from megaframe.optim.powersgd import as_matrix
 from megaframe.optim.wiring import Wiring
-from megaframe.plan.hierarchy import divided, exchange_steps
+from megaframe.planner.hierarchy import divided, exchange_steps
 
 STEPS = 6
 SHAPES = ((40, 3, 10), (20,), (24, 36), (2, 2), (50, 20))

@@ -18,7 +18,7 @@ from megaframe.mesh import Mesh
 from megaframe.meter import StepTimer
 from megaframe.microbatch import Microbatch
 from megaframe.pipeline import Pipeline
-from megaframe.plan.memory import Held, memory
+from megaframe.planner.memory import Held, memory
 from megaframe.schedule import Action, Kind
 
 SEQ, BATCH, HIDDEN, HEADS = 128, 2, 256, 4

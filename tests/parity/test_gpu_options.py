@@ -18,7 +18,7 @@ from megaframe.config import RunConfig
 from megaframe.engine import Engine
 from megaframe.errors import UserError
 from megaframe.nn.rotary import Rotary
-from megaframe.plan.memory import Held, memory
+from megaframe.planner.memory import Held, memory
 from megaframe.schedule import lower
 from megaframe.validate.run import check
 

@@ -17,7 +17,7 @@ from megaframe.mesh import Mesh
 from megaframe.meter import StepTimer
 from megaframe.microbatch import Microbatch
 from megaframe.pipeline import Pipeline
-from megaframe.plan.activations import block_bytes
+from megaframe.planner.activations import block_bytes
 
 SHAPES = {
     **MODELS,

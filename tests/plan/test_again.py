@@ -12,12 +12,12 @@ from megaframe.automatic import with_blocks
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
-from megaframe.plan.again import fewest_again, settled
-from megaframe.plan.constants import constants_of
-from megaframe.plan.held import rank_memory
-from megaframe.plan.room import leaves_room
-from megaframe.plan.search import search
-from megaframe.plan.worst import overhead
+from megaframe.planner.constants import constants_of
+from megaframe.planner.layout_search import search
+from megaframe.planner.memory_budget import leaves_room
+from megaframe.planner.parameter_counts import rank_memory
+from megaframe.planner.peak_memory import overhead
+from megaframe.planner.recompute_budget import fewest_again, settled
 from megaframe.schedule import lower
 
 H100 = load_cluster("h100-ib")

@@ -4,9 +4,9 @@ import pytest
 
 from megaframe.config import dump, load
 from megaframe.errors import UserError
-from megaframe.plan.beside import beside, beside_or_why
-from megaframe.plan.constants import constants_of
-from megaframe.plan.search import search
+from megaframe.planner.compare_run import beside, beside_or_why
+from megaframe.planner.constants import constants_of
+from megaframe.planner.layout_search import search
 
 SMALL = ["model.layers=4", "model.hidden=256", "model.heads=4", "model.vocab=512", "train.seq=128"]
 

@@ -12,12 +12,12 @@ from megaframe.automatic import with_buckets
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
-from megaframe.plan.collectives import Level, pairwise_all_to_all, stepped_exchange
-from megaframe.plan.constants import cluster_constants
-from megaframe.plan.hierarchy import divided, exchange_steps, messages, neighbours
-from megaframe.plan.machine import Machine
-from megaframe.plan.sizes import sizes_of
-from megaframe.plan.update import bucket_count, exchange_seconds, with_bucket_size
+from megaframe.planner.collective_times import Level, pairwise_all_to_all, stepped_exchange
+from megaframe.planner.constants import cluster_constants
+from megaframe.planner.hierarchy import divided, exchange_steps, messages, neighbours
+from megaframe.planner.machine import Machine
+from megaframe.planner.sizes import sizes_of
+from megaframe.planner.update import bucket_count, exchange_seconds, with_bucket_size
 
 CLUSTER = load_cluster("h100-ib")
 GPT = {"layers": 32, "hidden": 4096, "heads": 32, "vocab": 32000}

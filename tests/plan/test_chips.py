@@ -6,7 +6,7 @@ import pytest
 
 from megaframe.hardware.chips import CHIPS, TYPES, chip_named, chip_of
 from megaframe.hardware.cluster import cluster_names, device_cluster, load_cluster, without_rates
-from megaframe.plan.constants import CONSTANTS, cluster_constants
+from megaframe.planner.constants import CONSTANTS, cluster_constants
 
 GIB = 2.0**30
 DEVICES = {

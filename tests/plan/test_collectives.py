@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.hardware.cluster import Cluster, Tier, load_cluster
-from megaframe.plan.collectives import (
+from megaframe.planner.collective_times import (
     ALGORITHMS,
     Level,
     bus_bandwidth,

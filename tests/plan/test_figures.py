@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
-from megaframe.plan.constants import constants_of
-from megaframe.plan.goodput import daly_interval
-from megaframe.plan.kernels import fit_line, product_seconds, rates, roofline
-from megaframe.plan.scaling import (
+from megaframe.planner.constants import constants_of
+from megaframe.planner.goodput import daly_interval
+from megaframe.planner.kernel_times import fit_line, product_seconds, rates, roofline
+from megaframe.planner.scaling import (
     amdahl,
     balances,
     batch_advice,
@@ -21,7 +21,7 @@ from megaframe.plan.scaling import (
     scaling_efficiency,
     serial_share,
 )
-from megaframe.plan.slow import goodput
+from megaframe.planner.stragglers_and_failures import goodput
 
 CLUSTER = load_cluster("h100-ib")
 GPT = {"layers": 24, "hidden": 4096, "heads": 32, "vocab": 32000}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.plan.goodput import (
+from megaframe.planner.goodput import (
     LLAMA3,
     MEGASCALE,
     PUBLISHED,

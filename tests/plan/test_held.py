@@ -10,7 +10,7 @@ from megaframe.architecture.stages import stage_plans
 from megaframe.comm import ALONE
 from megaframe.config import RunConfig, load
 from megaframe.layout import Layout
-from megaframe.plan.held import held
+from megaframe.planner.parameter_counts import held
 from megaframe.spec import EXPERT_AXES, copies_of
 from megaframe.stage import build_stages
 

@@ -10,14 +10,14 @@ from megaframe.config import RunConfig, dump, load
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
-from megaframe.plan.advice import alternatives, decision
-from megaframe.plan.constants import constants_of
-from megaframe.plan.fast import estimate
-from megaframe.plan.fit import fit, instead
-from megaframe.plan.room import leaves_room
-from megaframe.plan.search import search
-from megaframe.plan.step import predict
-from megaframe.plan.valid import candidates, configured
+from megaframe.planner.advice import alternatives, decision
+from megaframe.planner.constants import constants_of
+from megaframe.planner.enumerate import candidates, configured
+from megaframe.planner.fit import fit, instead
+from megaframe.planner.layout_search import search
+from megaframe.planner.memory_budget import leaves_room
+from megaframe.planner.step import predict
+from megaframe.planner.vectorized import estimate
 from megaframe.validate.run import check
 
 DENSE = {

@@ -16,9 +16,9 @@ from megaframe.errors import UserError
 from megaframe.hardware.chips import CHIPS
 from megaframe.hardware.cluster import device_cluster, load_cluster, write_cluster
 from megaframe.layout import Layout
-from megaframe.plan.constants import cluster_constants, constants_of
-from megaframe.plan.kernels import product_seconds, rates
-from megaframe.plan.step import predict
+from megaframe.planner.constants import cluster_constants, constants_of
+from megaframe.planner.kernel_times import product_seconds, rates
+from megaframe.planner.step import predict
 
 ROOT = Path(__file__).parents[2]
 PLANNED = RunConfig(

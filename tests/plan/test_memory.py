@@ -14,9 +14,9 @@ from megaframe.mesh import Mesh, world_size
 from megaframe.meter import StepTimer
 from megaframe.microbatch import Microbatch, look_ahead
 from megaframe.pipeline import Pipeline
-from megaframe.plan.activations import block_bytes
-from megaframe.plan.held import held
-from megaframe.plan.memory import Held, memory
+from megaframe.planner.activations import block_bytes
+from megaframe.planner.memory import Held, memory
+from megaframe.planner.parameter_counts import held
 from megaframe.schedule import Action, Kind
 
 LATENT = {"kv_rank": 16, "head_dim": 10, "rotary_dim": 4}

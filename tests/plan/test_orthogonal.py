@@ -15,12 +15,12 @@ from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.optim.exchange import deal
 from megaframe.optim.muon import orthogonal
-from megaframe.plan.constants import constants_of
-from megaframe.plan.kernels import Rates
-from megaframe.plan.machine import Machine
-from megaframe.plan.orthogonal import muon_bytes, muon_seconds, orthogonal_seconds, seconds_of
-from megaframe.plan.sizes import sizes_of
-from megaframe.plan.step import predict
+from megaframe.planner.constants import constants_of
+from megaframe.planner.kernel_times import Rates
+from megaframe.planner.machine import Machine
+from megaframe.planner.muon_cost import muon_bytes, muon_seconds, orthogonal_seconds, seconds_of
+from megaframe.planner.sizes import sizes_of
+from megaframe.planner.step import predict
 from megaframe.rehearsal import rehearse
 from megaframe.stage import model_specs
 

@@ -12,9 +12,9 @@ from megaframe.config import RunConfig
 from megaframe.describe import describe
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
-from megaframe.plan import activations
-from megaframe.plan.held import rank_memory
-from megaframe.plan.moved import moved
+from megaframe.planner import activations
+from megaframe.planner.communication_volume import moved
+from megaframe.planner.parameter_counts import rank_memory
 from megaframe.rehearsal import rehearse
 from megaframe.schedule import lower
 

@@ -10,8 +10,8 @@ from megaframe.architecture.stages import block_matrices, divide, stage_costs, s
 from megaframe.comm import ALONE
 from megaframe.config import RunConfig
 from megaframe.meter import count_flops
-from megaframe.plan.activations import block_bytes, rotary_bytes
-from megaframe.plan.memory import Held, memory
+from megaframe.planner.activations import block_bytes, rotary_bytes
+from megaframe.planner.memory import Held, memory
 from megaframe.schedule import generate
 from megaframe.stage import build_stages, model_specs
 

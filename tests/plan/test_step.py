@@ -10,14 +10,14 @@ from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
-from megaframe.plan.advice import said
-from megaframe.plan.candidates import SCHEDULES, Candidates
-from megaframe.plan.constants import CONSTANTS, constants_of
-from megaframe.plan.fast import bubble, estimate
-from megaframe.plan.machine import Passes
-from megaframe.plan.search import Choice
-from megaframe.plan.sizes import RECOMPUTE, Sizes
-from megaframe.plan.step import model_flops, predict
+from megaframe.planner.advice import said
+from megaframe.planner.candidates import SCHEDULES, Candidates
+from megaframe.planner.constants import CONSTANTS, constants_of
+from megaframe.planner.layout_search import Choice
+from megaframe.planner.machine import Passes
+from megaframe.planner.sizes import RECOMPUTE, Sizes
+from megaframe.planner.step import model_flops, predict
+from megaframe.planner.vectorized import bubble, estimate
 from megaframe.schedule import generate
 from megaframe.schedule.costs import Costs
 from megaframe.schedule.simulate import simulate

@@ -7,7 +7,7 @@ from megaframe.layout import Layout
 from megaframe.mesh import Mesh
 from megaframe.meter.timers import StepTimer
 from megaframe.pipeline import Pipeline
-from megaframe.plan.streams import communicators, streams
+from megaframe.planner.streams import communicators, streams
 
 MODEL = {"layers": 8, "hidden": 16, "heads": 4, "vocab": 37}
 EXPERTS = {"moe": {"experts": 4, "top_k": 2, "ffn": 8}}

@@ -21,7 +21,7 @@ from published_bounds import (
 from published_page import absent_line
 from published_tables import TABLES, gpt
 
-from megaframe.plan.constants import CONSTANTS
+from megaframe.planner.constants import CONSTANTS
 
 
 def rows():

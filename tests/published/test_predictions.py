@@ -9,8 +9,8 @@ from published import FITTED, PAGE, PLOT, losses, summary
 from published_page import section
 from published_tables import TABLES
 
-from megaframe.plan.constants import CONSTANTS
-from megaframe.plan.software import kept_of_baseline
+from megaframe.planner.constants import CONSTANTS
+from megaframe.planner.megatron_activations import kept_of_baseline
 
 # Limits on the mean and largest error of each table, a little above the page's errors. The page
 # says which of them miss the goal, and why.

@@ -16,7 +16,7 @@ from megaframe.comm import all_reduce, receive, send
 from megaframe.comm.pending import started
 from megaframe.config.schema import Parallel
 from megaframe.layout import EXPERT_SETS, Layout
-from megaframe.plan.streams import streams
+from megaframe.planner.streams import streams
 from megaframe.schedule import NAMES
 from standin.layouts import LAYOUTS, LLAMA, calls_of_each, configured, named, recorded, scheduled
 from standin.rules import Deadlock, Mismatch, simulate

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.cluster import Cluster, Tier
 from megaframe.layout import Layout
-from megaframe.plan.constants import Constants
+from megaframe.planner.constants import Constants
 
 _WORTH_TELLING = 0.02
 _AXES = {

@@ -13,9 +13,9 @@ from megaframe.architecture.stages import stage_plans
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import Chip
 from megaframe.layout import Layout
-from megaframe.plan.held import rank_memory
-from megaframe.plan.room import leaves_room
-from megaframe.plan.worst import overhead
+from megaframe.planner.memory_budget import leaves_room
+from megaframe.planner.parameter_counts import rank_memory
+from megaframe.planner.peak_memory import overhead
 from megaframe.schedule import Schedule, lower
 
 

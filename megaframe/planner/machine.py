@@ -15,7 +15,7 @@ from typing import Any
 
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.cluster import Cluster
-from megaframe.plan.collectives import (
+from megaframe.planner.collective_times import (
     Level,
     collective_seconds,
     levels,
@@ -23,9 +23,9 @@ from megaframe.plan.collectives import (
     pairwise_all_to_all,
     stepped_exchange,
 )
-from megaframe.plan.constants import Constants
-from megaframe.plan.kernels import Rates, rates
-from megaframe.plan.sizes import Sizes
+from megaframe.planner.constants import Constants
+from megaframe.planner.kernel_times import Rates, rates
+from megaframe.planner.sizes import Sizes
 
 Number = Any
 """A float, or a numpy array of them."""

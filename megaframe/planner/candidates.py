@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megaframe.config.schema import RunConfig
-from megaframe.plan.sizes import Sizes
+from megaframe.planner.sizes import Sizes
 
 Array = np.ndarray[Any, Any]
 SCHEDULES = (

@@ -8,12 +8,12 @@ import numpy as np
 
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.cluster import Cluster, cluster_names, load_cluster
-from megaframe.plan.candidates import SCHEDULES, Candidates
-from megaframe.plan.constants import Constants, cluster_constants
-from megaframe.plan.fast import Estimates, estimate
-from megaframe.plan.room import leaves_room
-from megaframe.plan.sizes import RECOMPUTE
-from megaframe.plan.valid import Fixed, candidates
+from megaframe.planner.candidates import SCHEDULES, Candidates
+from megaframe.planner.constants import Constants, cluster_constants
+from megaframe.planner.enumerate import Fixed, candidates
+from megaframe.planner.memory_budget import leaves_room
+from megaframe.planner.sizes import RECOMPUTE
+from megaframe.planner.vectorized import Estimates, estimate
 
 _MOST_TIMES = 1024
 """Largest number of GPUs to try, as a multiple of the requested number."""

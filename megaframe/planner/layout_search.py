@@ -17,14 +17,14 @@ from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
-from megaframe.plan.again import settled
-from megaframe.plan.candidates import Array, Candidates
-from megaframe.plan.constants import Constants
-from megaframe.plan.fast import Estimates, estimate
-from megaframe.plan.nearest import nothing_fits
-from megaframe.plan.room import leaves_room
-from megaframe.plan.step import Prediction, predict
-from megaframe.plan.valid import Fixed, candidates, configured
+from megaframe.planner.candidates import Array, Candidates
+from megaframe.planner.constants import Constants
+from megaframe.planner.enumerate import Fixed, candidates, configured
+from megaframe.planner.memory_budget import leaves_room
+from megaframe.planner.recompute_budget import settled
+from megaframe.planner.step import Prediction, predict
+from megaframe.planner.suggestions import nothing_fits
+from megaframe.planner.vectorized import Estimates, estimate
 from megaframe.validate.run import check
 
 SIMULATED = 24

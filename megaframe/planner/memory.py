@@ -14,8 +14,15 @@ from megaframe.architecture.buckets import Blocks, bucket_blocks
 from megaframe.architecture.stages import StagePlan
 from megaframe.config.schema import Optim, Parallel, RunConfig
 from megaframe.hardware.chips import WIDTH
-from megaframe.plan.activations import activations
-from megaframe.plan.room import CHUNK, ROOMS, moment_width, moments, passing_width, state_width
+from megaframe.planner.activations import activations
+from megaframe.planner.memory_budget import (
+    CHUNK,
+    ROOMS,
+    moment_width,
+    moments,
+    passing_width,
+    state_width,
+)
 from megaframe.schedule import Action
 from megaframe.schedule.zero_buffers import Bucket, StageUnits, Unit, lent
 

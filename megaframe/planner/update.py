@@ -22,15 +22,15 @@ from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import WIDTH
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
-from megaframe.plan.collectives import hop_seconds
-from megaframe.plan.constants import cluster_constants
-from megaframe.plan.held import held as held_by
-from megaframe.plan.kernels import moving_seconds, three_products
-from megaframe.plan.machine import Machine, Part, Passes
-from megaframe.plan.memory import away_width
-from megaframe.plan.orthogonal import muon_seconds, orthogonal_seconds
-from megaframe.plan.sizes import Sizes, sizes_of
-from megaframe.plan.traffic import hidden_by
+from megaframe.planner.collective_times import hop_seconds
+from megaframe.planner.communication_time import hidden_by
+from megaframe.planner.constants import cluster_constants
+from megaframe.planner.kernel_times import moving_seconds, three_products
+from megaframe.planner.machine import Machine, Part, Passes
+from megaframe.planner.memory import away_width
+from megaframe.planner.muon_cost import muon_seconds, orthogonal_seconds
+from megaframe.planner.parameter_counts import held as held_by
+from megaframe.planner.sizes import Sizes, sizes_of
 
 Number = Any
 

@@ -19,8 +19,8 @@ from megaframe.architecture.experts import expert_mistakes
 from megaframe.config.numbers import divisors
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.cluster import Cluster
-from megaframe.plan.candidates import SCHEDULES, Array, Candidates
-from megaframe.plan.sizes import RECOMPUTE
+from megaframe.planner.candidates import SCHEDULES, Array, Candidates
+from megaframe.planner.sizes import RECOMPUTE
 from megaframe.schedule.limits import LIMITS
 from megaframe.validate.tensor_parallel import tensor_mistakes
 

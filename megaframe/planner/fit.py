@@ -20,17 +20,17 @@ from megaframe.errors import UserError
 from megaframe.hardware.chips import Chip
 from megaframe.hardware.cluster import DEFAULT, Cluster, load_cluster
 from megaframe.layout import Layout
-from megaframe.plan.again import settled
-from megaframe.plan.candidates import SCHEDULES, Array, Candidates
-from megaframe.plan.constants import Constants, cluster_constants
-from megaframe.plan.fast import estimate
-from megaframe.plan.nearest import ways
-from megaframe.plan.room import leaves_room
-from megaframe.plan.search import search
-from megaframe.plan.sizes import RECOMPUTE
-from megaframe.plan.step import predict
-from megaframe.plan.valid import Fixed, candidates
-from megaframe.plan.worst import pipeline_memory
+from megaframe.planner.candidates import SCHEDULES, Array, Candidates
+from megaframe.planner.constants import Constants, cluster_constants
+from megaframe.planner.enumerate import Fixed, candidates
+from megaframe.planner.layout_search import search
+from megaframe.planner.memory_budget import leaves_room
+from megaframe.planner.peak_memory import pipeline_memory
+from megaframe.planner.recompute_budget import settled
+from megaframe.planner.sizes import RECOMPUTE
+from megaframe.planner.step import predict
+from megaframe.planner.suggestions import ways
+from megaframe.planner.vectorized import estimate
 from megaframe.validate.run import mistakes
 
 _GIB = 2.0**30

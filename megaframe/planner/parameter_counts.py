@@ -16,7 +16,7 @@ from megaframe.architecture.stages import StagePlan, join_matrix
 from megaframe.config.model import Model
 from megaframe.config.schema import RunConfig
 from megaframe.layout import Layout
-from megaframe.plan.memory import Held, Memory, memory
+from megaframe.planner.memory import Held, Memory, memory
 from megaframe.schedule import Schedule
 
 

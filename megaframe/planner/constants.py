@@ -14,7 +14,7 @@ from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.chips import UNKNOWN
 from megaframe.hardware.cluster import Cluster
-from megaframe.plan.collectives import on_tier
+from megaframe.planner.collective_times import on_tier
 
 NCCL = ("ring", "tree", "in_network", "pairwise", "scatter")
 """Algorithms that NCCL has for collectives, as named in `collectives.ALGORITHMS`."""
@@ -35,7 +35,7 @@ class Software:
     precision, or 2 with `parallel.reduce_precision=bf16`.
     gradients_of: which gradients are sent together, those of a `block`, of a `chunk`, or as many as
     `parallel.bucket_size` says (`buckets`).
-    exchange_in_steps: whether coded parts are exchanged in steps (`plan/hierarchy.py`); otherwise
+    exchange_in_steps: whether coded parts are exchanged in steps (`planner/hierarchy.py`); otherwise
     between all pairs of ranks.
     copy_engines: whether copy engines do the transfers of the tensor axis, so that concurrent
     compute is not delayed.

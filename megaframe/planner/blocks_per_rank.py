@@ -13,7 +13,7 @@ import numpy as np
 
 from megaframe.architecture.stages import block_work, end_work
 from megaframe.config.schema import RunConfig
-from megaframe.plan.sizes import Sizes
+from megaframe.planner.sizes import Sizes
 
 Array = np.ndarray[Any, Any]
 

@@ -14,11 +14,11 @@ from megaframe.architecture.stages import block_work
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
-from megaframe.plan.constants import Constants
-from megaframe.plan.machine import Machine
-from megaframe.plan.reasons import outermost, span
-from megaframe.plan.sizes import sizes_of
-from megaframe.plan.update import block_owned
+from megaframe.planner.constants import Constants
+from megaframe.planner.machine import Machine
+from megaframe.planner.reasons import outermost, span
+from megaframe.planner.sizes import sizes_of
+from megaframe.planner.update import block_owned
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from megaframe.architecture.stages import StagePlan, stage_layers
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import WIDTH
 from megaframe.layout import Layout
-from megaframe.plan.held import held
+from megaframe.planner.parameter_counts import held
 from megaframe.schedule import Action, Kind
 
 _SENDS = (Kind.SEND_F, Kind.SEND_B)

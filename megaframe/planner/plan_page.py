@@ -16,11 +16,11 @@ import numpy as np
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster
-from megaframe.plan.advice import alternatives, decision, said
-from megaframe.plan.constants import Constants
-from megaframe.plan.nearest import fastest
-from megaframe.plan.scaling import balances
-from megaframe.plan.search import Choice, Found
+from megaframe.planner.advice import alternatives, decision, said
+from megaframe.planner.constants import Constants
+from megaframe.planner.layout_search import Choice, Found
+from megaframe.planner.scaling import balances
+from megaframe.planner.suggestions import fastest
 
 _GIB = 2.0**30
 _MOST_GPUS = 100_000

@@ -16,7 +16,7 @@ import numpy as np
 from megaframe.errors import UserError
 from megaframe.hardware.chips import WIDTH, Chip
 from megaframe.hardware.cluster import without_rates
-from megaframe.plan.constants import Constants
+from megaframe.planner.constants import Constants
 
 Number = Any
 """A float, or a numpy array of them."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megaframe.hardware.cluster import Cluster
-from megaframe.plan.goodput import daly_interval
+from megaframe.planner.goodput import daly_interval
 
 Number = Any
 

@@ -15,10 +15,10 @@ from megaframe.config.load import load
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster, device_cluster, load_cluster
 from megaframe.layout import Layout
-from megaframe.plan.constants import cluster_constants
-from megaframe.plan.nearest import in_words
-from megaframe.plan.search import Choice, search
-from megaframe.plan.step import predict
+from megaframe.planner.constants import cluster_constants
+from megaframe.planner.layout_search import Choice, search
+from megaframe.planner.step import predict
+from megaframe.planner.suggestions import in_words
 from megaframe.validate.run import check
 
 _SIMULATED = 8

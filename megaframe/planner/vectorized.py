@@ -15,14 +15,15 @@ import numpy as np
 
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.cluster import Cluster
-from megaframe.plan.candidates import CIRCLING, SCHEDULES, Array, Candidates
-from megaframe.plan.constants import Constants
-from megaframe.plan.costs import block, kinds
-from megaframe.plan.division import division
-from megaframe.plan.machine import Machine, Part, Passes
-from megaframe.plan.sizes import Sizes
-from megaframe.plan.slow import jitter
-from megaframe.plan.update import (
+from megaframe.planner.block_costs import block, kinds
+from megaframe.planner.blocks_per_rank import division
+from megaframe.planner.candidates import CIRCLING, SCHEDULES, Array, Candidates
+from megaframe.planner.constants import Constants
+from megaframe.planner.machine import Machine, Part, Passes
+from megaframe.planner.peak_memory import memory_bytes
+from megaframe.planner.sizes import Sizes
+from megaframe.planner.stragglers_and_failures import jitter
+from megaframe.planner.update import (
     Owned,
     block_owned,
     bucket_count,
@@ -34,7 +35,6 @@ from megaframe.plan.update import (
     update_seconds,
     waiting_seconds,
 )
-from megaframe.plan.worst import memory_bytes
 
 _AT_ONCE = 1 << 15
 """Candidates per round, few enough that their arrays stay in cache."""

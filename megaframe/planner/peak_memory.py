@@ -18,13 +18,13 @@ from megaframe.architecture.stages import StagePlan, stage_plans
 from megaframe.config.schema import RunConfig
 from megaframe.hardware.chips import WIDTH, Chip
 from megaframe.layout import Layout
-from megaframe.plan.activations import block_bytes, left_bytes, rotary_bytes
-from megaframe.plan.candidates import SCHEDULES
-from megaframe.plan.division import division
-from megaframe.plan.held import held, rank_memory
-from megaframe.plan.memory import Memory, most_logits, widest
-from megaframe.plan.room import room, state_width
-from megaframe.plan.sizes import RECOMPUTE, Sizes
+from megaframe.planner.activations import block_bytes, left_bytes, rotary_bytes
+from megaframe.planner.blocks_per_rank import division
+from megaframe.planner.candidates import SCHEDULES
+from megaframe.planner.memory import Memory, most_logits, widest
+from megaframe.planner.memory_budget import room, state_width
+from megaframe.planner.parameter_counts import held, rank_memory
+from megaframe.planner.sizes import RECOMPUTE, Sizes
 from megaframe.schedule import Schedule, lower
 
 Array = np.ndarray[Any, Any]

@@ -13,9 +13,14 @@ from megaframe.architecture.experts import has_experts, has_mlp
 from megaframe.architecture.matrices import head_widths, latent_width
 from megaframe.architecture.windows import mean_keys, window_of
 from megaframe.config.model import Model
-from megaframe.plan.kernels import Rates, grouped_product_seconds, moving_seconds, three_products
-from megaframe.plan.machine import Machine, Part, Passes
-from megaframe.plan.traffic import context_traffic, expert_traffic, tensor_traffic
+from megaframe.planner.communication_time import context_traffic, expert_traffic, tensor_traffic
+from megaframe.planner.kernel_times import (
+    Rates,
+    grouped_product_seconds,
+    moving_seconds,
+    three_products,
+)
+from megaframe.planner.machine import Machine, Part, Passes
 
 Number = Any
 """A float, or a numpy array of them."""

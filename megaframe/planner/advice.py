@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from megaframe.hardware.cluster import Cluster
-from megaframe.plan.candidates import SCHEDULES, Array
-from megaframe.plan.nearest import in_words
-from megaframe.plan.room import leaves_room
-from megaframe.plan.search import Choice, Found
-from megaframe.plan.sizes import RECOMPUTE
-from megaframe.plan.slow import goodput
+from megaframe.planner.candidates import SCHEDULES, Array
+from megaframe.planner.layout_search import Choice, Found
+from megaframe.planner.memory_budget import leaves_room
+from megaframe.planner.sizes import RECOMPUTE
+from megaframe.planner.stragglers_and_failures import goodput
+from megaframe.planner.suggestions import in_words
 
 _GIB = 2.0**30
 _AXES = (

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from megaframe.architecture.matrices import Matrix, matrices
-from megaframe.plan.kernels import Rates, product_seconds
-from megaframe.plan.machine import Machine
+from megaframe.planner.kernel_times import Rates, product_seconds
+from megaframe.planner.machine import Machine
 
 Number = Any
 _ITERATIONS = 5

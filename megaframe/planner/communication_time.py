@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from megaframe.architecture.matrices import head_widths
-from megaframe.plan.collectives import hop_seconds
-from megaframe.plan.machine import Machine, Passes
+from megaframe.planner.collective_times import hop_seconds
+from megaframe.planner.machine import Machine, Passes
 
 Number = Any
 """A float, or a numpy array of them."""

@@ -22,14 +22,15 @@ from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
-from megaframe.plan.candidates import CIRCLING
-from megaframe.plan.constants import Constants
-from megaframe.plan.costs import block, kinds
-from megaframe.plan.machine import Machine, Part, Passes
-from megaframe.plan.reasons import reasons
-from megaframe.plan.sizes import sizes_of
-from megaframe.plan.slow import jitter
-from megaframe.plan.update import (
+from megaframe.planner.block_costs import block, kinds
+from megaframe.planner.candidates import CIRCLING
+from megaframe.planner.constants import Constants
+from megaframe.planner.machine import Machine, Part, Passes
+from megaframe.planner.peak_memory import by_kind, worst_memory
+from megaframe.planner.reasons import reasons
+from megaframe.planner.sizes import sizes_of
+from megaframe.planner.stragglers_and_failures import jitter
+from megaframe.planner.update import (
     Owned,
     block_owned,
     bucket_count,
@@ -42,7 +43,6 @@ from megaframe.plan.update import (
     waiting_seconds,
     with_bucket_size,
 )
-from megaframe.plan.worst import by_kind, worst_memory
 from megaframe.schedule import Schedule
 from megaframe.schedule.costs import Costs
 from megaframe.schedule.simulate import Timeline, simulate
