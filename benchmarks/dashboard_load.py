@@ -27,7 +27,7 @@ def main() -> None:
 
     from megaframe.dashboard.page import PAGE_FILE, page, write_whole
     from megaframe.dashboard.panels import page_data
-    from megaframe.dashboard.run import Run
+    from megaframe.dashboard.run_folder import Run
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=100_000)

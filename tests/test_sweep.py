@@ -13,9 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_pretrain import losses
 
-from megaframe.dashboard.metrics import Metrics
+from megaframe.dashboard.metrics_file import Metrics
+from megaframe.dashboard.sweep import (
+    Range,
+    check_trials,
+    space_of,
+    summary,
+    trials_of,
+    values_after,
+)
 from megaframe.errors import UserError
-from megaframe.sweep import Range, check_trials, space_of, summary, trials_of, values_after
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOL = ROOT / "tools/sweep.py"
@@ -194,7 +201,7 @@ def test_each_job_has_gpus_of_its_own(overrides, tmp_path, monkeypatch):
     """The entry is one that writes what it sees, and there are no GPUs here."""
     entry = tmp_path / "entry.py"
     entry.write_text("import os\nprint(os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\n")
-    monkeypatch.setattr("megaframe.sweep.ENTRY", str(entry))
+    monkeypatch.setattr("megaframe.dashboard.sweep.ENTRY", str(entry))
     words = ["--sweep", "optim.lr=[1, 2]", "--jobs", "2", "--ranks", "2", "--gpus", "4,5,6,7"]
     monkeypatch.setattr(sys, "argv", ["sweep.py", *words, "--", *overrides()])
     with pytest.raises(SystemExit):

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from megaframe.dashboard.page import PAGE_FILE, page, write_whole
 from megaframe.dashboard.panels import page_data, read_prediction
-from megaframe.dashboard.run import Run, value_of
+from megaframe.dashboard.run_folder import Run, value_of
 from megaframe.dashboard.serve import LOOPBACK, Server
-from megaframe.dashboard.workspace import save
+from megaframe.dashboard.wandb_workspace import save
 from megaframe.errors import UserError, reported
 from megaframe.io.untrusted import whole_number
 from megaframe.planner.compare_run import beside_or_why

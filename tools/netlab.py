@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from megaframe.config import load
-from megaframe.dashboard.metrics import Metrics
+from megaframe.dashboard.metrics_file import Metrics
 from megaframe.errors import UserError, reported
 from megaframe.lab import Drop, Link, Outcome, hosts, run_on
 from megaframe.lab.hosts import check, check_rate

@@ -11,7 +11,7 @@ from pathlib import Path
 from megaframe.dashboard.page import write_whole
 from megaframe.dashboard.panels import read_prediction
 from megaframe.dashboard.report import REPORT_FILES, html, report
-from megaframe.dashboard.run import Run
+from megaframe.dashboard.run_folder import Run
 from megaframe.errors import reported
 from megaframe.planner.compare_run import beside_or_why
 

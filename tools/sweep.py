@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaframe.config import RunConfig
-from megaframe.dashboard.metrics import Metrics
-from megaframe.errors import UserError, reported
-from megaframe.sweep import (
+from megaframe.dashboard.metrics_file import Metrics
+from megaframe.dashboard.sweep import (
     CONSOLE,
     SUMMARY,
     Result,
@@ -42,6 +41,7 @@ from megaframe.sweep import (
     values_after,
     write_page,
 )
+from megaframe.errors import UserError, reported
 
 PAGE = "sweep.html"
 _PAUSE = 0.1

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from megaframe.dashboard.downsample import Floats, buckets, extremes, means, short
 from megaframe.dashboard.rows import bars, heat
-from megaframe.dashboard.run import Run, differences, flat, shown
-from megaframe.dashboard.thin import Floats, buckets, extremes, means, short
+from megaframe.dashboard.run_folder import Run, differences, flat, shown
 from megaframe.errors import UserError
 from megaframe.io.untrusted import parsed_json, read_file, showable
 

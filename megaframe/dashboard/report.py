@@ -14,7 +14,7 @@ from typing import Any
 from megaframe.dashboard.advice import advice
 from megaframe.dashboard.page import POLICY
 from megaframe.dashboard.panels import label, losses, predicted, summary
-from megaframe.dashboard.run import Run, value_of
+from megaframe.dashboard.run_folder import Run, value_of
 from megaframe.io.untrusted import showable
 
 REPORT_FILES = "report.md", "report.html"

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.dashboard.run import Run, value_of
-from megaframe.dashboard.thin import Floats, block_maxima, buckets, short
+from megaframe.dashboard.downsample import Floats, block_maxima, buckets, short
+from megaframe.dashboard.run_folder import Run, value_of
 
 _PEAK = "ranks/memory_bytes"
 RANKS = 160

@@ -18,7 +18,7 @@ from urllib.parse import parse_qs
 
 from megaframe.dashboard.page import POLICY, page
 from megaframe.dashboard.panels import page_data
-from megaframe.dashboard.run import Run
+from megaframe.dashboard.run_folder import Run
 from megaframe.errors import UserError
 
 LOOPBACK = "127.0.0.1"

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from megaframe.config import RunConfig
 from megaframe.dashboard.page import page
 from megaframe.dashboard.panels import page_data
-from megaframe.dashboard.run import METRICS_FILE, Run
+from megaframe.dashboard.run_folder import METRICS_FILE, Run
 from megaframe.errors import UserError
 from megaframe.io.untrusted import open_file, read_file
 from megaframe.planner.compare_run import beside_or_why

@@ -12,7 +12,7 @@ from made_runs import lines, write
 
 from megaframe.dashboard.page import PAGE_FILE, page, write_whole
 from megaframe.dashboard.panels import PANELS, POINTS, page_data
-from megaframe.dashboard.run import Run
+from megaframe.dashboard.run_folder import Run
 from megaframe.dashboard.serve import Server
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from made_runs import lines, write
 
 from megaframe.dashboard.advice import advice
+from megaframe.dashboard.downsample import block_maxima, buckets, extremes, means
 from megaframe.dashboard.page import embedded, write_whole
 from megaframe.dashboard.panels import PANELS, losses, page_data, predicted, read_prediction
 from megaframe.dashboard.report import html, report
-from megaframe.dashboard.run import Run
+from megaframe.dashboard.run_folder import Run
 from megaframe.dashboard.serve import Server
-from megaframe.dashboard.thin import block_maxima, buckets, extremes, means
-from megaframe.dashboard.workspace import workspace
+from megaframe.dashboard.wandb_workspace import workspace
 from megaframe.errors import UserError
 from megaframe.meter.sinks import flat
 

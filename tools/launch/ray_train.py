@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from megaframe.config import RunConfig
+from megaframe.dashboard.sweep import ENTRY, run_of
 from megaframe.errors import EXIT_USER_ERROR, UserError, reported
-from megaframe.sweep import ENTRY, run_of
 
 ENDED = "ray-status"
 """File in the run folder in which the first rank's worker leaves the status for this program."""

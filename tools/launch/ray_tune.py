@@ -25,9 +25,8 @@ from typing import Any
 from ray_train import check_room, connect
 
 from megaframe.config import RunConfig
-from megaframe.dashboard.metrics import Metrics
-from megaframe.errors import reported
-from megaframe.sweep import (
+from megaframe.dashboard.metrics_file import Metrics
+from megaframe.dashboard.sweep import (
     CONSOLE,
     SUMMARY,
     Range,
@@ -41,6 +40,7 @@ from megaframe.sweep import (
     trial_command,
     values_after,
 )
+from megaframe.errors import reported
 
 _PAUSE = 0.5
 

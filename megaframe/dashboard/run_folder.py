@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megaframe.dashboard.metrics import Metrics
+from megaframe.dashboard.metrics_file import Metrics
 from megaframe.errors import UserError
 from megaframe.io.untrusted import parsed_json, parsed_yaml, read_file, showable
 

@@ -26,7 +26,7 @@ import numpy as np
 import yaml
 
 from megaframe.config import RunConfig, load
-from megaframe.dashboard.metrics import Metrics
+from megaframe.dashboard.metrics_file import Metrics
 from megaframe.errors import UserError
 
 ENTRY = str(Path(__file__).resolve().parent.parent / "pretrain_gpt.py")
