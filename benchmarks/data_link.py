@@ -264,7 +264,7 @@ class Ours:
         from data_workload import draw
 
         from megaframe.comm import all_reduce
-        from megaframe.microbatch import Microbatch
+        from megaframe.data.microbatch import Microbatch
 
         start = time.perf_counter()
         tokens, targets = draw(self.shape, RANKS)

@@ -125,7 +125,7 @@ def run_steps(mesh: Mesh, pipeline: Pipeline, config: RunConfig, steps: int) -> 
     import torch
 
     from megaframe.comm import barrier
-    from megaframe.microbatch import Microbatch
+    from megaframe.data.microbatch import Microbatch
     from megaframe.model import EmulatedBlock
 
     times = config.model.emulate

@@ -90,10 +90,10 @@ def measure(given: argparse.Namespace) -> dict[str, list[float]]:
 
     from megaframe.comm import barrier
     from megaframe.config import RunConfig
+    from megaframe.data.microbatch import Microbatch
     from megaframe.layout import Layout
     from megaframe.mesh import Mesh
     from megaframe.meter import StepTimer
-    from megaframe.microbatch import Microbatch
     from megaframe.pipeline import Pipeline
 
     torch.set_num_threads(1)

@@ -24,8 +24,8 @@ import numpy as np
 from harness import ROOT, Spread, commit, machine
 
 from megaframe.data.indexed import TokenFileWriter
-from megaframe.data.order import sample_indices, source_key
 from megaframe.data.samples import Source
+from megaframe.data.shuffle import sample_indices, source_key
 from megaframe.data.token_index import HEADER, MAGIC, VERSION, dtype_code
 
 PEERS = Path(__file__).resolve().parent / "peers"

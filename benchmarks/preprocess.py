@@ -28,9 +28,9 @@ import numpy as np
 from harness import ROOT, Spread, commit, machine
 
 from megaframe.data.indexed import TokenFile
-from megaframe.data.pieces import Reading
-from megaframe.data.preprocess import Job, preprocess
-from megaframe.data.train_tokenizer import train_sentencepiece
+from megaframe.data.preprocessing.input_shards import Reading
+from megaframe.data.preprocessing.preprocess import Job, preprocess
+from megaframe.data.preprocessing.train_tokenizer import train_sentencepiece
 
 PEER = Path(__file__).resolve().parent / "peers" / "token_files_megatron_core.py"
 VOCAB = 8192

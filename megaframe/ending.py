@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megaframe.backward import backward
 from megaframe.config import RunConfig
-from megaframe.microbatch import Microbatch
+from megaframe.data.microbatch import Microbatch
 from megaframe.model import Embedding, Head, Predictor, tokens_at_the_end
 from megaframe.nn.frame import Frame
 from megaframe.parameter import Module

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from megaframe.comm import Pending, receive, send
+from megaframe.data.microbatch import Microbatch
 from megaframe.graph import Compute, Graph, Passed
 from megaframe.mesh import Mesh
 from megaframe.meter import Part
-from megaframe.microbatch import Microbatch
 from megaframe.nn.frame import rows_of
 from megaframe.nn.tally import Tally
 from megaframe.nn.turns import HandOver, Pair

@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megaframe.config.schema import Data, RunConfig
-from megaframe.data.documents import texts
 from megaframe.data.indexed import TokenFile
-from megaframe.data.pieces import Reading, pieces
+from megaframe.data.microbatch import IGNORE, Microbatch
+from megaframe.data.preprocessing.documents import texts
+from megaframe.data.preprocessing.input_shards import Reading, pieces
 from megaframe.data.reader import Reader
 from megaframe.data.samples import Split, documents, positions
 from megaframe.data.tokenizer import Tokenizer
 from megaframe.errors import UserError
-from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.planner.memory import most_logits
 from megaframe.stage import Stage
 

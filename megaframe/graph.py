@@ -23,10 +23,10 @@ from torch import Tensor
 
 from megaframe.comm.recording import Recording, unordered
 from megaframe.config import RunConfig
+from megaframe.data.microbatch import Microbatch
 from megaframe.errors import UserError
 from megaframe.kernels import Kernels
 from megaframe.mesh import Mesh
-from megaframe.microbatch import Microbatch
 from megaframe.nn.tally import Tally
 from megaframe.optim.health import Sign
 from megaframe.validate.cuda_graph import graph_reasons

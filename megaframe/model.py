@@ -14,7 +14,7 @@ from torch import Tensor
 from megaframe.architecture.experts import has_experts
 from megaframe.architecture.windows import window_of
 from megaframe.config import Emulate, Model, RunConfig
-from megaframe.microbatch import IGNORE, Microbatch
+from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.nn.attention import Attention
 from megaframe.nn.embedding import Table
 from megaframe.nn.frame import Frame, Later, positions_of

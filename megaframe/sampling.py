@@ -16,9 +16,9 @@ from torch import Tensor
 from megaframe.autotune import tune
 from megaframe.checkpoint import Place, Slice, locate, open_checkpoint
 from megaframe.config import RunConfig
+from megaframe.data.microbatch import Microbatch
 from megaframe.data.tokenizer import Tokenizer, load_tokenizer
 from megaframe.errors import UserError
-from megaframe.microbatch import Microbatch
 from megaframe.run_state import AVERAGE, read_state
 from megaframe.spec import Box
 from megaframe.stage import Stage, whole_model

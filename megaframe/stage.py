@@ -23,10 +23,10 @@ from megaframe.backward import backward
 from megaframe.comm import ALONE, Group, symmetric
 from megaframe.comm.shelf import Shelf, Stored
 from megaframe.config import RunConfig
+from megaframe.data.microbatch import Microbatch
 from megaframe.ending import Done, End, Kept, Values
 from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.mesh import ranks_on_this_node
-from megaframe.microbatch import Microbatch
 from megaframe.model import Block, Embedding, EmulatedBlock, Head
 from megaframe.nn.context import Context
 from megaframe.nn.dropout import Keys

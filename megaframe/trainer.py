@@ -22,6 +22,7 @@ from megaframe.checkpoint.memory import MemoryWriter
 from megaframe.comm import all_reduce, barrier
 from megaframe.config import RunConfig, dump
 from megaframe.data.loader import Loader
+from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.device import brought
 from megaframe.engine import Outcome
@@ -35,7 +36,6 @@ from megaframe.meter.experts import ExpertMeter
 from megaframe.meter.memory import out_of_memory
 from megaframe.meter.opening import opening
 from megaframe.meter.sinks import METRICS_FILE, set_aside
-from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.optim.bucket import UNSENT
 from megaframe.pipeline import Pipeline
 from megaframe.run_state import (

@@ -29,9 +29,9 @@ from pool import RARELY, Pool
 
 from megaframe.config import RunConfig
 from megaframe.data.indexed import TokenFileWriter
+from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
-from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.optim.optimizer import Optimizer
 from megaframe.stage import whole_model
 

@@ -8,7 +8,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from megaframe.microbatch import IGNORE
+from megaframe.data.microbatch import IGNORE
 from megaframe.nn.rotary import frequencies
 
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from megaframe.config import RunConfig
+from megaframe.data.microbatch import Microbatch
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
 from megaframe.meter import StepTimer
-from megaframe.microbatch import Microbatch
 from megaframe.pipeline import Pipeline
 
 ROWS, SEQ, VOCAB, STEPS, LAST = 32, 32, 61, 300, 20

@@ -15,11 +15,11 @@ from megaframe.comm.place import Place
 from megaframe.comm.recording import _ORDER, keep_order, recording, unordered
 from megaframe.comm.traffic import Traffic
 from megaframe.config import RunConfig
+from megaframe.data.microbatch import Microbatch
 from megaframe.errors import UserError
 from megaframe.graph import _EAGER, _MOST, Graph
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
-from megaframe.microbatch import Microbatch
 from megaframe.validate.run import check
 
 

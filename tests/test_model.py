@@ -8,7 +8,7 @@ import torch
 from tolerances import assert_near
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megaframe.microbatch import IGNORE, look_ahead
+from megaframe.data.microbatch import IGNORE, look_ahead
 
 pytestmark = pytest.mark.numeric
 

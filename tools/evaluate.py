@@ -17,7 +17,7 @@ from typing import Any
 
 from megaframe.checkpoint import WHAT_IS_TAKEN
 from megaframe.config import RunConfig
-from megaframe.data.pieces import FORMATS, Reading
+from megaframe.data.preprocessing.input_shards import FORMATS, Reading
 from megaframe.data.samples import SPLITS
 from megaframe.data.tokenizer import Tokenizer, import_library
 from megaframe.errors import UserError, reported

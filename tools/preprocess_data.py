@@ -10,9 +10,9 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megaframe.data.parts import Counts
-from megaframe.data.pieces import FORMATS, Reading
-from megaframe.data.preprocess import Job, Result, preprocess
+from megaframe.data.preprocessing.input_shards import FORMATS, Reading
+from megaframe.data.preprocessing.journal import Counts
+from megaframe.data.preprocessing.preprocess import Job, Result, preprocess
 from megaframe.errors import UserError, reported
 
 _EPILOG = """\

@@ -6,8 +6,8 @@ import argparse
 import os
 import time
 
-from megaframe.data.pieces import FORMATS, Reading
-from megaframe.data.train_tokenizer import KINDS, train_sentencepiece
+from megaframe.data.preprocessing.input_shards import FORMATS, Reading
+from megaframe.data.preprocessing.train_tokenizer import KINDS, train_sentencepiece
 from megaframe.errors import UserError, reported
 
 _EPILOG = """\

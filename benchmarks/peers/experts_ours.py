@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megaframe.autotune import tune
 from megaframe.config import Model, Moe, RunConfig, Train
+from megaframe.data.microbatch import Microbatch
 from megaframe.device import tune_host_allocator
 from megaframe.init import fill
-from megaframe.microbatch import Microbatch
 from megaframe.model import Block
 from megaframe.nn.linear import as_it_is
 from megaframe.nn.moe.layer import MixtureOfExperts

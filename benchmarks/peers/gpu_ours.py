@@ -13,10 +13,10 @@ from gpu_workload import batches, profiled, read, run
 from torch import Tensor
 
 from megaframe.config import RunConfig
+from megaframe.data.microbatch import Microbatch
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
 from megaframe.meter import StepTimer
-from megaframe.microbatch import Microbatch
 from megaframe.pipeline import Pipeline
 from megaframe.spec import Normal
 

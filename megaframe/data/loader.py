@@ -17,11 +17,11 @@ import numpy as np
 
 from megaframe.config.schema import RunConfig, Train
 from megaframe.data.blend import Blend
+from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.prefetch import Prefetch
-from megaframe.data.progress import Progress, Roster, restore
 from megaframe.data.reader import Reader, cut
+from megaframe.data.sampler_state import Progress, Roster, restore
 from megaframe.data.samples import Split
-from megaframe.microbatch import IGNORE, Microbatch
 
 _EVALUATION_SEED = 0
 

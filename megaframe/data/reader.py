@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 
 from megaframe.config.schema import RunConfig
-from megaframe.data.order import sample_indices, source_key
+from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.samples import SPLITS, Source, Split, documents, positions
+from megaframe.data.shuffle import sample_indices, source_key
 from megaframe.errors import UserError
-from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.validate.run import NO_SOURCES
 
 Numbers = NDArray[np.int64]

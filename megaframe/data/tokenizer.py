@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megaframe.data.rank_file import GPT2_PATTERN, LARGEST_VOCAB, PUBLISHED_RANKS, parse_ranks
+from megaframe.data.tiktoken_file import GPT2_PATTERN, LARGEST_VOCAB, PUBLISHED_RANKS, parse_ranks
 from megaframe.errors import UserError
 from megaframe.io.untrusted import open_file
 

@@ -23,6 +23,7 @@ from megaframe.checkpoint.folder import checkpoints, step_of
 from megaframe.comm.place import named
 from megaframe.config import RunConfig
 from megaframe.data.loader import Step
+from megaframe.data.microbatch import Microbatch
 from megaframe.engine import Outcome
 from megaframe.errors import BadDevice, LostRanks, NotFinite, OutOfStep, UserError
 from megaframe.faults.history import History
@@ -33,7 +34,6 @@ from megaframe.faults.stragglers import Stragglers
 from megaframe.mesh import Mesh
 from megaframe.meter import Meter
 from megaframe.meter.meter import Known
-from megaframe.microbatch import Microbatch
 from megaframe.optim.health import Sign, first_sick
 from megaframe.pipeline import Pipeline
 from megaframe.run_state import RunState

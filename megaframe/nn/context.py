@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megaframe.comm import ALONE, Group, Ring, all_to_all
-from megaframe.microbatch import zigzag
+from megaframe.data.microbatch import zigzag
 
 
 @dataclass(frozen=True)

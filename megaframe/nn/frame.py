@@ -17,9 +17,9 @@ from torch import Tensor
 from megaframe.architecture.windows import windows
 from megaframe.comm import Group, Pending
 from megaframe.config import Model
+from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.matmul import product
-from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.nn.among import Among
 from megaframe.nn.context import Context
 from megaframe.nn.dropout import Dropout, Keys

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from megaframe.comm import Group, all_gather, all_reduce, reduce_scatter
+from megaframe.data.microbatch import IGNORE
 from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.matmul import product_into
-from megaframe.microbatch import IGNORE
 from megaframe.parameter import Parameter
 from megaframe.planner.memory import most_logits
 

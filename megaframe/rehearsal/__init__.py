@@ -15,9 +15,9 @@ import torch
 
 from megaframe.config import RunConfig
 from megaframe.config.schema import Kernels
+from megaframe.data.microbatch import Microbatch
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
-from megaframe.microbatch import Microbatch
 from megaframe.pipeline import Pipeline
 from megaframe.rehearsal.hollow import Hollow, Ledger
 from megaframe.schedule import Action, Kind

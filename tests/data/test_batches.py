@@ -8,9 +8,9 @@ from megaframe.batches import Batches
 from megaframe.comm import barrier, receive, send
 from megaframe.config import RunConfig
 from megaframe.data.loader import Loader
+from megaframe.data.microbatch import IGNORE
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh, world_size
-from megaframe.microbatch import IGNORE
 
 SEQ, BATCH = 8, 8
 

@@ -14,8 +14,8 @@ from megaframe.config.model import Model
 from megaframe.config.schema import BatchRamp, Data, RunConfig, Train
 from megaframe.config.schema import Source as SourceConfig
 from megaframe.data.loader import Loader, global_batch
+from megaframe.data.microbatch import IGNORE
 from megaframe.errors import UserError
-from megaframe.microbatch import IGNORE
 
 SEQ = 8
 SPLIT = (0.8, 0.2, 0.0)

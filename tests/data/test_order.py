@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.data.order import ROUNDS, permute, sample_indices, source_key
+from megaframe.data.shuffle import ROUNDS, permute, sample_indices, source_key
 
 MASK = 2**64 - 1
 STEP, M1, M2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

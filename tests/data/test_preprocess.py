@@ -17,13 +17,13 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.data import pieces, preprocess
-from megaframe.data.documents import texts
 from megaframe.data.indexed import TokenFile
-from megaframe.data.pieces import Reading
-from megaframe.data.preprocess import Job, encode_documents
+from megaframe.data.preprocessing import input_shards, preprocess
+from megaframe.data.preprocessing.documents import texts
+from megaframe.data.preprocessing.input_shards import Reading
+from megaframe.data.preprocessing.preprocess import Job, encode_documents
+from megaframe.data.preprocessing.workers import map_ordered
 from megaframe.data.tokenizer import ByteTokenizer
-from megaframe.data.workers import map_ordered
 from megaframe.errors import UserError
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -66,7 +66,9 @@ def decoded(prefix):
 
 def read(path, size, **reading):
     how = Reading(**reading)
-    return [text for piece in pieces.pieces(str(path), how, size) for text in texts(piece, how)]
+    return [
+        text for piece in input_shards.pieces(str(path), how, size) for text in texts(piece, how)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -127,11 +129,11 @@ def test_the_cut_into_pieces_changes_no_paragraph(tmp_path_factory, lines, size)
             paragraph = []
     path = tmp_path_factory.mktemp("cut") / "c.txt"
     path.write_bytes("\n".join(lines).encode())
-    before, pieces._READ = pieces._READ, 3
+    before, input_shards._READ = input_shards._READ, 3
     try:
         assert read(path, size, split_blank_lines=True) == expected
     finally:
-        pieces._READ = before
+        input_shards._READ = before
 
 
 def test_marks_and_lone_surrogates_do_not_stop_a_run(tmp_path):
@@ -219,7 +221,9 @@ def test_a_kill_between_the_last_renames_loses_nothing(tmp_path, small_parts, mo
 
     monkeypatch.setattr(os, "replace", killed)
     if len(renamed) == 2:
-        monkeypatch.setattr("megaframe.data.parts.shutil.rmtree", lambda path: killed(path, path))
+        monkeypatch.setattr(
+            "megaframe.data.preprocessing.journal.shutil.rmtree", lambda path: killed(path, path)
+        )
     with pytest.raises(KeyboardInterrupt):
         run([path], tmp_path / "out", overwrite=True)
     assert made == renamed
@@ -335,9 +339,9 @@ def test_parquet_columns_are_checked(tmp_path):
 
 
 def test_a_document_that_memory_should_not_hold_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "LONGEST_DOCUMENT", 2000)
-    monkeypatch.setattr("megaframe.data.documents.LONGEST_DOCUMENT", 2000)
-    monkeypatch.setattr(pieces, "_READ", 512)
+    monkeypatch.setattr(input_shards, "LONGEST_DOCUMENT", 2000)
+    monkeypatch.setattr("megaframe.data.preprocessing.documents.LONGEST_DOCUMENT", 2000)
+    monkeypatch.setattr(input_shards, "_READ", 512)
     monkeypatch.setattr(preprocess, "_SMALLEST_PART", 100)
     for name in ("c.jsonl", "c.jsonl.gz", "c.txt"):
         path = write_as(tmp_path / name, ["x" * 5000])
@@ -432,7 +436,7 @@ def test_a_flipped_bit_in_a_page_of_parquet_is_noticed(tmp_path):
     data[data.index(b"\x0c\0\0\0another") + 5] ^= 1  # not in the statistics
     path.write_bytes(data)
     with pytest.raises(UserError, match="not a whole Parquet file"):
-        [*texts(*pieces.pieces(str(path), Reading(), 1 << 20), Reading())]
+        [*texts(*input_shards.pieces(str(path), Reading(), 1 << 20), Reading())]
 
 
 def test_a_pipe_and_a_device_are_no_corpus(tmp_path):
@@ -440,4 +444,4 @@ def test_a_pipe_and_a_device_are_no_corpus(tmp_path):
     (tmp_path / "d.txt").symlink_to("/dev/zero")
     for name in ("c.jsonl", "d.txt"):
         with pytest.raises(UserError, match="Not a regular file"):
-            [*pieces.pieces(str(tmp_path / name), Reading(), 1 << 20)]
+            [*input_shards.pieces(str(tmp_path / name), Reading(), 1 << 20)]

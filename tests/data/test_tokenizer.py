@@ -13,10 +13,10 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.data.pieces import Reading
-from megaframe.data.rank_file import PUBLISHED_RANKS
+from megaframe.data.preprocessing.input_shards import Reading
+from megaframe.data.preprocessing.train_tokenizer import in_turn, train_sentencepiece
+from megaframe.data.tiktoken_file import PUBLISHED_RANKS
 from megaframe.data.tokenizer import load_tokenizer
-from megaframe.data.train_tokenizer import in_turn, train_sentencepiece
 from megaframe.errors import UserError
 
 CORPUS = "".join(

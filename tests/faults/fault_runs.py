@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 import pretrain_gpt  # noqa: E402
 from megaframe.comm import all_reduce, connections, receive, send  # noqa: E402
 from megaframe.comm.watch import Watch  # noqa: E402
-from megaframe.microbatch import IGNORE  # noqa: E402
+from megaframe.data.microbatch import IGNORE  # noqa: E402
 from megaframe.trainer import Trainer  # noqa: E402
 
 ONCE = {"done": False}

@@ -133,8 +133,8 @@ def tokenizers():
     import test_tokenizer as made
 
     Path("corpus.txt").write_text(made.CORPUS)
-    from megaframe.data.pieces import Reading
-    from megaframe.data.train_tokenizer import train_sentencepiece
+    from megaframe.data.preprocessing.input_shards import Reading
+    from megaframe.data.preprocessing.train_tokenizer import train_sentencepiece
 
     train_sentencepiece(["corpus.txt"], Reading(), "pieces", 296, "bpe", 1)
     made.hugging_face(Path("hf.json"), "ByteLevel")
@@ -187,8 +187,8 @@ def corpus():
 
 
 def read_corpus():
-    from megaframe.data.documents import texts
-    from megaframe.data.pieces import Reading, pieces
+    from megaframe.data.preprocessing.documents import texts
+    from megaframe.data.preprocessing.input_shards import Reading, pieces
 
     for path in sorted(Path().iterdir()):
         for piece in pieces(str(path), Reading(), 400):

@@ -17,9 +17,9 @@ from small_folders import small_folder
 
 from megaframe.checkpoint import open_checkpoint
 from megaframe.checkpoint.manifest import decode, encode
-from megaframe.data.pieces import Reading
+from megaframe.data.preprocessing.input_shards import Reading
+from megaframe.data.preprocessing.train_tokenizer import train_sentencepiece
 from megaframe.data.tokenizer import load_tokenizer
-from megaframe.data.train_tokenizer import train_sentencepiece
 from megaframe.errors import UserError
 from megaframe.huggingface import folder as folders
 from megaframe.huggingface.piece_model import PieceType, parse

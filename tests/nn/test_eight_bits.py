@@ -108,7 +108,7 @@ def test_it_learns_as_bf16_does(scaling, build):
 def learn(built, steps):
     """Train on sequences that count in constant strides; return the mean loss of the last five
     steps."""
-    from megaframe.microbatch import Microbatch
+    from megaframe.data.microbatch import Microbatch
 
     generator, losses = torch.Generator().manual_seed(0), []
     scale = torch.tensor(1.0 / 128, dtype=torch.float64)

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from tolerances import assert_near, assert_within, growth, unit_roundoff
 
 from megaframe.comm import ALONE
+from megaframe.data.microbatch import IGNORE
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh, world_size
-from megaframe.microbatch import IGNORE
 from megaframe.nn import loss as loss_module
 from megaframe.nn.loss import LossOptions, head_loss
 from megaframe.parameter import Parameter

@@ -14,7 +14,7 @@ from tolerances import assert_near, unit_roundoff
 
 from megaframe.comm import ALONE, Ring
 from megaframe.config import Model
-from megaframe.microbatch import Microbatch, zigzag
+from megaframe.data.microbatch import Microbatch, zigzag
 from megaframe.nn import among, tile_products, tiles
 from megaframe.nn.attention import _among_here
 from megaframe.nn.context import Context

@@ -11,10 +11,10 @@ from training import MODELS, assert_same, run
 
 from megaframe.comm import all_reduce
 from megaframe.config import RunConfig
+from megaframe.data.microbatch import Microbatch
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh, world_size
 from megaframe.meter import StepTimer
-from megaframe.microbatch import Microbatch
 from megaframe.pipeline import Pipeline
 
 TOPK = {"compress": "topk", "compress_keep": 1.0}

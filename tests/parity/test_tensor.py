@@ -12,10 +12,10 @@ from training import FEW, MODELS, STEPS, assert_same, assert_same_bits, run
 
 from megaframe.comm import ALONE, symmetric
 from megaframe.config import RunConfig
+from megaframe.data.microbatch import Microbatch
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh
 from megaframe.meter import StepTimer
-from megaframe.microbatch import Microbatch
 from megaframe.pipeline import Pipeline
 from megaframe.planner.activations import block_bytes
 

@@ -8,11 +8,11 @@ from tolerances import PROMISE, assert_within, promised
 
 from megaframe.comm import all_reduce
 from megaframe.config import RunConfig
+from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.device import be_deterministic
 from megaframe.layout import Layout
 from megaframe.mesh import Mesh, world_size
 from megaframe.meter import StepTimer
-from megaframe.microbatch import IGNORE, Microbatch
 from megaframe.pipeline import Pipeline
 
 GLOBAL_BATCH, STEPS = 8, 2

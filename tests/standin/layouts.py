@@ -6,8 +6,8 @@ import torch
 
 from megaframe.comm import all_reduce
 from megaframe.config import RunConfig
+from megaframe.data.microbatch import Microbatch
 from megaframe.layout import Layout
-from megaframe.microbatch import Microbatch
 from megaframe.pipeline import Pipeline
 from megaframe.schedule import NAMES
 from standin.recorder import calls_of

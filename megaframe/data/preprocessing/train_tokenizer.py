@@ -12,9 +12,9 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, get_args
 
-from megaframe.data.documents import texts
 from megaframe.data.indexed import unfinished_name, write_failure
-from megaframe.data.pieces import InputError, Reading, format_of, pieces
+from megaframe.data.preprocessing.documents import texts
+from megaframe.data.preprocessing.input_shards import InputError, Reading, format_of, pieces
 from megaframe.data.tokenizer import import_library
 from megaframe.errors import UserError
 

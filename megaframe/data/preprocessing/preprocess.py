@@ -17,13 +17,20 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from megaframe.data.documents import texts
 from megaframe.data.indexed import TokenFileWriter
-from megaframe.data.parts import Batch, Counts, Manifest, parts_folder
-from megaframe.data.pieces import InputError, Piece, Reading, format_of, input_size, pieces
+from megaframe.data.preprocessing.documents import texts
+from megaframe.data.preprocessing.input_shards import (
+    InputError,
+    Piece,
+    Reading,
+    format_of,
+    input_size,
+    pieces,
+)
+from megaframe.data.preprocessing.journal import Batch, Counts, Manifest, parts_folder
+from megaframe.data.preprocessing.workers import map_ordered
 from megaframe.data.token_index import read_index, token_dtype
 from megaframe.data.tokenizer import Tokenizer, load_tokenizer
-from megaframe.data.workers import map_ordered
 from megaframe.errors import UserError
 
 _SMALLEST_PART, _LARGEST_PART, _PARTS = 1 << 22, 1 << 24, 256

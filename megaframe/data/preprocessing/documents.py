@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import orjson
 
-from megaframe.data.pieces import (
+from megaframe.data.preprocessing.input_shards import (
     LONGEST_DOCUMENT,
     InputError,
     Piece,
