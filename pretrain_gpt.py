@@ -37,10 +37,10 @@ def main() -> None:
     gc.disable()
     from megaframe.attempts import train
     from megaframe.automatic import cluster_of, with_blocks, with_buckets, with_layout
-    from megaframe.comm.nccl import set_up
     from megaframe.describe import describe
+    from megaframe.distributed.mesh import global_rank, world_size
+    from megaframe.distributed.nccl_settings import set_up
     from megaframe.faults.leaving import record_flights
-    from megaframe.mesh import global_rank, world_size
     from megaframe.planner.streams import streams
     from megaframe.preflight import check_memory, planned, verdict
     from megaframe.trainer import resolve

@@ -26,8 +26,8 @@ import torch
 from harness import Spread, commit, machine
 
 from megaframe import autotune, matmul
-from megaframe.comm import ALONE
-from megaframe.device import tune_host_allocator
+from megaframe.distributed.collectives import ALONE
+from megaframe.distributed.device import tune_host_allocator
 from megaframe.nn import loss, tile_products
 from megaframe.optim import moments
 from megaframe.optim.codes import Master

@@ -107,9 +107,9 @@ def measure(folder: Path, rounds: int) -> Measured:
     recorded, under names of their own."""
     import torch
 
-    from megaframe.comm import barrier
+    from megaframe.distributed.collectives import barrier
+    from megaframe.distributed.mesh import Mesh
     from megaframe.layout import Layout
-    from megaframe.mesh import Mesh
 
     torch.set_num_threads(1)
     mesh = Mesh(Layout(data=RANKS), device="cpu", timeout=300)
@@ -170,7 +170,7 @@ class Contender:
 
     def clear(self) -> None:
         """Delete everything that the last save left."""
-        from megaframe.comm import barrier
+        from megaframe.distributed.collectives import barrier
 
         barrier(self.mesh.world)
         if self.rank == 0:

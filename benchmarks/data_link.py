@@ -45,7 +45,7 @@ sys.path.insert(0, str(PEERS))
 from workload import WORKLOAD, Workload  # noqa: E402
 
 if TYPE_CHECKING:
-    from megaframe.mesh import Mesh
+    from megaframe.distributed.mesh import Mesh
     from megaframe.parameter import Module
 
 RANKS = 2
@@ -122,9 +122,9 @@ def measure(given: argparse.Namespace) -> Measured:
     import torch
     from data_torch import step_of
 
-    from megaframe.comm import barrier
+    from megaframe.distributed.collectives import barrier
+    from megaframe.distributed.mesh import Mesh
     from megaframe.layout import Layout
-    from megaframe.mesh import Mesh
 
     torch.set_num_threads(1)
     mesh = Mesh(Layout(data=RANKS), device="cpu", timeout=LIMIT)
@@ -263,8 +263,8 @@ class Ours:
         import torch
         from data_workload import draw
 
-        from megaframe.comm import all_reduce
         from megaframe.data.microbatch import Microbatch
+        from megaframe.distributed.collectives import all_reduce
 
         start = time.perf_counter()
         tokens, targets = draw(self.shape, RANKS)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megaframe.config import Emulate, RunConfig
 
 if TYPE_CHECKING:
-    from megaframe.mesh import Mesh
+    from megaframe.distributed.mesh import Mesh
     from megaframe.pipeline import Pipeline
     from megaframe.stage import Stage
 
@@ -98,9 +98,9 @@ def _play(
     """Run one rank: meet the others, do the task, send its result."""
     import torch
 
-    from megaframe.comm import barrier
+    from megaframe.distributed.collectives import barrier
+    from megaframe.distributed.mesh import Mesh
     from megaframe.layout import Layout
-    from megaframe.mesh import Mesh
     from megaframe.meter import StepTimer
     from megaframe.pipeline import Pipeline
 
@@ -124,8 +124,8 @@ def run_steps(mesh: Mesh, pipeline: Pipeline, config: RunConfig, steps: int) -> 
     wait."""
     import torch
 
-    from megaframe.comm import barrier
     from megaframe.data.microbatch import Microbatch
+    from megaframe.distributed.collectives import barrier
     from megaframe.model import EmulatedBlock
 
     times = config.model.emulate
@@ -183,7 +183,7 @@ def transfer_seconds(mesh: Mesh, pipeline: Pipeline, config: RunConfig) -> float
     other ranks. Rank 0 sleeps in between, as blocks do."""
     import torch
 
-    from megaframe.comm import receive, send
+    from megaframe.distributed.collectives import receive, send
 
     if mesh.rank > 1:
         return 0.0

@@ -88,11 +88,11 @@ def measure(given: argparse.Namespace) -> dict[str, list[float]]:
     """Measure on one rank: a step of each variant per round, after an uncounted one."""
     import torch
 
-    from megaframe.comm import barrier
     from megaframe.config import RunConfig
     from megaframe.data.microbatch import Microbatch
+    from megaframe.distributed.collectives import barrier
+    from megaframe.distributed.mesh import Mesh
     from megaframe.layout import Layout
-    from megaframe.mesh import Mesh
     from megaframe.meter import StepTimer
     from megaframe.pipeline import Pipeline
 

@@ -48,8 +48,8 @@ def work(folder: Path, steps: int) -> None:
 
     from megaframe.config import load
     from megaframe.data.indexed import TokenFileWriter
+    from megaframe.distributed.mesh import Mesh, global_rank
     from megaframe.layout import Layout
-    from megaframe.mesh import Mesh, global_rank
     from megaframe.meter import Meter, StepTimer
     from megaframe.meter.meter import Known
     from megaframe.trainer import Trainer

@@ -92,8 +92,8 @@ def measure(world: int) -> dict[str, float]:
 
     from megaframe.config import load
     from megaframe.data.loader import Loader
+    from megaframe.distributed.mesh import Mesh
     from megaframe.layout import Layout
-    from megaframe.mesh import Mesh
     from megaframe.pipeline import Pipeline
     from megaframe.rehearsal import Hollow
 

@@ -2,7 +2,7 @@
 all is well, and the time until every rank knows who is lost, hung or slow, and whether that is
 right.
 
-Every rank is a client with its real connections to a real store, its real start (`comm/start.py`),
+Every rank is a client with its real connections to a real store, its real start (`distributed/rendezvous.py`),
 its real place and its real watch; only the training is left out. Hundreds of clients share a
 process, as threads, so that one machine holds thousands. Rank 0, which has the store, and the
 victim have a process each, which is killed or stopped for real. Each fault has a world of its own:
@@ -40,11 +40,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from harness import commit, machine
 from torch.distributed import PrefixStore, Store
 
-from megaframe.comm import start
-from megaframe.comm.hearing import Verdict
-from megaframe.comm.place import Place
-from megaframe.comm.start import fresh_store, launcher_store
-from megaframe.comm.watch import Watch
+from megaframe.distributed import rendezvous
+from megaframe.distributed.failure_verdict import Verdict
+from megaframe.distributed.rank_progress import Place
+from megaframe.distributed.rendezvous import fresh_store, launcher_store
+from megaframe.distributed.watchdog import Watch
 from megaframe.errors import LostRanks
 from megaframe.layout import Layout
 
@@ -288,7 +288,7 @@ def clients(end: Connection, ranks: Sequence[int], layout: Layout, timeout: floa
     def prefixed(prefix: str, counted: Any) -> Any:
         return Counted(PrefixStore(prefix, counted.store), counts, counted.rank)
 
-    start.PrefixStore = prefixed  # type: ignore[assignment,misc]
+    rendezvous.PrefixStore = prefixed  # type: ignore[assignment,misc]
     _at_once(connect, ranks)
     assert watches.keys() == set(ranks), "not all ranks are connected"
     end.send(("ready", None))

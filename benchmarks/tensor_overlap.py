@@ -102,9 +102,9 @@ def measure(given: argparse.Namespace) -> Seconds:
     import torch.distributed as dist
     import torch.testing._internal.distributed.fake_pg  # registers the backend
 
-    from megaframe.comm import barrier
+    from megaframe.distributed.collectives import barrier
+    from megaframe.distributed.mesh import Mesh
     from megaframe.layout import Layout
-    from megaframe.mesh import Mesh
     from megaframe.nn.among import Among
     from megaframe.nn.context import Context
     from megaframe.nn.frame import Frame
@@ -176,7 +176,7 @@ def passes(
     """Return the seconds of one forward and of one backward, started on all ranks together."""
     import torch
 
-    from megaframe.comm import barrier
+    from megaframe.distributed.collectives import barrier
 
     module.weight.fresh = True
     rows = given.rows // RANKS if module.column else given.rows

@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from functools import partial
 
 from megaframe.checkpoint.lock import RunLock
-from megaframe.comm import barrier
-from megaframe.comm.communicators import allow_abort
-from megaframe.comm.nccl import Settings
-from megaframe.comm.place import Place
-from megaframe.comm.recording import keep_order
 from megaframe.config import RunConfig
-from megaframe.device import be_deterministic
+from megaframe.distributed.collectives import barrier
+from megaframe.distributed.device import be_deterministic
+from megaframe.distributed.graph_capture import keep_order
+from megaframe.distributed.mesh import Mesh
+from megaframe.distributed.nccl_communicators import allow_abort
+from megaframe.distributed.nccl_settings import Settings
+from megaframe.distributed.numa import bind
+from megaframe.distributed.rank_progress import Place
 from megaframe.errors import LostRanks, UserError, leave
 from megaframe.faults.leaving import Launcher
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
-from megaframe.numa import bind
 from megaframe.saving import written_folders
 from megaframe.trainer import Trainer
 

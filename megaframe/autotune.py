@@ -33,9 +33,9 @@ from torch import Tensor
 
 from megaframe import matmul
 from megaframe.config import RunConfig
+from megaframe.distributed.mesh import Mesh
 from megaframe.io.untrusted import open_file
 from megaframe.matmul import Kind, Library
-from megaframe.mesh import Mesh
 from megaframe.nn import tile_products, tiles
 from megaframe.nn.tile_products import Method, Size
 from megaframe.parameter import PRECISIONS

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megaframe.comm import Group, Pending, all_reduce
 from megaframe.data.loader import Loader, Step
+from megaframe.distributed.collectives import Group, Pending, all_reduce
 
 
 class Batches:

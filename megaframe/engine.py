@@ -16,14 +16,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megaframe.comm import Pending, receive, send
 from megaframe.data.microbatch import Microbatch
+from megaframe.distributed.collectives import Pending, receive, send
+from megaframe.distributed.interleaving import HandOver, Pair
+from megaframe.distributed.mesh import Mesh
 from megaframe.graph import Compute, Graph, Passed
-from megaframe.mesh import Mesh
 from megaframe.meter import Part
 from megaframe.nn.frame import rows_of
 from megaframe.nn.tally import Tally
-from megaframe.nn.turns import HandOver, Pair
 from megaframe.optim.health import Sign, largest, sign
 from megaframe.optim.optimizer import Optimizer, Update
 from megaframe.parameter import Module

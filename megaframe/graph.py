@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.comm.recording import Recording, unordered
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
+from megaframe.distributed.graph_capture import Recording, unordered
+from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
 from megaframe.kernels import Kernels
-from megaframe.mesh import Mesh
 from megaframe.nn.tally import Tally
 from megaframe.optim.health import Sign
 from megaframe.validate.cuda_graph import graph_reasons

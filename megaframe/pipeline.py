@@ -20,11 +20,11 @@ from megaframe.architecture.stages import stage_costs, stage_plans
 from megaframe.compiled import Compiled
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch, look_ahead, part_of
+from megaframe.distributed.mesh import Mesh, ranks_on_this_node
 from megaframe.engine import Engine, Follower, Outcome, Timer
 from megaframe.graph import Graph, refuse
 from megaframe.kernels import make_kernels
 from megaframe.layout import EXPERT_SETS
-from megaframe.mesh import Mesh, ranks_on_this_node
 from megaframe.nn.context import Context
 from megaframe.nn.eight_bits import check_eight_bits
 from megaframe.nn.moe.dispatch import Places

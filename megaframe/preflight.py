@@ -14,10 +14,10 @@ import torch
 from megaframe.automatic import cluster_of
 from megaframe.config import RunConfig
 from megaframe.config.numbers import fewest_ranks
+from megaframe.distributed.mesh import world_size
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
-from megaframe.mesh import world_size
 from megaframe.planner.constants import cluster_constants
 from megaframe.planner.fit import Fit, fit, instead
 from megaframe.trainer import resolve

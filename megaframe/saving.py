@@ -27,14 +27,14 @@ from megaframe.checkpoint import (
     place,
 )
 from megaframe.checkpoint.folder import checkpoints, step_of
-from megaframe.checkpoint.gather import gather_json
 from megaframe.checkpoint.memory import MemoryWriter, Peers
 from megaframe.checkpoint.ram import Ram
 from megaframe.checkpoint.recall import Recalled, recall
-from megaframe.comm import Group, all_reduce
 from megaframe.config import RunConfig
+from megaframe.distributed.collectives import Group, all_reduce
+from megaframe.distributed.gather_json import gather_json
+from megaframe.distributed.mesh import Mesh, ranks_on_this_node
 from megaframe.errors import UserError
-from megaframe.mesh import Mesh, ranks_on_this_node
 
 _LONG = 1.0
 """Seconds that a step may wait for the previous save before a line reports it."""

@@ -20,13 +20,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megaframe.architecture.stages import StagePlan
 from megaframe.backward import backward
-from megaframe.comm import ALONE, Group, symmetric
 from megaframe.comm.shelf import Shelf, Stored
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
+from megaframe.distributed.collectives import ALONE, Group, symmetric
+from megaframe.distributed.interleaving import HandOver
+from megaframe.distributed.mesh import ranks_on_this_node
 from megaframe.ending import Done, End, Kept, Values
 from megaframe.kernels import NO_KERNELS, Kernels
-from megaframe.mesh import ranks_on_this_node
 from megaframe.model import Block, Embedding, EmulatedBlock, Head
 from megaframe.nn.context import Context
 from megaframe.nn.dropout import Keys
@@ -36,7 +37,6 @@ from megaframe.nn.moe.dispatch import Places
 from megaframe.nn.scratch import Scratch
 from megaframe.nn.seam import Seam
 from megaframe.nn.tally import Tally
-from megaframe.nn.turns import HandOver
 from megaframe.parameter import PRECISIONS, Module, Parameter
 from megaframe.spec import ParamSpec
 

@@ -19,18 +19,18 @@ from megaframe.batches import Batches
 from megaframe.checkpoint import Checkpoint, Place, Slice, Writer, find, locate, open_checkpoint
 from megaframe.checkpoint.lock import RunLock
 from megaframe.checkpoint.memory import MemoryWriter
-from megaframe.comm import all_reduce, barrier
 from megaframe.config import RunConfig, dump
 from megaframe.data.loader import Loader
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.tokenizer import load_tokenizer
-from megaframe.device import brought
+from megaframe.distributed.collectives import all_reduce, barrier
+from megaframe.distributed.device import brought
+from megaframe.distributed.mesh import Mesh, ranks_on_this_node
 from megaframe.engine import Outcome
 from megaframe.errors import Unreadable, UserError
 from megaframe.faults.guard import Guard
 from megaframe.faults.leaving import Launcher, command_to_continue, exit_status, heeding_signals
 from megaframe.faults.ledger import Ledger, last_saved
-from megaframe.mesh import Mesh, ranks_on_this_node
 from megaframe.meter import Meter, StepTimer
 from megaframe.meter.experts import ExpertMeter
 from megaframe.meter.memory import out_of_memory

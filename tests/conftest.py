@@ -30,8 +30,8 @@ from pool import RARELY, Pool
 from megaframe.config import RunConfig
 from megaframe.data.indexed import TokenFileWriter
 from megaframe.data.microbatch import IGNORE, Microbatch
+from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
 from megaframe.optim.optimizer import Optimizer
 from megaframe.stage import whole_model
 

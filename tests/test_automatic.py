@@ -10,7 +10,7 @@ import torch
 
 from megaframe.automatic import cluster_of, with_blocks, with_layout
 from megaframe.config import Model, RunConfig, dump, load
-from megaframe.device import host_memory
+from megaframe.distributed.device import host_memory
 from megaframe.errors import UserError
 from megaframe.layout import Layout
 from megaframe.validate.run import check

@@ -13,8 +13,8 @@ import torch
 from megaframe import autotune, matmul
 from megaframe.autotune import Routines, cached_or_measured, fastest, fixed, machine_of, tune
 from megaframe.config import RunConfig, load
+from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
 from megaframe.nn import tile_products
 from megaframe.trainer import Trainer
 

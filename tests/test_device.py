@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 
-from megaframe import device
-from megaframe.device import device_of, hidden_gpu, host_memory, unusable_gpu
+from megaframe.distributed import device
+from megaframe.distributed.device import device_of, hidden_gpu, host_memory, unusable_gpu
+from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="schedulers of Linux")
@@ -30,7 +30,7 @@ def test_large_tensors_of_a_run_on_a_cpu_lie_on_whole_pages(wanted):
     program = """
 import mmap, os, torch, megaframe.attempts
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
+from megaframe.distributed.mesh import Mesh
 Mesh(Layout(), device="cpu")
 print(torch.empty(1 << 20).data_ptr() % mmap.PAGESIZE, os.environ["THP_MEM_ALLOC_ENABLE"])
 """

@@ -22,10 +22,10 @@ from megaframe.data.indexed import TokenFileWriter
 from megaframe.data.microbatch import Microbatch
 from megaframe.data.preprocessing.input_shards import Reading
 from megaframe.data.tokenizer import load_tokenizer
+from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
 from megaframe.evaluation import Passage, read_passage, read_split, score, windows
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
 from megaframe.sampling import load_model, tokenizer_of
 from megaframe.trainer import Trainer
 

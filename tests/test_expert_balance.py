@@ -6,8 +6,8 @@ import torch
 
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
+from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
 from megaframe.meter import StepTimer
 from megaframe.pipeline import Pipeline
 

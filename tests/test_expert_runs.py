@@ -7,8 +7,8 @@ from tolerances import assert_within, near, promised
 
 from megaframe.checkpoint import Slice, open_checkpoint
 from megaframe.config import load
+from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
 from megaframe.trainer import Trainer, resolve
 
 EXPERTS = {

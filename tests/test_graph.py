@@ -11,15 +11,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent / "parity"))
 from training import MODELS, run
 
-from megaframe.comm.place import Place
-from megaframe.comm.recording import _ORDER, keep_order, recording, unordered
-from megaframe.comm.traffic import Traffic
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
+from megaframe.distributed.graph_capture import _ORDER, keep_order, recording, unordered
+from megaframe.distributed.mesh import Mesh
+from megaframe.distributed.rank_progress import Place
+from megaframe.distributed.traffic import Traffic
 from megaframe.errors import UserError
 from megaframe.graph import _EAGER, _MOST, Graph
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
 from megaframe.validate.run import check
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from program import Program, places, stuck_after
 
-from megaframe.comm.watch import at_fault
+from megaframe.distributed.watchdog import at_fault
 from megaframe.errors import EXIT_LOST_RANKS
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megaframe.numa import divide, in_ranges, node_at, node_cores, nodes_by_rank
+from megaframe.distributed.numa import divide, in_ranges, node_at, node_cores, nodes_by_rank
 
 ROOT = Path(__file__).resolve().parent.parent
 GPUS = {"0000:3b:00.0": 0, "0000:5e:00.0": 0, "0000:af:00.0": 1, "0000:d8:00.0": -1}
@@ -91,7 +91,7 @@ BOUND = """
 import json, os, sys, threading
 from pathlib import Path
 import torch
-from megaframe.numa import bind
+from megaframe.distributed.numa import bind
 for wanted, root in zip(sys.argv[1::2], sys.argv[2::2]):
     lines = bind(wanted, torch.device("cpu"), root=Path(root))
     found = []

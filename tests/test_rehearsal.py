@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaframe.comm import barrier
 from megaframe.config import RunConfig
+from megaframe.distributed.collectives import barrier
+from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh, world_size
 from megaframe.rehearsal import Ledger, counted_step, rehearse
 from megaframe.rehearsal.hollow import Hollow
 

@@ -13,8 +13,8 @@ from megaframe.checkpoint import Writer, open_checkpoint
 from megaframe.checkpoint.background import Background
 from megaframe.checkpoint.slices import Slice
 from megaframe.config import load
+from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh, world_size
 from megaframe.trainer import Trainer
 
 KEYS = {

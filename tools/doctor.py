@@ -101,7 +101,7 @@ def judge_software() -> Iterator[Finding]:
     import torch
     from megaframe_kernels.installed import versions
 
-    from megaframe.device import hidden_gpu, unusable_gpu
+    from megaframe.distributed.device import hidden_gpu, unusable_gpu
 
     found = ", ".join(f"{name} {version}" for name, version in versions().items())
     yield Finding("software", f"Python {platform.python_version()}, {found}")

@@ -27,7 +27,9 @@ from torch import Tensor
 
 from megaframe import __version__
 from megaframe.attempts import train
-from megaframe.comm import (
+from megaframe.config import load
+from megaframe.data.indexed import TokenFileWriter
+from megaframe.distributed.collectives import (
     Group,
     all_gather,
     all_reduce,
@@ -38,15 +40,17 @@ from megaframe.comm import (
     reduce_scatter,
     send,
 )
-from megaframe.comm.communicators import allow_abort
-from megaframe.comm.flight import write_flight_record
-from megaframe.comm.nccl import Settings, set_up
-from megaframe.comm.uneven import all_gather_uneven, all_to_all_uneven, reduce_scatter_uneven
-from megaframe.config import load
-from megaframe.data.indexed import TokenFileWriter
+from megaframe.distributed.flight_recorder import write_flight_record
+from megaframe.distributed.mesh import Mesh, global_rank, ranks_on_this_node, world_size
+from megaframe.distributed.nccl_communicators import allow_abort
+from megaframe.distributed.nccl_settings import Settings, set_up
+from megaframe.distributed.variable_size import (
+    all_gather_uneven,
+    all_to_all_uneven,
+    reduce_scatter_uneven,
+)
 from megaframe.errors import LostRanks, reported
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh, global_rank, ranks_on_this_node, world_size
 from megaframe.planner.collective_times import bus_bandwidth
 from megaframe.validate.run import check
 

@@ -253,7 +253,7 @@ def alone(ranks: int) -> Callable[[], Callable[[int], Mapping[str, str]]]:
 def gathered(lines: Lines, rank: int, world: int, timeout: float) -> Lines:
     """Return what the ranks of all nodes have written, on the first one. Those that do not say so
     in time are a finding."""
-    from megaframe.comm.start import launcher_store
+    from megaframe.distributed.rendezvous import launcher_store
 
     store, _, _ = launcher_store(rank, world, timeout)
     store.set(f"doctor/{rank}", json.dumps(lines[rank]))

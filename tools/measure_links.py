@@ -22,13 +22,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaframe.comm import Group, all_gather, all_reduce, all_to_all, barrier, reduce_scatter
+from megaframe.distributed.collectives import (
+    Group,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    reduce_scatter,
+)
+from megaframe.distributed.mesh import Mesh, global_rank, ranks_on_this_node, world_size
 from megaframe.errors import UserError, reported
 from megaframe.hardware.chips import CHIPS, chip_of, nearest_chips
 from megaframe.hardware.cluster import Cluster, load_cluster, without_rates, write_cluster
 from megaframe.io.untrusted import whole_number
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh, global_rank, ranks_on_this_node, world_size
 from megaframe.planner.collective_times import bus_bandwidth
 from megaframe.planner.constants import Constants, cluster_constants
 from megaframe.planner.kernel_times import fit_line

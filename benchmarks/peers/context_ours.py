@@ -13,8 +13,8 @@ from ranks import measure, run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
 from megaframe.nn.ring import Circle, ring_attention
 from megaframe.nn.tiles import Sight
 

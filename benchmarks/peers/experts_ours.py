@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megaframe.autotune import tune
 from megaframe.config import Model, Moe, RunConfig, Train
 from megaframe.data.microbatch import Microbatch
-from megaframe.device import tune_host_allocator
+from megaframe.distributed.device import tune_host_allocator
 from megaframe.init import fill
 from megaframe.model import Block
 from megaframe.nn.linear import as_it_is

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from megaframe.comm.hearing import spaced
+from megaframe.distributed.failure_verdict import spaced
 from megaframe.errors import UserError
 
 Message = dict[str, Any]

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from megaframe.checkpoint.background import Background, Copy
 from megaframe.checkpoint.container import CHUNK_BYTES, Piece, write
-from megaframe.checkpoint.gather import gather_json
 from megaframe.checkpoint.ram import CopyRecord, Ram, record_bytes
 from megaframe.checkpoint.reader import verify
 from megaframe.checkpoint.slices import Slice
-from megaframe.comm import Group, all_gather, to_each
+from megaframe.distributed.collectives import Group, all_gather, to_each
+from megaframe.distributed.gather_json import gather_json
 from megaframe.errors import UserError
 
 

@@ -18,12 +18,12 @@ import xxhash
 from pydantic import JsonValue, ValidationError
 from torch import Tensor
 
-from megaframe.checkpoint.gather import gather_json, gather_rows
 from megaframe.checkpoint.load import Checkpoint
 from megaframe.checkpoint.manifest import DTYPES, Manifest, SavedSlice, Tensors, merged, problem
 from megaframe.checkpoint.ram import CopyRecord, Ram
 from megaframe.checkpoint.reader import verify
-from megaframe.comm import Group, receive, send
+from megaframe.distributed.collectives import Group, receive, send
+from megaframe.distributed.gather_json import gather_json, gather_rows
 from megaframe.errors import UserError
 
 _NONE = -1

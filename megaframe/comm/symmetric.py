@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaframe.comm import Group
+from megaframe.distributed.collectives import Group
 
 CAPABILITY = (9, 0)
 """Minimum compute capability: that of the first GPUs whose NVLink reaches every neighbour."""

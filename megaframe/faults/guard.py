@@ -20,10 +20,11 @@ from torch import Tensor
 
 from megaframe.checkpoint import Place
 from megaframe.checkpoint.folder import checkpoints, step_of
-from megaframe.comm.place import named
 from megaframe.config import RunConfig
 from megaframe.data.loader import Step
 from megaframe.data.microbatch import Microbatch
+from megaframe.distributed.mesh import Mesh
+from megaframe.distributed.rank_progress import named
 from megaframe.engine import Outcome
 from megaframe.errors import BadDevice, LostRanks, NotFinite, OutOfStep, UserError
 from megaframe.faults.history import History
@@ -31,7 +32,6 @@ from megaframe.faults.leaving import Launcher
 from megaframe.faults.ledger import FAULTS, Ledger
 from megaframe.faults.replicas import Finding, Replicas
 from megaframe.faults.stragglers import Stragglers
-from megaframe.mesh import Mesh
 from megaframe.meter import Meter
 from megaframe.meter.meter import Known
 from megaframe.optim.health import Sign, first_sick

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from megaframe.comm.place import Place
 from megaframe.config import RunConfig
+from megaframe.distributed.rank_progress import Place
 from megaframe.faults.ledger import FAULTS
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

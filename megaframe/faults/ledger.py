@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megaframe.comm.watch import ENDED_FILE
+from megaframe.distributed.watchdog import ENDED_FILE
 from megaframe.errors import UserError
 from megaframe.io.untrusted import open_file
 from megaframe.meter.sinks import METRICS_FILE, cannot_write

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaframe.comm import Group, all_gather, all_reduce
-from megaframe.mesh import Mesh
+from megaframe.distributed.collectives import Group, all_gather, all_reduce
+from megaframe.distributed.mesh import Mesh
 from megaframe.optim.bucket import Bucket
 
 _WORDS = 1 << 16

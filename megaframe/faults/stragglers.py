@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megaframe.comm import all_gather
-from megaframe.comm.busy import DeviceBusy, DeviceTimes
-from megaframe.mesh import Mesh
+from megaframe.distributed.collectives import all_gather
+from megaframe.distributed.device_time import DeviceBusy, DeviceTimes
+from megaframe.distributed.mesh import Mesh
 
 EVERY = 20
 """Number of steps over which times are summed before they are compared."""

@@ -16,7 +16,7 @@ import torch
 from megaframe import __version__, matmul
 from megaframe.config import RunConfig
 from megaframe.dashboard.run_folder import ENVIRONMENT_FILE
-from megaframe.mesh import Mesh, ranks_on_this_node
+from megaframe.distributed.mesh import Mesh, ranks_on_this_node
 from megaframe.meter.sinks import cannot_write
 from megaframe.nn import tile_products
 from megaframe.parameter import PRECISIONS

@@ -10,9 +10,9 @@ import time
 
 import torch
 
-from megaframe.comm import Group, receive, send
 from megaframe.config import RunConfig
-from megaframe.mesh import Mesh
+from megaframe.distributed.collectives import Group, receive, send
+from megaframe.distributed.mesh import Mesh
 from megaframe.parameter import PRECISIONS
 
 _TIMES = 5

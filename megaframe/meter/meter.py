@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megaframe.config import RunConfig
-from megaframe.mesh import Mesh
+from megaframe.distributed.mesh import Mesh
 from megaframe.meter.console import ConsoleSink, note_elsewhere
 from megaframe.meter.environment import write_environment
 from megaframe.meter.flops import count_flops

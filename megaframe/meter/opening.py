@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megaframe.config import RunConfig
+from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
 from megaframe.spec import ParamSpec, active_parameters, parameter_count
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megaframe.comm import all_reduce, barrier
 from megaframe.config import RunConfig
+from megaframe.distributed.collectives import all_reduce, barrier
+from megaframe.distributed.mesh import Mesh
 from megaframe.hardware.chips import chip_named
 from megaframe.matmul import product
-from megaframe.mesh import Mesh
 from megaframe.parameter import PRECISIONS
 
 _SIZES = (512, 1024, 2048)

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile
 
 from megaframe.config import RunConfig
-from megaframe.mesh import Mesh
+from megaframe.distributed.mesh import Mesh
 from megaframe.meter.sinks import cannot_write
 
 

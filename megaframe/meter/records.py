@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megaframe.comm import Group, Pending, all_reduce
-from megaframe.comm.landing import land
-from megaframe.device import brought
+from megaframe.distributed.collectives import Group, Pending, all_reduce
+from megaframe.distributed.device import brought
+from megaframe.distributed.device_to_host import land
 
 How = Literal["last", "sum", "mean", "max", "min"]
 Value = float | Tensor

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megaframe.config import RunConfig
-from megaframe.mesh import Mesh
+from megaframe.distributed.mesh import Mesh
 from megaframe.meter.records import How, Value
 from megaframe.meter.timers import COMMUNICATION, PARTS, Split
 

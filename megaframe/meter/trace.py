@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megaframe.comm.collect import clock_offset, collect
 from megaframe.config import RunConfig
-from megaframe.mesh import Mesh
+from megaframe.distributed.gather_bytes import clock_offset, collect
+from megaframe.distributed.mesh import Mesh
 from megaframe.meter.sinks import cannot_write
 from megaframe.meter.timers import Split, StepTimer
 from megaframe.schedule import Kind

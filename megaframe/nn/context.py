@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.comm import ALONE, Group, Ring, all_to_all
 from megaframe.data.microbatch import zigzag
+from megaframe.distributed.collectives import ALONE, Group, Ring, all_to_all
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.device import brought
+from megaframe.distributed.device import brought
 
 _BITS = 31
 

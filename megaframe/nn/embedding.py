@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.comm import Group, all_gather, reduce_scatter
+from megaframe.distributed.collectives import Group, all_gather, reduce_scatter
 from megaframe.nn.frame import Frame
 from megaframe.parameter import Module, Parameter
 from megaframe.spec import Normal, ParamSpec

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.architecture.windows import windows
-from megaframe.comm import Group, Pending
 from megaframe.config import Model
 from megaframe.data.microbatch import IGNORE, Microbatch
+from megaframe.distributed.collectives import Group, Pending
+from megaframe.distributed.interleaving import Turn
 from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.matmul import product
 from megaframe.nn.among import Among
@@ -31,7 +32,6 @@ from megaframe.nn.scratch import Scratch
 from megaframe.nn.seam import Seam
 from megaframe.nn.tally import Tally
 from megaframe.nn.tiles import Sight
-from megaframe.nn.turns import Turn
 from megaframe.parameter import Parameter
 
 _FILLING = 2**31 - 1

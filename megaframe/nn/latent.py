@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.comm import Group, all_gather, reduce_scatter
 from megaframe.config import Latent, Model
+from megaframe.distributed.collectives import Group, all_gather, reduce_scatter
 from megaframe.nn.attention import attention
 from megaframe.nn.frame import Frame
 from megaframe.nn.linear import Elementwise, Linear, as_it_is

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megaframe.backward import backward
-from megaframe.comm import Pending, all_gather, reduce_scatter, symmetric
+from megaframe.distributed.collectives import Pending, all_gather, reduce_scatter, symmetric
 from megaframe.kernels import Kernels
 from megaframe.nn.frame import Frame
 from megaframe.nn.parts import Whole, arrived, gather, split

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from megaframe.comm import Group, all_gather, all_reduce, reduce_scatter
 from megaframe.data.microbatch import IGNORE
+from megaframe.distributed.collectives import Group, all_gather, all_reduce, reduce_scatter
 from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.matmul import product_into
 from megaframe.parameter import Parameter

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megaframe.comm import Pending, all_gather
+from megaframe.distributed.collectives import Pending, all_gather
 from megaframe.nn.frame import Frame
 
 

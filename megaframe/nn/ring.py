@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from megaframe.comm import Ring, pass_on
+from megaframe.distributed.collectives import Ring, pass_on
 from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.nn.among import spans_of, tile_backward_by_kernel, tile_by_kernel
 from megaframe.nn.tiles import Sight, Tile, attend, attend_backward, merge

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaframe.comm import Group, Pending
-from megaframe.comm.flat import all_gather_, part
+from megaframe.distributed.collectives import Group, Pending
+from megaframe.distributed.flat_buffer import all_gather_, part
 from megaframe.init import fill
 from megaframe.optim.buffers import Buffers
 from megaframe.optim.division import Division

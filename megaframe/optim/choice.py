@@ -16,9 +16,9 @@ import torch
 
 from megaframe.config import Optim, RunConfig
 from megaframe.config.numbers import either
+from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
 from megaframe.kernels import NO_KERNELS, Kernels
-from megaframe.mesh import Mesh
 from megaframe.optim.adamw import AdamW, AdamWOptions
 from megaframe.optim.balance import Balance
 from megaframe.optim.bucket import Bucket

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaframe.comm import Group, Pending
-from megaframe.comm.uneven import all_to_all_uneven
+from megaframe.distributed.collectives import Group, Pending
+from megaframe.distributed.variable_size import all_to_all_uneven
 from megaframe.spec import Box
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from megaframe.architecture.buckets import bucket_blocks
-from megaframe.mesh import Mesh
+from megaframe.distributed.mesh import Mesh
 from megaframe.parameter import Module
 
 TABLES = ("embedding", "head")

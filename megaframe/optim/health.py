@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaframe.comm import Group, all_reduce
+from megaframe.distributed.collectives import Group, all_reduce
 
 _MICROBATCHES, _STAGES, _UNITS, _RANKS = 1 << 16, 1 << 12, 1 << 13, 1 << 20
 _HEALTHY = 2 * _MICROBATCHES * _STAGES * _UNITS * _RANKS

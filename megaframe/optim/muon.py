@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megaframe.comm import Group
-from megaframe.comm.nccl import connect_pairs
+from megaframe.distributed.collectives import Group
+from megaframe.distributed.nccl_settings import connect_pairs
 from megaframe.optim.bucket import Bucket
 from megaframe.optim.division import Division
 from megaframe.optim.elementwise import Change, Descent, Elementwise, MomentumOptions, Speed

@@ -17,12 +17,12 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from megaframe.comm import Group, Pending, all_reduce
-from megaframe.comm.landing import land
 from megaframe.config import RunConfig
+from megaframe.distributed.collectives import Group, Pending, all_reduce
+from megaframe.distributed.device_to_host import land
+from megaframe.distributed.mesh import Mesh, ranks_on_this_node
 from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.layout import EXPERT_SETS
-from megaframe.mesh import Mesh, ranks_on_this_node
 from megaframe.optim.bucket import Bucket, Sharing
 from megaframe.optim.buffers import Buffers
 from megaframe.optim.choice import Choices

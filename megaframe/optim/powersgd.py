@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megaframe.comm import Group, all_reduce
+from megaframe.distributed.collectives import Group, all_reduce
 from megaframe.optim.wire import Transfers, Wire
 
 Views = Callable[[Tensor], Sequence[Tensor]]

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.comm import Group, Pending, all_reduce
-from megaframe.comm.flat import all_gather_, exchange, part, reduce_scatter_
+from megaframe.distributed.collectives import Group, Pending, all_reduce
+from megaframe.distributed.flat_buffer import all_gather_, exchange, part, reduce_scatter_
 from megaframe.optim.buffers import Buffers
 from megaframe.optim.codec import Codec
 

@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 
-from megaframe.comm import Group
 from megaframe.config.schema import Parallel
+from megaframe.distributed.collectives import Group
 from megaframe.optim.buffers import Buffers
 from megaframe.optim.codec import Half, Int8, TopK
 from megaframe.optim.powersgd import PowerWire, Views

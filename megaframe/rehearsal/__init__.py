@@ -16,8 +16,8 @@ import torch
 from megaframe.config import RunConfig
 from megaframe.config.schema import Kernels
 from megaframe.data.microbatch import Microbatch
+from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
 from megaframe.pipeline import Pipeline
 from megaframe.rehearsal.hollow import Hollow, Ledger
 from megaframe.schedule import Action, Kind

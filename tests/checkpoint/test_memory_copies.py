@@ -17,9 +17,9 @@ from megaframe.checkpoint.memory import MemoryWriter, Peers, peer_of
 from megaframe.checkpoint.ram import Ram
 from megaframe.checkpoint.recall import recall
 from megaframe.config import load
+from megaframe.distributed.mesh import Mesh, global_rank, world_size
 from megaframe.errors import UserError
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh, global_rank, world_size
 from megaframe.trainer import Trainer
 
 KEYS = {

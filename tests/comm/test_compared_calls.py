@@ -11,12 +11,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.comm import Ring, all_reduce, pass_on, receive, send
-from megaframe.comm.alike import Alike
-from megaframe.comm.group import Group
-from megaframe.comm.order import Order
-from megaframe.comm.place import Place
-from megaframe.comm.uneven import all_to_all_uneven
+from megaframe.distributed.collectives import Ring, all_reduce, pass_on, receive, send
+from megaframe.distributed.desync_check import Order
+from megaframe.distributed.fake_group import Alike
+from megaframe.distributed.group import Group
+from megaframe.distributed.rank_progress import Place
+from megaframe.distributed.variable_size import all_to_all_uneven
 from megaframe.errors import OutOfStep
 
 

@@ -10,9 +10,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pretrain_gpt
-from megaframe.comm import ALONE, Group
-from megaframe.comm.alike import Alike
-from megaframe.comm.nccl import LINK_CTAS, Settings, allocate, set_up
+from megaframe.distributed.collectives import ALONE, Group
+from megaframe.distributed.fake_group import Alike
+from megaframe.distributed.nccl_settings import LINK_CTAS, Settings, allocate, set_up
 from megaframe.errors import UserError
 
 NAMES = (

@@ -5,8 +5,8 @@ import pytest
 import torch.distributed as dist
 
 from megaframe.config import RunConfig
+from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
 from megaframe.meter.timers import StepTimer
 from megaframe.pipeline import Pipeline
 

@@ -5,12 +5,12 @@ import torch
 from token_files import counting_documents, write_token_file
 
 from megaframe.batches import Batches
-from megaframe.comm import barrier, receive, send
 from megaframe.config import RunConfig
 from megaframe.data.loader import Loader
 from megaframe.data.microbatch import IGNORE
+from megaframe.distributed.collectives import barrier, receive, send
+from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh, world_size
 
 SEQ, BATCH = 8, 8
 

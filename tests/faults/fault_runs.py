@@ -13,9 +13,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 import pretrain_gpt  # noqa: E402
-from megaframe.comm import all_reduce, connections, receive, send  # noqa: E402
-from megaframe.comm.watch import Watch  # noqa: E402
 from megaframe.data.microbatch import IGNORE  # noqa: E402
+from megaframe.distributed import gloo_sockets
+from megaframe.distributed.collectives import all_reduce, receive, send
+from megaframe.distributed.watchdog import Watch  # noqa: E402
 from megaframe.trainer import Trainer  # noqa: E402
 
 ONCE = {"done": False}
@@ -119,7 +120,7 @@ def break_and_hang(trainer, broken, hung):
     """
     mesh = trainer.mesh
     if mesh.rank == 2 and once(trainer, broken):
-        connections.cut()
+        gloo_sockets.cut()
     if trainer.step == hung and "hung" not in ONCE:
         ONCE["hung"] = True
         mesh.watch_steps(1.0, trainer.folder / "faults")

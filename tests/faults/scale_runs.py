@@ -11,15 +11,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megaframe.comm import all_reduce, connections
-from megaframe.comm import start as start_module
-from megaframe.comm.hearing import Hearing
-from megaframe.comm.place import Place
-from megaframe.comm.start import fresh_store
-from megaframe.comm.watch import Watch
+from megaframe.distributed import gloo_sockets
+from megaframe.distributed import rendezvous as start_module
+from megaframe.distributed.collectives import all_reduce
+from megaframe.distributed.failure_verdict import Hearing
+from megaframe.distributed.mesh import Mesh
+from megaframe.distributed.rank_progress import Place
+from megaframe.distributed.rendezvous import fresh_store
+from megaframe.distributed.watchdog import Watch
 from megaframe.errors import LostRanks
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
 
 
 class Counted:
@@ -137,23 +138,23 @@ def make_groups():
     """Return the connections of this rank's gloo groups: after the mesh is made; after a sum over
     the control group of the data ranks; after a group for work beside training has been made, and
     after every rank has told every other something over it. Then what a broken wait raises."""
-    from megaframe.checkpoint.gather import gather_json
+    from megaframe.distributed.gather_json import gather_json
 
-    before = connections.connected()
+    before = gloo_sockets.connected()
     mesh = Mesh(Layout(data=4), device="cpu", timeout=20.0)
-    found = [connections.connected() - before]
+    found = [gloo_sockets.connected() - before]
     all_reduce(torch.ones(()), mesh.aside).wait()
-    found.append(connections.connected() - before)
+    found.append(gloo_sockets.connected() - before)
     beside = mesh.beside()
-    found.append(connections.connected() - before)
+    found.append(gloo_sockets.connected() - before)
     told = gather_json(beside, "x" * mesh.rank)
-    found.append(connections.connected() - before)
+    found.append(gloo_sockets.connected() - before)
     sum_of_all = all_reduce(torch.ones(()), beside)
     mesh.store.add("counted", 1)
     while mesh.store.add("counted", 0) < 4:
         time.sleep(0.01)
     if mesh.rank == 0:
-        connections.cut()
+        gloo_sockets.cut()
     broken = ""
     try:
         sum_of_all.wait()
@@ -193,7 +194,7 @@ def gloo_requests(lazily, port):
     limit = timedelta(seconds=20)
     made = {"rank": rank, "world_size": world, "store": counting, "timeout": limit}
     if lazily:
-        with connections.made_lazily():
+        with gloo_sockets.made_lazily():
             dist.init_process_group("gloo", **made)
     else:
         dist.init_process_group("gloo", **made)

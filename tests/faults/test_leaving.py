@@ -11,8 +11,8 @@ import pytest
 from fault_runs import lines, log, losses, main, once, told
 from program import Program, places, stuck_after
 
-from megaframe.comm import connections
-from megaframe.comm.place import Place
+from megaframe.distributed import gloo_sockets
+from megaframe.distributed.rank_progress import Place
 from megaframe.faults import leaving
 from megaframe.faults.leaving import command_to_continue, heeding_signals
 
@@ -192,7 +192,7 @@ def end_launcher_and_break(trainer):
         os.kill(launcher, signal.SIGKILL)
         while os.getppid() == launcher:
             time.sleep(0.001)
-        connections.cut()
+        gloo_sockets.cut()
 
 
 @pytest.mark.slow

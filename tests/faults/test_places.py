@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.comm.busy import DeviceBusy, DeviceTimes
-from megaframe.comm.place import Place, Sight, gathered, held_up_by
+from megaframe.distributed.device_time import DeviceBusy, DeviceTimes
+from megaframe.distributed.rank_progress import Place, Sight, gathered, held_up_by
 
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from megaframe.comm.start import fresh_store
+from megaframe.distributed.rendezvous import fresh_store
 
 
 def start(store, ranks, world, timeout=5.0):

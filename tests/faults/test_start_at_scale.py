@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pool import free_port
 
-from megaframe.comm import open_files
-from megaframe.comm.hearing import LOOKS, Verdict, ranks_in, runs_of, spaced
+from megaframe.distributed import open_files
+from megaframe.distributed.failure_verdict import LOOKS, Verdict, ranks_in, runs_of, spaced
 from megaframe.errors import UserError
 from megaframe.layout import Layout
 
@@ -157,8 +157,8 @@ class TestOpenFiles:
 
 def refused():
     """Make a mesh of two ranks whose first has room for no more files."""
+    from megaframe.distributed.mesh import Mesh
     from megaframe.errors import LostRanks
-    from megaframe.mesh import Mesh
 
     reserve, open_files._RESERVE = open_files._RESERVE, 10**9 * (os.environ["RANK"] == "0")
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaframe import device
+from megaframe.distributed import device
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "doctor.py"
 _spec = importlib.util.spec_from_file_location("doctor", TOOL)

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from megaframe.config import RunConfig
+from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
 from megaframe.meter import PARTS, Meter, count_flops
 from megaframe.stage import model_specs
 

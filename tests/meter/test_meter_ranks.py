@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megaframe.config import RunConfig
+from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
 from megaframe.meter import Meter
 from megaframe.meter.records import Records
 from megaframe.stage import model_specs

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megaframe.config import RunConfig
+from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
 from megaframe.meter.peaks import chip_peak, device_peak, matmul_peak
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megaframe.comm import Group
+from megaframe.distributed.collectives import Group
 from megaframe.meter.records import Records
 
 ALONE = Group(("data",), (0,), 0, None)

@@ -9,9 +9,9 @@ import torch
 from test_meter import make, step
 
 from megaframe.config import load
+from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
 from megaframe.meter.memory import allocator, out_of_memory
 from megaframe.meter.peaks import Peak
 from megaframe.meter.prometheus import PrometheusSink, exposition

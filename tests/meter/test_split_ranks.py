@@ -14,11 +14,11 @@ from statistics import median
 import pytest
 import torch.distributed as dist
 
-from megaframe.comm import Pending
 from megaframe.config import load
 from megaframe.data.loader import Loader
+from megaframe.distributed.collectives import Pending
+from megaframe.distributed.mesh import Mesh, global_rank, world_size
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh, global_rank, world_size
 from megaframe.meter import Meter, StepTimer
 from megaframe.optim.optimizer import Optimizer
 from megaframe.pipeline import Pipeline

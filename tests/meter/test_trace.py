@@ -9,10 +9,10 @@ import pytest
 from test_split_ranks import run
 
 from megaframe.architecture.pipeline import step_schedule
-from megaframe.comm.collect import clock_offset, collect
 from megaframe.config import load
+from megaframe.distributed.gather_bytes import clock_offset, collect
+from megaframe.distributed.mesh import Mesh, global_rank
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh, global_rank
 from megaframe.schedule import lower
 
 AHEAD = 3.0

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from tolerances import assert_near, assert_within, growth, unit_roundoff
 
-from megaframe.comm import ALONE
 from megaframe.data.microbatch import IGNORE
+from megaframe.distributed.collectives import ALONE
+from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh, world_size
 from megaframe.nn import loss as loss_module
 from megaframe.nn.loss import LossOptions, head_loss
 from megaframe.parameter import Parameter

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import assert_near, unit_roundoff
 
-from megaframe.comm import ALONE, Ring
 from megaframe.config import Model
 from megaframe.data.microbatch import Microbatch, zigzag
+from megaframe.distributed.collectives import ALONE, Ring
 from megaframe.nn import among, tile_products, tiles
 from megaframe.nn.attention import _among_here
 from megaframe.nn.context import Context

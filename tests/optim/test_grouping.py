@@ -5,8 +5,8 @@ import pytest
 from megaframe.architecture.pipeline import step_schedule
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig
+from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
 from megaframe.meter import StepTimer
 from megaframe.pipeline import Pipeline
 from megaframe.planner.parameter_counts import held

@@ -10,9 +10,9 @@ import torch
 from pool import Pool
 from tolerances import assert_near, assert_within, growth, unit_roundoff
 
-from megaframe.comm import barrier
+from megaframe.distributed.collectives import barrier
+from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh, world_size
 from megaframe.optim.buffers import Buffers
 from megaframe.optim.codec import Half, Int8
 from megaframe.optim.powersgd import as_matrix

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 from waits import nobody_waits
 
-from megaframe.comm import pending
-from megaframe.comm.pending import Pending
+from megaframe.distributed import pending
+from megaframe.distributed.pending import Pending
 
 
 class Tape(TorchDispatchMode):

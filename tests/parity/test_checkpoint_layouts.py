@@ -13,8 +13,8 @@ import torch
 
 from megaframe.checkpoint import Slice, Writer, open_checkpoint
 from megaframe.config import RunConfig
+from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh, world_size
 from megaframe.meter import StepTimer
 from megaframe.pipeline import Pipeline
 

@@ -9,11 +9,11 @@ import torch
 from tolerances import unit_roundoff
 from training import MODELS, assert_same, run
 
-from megaframe.comm import all_reduce
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
+from megaframe.distributed.collectives import all_reduce
+from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh, world_size
 from megaframe.meter import StepTimer
 from megaframe.pipeline import Pipeline
 

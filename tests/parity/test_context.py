@@ -10,8 +10,8 @@ from tolerances import promised
 from training import FEW, MODELS, assert_same, assert_same_bits, global_batch, run, share
 
 from megaframe.config import RunConfig, load
+from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh, world_size
 from megaframe.meter import StepTimer
 from megaframe.pipeline import Pipeline
 from megaframe.trainer import Trainer

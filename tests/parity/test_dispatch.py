@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megaframe.distributed.interleaving import Turn
+from megaframe.distributed.mesh import Mesh
 from megaframe.layout import EXPERT_SETS, Layout
-from megaframe.mesh import Mesh
 from megaframe.nn.moe.dispatch import SENT_NOWHERE, Places, route
 from megaframe.nn.moe.path import back, there
-from megaframe.nn.turns import Turn
 from megaframe.spec import share
 
 RANKS, NEAR, EXPERTS, ROWS, CHOICES, WIDTH = 4, 2, 6, 9, 2, 3

@@ -15,12 +15,12 @@ import tape
 import torch
 from training import MODELS, deterministic, global_batch, on, share, with_documents
 
-from megaframe.comm.recording import keep_order
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import IGNORE
+from megaframe.distributed.graph_capture import keep_order
+from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.graph import _EAGER, Graph, record_cuda
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh, world_size
 from megaframe.meter import StepTimer
 from megaframe.pipeline import Pipeline
 from megaframe.validate.cuda_graph import graph_reasons

@@ -6,8 +6,8 @@ from tolerances import near
 from training import global_batch, share
 
 from megaframe.config import RunConfig
+from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh, world_size
 from megaframe.meter import StepTimer
 from megaframe.optim.health import first_sick
 from megaframe.pipeline import Pipeline

@@ -8,8 +8,8 @@ import pytest
 from training import FEW, MODELS, assert_same, run
 
 from megaframe.config import RunConfig
+from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh, world_size
 from megaframe.optim.exchange import Piece
 from megaframe.optim.muon import Muon
 from megaframe.pipeline import Pipeline

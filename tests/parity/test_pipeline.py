@@ -9,8 +9,8 @@ from training import MODELS, assert_same, assert_same_bits, global_batch, run, s
 
 from megaframe.architecture.stages import stage_costs, stage_plans
 from megaframe.config import RunConfig
+from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
 from megaframe.meter import StepTimer
 from megaframe.pipeline import Pipeline
 from megaframe.schedule import generate

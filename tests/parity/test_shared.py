@@ -7,13 +7,23 @@ import pytest
 import torch
 from training import MODELS, assert_same, deterministic, run
 
-from megaframe.comm import all_gather, all_reduce, all_to_all, barrier, reduce_scatter
-from megaframe.comm.collect import collect
-from megaframe.comm.ferry import Ferry
-from megaframe.comm.flat import all_gather_, reduce_scatter_
-from megaframe.comm.uneven import all_gather_uneven, all_to_all_uneven, reduce_scatter_uneven
+from megaframe.distributed.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    reduce_scatter,
+)
+from megaframe.distributed.flat_buffer import all_gather_, reduce_scatter_
+from megaframe.distributed.gather_bytes import collect
+from megaframe.distributed.host_staged_group import Ferry
+from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.distributed.variable_size import (
+    all_gather_uneven,
+    all_to_all_uneven,
+    reduce_scatter_uneven,
+)
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh, world_size
 
 EXPERTS = {**MODELS["llama"], "moe": {"experts": 4, "top_k": 2, "balance_loss": 0.01}}
 LAYOUTS = [

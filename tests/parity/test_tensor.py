@@ -10,11 +10,11 @@ from kept import kept_by_block
 from torch.distributed import _symmetric_memory
 from training import FEW, MODELS, STEPS, assert_same, assert_same_bits, run
 
-from megaframe.comm import ALONE, symmetric
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
+from megaframe.distributed.collectives import ALONE, symmetric
+from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
 from megaframe.meter import StepTimer
 from megaframe.pipeline import Pipeline
 from megaframe.planner.activations import block_bytes

@@ -6,8 +6,8 @@ import pytest
 import torch
 from training import MODELS, assert_same, assert_same_bits, run
 
+from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh, world_size
 from megaframe.optim.bucket import Bucket, Sharing
 from megaframe.optim.buffers import Buffers
 from megaframe.optim.codes import codes

@@ -7,8 +7,8 @@ import torch
 from training import MODELS, global_batch, run, share
 
 from megaframe.config import RunConfig
+from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh, world_size
 from megaframe.meter import StepTimer
 from megaframe.pipeline import Pipeline
 

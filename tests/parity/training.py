@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 import torch
 from tolerances import PROMISE, assert_within, promised
 
-from megaframe.comm import all_reduce
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import IGNORE, Microbatch
-from megaframe.device import be_deterministic
+from megaframe.distributed.collectives import all_reduce
+from megaframe.distributed.device import be_deterministic
+from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh, world_size
 from megaframe.meter import StepTimer
 from megaframe.pipeline import Pipeline
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.architecture.stages import stage_plans
-from megaframe.comm import ALONE
 from megaframe.config import RunConfig, load
+from megaframe.distributed.collectives import ALONE
 from megaframe.layout import Layout
 from megaframe.planner.parameter_counts import held
 from megaframe.spec import EXPERT_AXES, copies_of

@@ -7,11 +7,11 @@ import torch
 from kept import kept_by_block
 
 from megaframe.architecture.stages import stage_plans
-from megaframe.comm import barrier
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch, look_ahead
+from megaframe.distributed.collectives import barrier
+from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh, world_size
 from megaframe.meter import StepTimer
 from megaframe.pipeline import Pipeline
 from megaframe.planner.activations import block_bytes

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.architecture.stages import block_matrices, divide, stage_costs, stage_plans
-from megaframe.comm import ALONE
 from megaframe.config import RunConfig
+from megaframe.distributed.collectives import ALONE
 from megaframe.meter import count_flops
 from megaframe.planner.activations import block_bytes, rotary_bytes
 from megaframe.planner.memory import Held, memory

@@ -3,8 +3,8 @@
 import pytest
 
 from megaframe.config import RunConfig
+from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
 from megaframe.meter.timers import StepTimer
 from megaframe.pipeline import Pipeline
 from megaframe.planner.streams import communicators, streams

@@ -13,12 +13,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import doctor_parts
 
 import pretrain_gpt
-from megaframe.comm import all_reduce
-from megaframe.comm.communicators import allow_abort
-from megaframe.comm.nccl import set_up
+from megaframe.distributed.collectives import all_reduce
+from megaframe.distributed.mesh import Mesh
+from megaframe.distributed.nccl_communicators import allow_abort
+from megaframe.distributed.nccl_settings import set_up
 from megaframe.errors import LostRanks
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh
 from megaframe.trainer import Trainer
 from standin import aborts, cuda
 from standin.machine import library

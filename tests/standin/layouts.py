@@ -4,9 +4,9 @@ from contextlib import nullcontext
 
 import torch
 
-from megaframe.comm import all_reduce
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
+from megaframe.distributed.collectives import all_reduce
 from megaframe.layout import Layout
 from megaframe.pipeline import Pipeline
 from megaframe.schedule import NAMES

@@ -137,7 +137,7 @@ def note(*calls):
 
 def _is_beside_the_host():
     """Return whether this is none of the threads that take turns as the host: the main one, that
-    of `nn/turns.py`, and those of backward passes, which Python has not started."""
+    of `distributed/interleaving.py`, and those of backward passes, which Python has not started."""
     thread = threading.current_thread()
     known = thread is threading.main_thread() or isinstance(thread, threading._DummyThread)
     return not known and not thread.name.startswith("beside")

@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.cuda import Event, Stream, current_stream
 
 import pretrain_gpt
-from megaframe import mesh as meshes
 from megaframe.checkpoint.background import Background
 from megaframe.checkpoint.slices import Slice
-from megaframe.comm import Pending, Ring, all_reduce, pass_on, receive, send
-from megaframe.comm.landing import land
-from megaframe.comm.nccl import LINK_CTAS
 from megaframe.comm.shelf import Shelf
+from megaframe.distributed import mesh as meshes
+from megaframe.distributed.collectives import Pending, Ring, all_reduce, pass_on, receive, send
+from megaframe.distributed.device_to_host import land
+from megaframe.distributed.mesh import Mesh, world_size
+from megaframe.distributed.nccl_settings import LINK_CTAS
 from megaframe.graph import record_cuda
 from megaframe.layout import Layout
-from megaframe.mesh import Mesh, world_size
 from megaframe.meter import meter
 from megaframe.meter.timers import DeviceClock
 from megaframe.optim.route import GpuRoute

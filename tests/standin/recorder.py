@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 import torch
 
-from megaframe import comm
-from megaframe.comm.alike import Alike, Done
-from megaframe.mesh import Mesh
+from megaframe.distributed import collectives
+from megaframe.distributed.fake_group import Alike, Done
+from megaframe.distributed.mesh import Mesh
 from megaframe.rehearsal.hollow import Hollow
 from standin.rules import (
     Create,
@@ -178,7 +178,7 @@ def _as_on_a_gpu():
         "in_pairs": lambda self, tensor: False,
         "in_groups": lambda self, tensor: isinstance(self.handle, Recorded),
     }
-    before = {name: vars(comm.Group)[name] for name in methods}
+    before = {name: vars(collectives.Group)[name] for name in methods}
     _set(methods)
     try:
         yield
@@ -188,7 +188,7 @@ def _as_on_a_gpu():
 
 def _set(methods):
     for name, method in methods.items():
-        setattr(comm.Group, name, method)
+        setattr(collectives.Group, name, method)
 
 
 def calls_of(layout, rank, work):

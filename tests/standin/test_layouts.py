@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megaframe import comm, mesh
-from megaframe.comm import all_reduce, receive, send
-from megaframe.comm.pending import started
 from megaframe.config.schema import Parallel
+from megaframe.distributed import collectives, mesh
+from megaframe.distributed.collectives import all_reduce, receive, send
+from megaframe.distributed.pending import started
 from megaframe.layout import EXPERT_SETS, Layout
 from megaframe.planner.streams import streams
 from megaframe.schedule import NAMES
@@ -68,7 +68,7 @@ def one_by_one(out, group, receives, sends, kind):
 @pytest.mark.quick(when=lambda ranks: ranks == 2)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_ring_that_sends_first_is_found(ranks, monkeypatch):
-    monkeypatch.setattr(comm, "_started_as_one", one_by_one)
+    monkeypatch.setattr(collectives, "_started_as_one", one_by_one)
     with pytest.raises(Deadlock, match=r"rank 0, host: send .* over .* \[.*\.py:\d+\]") as raised:
         simulate(recorded(configured(ranks, LLAMA, {"context": ranks}), ranks))
     assert {*raised.value.ranks} == {*range(ranks)}

@@ -17,8 +17,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megaframe.comm import ALONE, Group, all_gather
-from megaframe.comm.uneven import all_gather_uneven
+from megaframe.distributed.collectives import ALONE, Group, all_gather
+from megaframe.distributed.variable_size import all_gather_uneven
 from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.nn.moe.path import (
     Choose,

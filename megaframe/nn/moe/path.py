@@ -18,10 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.comm import Group, Pending
-from megaframe.comm.uneven import all_gather_uneven, all_to_all_uneven, reduce_scatter_uneven
+from megaframe.distributed.collectives import Group, Pending
+from megaframe.distributed.interleaving import Turn
+from megaframe.distributed.variable_size import (
+    all_gather_uneven,
+    all_to_all_uneven,
+    reduce_scatter_uneven,
+)
 from megaframe.kernels import Kernels
-from megaframe.nn.turns import Turn
 
 
 class Step(Protocol):

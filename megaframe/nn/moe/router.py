@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.comm import all_reduce
 from megaframe.config import Model, Moe
+from megaframe.distributed.collectives import all_reduce
 from megaframe.kernels import Kernels
 from megaframe.nn.frame import Frame
 from megaframe.nn.moe.dispatch import SENT_NOWHERE

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from megaframe.comm import Group, all_gather, receive, send
+from megaframe.distributed.collectives import Group, all_gather, receive, send
 
 _ROUNDS = 8
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaframe.comm import Group, Pending, collective, to_each
-from megaframe.comm.group import gather_single, scatter_single
+from megaframe.distributed.collectives import Group, Pending, collective, to_each
+from megaframe.distributed.group import gather_single, scatter_single
 
 
 def part(flat: Tensor, group: Group) -> Tensor:

@@ -21,8 +21,8 @@ from typing import Literal
 
 import torch
 
-from megaframe.device import launched
-from megaframe.mesh import ranks_on_this_node
+from megaframe.distributed.device import launched
+from megaframe.distributed.mesh import ranks_on_this_node
 
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "ppc64le": 261}
 """Number of the system call by processor (the kernel's syscall tables)."""

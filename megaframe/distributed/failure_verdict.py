@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 from torch.distributed import Store
 
-from megaframe.comm.place import Sight
+from megaframe.distributed.rank_progress import Sight
 
 LOOKS = 16384
 """Requests per second with which all ranks together look at the store at most. A store answers

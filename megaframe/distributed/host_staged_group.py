@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaframe.comm.group import gather_single, scatter_single
+from megaframe.distributed.group import gather_single, scatter_single
 
 
 class Crossing(dist.Work):

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaframe.comm.group import ALONE, Group, Ring, gather_single, scatter_single
-from megaframe.comm.pending import Pending, started
-from megaframe.comm.traffic import Traffic, Waits
+from megaframe.distributed.group import ALONE, Group, Ring, gather_single, scatter_single
+from megaframe.distributed.pending import Pending, started
+from megaframe.distributed.traffic import Traffic, Waits
 
 __all__ = [
     "ALONE",

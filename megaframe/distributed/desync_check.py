@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from megaframe.comm.place import Place
+from megaframe.distributed.rank_progress import Place
 from megaframe.errors import OutOfStep
 
 _KEPT = 512

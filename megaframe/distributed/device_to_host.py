@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megaframe.comm import Pending
+from megaframe.distributed.collectives import Pending
 
 
 def land(pending: Sequence[Pending[Tensor]], device: torch.device) -> Callable[[], list[Tensor]]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
-from megaframe.comm.order import Order, described
-from megaframe.comm.place import Place
-from megaframe.comm.traffic import Traffic
+from megaframe.distributed.desync_check import Order, described
+from megaframe.distributed.rank_progress import Place
+from megaframe.distributed.traffic import Traffic
 
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

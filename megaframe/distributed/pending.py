@@ -16,9 +16,9 @@ from typing import Generic, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from megaframe.comm.group import Group
-from megaframe.comm.place import named
-from megaframe.comm.traffic import UNWATCHED, Waits
+from megaframe.distributed.group import Group
+from megaframe.distributed.rank_progress import named
+from megaframe.distributed.traffic import UNWATCHED, Waits
 from megaframe.errors import LostRanks
 
 T = TypeVar("T")

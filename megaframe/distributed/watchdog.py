@@ -34,9 +34,9 @@ from typing import NoReturn, TypeVar
 
 from torch.distributed import Store
 
-from megaframe.comm.hearing import Hearing, Told, Verdict, at_fault, spaced
-from megaframe.comm.place import Place, Sight, gathered, held_up_by
-from megaframe.comm.start import agent_has_store
+from megaframe.distributed.failure_verdict import Hearing, Told, Verdict, at_fault, spaced
+from megaframe.distributed.rank_progress import Place, Sight, gathered, held_up_by
+from megaframe.distributed.rendezvous import agent_has_store
 from megaframe.errors import EXIT_LOST_RANKS, LostRanks, OutOfStep
 from megaframe.layout import Layout
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.comm import Group, all_gather
+from megaframe.distributed.collectives import Group, all_gather
 
 
 def gather_json(group: Group, value: Any) -> list[Any]:

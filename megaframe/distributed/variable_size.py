@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaframe.comm import Group, Pending, collective, sum_into, to_each
+from megaframe.distributed.collectives import Group, Pending, collective, sum_into, to_each
 
 
 def all_to_all_uneven(

@@ -15,8 +15,8 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, rendezvous
 
-from megaframe.comm.hearing import spaced
-from megaframe.comm.place import named
+from megaframe.distributed.failure_verdict import spaced
+from megaframe.distributed.rank_progress import named
 
 _PAUSES = 0.001, 0.05
 """Seconds between two looks into the store: at first, and at most, unless there are very many

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megaframe.comm import Group, Ring, all_to_all, pass_on, receive, send
+from megaframe.distributed.collectives import Group, Ring, all_to_all, pass_on, receive, send
 from megaframe.errors import UserError
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"

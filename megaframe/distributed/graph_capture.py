@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megaframe.comm.place import Place, Waiting
-from megaframe.comm.traffic import Traffic
+from megaframe.distributed.rank_progress import Place, Waiting
+from megaframe.distributed.traffic import Traffic
 
 _ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _OLDEST = (2, 26)

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from threading import Lock
 from typing import Protocol
 
-from megaframe.comm.busy import DeviceBusy, Mark
+from megaframe.distributed.device_time import DeviceBusy, Mark
 from megaframe.errors import LostRanks
 
 _TOLD = 8

@@ -18,25 +18,31 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megaframe.comm import Group, Ring, Waits, connections, open_files
-from megaframe.comm.alike import Alike
-from megaframe.comm.busy import Mark
-from megaframe.comm.communicators import Communicators, abortable
-from megaframe.comm.ferry import Ferry
-from megaframe.comm.flight import forget_flights, write_flight_record
-from megaframe.comm.nccl import (
+from megaframe.distributed import gloo_sockets, open_files
+from megaframe.distributed.collectives import Group, Ring, Waits
+from megaframe.distributed.desync_check import Order
+from megaframe.distributed.device import (
+    device_of,
+    finish_before_others,
+    launched,
+    tune_host_allocator,
+)
+from megaframe.distributed.device_time import Mark
+from megaframe.distributed.fake_group import Alike
+from megaframe.distributed.flight_recorder import forget_flights, write_flight_record
+from megaframe.distributed.graph_capture import Recording, recording
+from megaframe.distributed.host_staged_group import Ferry
+from megaframe.distributed.nccl_communicators import Communicators, abortable
+from megaframe.distributed.nccl_settings import (
     Settings,
     allocate,
     connect_link,
     connect_pairs,
     connect_ring,
 )
-from megaframe.comm.order import Order
-from megaframe.comm.place import Place
-from megaframe.comm.recording import Recording, recording
-from megaframe.comm.start import agent_has_store, fresh_store, launcher_store
-from megaframe.comm.watch import Watch
-from megaframe.device import device_of, finish_before_others, launched, tune_host_allocator
+from megaframe.distributed.rank_progress import Place
+from megaframe.distributed.rendezvous import agent_has_store, fresh_store, launcher_store
+from megaframe.distributed.watchdog import Watch
 from megaframe.errors import LostRanks
 from megaframe.layout import AXIS_SETS, Layout
 from megaframe.planner.hierarchy import divided, exchange_steps, neighbours
@@ -70,11 +76,11 @@ class Mesh:
     device: see `device_of`.
     timeout: seconds that a rank waits for others.
     serial: finish every collective before its call returns.
-    check_collectives: compare what the ranks start (`comm/order.py`).
+    check_collectives: compare what the ranks start (`distributed/desync_check.py`).
     nccl: what is set for groups over NCCL.
     axis_sets: the sets of axes to make groups for.
     alone: run as this rank without any other, with groups that pretend that all ranks do the same
-    (`comm/alike.py`) and tensors without content.
+    (`distributed/fake_group.py`) and tensors without content.
     Raises `UserError` if `device` is not available or the system allows too few open files, and
     `LostRanks` if not all ranks join in time.
     """
@@ -146,7 +152,7 @@ class Mesh:
         """End every wait of this rank for others. Returns why this process cannot go on with its
         device, empty if it can."""
         self.place.ended = True  # before: from now on, a wait that returns may have brought nothing
-        connections.cut()
+        gloo_sockets.cut()
         return self._over_nccl.abort() if self._over_nccl is not None else ""
 
     def group(self, *axes: str) -> Group:
@@ -373,7 +379,7 @@ class Mesh:
         if self.nccl is not None:
             self.nccl.start(store, rank, world, self.device, self._timeout + _WATCHED)
         else:
-            with connections.made_lazily():  # nothing is sent over this group
+            with gloo_sockets.made_lazily():  # nothing is sent over this group
                 dist.init_process_group(
                     "gloo", store=store, rank=rank, world_size=world, timeout=limit
                 )
@@ -470,7 +476,7 @@ class Mesh:
         `alone` makes only groups with that rank."""
         if self._alone:
             return Alike(ranks.index(self.rank), len(ranks)) if self.rank in ranks else None
-        lazily = nullcontext() if backend is None else connections.made_lazily()
+        lazily = nullcontext() if backend is None else gloo_sockets.made_lazily()
         with self._gathering(), lazily:
             if self.nccl is not None and backend is None:
                 seconds = self._timeout + _WATCHED
