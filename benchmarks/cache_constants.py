@@ -25,16 +25,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from harness import Spread, commit, machine
 
-from megaframe import autotune, matmul
+from megaframe import autotune
 from megaframe.distributed.collectives import ALONE
 from megaframe.distributed.device import tune_host_allocator
-from megaframe.nn import loss, tile_products
+from megaframe.nn import loss
+from megaframe.ops import cpu_attention, matmul
 from megaframe.optim import moments
 from megaframe.optim.codes import Master
 from megaframe.optim.rule import Step
-from megaframe.parameter import PRECISIONS, Parameter
+from megaframe.parameters.parameter import PRECISIONS, Parameter
+from megaframe.parameters.spec import Box, Constant, ParamSpec
 from megaframe.planner import memory
-from megaframe.spec import Box, Constant, ParamSpec
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 Work = Callable[[], object]
@@ -63,8 +64,8 @@ def attention(dtype: torch.dtype) -> Work:
     how: dict[str, Any] = {"causal": True, "scale": 0.125}
 
     def work() -> None:
-        out, lse = tile_products.attend(query, key, value, **how)
-        tile_products.attend_backward(d_out, query, key, value, out, lse, **how)
+        out, lse = cpu_attention.attend(query, key, value, **how)
+        cpu_attention.attend_backward(d_out, query, key, value, out, lse, **how)
 
     return work
 
@@ -104,9 +105,9 @@ CASES = {
     "part of a chunk that is in fp32": Case("_PARTS", loss, head),
     "piece of a product, head": Case("PIECE_BYTES", matmul, head),
     "piece of a product, gradient": Case("PIECE_BYTES", matmul, gradient),
-    "scores of a block": Case("_SCORES", tile_products, attention),
-    "rows of a block": Case("_ROWS", tile_products, attention),
-    "blocks of a tile": Case("_PIECES", tile_products, attention),
+    "scores of a block": Case("_SCORES", cpu_attention, attention),
+    "rows of a block": Case("_ROWS", cpu_attention, attention),
+    "blocks of a tile": Case("_PIECES", cpu_attention, attention),
     "chunk of an update": Case("_CHUNK", moments, update),
 }
 

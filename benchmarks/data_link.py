@@ -46,7 +46,7 @@ from workload import WORKLOAD, Workload  # noqa: E402
 
 if TYPE_CHECKING:
     from megaframe.distributed.mesh import Mesh
-    from megaframe.parameter import Module
+    from megaframe.parameters.parameter import Module
 
 RANKS = 2
 SHAPE = replace(WORKLOAD, vocab=2048)

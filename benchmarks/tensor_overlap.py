@@ -105,12 +105,12 @@ def measure(given: argparse.Namespace) -> Seconds:
     from megaframe.distributed.collectives import barrier
     from megaframe.distributed.mesh import Mesh
     from megaframe.layout import Layout
-    from megaframe.nn.among import Among
     from megaframe.nn.context import Context
     from megaframe.nn.frame import Frame
     from megaframe.nn.moe.dispatch import Places
     from megaframe.nn.tally import Tally
-    from megaframe.nn.tiles import Sight
+    from megaframe.ops.attention_tiles import Sight
+    from megaframe.ops.local_attention import Among
 
     torch.set_num_threads(1)
     torch.manual_seed(given.rank)

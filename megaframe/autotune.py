@@ -31,14 +31,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from megaframe import matmul
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.io.untrusted import open_file
-from megaframe.matmul import Kind, Library
-from megaframe.nn import tile_products, tiles
-from megaframe.nn.tile_products import Method, Size
-from megaframe.parameter import PRECISIONS
+from megaframe.ops import attention_tiles, cpu_attention, matmul
+from megaframe.ops.cpu_attention import Method, Size
+from megaframe.ops.matmul import Kind, Library
+from megaframe.parameters.parameter import PRECISIONS
 
 BUDGET = 0.2
 """Seconds after which nothing more is measured, so that all of it takes at most 0.3 s."""
@@ -132,7 +131,7 @@ def tune(
     else:
         found, why = _of_first_rank(dtype, mesh)
     matmul.use(dtype, found.products)
-    tile_products.use(dtype, found.attention)
+    cpu_attention.use(dtype, found.attention)
     return found, [f"matrix products and attention on this CPU ({why}): {found.described()}"]
 
 
@@ -146,7 +145,7 @@ def fixed(dtype: torch.dtype, library: str) -> Routines:
     return Routines(
         type=str(dtype),
         products={kind: found for kind in matmul.KINDS},
-        attention={size: tile_products.unmeasured(dtype, size) for size in tile_products.SIZES},
+        attention={size: cpu_attention.unmeasured(dtype, size) for size in cpu_attention.SIZES},
     )
 
 
@@ -240,11 +239,11 @@ def measure(dtype: torch.dtype) -> Routines:
     """Return the fastest routines for a type, in at most about `BUDGET` seconds. Raises `_Busy` if
     one of them could not be measured."""
     end = time.perf_counter() + BUDGET
-    methods = tile_products.methods_for(dtype)
+    methods = cpu_attention.methods_for(dtype)
     default = fixed(dtype, "torch")
     products, attention = default.products, default.attention
     left = len(products) + len(attention)
-    before = matmul.in_use(dtype), tile_products.in_use(dtype)
+    before = matmul.in_use(dtype), cpu_attention.in_use(dtype)
 
     def share() -> float:
         """Return when the next measurement must end: all get an equal part of what is left."""
@@ -263,7 +262,7 @@ def measure(dtype: torch.dtype) -> Routines:
             attention[size] = fastest(methods, attend, share(), attention[size])
     finally:
         matmul.use(dtype, before[0])
-        tile_products.use(dtype, before[1])
+        cpu_attention.use(dtype, before[1])
     return Routines(type=str(dtype), products=products, attention=attention)
 
 
@@ -371,9 +370,11 @@ def _attend(dtype: torch.dtype, size: Size, method: Method, small: bool) -> Call
     query, key, value, d_out = (_numbers(dtype, 1, length, heads, 64) for _ in range(4))
 
     def work() -> None:
-        tile_products.use(dtype, dict.fromkeys(tile_products.SIZES, method))
-        out, lse = tiles.attend(query, key, value, None, causal=True, scale=0.125)
-        tiles.attend_backward(d_out, query, key, value, out, lse, None, causal=True, scale=0.125)
+        cpu_attention.use(dtype, dict.fromkeys(cpu_attention.SIZES, method))
+        out, lse = attention_tiles.attend(query, key, value, None, causal=True, scale=0.125)
+        attention_tiles.attend_backward(
+            d_out, query, key, value, out, lse, None, causal=True, scale=0.125
+        )
 
     return work
 

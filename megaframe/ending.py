@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megaframe.backward import backward
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.model import Embedding, Head, Predictor, tokens_at_the_end
 from megaframe.nn.frame import Frame
-from megaframe.parameter import Module
+from megaframe.ops.autograd import backward
+from megaframe.parameters.parameter import Module
 
 Done = Callable[[Module], None]
 """Called with each unit when a microbatch adds nothing more to its gradients, in that order. It is

@@ -26,7 +26,7 @@ from megaframe.nn.frame import rows_of
 from megaframe.nn.tally import Tally
 from megaframe.optim.health import Sign, largest, sign
 from megaframe.optim.optimizer import Optimizer, Update
-from megaframe.parameter import Module
+from megaframe.parameters.parameter import Module
 from megaframe.schedule import Action, Kind, Schedule
 from megaframe.stage import Done, Stage
 

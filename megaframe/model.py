@@ -24,8 +24,8 @@ from megaframe.nn.loss import HeadResult, LossOptions, head_loss
 from megaframe.nn.mlp import MLP
 from megaframe.nn.moe.layer import MixtureOfExperts
 from megaframe.nn.norm import Norm
-from megaframe.parameter import Module, Parameter
-from megaframe.spec import Normal, ParamSpec
+from megaframe.parameters.parameter import Module, Parameter
+from megaframe.parameters.spec import Normal, ParamSpec
 
 
 class Embedding(Module):

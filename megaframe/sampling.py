@@ -19,8 +19,8 @@ from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.data.tokenizer import Tokenizer, load_tokenizer
 from megaframe.errors import UserError
+from megaframe.parameters.spec import Box
 from megaframe.run_state import AVERAGE, read_state
-from megaframe.spec import Box
 from megaframe.stage import Stage, whole_model
 
 _PARTIAL = "\N{REPLACEMENT CHARACTER}"

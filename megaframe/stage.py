@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megaframe.architecture.stages import StagePlan
-from megaframe.backward import backward
 from megaframe.comm.shelf import Shelf, Stored
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
@@ -27,18 +26,19 @@ from megaframe.distributed.collectives import ALONE, Group, symmetric
 from megaframe.distributed.interleaving import HandOver
 from megaframe.distributed.mesh import ranks_on_this_node
 from megaframe.ending import Done, End, Kept, Values
-from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.model import Block, Embedding, EmulatedBlock, Head
 from megaframe.nn.context import Context
 from megaframe.nn.dropout import Keys
 from megaframe.nn.eight_bits import EightBits
 from megaframe.nn.frame import Frame, Left, do_all, make_frame
 from megaframe.nn.moe.dispatch import Places
-from megaframe.nn.scratch import Scratch
 from megaframe.nn.seam import Seam
 from megaframe.nn.tally import Tally
-from megaframe.parameter import PRECISIONS, Module, Parameter
-from megaframe.spec import ParamSpec
+from megaframe.ops.autograd import backward
+from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
+from megaframe.ops.workspace import Scratch
+from megaframe.parameters.parameter import PRECISIONS, Module, Parameter
+from megaframe.parameters.spec import ParamSpec
 
 
 class Keeper(Protocol):

@@ -16,7 +16,7 @@ from megaframe.checkpoint import Checkpoint, Slice
 from megaframe.config import Model, RunConfig
 from megaframe.config.compare import TRAINING_ONLY, differences
 from megaframe.errors import UserError
-from megaframe.spec import Box, ParamSpec
+from megaframe.parameters.spec import Box, ParamSpec
 
 _EXPERTS, _DENSE = ".moe.experts.", ".mlp."
 """In the names of experts' parameters, and of the dense parameters that they are copied from."""

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megaframe import autotune, matmul
+from megaframe import autotune
 from megaframe.autotune import Routines, cached_or_measured, fastest, fixed, machine_of, tune
 from megaframe.config import RunConfig, load
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.nn import tile_products
+from megaframe.ops import cpu_attention, matmul
 from megaframe.trainer import Trainer
 
 FP32 = torch.float32
@@ -33,7 +33,7 @@ def own_cache(tmp_path, monkeypatch):
     """Each test has a cache of its own, and leaves the routines of this process as they were."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(matmul, "_chosen", {})
-    monkeypatch.setattr(tile_products, "_chosen", {})
+    monkeypatch.setattr(cpu_attention, "_chosen", {})
 
 
 @pytest.fixture
@@ -106,13 +106,13 @@ def test_a_measurement_names_routines_that_this_machine_has(monkeypatch):
     monkeypatch.setattr(autotune, "waited", lambda: 0.0)  # whatever else runs here
     for dtype in (FP32, torch.bfloat16, torch.float16):
         matmul.use(dtype, {"dense": "torch"})
-        before = matmul.in_use(dtype), tile_products.in_use(dtype)
+        before = matmul.in_use(dtype), cpu_attention.in_use(dtype)
         found = autotune.measure(dtype)
         assert found.available(dtype)
         assert tuple(found.products) == matmul.KINDS
-        assert tuple(found.attention) == tile_products.SIZES
-        assert set(found.attention.values()) <= set(tile_products.methods_for(dtype))
-        assert (matmul.in_use(dtype), tile_products.in_use(dtype)) == before
+        assert tuple(found.attention) == cpu_attention.SIZES
+        assert set(found.attention.values()) <= set(cpu_attention.methods_for(dtype))
+        assert (matmul.in_use(dtype), cpu_attention.in_use(dtype)) == before
 
 
 def test_a_measurement_is_made_once(clock, monkeypatch):
@@ -256,7 +256,7 @@ def choose_on_a_rank(folder):
     finally:
         autotune.cached_or_measured = kept
         matmul.use(FP32, {})
-        tile_products.use(FP32, {})
+        cpu_attention.use(FP32, {})
         mesh.close()
 
 

@@ -4,9 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe import init
-from megaframe.init import fill
-from megaframe.spec import Box, Constant, Normal, ParamSpec
+from megaframe.parameters import initialization
+from megaframe.parameters.initialization import fill
+from megaframe.parameters.spec import Box, Constant, Normal, ParamSpec
 
 
 def whole(spec, seed=7, dtype=torch.float64):
@@ -23,14 +23,14 @@ def test_any_piece_equals_that_piece_of_the_whole(data):
     offset = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     size = tuple(data.draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True))
     box = Box(offset, size)
-    rows = init._BLOCK_ELEMENTS
+    rows = initialization._BLOCK_ELEMENTS
     try:
-        init._BLOCK_ELEMENTS = 8  # so that small tensors have many blocks
+        initialization._BLOCK_ELEMENTS = 8  # so that small tensors have many blocks
         piece = torch.empty(size, dtype=torch.float64)
         fill(piece, spec, box, 7)
         assert torch.equal(piece, whole(spec)[box.slices])
     finally:
-        init._BLOCK_ELEMENTS = rows
+        initialization._BLOCK_ELEMENTS = rows
 
 
 def test_name_and_seed_are_the_key_and_blocks_differ():

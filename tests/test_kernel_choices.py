@@ -9,8 +9,8 @@ import torch
 
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
-from megaframe.kernels import FAMILIES, NO_KERNELS, make_kernels
 from megaframe.nn.eight_bits import check_eight_bits
+from megaframe.ops.kernel_dispatch import FAMILIES, NO_KERNELS, make_kernels
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 MOE = {"moe": {"experts": 4, "top_k": 2}}

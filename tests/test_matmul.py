@@ -4,8 +4,8 @@ import pytest
 import torch
 from tolerances import allowance, assert_near, assert_within, unit_roundoff
 
-from megaframe import matmul as module
-from megaframe.matmul import (
+from megaframe.ops import matmul as module
+from megaframe.ops.matmul import (
     KINDS,
     libraries_for,
     product,

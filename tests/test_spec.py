@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.spec import Box, Constant, ParamSpec, runs, share
+from megaframe.parameters.spec import Box, Constant, ParamSpec, runs, share
 
 AXES = ("tensor", "context", "data")
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from megaframe.errors import UserError, reported
 from megaframe.hardware.chips import CHIPS, Chip, nearest_chips
 from megaframe.hardware.cluster import Cluster, device_cluster, load_cluster, write_cluster
-from megaframe.matmul import product
+from megaframe.ops.matmul import product
 from megaframe.planner.constants import Constants, constants_of
 from megaframe.planner.kernel_times import product_seconds, rates
 

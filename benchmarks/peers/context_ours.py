@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.nn.ring import Circle, ring_attention
-from megaframe.nn.tiles import Sight
+from megaframe.ops.attention_tiles import Sight
 
 
 def train(given: argparse.Namespace) -> None:

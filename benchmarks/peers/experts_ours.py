@@ -19,13 +19,13 @@ from megaframe.autotune import tune
 from megaframe.config import Model, Moe, RunConfig, Train
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.device import tune_host_allocator
-from megaframe.init import fill
 from megaframe.model import Block
 from megaframe.nn.linear import as_it_is
 from megaframe.nn.moe.layer import MixtureOfExperts
 from megaframe.nn.moe.path import Dealt, Pick
-from megaframe.parameter import PRECISIONS, Module
-from megaframe.spec import Box
+from megaframe.parameters.initialization import fill
+from megaframe.parameters.parameter import PRECISIONS, Module
+from megaframe.parameters.spec import Box
 from megaframe.stage import whole_model
 
 _ROUNDS = 4

@@ -17,8 +17,8 @@ from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.meter import StepTimer
+from megaframe.parameters.spec import Normal
 from megaframe.pipeline import Pipeline
-from megaframe.spec import Normal
 
 
 class Training:

@@ -21,7 +21,7 @@ from workload import WORKLOAD, Workload, emit, parser, peak_rss_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megaframe import matmul
+from megaframe.ops import matmul
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from megaframe.architecture.experts import has_experts
 from megaframe.config import Model
 from megaframe.huggingface.models import family_of
-from megaframe.spec import Box, ParamSpec
+from megaframe.parameters.spec import Box, ParamSpec
 
 
 @dataclass(frozen=True)

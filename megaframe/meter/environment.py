@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from megaframe import __version__, matmul
+from megaframe import __version__
 from megaframe.config import RunConfig
 from megaframe.dashboard.run_folder import ENVIRONMENT_FILE
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
 from megaframe.meter.sinks import cannot_write
-from megaframe.nn import tile_products
-from megaframe.parameter import PRECISIONS
+from megaframe.ops import cpu_attention, matmul
+from megaframe.parameters.parameter import PRECISIONS
 
 
 def write_environment(config: RunConfig, mesh: Mesh, kernels: Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ def environment(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
         dtype = PRECISIONS[config.train.precision].compute
         found["instructions"] = torch.backends.cpu.get_cpu_capability()
         found["matrix products"] = matmul.in_use(dtype)
-        found["attention"] = tile_products.in_use(dtype)
+        found["attention"] = cpu_attention.in_use(dtype)
     if device.type == "cuda":
         found["cuda"] = torch.version.cuda or torch.version.hip
         found["memory of the device"] = torch.cuda.get_device_properties(device).total_memory

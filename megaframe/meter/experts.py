@@ -15,7 +15,7 @@ from torch import Tensor
 from megaframe.config import RunConfig
 from megaframe.meter.records import How
 from megaframe.nn.tally import Tally
-from megaframe.spec import ParamSpec, share
+from megaframe.parameters.spec import ParamSpec, share
 
 Record = tuple[str, Tensor, How]
 """Name, row and kind, as `Meter.record` takes them."""

@@ -17,7 +17,7 @@ from megaframe.architecture.stages import block_work, join_matrix, stage_plans
 from megaframe.architecture.windows import mean_keys, window_of
 from megaframe.config import RunConfig
 from megaframe.model import vocabulary
-from megaframe.spec import ParamSpec
+from megaframe.parameters.spec import ParamSpec
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from megaframe.config import RunConfig
 from megaframe.distributed.collectives import Group, receive, send
 from megaframe.distributed.mesh import Mesh
-from megaframe.parameter import PRECISIONS
+from megaframe.parameters.parameter import PRECISIONS
 
 _TIMES = 5
 

@@ -27,7 +27,7 @@ from megaframe.meter.splits import SplitMeter
 from megaframe.meter.timers import Part, Span, Split, StepTimer
 from megaframe.meter.trace import Tracer
 from megaframe.meter.waterfall import waterfall
-from megaframe.spec import ParamSpec
+from megaframe.parameters.spec import ParamSpec
 
 _BYTES = "bytes/"
 _AGREED = "agreed/"

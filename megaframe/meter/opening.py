@@ -11,7 +11,7 @@ import torch
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.spec import ParamSpec, active_parameters, parameter_count
+from megaframe.parameters.spec import ParamSpec, active_parameters, parameter_count
 
 
 def outline(config: RunConfig, layout: Layout, specs: Sequence[ParamSpec]) -> tuple[str, str, str]:

@@ -16,8 +16,8 @@ from megaframe.config import RunConfig
 from megaframe.distributed.collectives import all_reduce, barrier
 from megaframe.distributed.mesh import Mesh
 from megaframe.hardware.chips import chip_named
-from megaframe.matmul import product
-from megaframe.parameter import PRECISIONS
+from megaframe.ops.matmul import product
+from megaframe.parameters.parameter import PRECISIONS
 
 _SIZES = (512, 1024, 2048)
 _SECONDS_PER_SIZE = 0.1

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
-from megaframe.kernels import PLAIN_CODE, Kernels
-from megaframe.parameter import PRECISIONS
+from megaframe.ops.kernel_dispatch import PLAIN_CODE, Kernels
+from megaframe.parameters.parameter import PRECISIONS
 
 BLOCK = 128
 """Number of elements along the summed dimension that share a scale. In a weight, so many rows share

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megaframe.distributed.collectives import Group, all_gather, reduce_scatter
 from megaframe.nn.frame import Frame
-from megaframe.parameter import Module, Parameter
-from megaframe.spec import Normal, ParamSpec
+from megaframe.parameters.parameter import Module, Parameter
+from megaframe.parameters.spec import Normal, ParamSpec
 
 
 class Table(Module):

@@ -19,20 +19,20 @@ from megaframe.config import Model
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.distributed.collectives import Group, Pending
 from megaframe.distributed.interleaving import Turn
-from megaframe.kernels import NO_KERNELS, Kernels
-from megaframe.matmul import product
-from megaframe.nn.among import Among
 from megaframe.nn.context import Context
 from megaframe.nn.dropout import Dropout, Keys
 from megaframe.nn.eight_bits import EightBits
 from megaframe.nn.moe.dispatch import Places
 from megaframe.nn.ring import Circle, document_ends
 from megaframe.nn.rotary import Rotary
-from megaframe.nn.scratch import Scratch
 from megaframe.nn.seam import Seam
 from megaframe.nn.tally import Tally
-from megaframe.nn.tiles import Sight
-from megaframe.parameter import Parameter
+from megaframe.ops.attention_tiles import Sight
+from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
+from megaframe.ops.local_attention import Among
+from megaframe.ops.matmul import product
+from megaframe.ops.workspace import Scratch
+from megaframe.parameters.parameter import Parameter
 
 _FILLING = 2**31 - 1
 """Document number of padding tokens."""

@@ -25,7 +25,7 @@ from megaframe.nn.frame import Frame
 from megaframe.nn.linear import Elementwise, Linear, as_it_is
 from megaframe.nn.norm import Norm
 from megaframe.nn.rotary import scores_factor
-from megaframe.parameter import Module
+from megaframe.parameters.parameter import Module
 
 
 class LatentAttention(Module):

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from megaframe.data.microbatch import IGNORE
 from megaframe.distributed.collectives import Group, all_gather, all_reduce, reduce_scatter
-from megaframe.kernels import NO_KERNELS, Kernels
-from megaframe.matmul import product_into
-from megaframe.parameter import Parameter
+from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
+from megaframe.ops.matmul import product_into
+from megaframe.parameters.parameter import Parameter
 from megaframe.planner.memory import most_logits
 
 _PARTS = 32

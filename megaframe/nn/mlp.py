@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.config import Model
-from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.nn.frame import Frame
 from megaframe.nn.linear import Elementwise, Linear
-from megaframe.parameter import Module
+from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
+from megaframe.parameters.parameter import Module
 
 
 class MLP(Module):

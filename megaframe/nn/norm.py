@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.kernels import NO_KERNELS, Kernels
-from megaframe.parameter import Module, Parameter
-from megaframe.spec import Constant, ParamSpec
+from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
+from megaframe.parameters.parameter import Module, Parameter
+from megaframe.parameters.spec import Constant, ParamSpec
 
 
 class Norm(Module):

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from megaframe.distributed.collectives import Ring, pass_on
-from megaframe.kernels import NO_KERNELS, Kernels
-from megaframe.nn.among import spans_of, tile_backward_by_kernel, tile_by_kernel
-from megaframe.nn.tiles import Sight, Tile, attend, attend_backward, merge
+from megaframe.ops.attention_tiles import Sight, Tile, attend, attend_backward, merge
+from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
+from megaframe.ops.local_attention import spans_of, tile_backward_by_kernel, tile_by_kernel
 
 if TYPE_CHECKING:
     from megaframe_kernels.spans import Spans

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megaframe.config import Model, RotaryScaling
-from megaframe.kernels import NO_KERNELS, Kernels
+from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 
 
 def frequencies(model: Model) -> tuple[Tensor, float]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.parameter import Module
+from megaframe.parameters.parameter import Module
 
 
 class Seam:

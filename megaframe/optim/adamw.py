@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from megaframe.kernels import NO_KERNELS, Kernels
+from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.optim.elementwise import Change, Chunk, Rates
 from megaframe.optim.moments import Keeping
 from megaframe.optim.rule import Step

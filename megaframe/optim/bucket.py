@@ -20,15 +20,15 @@ from torch import Tensor
 
 from megaframe.distributed.collectives import Group, Pending
 from megaframe.distributed.flat_buffer import all_gather_, part
-from megaframe.init import fill
 from megaframe.optim.buffers import Buffers
 from megaframe.optim.division import Division
 from megaframe.optim.route import STAYS, Route
 from megaframe.optim.rule import Rule, Step
 from megaframe.optim.wire import Wire
 from megaframe.optim.wiring import PLAIN, Wiring
-from megaframe.parameter import Parameter, Precision
-from megaframe.spec import Box, ParamSpec
+from megaframe.parameters.initialization import fill
+from megaframe.parameters.parameter import Parameter, Precision
+from megaframe.parameters.spec import Box, ParamSpec
 
 _ALIGNMENT = 64
 """Bytes to which the start of each parameter is aligned."""

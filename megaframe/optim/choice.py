@@ -18,7 +18,7 @@ from megaframe.config import Optim, RunConfig
 from megaframe.config.numbers import either
 from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
-from megaframe.kernels import NO_KERNELS, Kernels
+from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.optim.adamw import AdamW, AdamWOptions
 from megaframe.optim.balance import Balance
 from megaframe.optim.bucket import Bucket
@@ -40,8 +40,8 @@ from megaframe.optim.muon import Muon
 from megaframe.optim.numbering import Numbering
 from megaframe.optim.route import STAYS, Route, route_from
 from megaframe.optim.rule import Rule
-from megaframe.parameter import PRECISIONS
-from megaframe.spec import ParamSpec, parameter_count
+from megaframe.parameters.parameter import PRECISIONS
+from megaframe.parameters.spec import ParamSpec, parameter_count
 from megaframe.stage import model_specs
 
 GROUPS = {

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megaframe.spec import Box, runs
+from megaframe.parameters.spec import Box, runs
 
 
 @dataclass(frozen=True)

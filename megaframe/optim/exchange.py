@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megaframe.distributed.collectives import Group, Pending
 from megaframe.distributed.variable_size import all_to_all_uneven
-from megaframe.spec import Box
+from megaframe.parameters.spec import Box
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from megaframe.architecture.buckets import bucket_blocks
 from megaframe.distributed.mesh import Mesh
-from megaframe.parameter import Module
+from megaframe.parameters.parameter import Module
 
 TABLES = ("embedding", "head")
 """Roles of parameters that are used only at one end of the model."""

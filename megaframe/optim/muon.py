@@ -22,7 +22,7 @@ from megaframe.optim.elementwise import Change, Descent, Elementwise, MomentumOp
 from megaframe.optim.exchange import Boxes, Exchange, Piece, deal
 from megaframe.optim.moments import Keeping
 from megaframe.optim.rule import Step
-from megaframe.parameter import Precision
+from megaframe.parameters.parameter import Precision
 
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
 """Of x, x^3 and x^5: steep at 0, and near 1 elsewhere up to x = 1 (Jordan et al. 2024)."""

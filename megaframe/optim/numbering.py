@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megaframe.optim.division import Division
-from megaframe.spec import Box, ParamSpec
+from megaframe.parameters.spec import Box, ParamSpec
 
 
 class Numbering:

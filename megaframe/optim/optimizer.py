@@ -21,8 +21,8 @@ from megaframe.config import RunConfig
 from megaframe.distributed.collectives import Group, Pending, all_reduce
 from megaframe.distributed.device_to_host import land
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
-from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.layout import EXPERT_SETS
+from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.optim.bucket import Bucket, Sharing
 from megaframe.optim.buffers import Buffers
 from megaframe.optim.choice import Choices
@@ -33,9 +33,9 @@ from megaframe.optim.resident import Residents
 from megaframe.optim.rule import Step
 from megaframe.optim.scale import LossScale
 from megaframe.optim.wiring import PLAIN, Wiring
-from megaframe.parameter import PRECISIONS, Module, Parameter, Precision
+from megaframe.parameters.parameter import PRECISIONS, Module, Parameter, Precision
+from megaframe.parameters.spec import Box, ParamSpec, copies_of
 from megaframe.schedule.zero_buffers import WAITED
-from megaframe.spec import Box, ParamSpec, copies_of
 
 _NAMES = 512
 """Bytes for the names of parameters with non-finite gradients that ranks tell each other."""

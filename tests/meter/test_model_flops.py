@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megaframe.architecture.windows import mean_keys
 from megaframe.config import RunConfig
 from megaframe.meter.flops import count_flops
-from megaframe.spec import Normal, ParamSpec
+from megaframe.parameters.spec import Normal, ParamSpec
 from megaframe.stage import model_specs
 
 

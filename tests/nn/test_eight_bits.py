@@ -11,8 +11,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 from training import assert_same, run
 
-from megaframe.kernels import NO_KERNELS
 from megaframe.nn.eight_bits import BLOCK, EightBits
+from megaframe.ops.kernel_dispatch import NO_KERNELS
 
 SCALINGS = ("tensor", "row", "block")
 GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 3.5, -2.0, 13.0, -104.0, 448.0])

@@ -5,9 +5,9 @@ import pytest
 import torch
 from tolerances import assert_near
 
-from megaframe.kernels import NO_KERNELS
 from megaframe.nn.eight_bits import EightBits
 from megaframe.nn.moe import experts
+from megaframe.ops.kernel_dispatch import NO_KERNELS
 
 pytestmark = pytest.mark.numeric
 

@@ -11,8 +11,8 @@ from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
 from megaframe.nn import loss as loss_module
 from megaframe.nn.loss import LossOptions, head_loss
-from megaframe.parameter import Parameter
-from megaframe.spec import Box, Constant, ParamSpec, share
+from megaframe.parameters.parameter import Parameter
+from megaframe.parameters.spec import Box, Constant, ParamSpec, share
 
 pytestmark = pytest.mark.numeric
 

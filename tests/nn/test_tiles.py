@@ -15,16 +15,16 @@ from tolerances import assert_near, unit_roundoff
 from megaframe.config import Model
 from megaframe.data.microbatch import Microbatch, zigzag
 from megaframe.distributed.collectives import ALONE, Ring
-from megaframe.nn import among, tile_products, tiles
 from megaframe.nn.attention import _among_here
 from megaframe.nn.context import Context
 from megaframe.nn.frame import make_frame
 from megaframe.nn.moe.dispatch import Places
 from megaframe.nn.ring import Circle, document_ends
-from megaframe.nn.scratch import Scratch
 from megaframe.nn.seam import Seam
 from megaframe.nn.tally import Tally
-from megaframe.nn.tiles import Sight, attend, attend_backward, merge
+from megaframe.ops import attention_tiles, cpu_attention, local_attention
+from megaframe.ops.attention_tiles import Sight, attend, attend_backward, merge
+from megaframe.ops.workspace import Scratch
 
 pytestmark = pytest.mark.numeric
 
@@ -33,15 +33,19 @@ SCALE = 0.7
 
 
 def plain_attend(query, key, value, mask, *, causal, scale):
-    bias = tiles._additive(tiles._or_causal(mask, query.transpose(1, 2), causal), None)
-    out, lse = tiles._plain(*tiles._heads_first(query, key, value), bias, scale)
+    bias = attention_tiles._additive(
+        attention_tiles._or_causal(mask, query.transpose(1, 2), causal), None
+    )
+    out, lse = attention_tiles._plain(*attention_tiles._heads_first(query, key, value), bias, scale)
     return out.transpose(1, 2), lse
 
 
 def plain_backward(d_out, query, key, value, out, lse, mask, *, causal, scale):
-    bias = tiles._additive(tiles._or_causal(mask, query.transpose(1, 2), causal), None)
-    heads_first = tiles._heads_first(query, key, value)
-    made = tiles._plain_backward(
+    bias = attention_tiles._additive(
+        attention_tiles._or_causal(mask, query.transpose(1, 2), causal), None
+    )
+    heads_first = attention_tiles._heads_first(query, key, value)
+    made = attention_tiles._plain_backward(
         d_out.transpose(1, 2), *heads_first, out.transpose(1, 2), lse, bias, scale
     )
     return [gradient.transpose(1, 2) for gradient in made]
@@ -148,8 +152,8 @@ def test_tiles_among_tokens_that_are_here_are_the_whole(
     wanted = whole(query, key, value, sight.mask(places, places), d_out)
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(among, "_QUERIES", 4)
-        seen = among.Among(sight, BATCH, length, query.device)
+        patch.setattr(local_attention, "_QUERIES", 4)
+        seen = local_attention.Among(sight, BATCH, length, query.device)
         out = _among_here(*leaves, seen, SCALE)
         out.backward(d_out)
     found = (out, *(x.grad for x in leaves))
@@ -168,7 +172,7 @@ def test_products_of_blocks_are_plain_attention(
     """Blocks have 75 queries of all samples, of one group, or of one head at a time. Errors are
     those of rounding: of sums with `keys` terms, or on average of a single bf16 number."""
     heads_at_once = {"samples": BATCH * HEADS, "groups": HEADS // GROUPS, "heads": 1}[room]
-    monkeypatch.setattr(tile_products, "_SCORES", heads_at_once * 75 * keys)
+    monkeypatch.setattr(cpu_attention, "_SCORES", heads_at_once * 75 * keys)
     generator = torch.Generator().manual_seed(0)
     how = {"causal": causal, "scale": SCALE}
     query, d_out, key, value = (
@@ -186,8 +190,8 @@ def test_products_of_blocks_are_plain_attention(
         x.to(dtype).transpose(1, 2) for x in (d_out, query, key, value, out)
     )
     wide = torch.promote_types(dtype, torch.float32)
-    found = list(tile_products.attend(query, key, value, **how))
-    found += tile_products.attend_backward(d_out, query, key, value, out, lse.to(wide), **how)
+    found = list(cpu_attention.attend(query, key, value, **how))
+    found += cpu_attention.attend_backward(d_out, query, key, value, out, lse.to(wide), **how)
     for mine, plain in zip(found, wanted, strict=True):
         if mine.dim() == 4:
             assert mine.dtype is dtype
@@ -198,7 +202,7 @@ def test_products_of_blocks_are_plain_attention(
             assert_near(mine, plain, keys + 2 * WIDTH)
 
 
-@pytest.mark.parametrize("method", get_args(tile_products.Method))
+@pytest.mark.parametrize("method", get_args(cpu_attention.Method))
 @pytest.mark.parametrize(
     ("length", "dtype"),
     [(1024, torch.float32), (512, torch.float32), (64, torch.bfloat16), (1024, torch.float64)],
@@ -206,19 +210,19 @@ def test_products_of_blocks_are_plain_attention(
 def test_tiles_are_computed_by_the_chosen_method(length, dtype, method, monkeypatch):
     """`attend` uses products exactly if `pays` says so, which the bits of the result show. A choice
     for one size leaves the other as it was."""
-    monkeypatch.setattr(tile_products, "_chosen", {})
+    monkeypatch.setattr(cpu_attention, "_chosen", {})
     size = "long" if length == 1024 else "short"
-    if method in tile_products.methods_for(dtype):
-        tile_products.use(dtype, {size: method})
+    if method in cpu_attention.methods_for(dtype):
+        cpu_attention.use(dtype, {size: method})
     query, kv = torch.randn(1, length, 1, 8), torch.randn(2, 1, length, 1, 8)
     heads_first = [x.to(dtype).transpose(1, 2) for x in (query, *kv)]
-    pays = tile_products.pays(*heads_first[:2])
+    pays = cpu_attention.pays(*heads_first[:2])
     assert pays == (method == "blocks" and dtype is not torch.float64)
     other = "short" if size == "long" else "long"
-    assert tile_products.in_use(dtype)[other] == tile_products.unmeasured(dtype, other)
+    assert cpu_attention.in_use(dtype)[other] == cpu_attention.unmeasured(dtype, other)
     how = {"causal": True, "scale": SCALE}
     found, _ = attend(query.to(dtype), *kv.to(dtype), None, **how)
-    products, _ = tile_products.attend(*heads_first, **how)
+    products, _ = cpu_attention.attend(*heads_first, **how)
     fused, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *heads_first, 0.0, True, scale=SCALE
     )

@@ -11,7 +11,7 @@ from late import LateRoute, late
 from test_optimizer import take_step
 
 from megaframe.config import RunConfig
-from megaframe.kernels import make_kernels
+from megaframe.ops.kernel_dispatch import make_kernels
 from megaframe.optim import moments
 from megaframe.optim.adamw import AdamW, AdamWOptions
 from megaframe.optim.codes import BLOCK, Bfloat16, Blocks, chances, codes

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megaframe.optim.division import Division
 from megaframe.optim.numbering import Numbering
-from megaframe.spec import Box, Constant, ParamSpec
+from megaframe.parameters.spec import Box, Constant, ParamSpec
 
 CPU = torch.device("cpu")
 SEED = 7

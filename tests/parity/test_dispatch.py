@@ -14,7 +14,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.layout import EXPERT_SETS, Layout
 from megaframe.nn.moe.dispatch import SENT_NOWHERE, Places, route
 from megaframe.nn.moe.path import back, there
-from megaframe.spec import share
+from megaframe.parameters.spec import share
 
 RANKS, NEAR, EXPERTS, ROWS, CHOICES, WIDTH = 4, 2, 6, 9, 2, 3
 KINDS = ("all_to_all", "all_gather", "hierarchical", "deduplicated")

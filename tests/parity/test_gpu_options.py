@@ -13,11 +13,11 @@ from waits import nobody_waits
 from megaframe.architecture.pipeline import step_schedule
 from megaframe.architecture.stages import stage_plans
 from megaframe.comm.shelf import Shelf
-from megaframe.compiled import MOST, Compiled
 from megaframe.config import RunConfig
 from megaframe.engine import Engine
 from megaframe.errors import UserError
 from megaframe.nn.rotary import Rotary
+from megaframe.ops.compile import MOST, Compiled
 from megaframe.planner.memory import Held, memory
 from megaframe.schedule import lower
 from megaframe.validate.run import check

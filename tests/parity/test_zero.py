@@ -14,8 +14,8 @@ from megaframe.optim.codes import codes
 from megaframe.optim.elementwise import Descent, Elementwise, MomentumOptions, Rates, Speed
 from megaframe.optim.moments import Keeping
 from megaframe.optim.rule import Step
-from megaframe.parameter import PRECISIONS, Parameter
-from megaframe.spec import Box, Constant, ParamSpec
+from megaframe.parameters.parameter import PRECISIONS, Parameter
+from megaframe.parameters.spec import Box, Constant, ParamSpec
 
 INTERLEAVED = {"pipeline": 2, "chunks": 2, "schedule": "interleaved"}
 BESIDE = ({"tensor": 2}, {"context": 2}, {**INTERLEAVED, "schedule": "zb-v"})

@@ -10,8 +10,8 @@ from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig, load
 from megaframe.distributed.collectives import ALONE
 from megaframe.layout import Layout
+from megaframe.parameters.spec import EXPERT_AXES, copies_of
 from megaframe.planner.parameter_counts import held
-from megaframe.spec import EXPERT_AXES, copies_of
 from megaframe.stage import build_stages
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))

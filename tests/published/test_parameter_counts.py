@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megaframe.config import load
-from megaframe.spec import active_parameters, parameter_count
+from megaframe.parameters.spec import active_parameters, parameter_count
 from megaframe.stage import model_specs
 from megaframe.validate.run import check
 

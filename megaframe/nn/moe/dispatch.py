@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megaframe.distributed.collectives import ALONE, Group, all_gather
 from megaframe.distributed.variable_size import all_gather_uneven
-from megaframe.kernels import NO_KERNELS, Kernels
 from megaframe.nn.moe.path import (
     Choose,
     Dealt,
@@ -32,7 +31,8 @@ from megaframe.nn.moe.path import (
     Step,
     counts,
 )
-from megaframe.spec import share
+from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
+from megaframe.parameters.spec import share
 
 SENT_NOWHERE = -1
 """Expert number of a choice that is dropped."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from megaframe.config import Model, Moe
-from megaframe.kernels import NO_KERNELS
 from megaframe.nn.frame import Frame
 from megaframe.nn.linear import Elementwise, as_it_is
 from megaframe.nn.mlp import MLP
@@ -13,7 +12,8 @@ from megaframe.nn.moe.dispatch import route
 from megaframe.nn.moe.experts import Experts
 from megaframe.nn.moe.path import back, there
 from megaframe.nn.moe.router import Router
-from megaframe.parameter import Module
+from megaframe.ops.kernel_dispatch import NO_KERNELS
+from megaframe.parameters.parameter import Module
 
 
 class MixtureOfExperts(Module):

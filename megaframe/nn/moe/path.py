@@ -25,7 +25,7 @@ from megaframe.distributed.variable_size import (
     all_to_all_uneven,
     reduce_scatter_uneven,
 )
-from megaframe.kernels import Kernels
+from megaframe.ops.kernel_dispatch import Kernels
 
 
 class Step(Protocol):

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaframe.kernels import Kernels
-from megaframe.nn.tiles import Sight, Tile
+from megaframe.ops.attention_tiles import Sight, Tile
+from megaframe.ops.kernel_dispatch import Kernels
 
 if TYPE_CHECKING:
     from megaframe_kernels.spans import Spans

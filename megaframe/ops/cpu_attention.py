@@ -21,7 +21,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from megaframe.matmul import products, wide_products
+from megaframe.ops.matmul import products, wide_products
 
 _SCORES = 1 << 20
 """Scores of a block: 4 MiB in fp32. With half or twice as many, attention takes 4% less to 9% more

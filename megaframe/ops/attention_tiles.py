@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
-from megaframe.nn import tile_products
+from megaframe.ops import cpu_attention
 
 _HOSTS = ("cpu", "meta")
 """Devices with the fused attention for CPUs. Meta tensors use it for their shapes only."""
@@ -63,7 +63,7 @@ class Tile:
 def in_products(query_BQND: Tensor, key_BKGD: Tensor, mask: Tensor | None) -> bool:
     """Return whether a tile is faster as products of blocks than in torch's fused attention."""
     on_host = query_BQND.device.type == "cpu" and mask is None
-    return on_host and tile_products.pays(query_BQND.transpose(1, 2), key_BKGD.transpose(1, 2))
+    return on_host and cpu_attention.pays(query_BQND.transpose(1, 2), key_BKGD.transpose(1, 2))
 
 
 def attend(
@@ -83,7 +83,7 @@ def attend(
     """
     query, key, value = _heads_first(query_BQND, key_BKGD, value_BKGV)
     if in_products(query_BQND, key_BKGD, mask):
-        out, lse = tile_products.attend(query, key, value, causal=causal, scale=scale)
+        out, lse = cpu_attention.attend(query, key, value, causal=causal, scale=scale)
         return out.transpose(1, 2), lse
     alike = _alike(query, key, value)
     if query.device.type in _HOSTS:
@@ -124,7 +124,7 @@ def attend_backward(
     d_out, out = d_out.transpose(1, 2), out_BQNV.transpose(1, 2)
     gradients: tuple[Tensor, ...]
     if in_products(query_BQND, key_BKGD, mask):
-        gradients = tile_products.attend_backward(
+        gradients = cpu_attention.attend_backward(
             d_out, *heads, out, lse_BNQ, causal=causal, scale=scale
         )
         return _heads_behind(gradients, heads)

@@ -1,0 +1,1 @@
+"""Computations on one rank without parameters: products, attention, kernels."""
