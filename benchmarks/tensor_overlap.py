@@ -26,7 +26,7 @@ from shaped import LIMIT, Host, hosts, start_ranks
 
 if TYPE_CHECKING:
     from megaframe.nn.frame import Frame
-    from megaframe.nn.linear import Linear
+    from megaframe.tensor_parallel.linear import Linear
 
 RANKS = 2
 ALONE, SERIAL = "compute alone", "serial"
@@ -102,12 +102,12 @@ def measure(given: argparse.Namespace) -> Seconds:
     import torch.distributed as dist
     import torch.testing._internal.distributed.fake_pg  # registers the backend
 
+    from megaframe.context_parallel.context import Context
     from megaframe.distributed.collectives import barrier
     from megaframe.distributed.mesh import Mesh
+    from megaframe.expert_parallel.dispatch import Places
     from megaframe.layout import Layout
-    from megaframe.nn.context import Context
     from megaframe.nn.frame import Frame
-    from megaframe.nn.moe.dispatch import Places
     from megaframe.nn.tally import Tally
     from megaframe.ops.attention_tiles import Sight
     from megaframe.ops.local_attention import Among
@@ -160,7 +160,7 @@ def linear(name: str, inputs: int, outputs: int, split: int, rank: int) -> Linea
     """Return a linear with random weights and with the storage that it has in a run."""
     import torch
 
-    from megaframe.nn.linear import Linear
+    from megaframe.tensor_parallel.linear import Linear
 
     made = Linear(name, (inputs,), (outputs,), std=0.02, split=split, bias=False)
     box = made.weight.spec.local({"tensor": rank}, {"tensor": RANKS})

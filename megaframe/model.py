@@ -16,16 +16,16 @@ from megaframe.architecture.windows import window_of
 from megaframe.config import Emulate, Model, RunConfig
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.nn.attention import Attention
-from megaframe.nn.embedding import Table
 from megaframe.nn.frame import Frame, Later, positions_of
 from megaframe.nn.latent import LatentAttention
-from megaframe.nn.linear import Linear, as_it_is
 from megaframe.nn.loss import HeadResult, LossOptions, head_loss
 from megaframe.nn.mlp import MLP
 from megaframe.nn.moe.layer import MixtureOfExperts
 from megaframe.nn.norm import Norm
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.parameters.spec import Normal, ParamSpec
+from megaframe.tensor_parallel.embedding import Table
+from megaframe.tensor_parallel.linear import Linear, as_it_is
 
 
 class Embedding(Module):

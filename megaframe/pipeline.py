@@ -18,14 +18,14 @@ from megaframe.architecture.experts import near_experts
 from megaframe.architecture.pipeline import forward_schedule, step_schedule
 from megaframe.architecture.stages import stage_costs, stage_plans
 from megaframe.config import RunConfig
+from megaframe.context_parallel.context import Context
 from megaframe.data.microbatch import Microbatch, look_ahead, part_of
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
 from megaframe.engine import Engine, Follower, Outcome, Timer
+from megaframe.expert_parallel.dispatch import Places
 from megaframe.graph import Graph, refuse
 from megaframe.layout import EXPERT_SETS
-from megaframe.nn.context import Context
 from megaframe.nn.eight_bits import check_eight_bits
-from megaframe.nn.moe.dispatch import Places
 from megaframe.ops.compile import Compiled
 from megaframe.ops.kernel_dispatch import make_kernels
 from megaframe.optim.optimizer import Optimizer, Tied

@@ -21,17 +21,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megaframe.architecture.stages import StagePlan
 from megaframe.comm.shelf import Shelf, Stored
 from megaframe.config import RunConfig
+from megaframe.context_parallel.context import Context
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.collectives import ALONE, Group, symmetric
 from megaframe.distributed.interleaving import HandOver
 from megaframe.distributed.mesh import ranks_on_this_node
 from megaframe.ending import Done, End, Kept, Values
+from megaframe.expert_parallel.dispatch import Places
 from megaframe.model import Block, Embedding, EmulatedBlock, Head
-from megaframe.nn.context import Context
 from megaframe.nn.dropout import Keys
 from megaframe.nn.eight_bits import EightBits
 from megaframe.nn.frame import Frame, Left, do_all, make_frame
-from megaframe.nn.moe.dispatch import Places
 from megaframe.nn.seam import Seam
 from megaframe.nn.tally import Tally
 from megaframe.ops.autograd import backward

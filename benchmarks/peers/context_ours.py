@@ -13,9 +13,9 @@ from ranks import measure, run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megaframe.context_parallel.ring import Circle, ring_attention
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.nn.ring import Circle, ring_attention
 from megaframe.ops.attention_tiles import Sight
 
 

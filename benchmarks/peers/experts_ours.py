@@ -19,14 +19,14 @@ from megaframe.autotune import tune
 from megaframe.config import Model, Moe, RunConfig, Train
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.device import tune_host_allocator
+from megaframe.expert_parallel.paths import Dealt, Pick
 from megaframe.model import Block
-from megaframe.nn.linear import as_it_is
 from megaframe.nn.moe.layer import MixtureOfExperts
-from megaframe.nn.moe.path import Dealt, Pick
 from megaframe.parameters.initialization import fill
 from megaframe.parameters.parameter import PRECISIONS, Module
 from megaframe.parameters.spec import Box
 from megaframe.stage import whole_model
+from megaframe.tensor_parallel.linear import as_it_is
 
 _ROUNDS = 4
 """How often the layer and its experts alone take turns."""

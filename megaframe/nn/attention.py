@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.config import Model
+from megaframe.context_parallel.ring import Circle, ring_attention
 from megaframe.nn.frame import Frame
-from megaframe.nn.linear import Elementwise, Linear
 from megaframe.nn.norm import Norm
-from megaframe.nn.ring import Circle, ring_attention
 from megaframe.ops.attention_tiles import Sight, attend, attend_backward, in_products
 from megaframe.ops.local_attention import Among, attend_by_kernel
 from megaframe.parameters.parameter import Module
+from megaframe.tensor_parallel.linear import Elementwise, Linear
 
 
 class Attention(Module):

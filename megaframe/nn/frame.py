@@ -16,14 +16,14 @@ from torch import Tensor
 
 from megaframe.architecture.windows import windows
 from megaframe.config import Model
+from megaframe.context_parallel.context import Context
+from megaframe.context_parallel.ring import Circle, document_ends
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.distributed.collectives import Group, Pending
 from megaframe.distributed.interleaving import Turn
-from megaframe.nn.context import Context
+from megaframe.expert_parallel.dispatch import Places
 from megaframe.nn.dropout import Dropout, Keys
 from megaframe.nn.eight_bits import EightBits
-from megaframe.nn.moe.dispatch import Places
-from megaframe.nn.ring import Circle, document_ends
 from megaframe.nn.rotary import Rotary
 from megaframe.nn.seam import Seam
 from megaframe.nn.tally import Tally
@@ -100,7 +100,7 @@ class Frame:
     selective: whether norms and activations are recomputed in the backward pass instead of kept.
     chunks:    number of parts in which rows travel between tensor ranks.
     symmetric: whether the forward pass uses torch's fused products and transfers
-               (`comm/symmetric.py`).
+               (`tensor_parallel/symmetric_memory.py`).
     labels_T:  labels of all tokens.
     experts:   the ranks that hold experts.
     scale:     factor of the gradients of losses, an fp64 scalar; None in evaluation.

@@ -22,10 +22,10 @@ from megaframe.config import Latent, Model
 from megaframe.distributed.collectives import Group, all_gather, reduce_scatter
 from megaframe.nn.attention import attention
 from megaframe.nn.frame import Frame
-from megaframe.nn.linear import Elementwise, Linear, as_it_is
 from megaframe.nn.norm import Norm
 from megaframe.nn.rotary import scores_factor
 from megaframe.parameters.parameter import Module
+from megaframe.tensor_parallel.linear import Elementwise, Linear, as_it_is
 
 
 class LatentAttention(Module):

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megaframe.config import Model
 from megaframe.nn.frame import Frame
-from megaframe.nn.linear import Elementwise, Linear
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.parameters.parameter import Module
+from megaframe.tensor_parallel.linear import Elementwise, Linear
 
 
 class MLP(Module):

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from tolerances import assert_near, unit_roundoff
 
 from megaframe.config import Model
+from megaframe.context_parallel.context import Context
+from megaframe.context_parallel.ring import Circle, document_ends
 from megaframe.data.microbatch import Microbatch, zigzag
 from megaframe.distributed.collectives import ALONE, Ring
+from megaframe.expert_parallel.dispatch import Places
 from megaframe.nn.attention import _among_here
-from megaframe.nn.context import Context
 from megaframe.nn.frame import make_frame
-from megaframe.nn.moe.dispatch import Places
-from megaframe.nn.ring import Circle, document_ends
 from megaframe.nn.seam import Seam
 from megaframe.nn.tally import Tally
 from megaframe.ops import attention_tiles, cpu_attention, local_attention

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaframe.distributed.interleaving import Turn
 from megaframe.distributed.mesh import Mesh
+from megaframe.expert_parallel.dispatch import SENT_NOWHERE, Places, route
+from megaframe.expert_parallel.paths import back, there
 from megaframe.layout import EXPERT_SETS, Layout
-from megaframe.nn.moe.dispatch import SENT_NOWHERE, Places, route
-from megaframe.nn.moe.path import back, there
 from megaframe.parameters.spec import share
 
 RANKS, NEAR, EXPERTS, ROWS, CHOICES, WIDTH = 4, 2, 6, 9, 2, 3

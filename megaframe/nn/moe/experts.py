@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.config import Model, Moe
+from megaframe.expert_parallel.paths import Dealt, Local
 from megaframe.nn.eight_bits import EightBits
 from megaframe.nn.frame import Frame
 from megaframe.nn.mlp import activate, activate_again
-from megaframe.nn.moe.path import Dealt, Local
 from megaframe.ops.matmul import product_into
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.parameters.spec import Normal, ParamSpec

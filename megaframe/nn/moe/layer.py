@@ -5,15 +5,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from megaframe.config import Model, Moe
+from megaframe.expert_parallel.dispatch import route
+from megaframe.expert_parallel.paths import back, there
 from megaframe.nn.frame import Frame
-from megaframe.nn.linear import Elementwise, as_it_is
 from megaframe.nn.mlp import MLP
-from megaframe.nn.moe.dispatch import route
 from megaframe.nn.moe.experts import Experts
-from megaframe.nn.moe.path import back, there
 from megaframe.nn.moe.router import Router
 from megaframe.ops.kernel_dispatch import NO_KERNELS
 from megaframe.parameters.parameter import Module
+from megaframe.tensor_parallel.linear import Elementwise, as_it_is
 
 
 class MixtureOfExperts(Module):

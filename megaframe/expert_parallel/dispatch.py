@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megaframe.distributed.collectives import ALONE, Group, all_gather
 from megaframe.distributed.variable_size import all_gather_uneven
-from megaframe.nn.moe.path import (
+from megaframe.expert_parallel.paths import (
     Choose,
     Dealt,
     Exchange,

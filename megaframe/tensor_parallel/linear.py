@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megaframe.distributed.collectives import Pending, all_gather, reduce_scatter, symmetric
 from megaframe.nn.frame import Frame
-from megaframe.nn.parts import Whole, arrived, gather, split
 from megaframe.ops.autograd import backward
 from megaframe.ops.kernel_dispatch import Kernels
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.parameters.spec import Constant, Normal, ParamSpec
+from megaframe.tensor_parallel.chunked_collectives import Whole, arrived, gather, split
 
 Elementwise = Callable[[Tensor, Kernels], Tensor]
 """A cheap operation before a matrix product: a norm or an activation, computed with these

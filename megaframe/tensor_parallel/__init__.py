@@ -1,0 +1,1 @@
+"""Layers whose matrices and rows are divided over the tensor ranks."""
