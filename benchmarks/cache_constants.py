@@ -28,7 +28,7 @@ from harness import Spread, commit, machine
 from megaframe import autotune
 from megaframe.distributed.collectives import ALONE
 from megaframe.distributed.device import tune_host_allocator
-from megaframe.nn import loss
+from megaframe.model.block import loss
 from megaframe.ops import cpu_attention, matmul
 from megaframe.optim import moments
 from megaframe.optim.codes import Master

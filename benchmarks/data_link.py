@@ -206,8 +206,8 @@ class Ours:
         """Make blocks wait instead of compute; they keep their weights."""
         import torch
 
-        from megaframe.model import Block, EmulatedBlock
-        from megaframe.nn.frame import Frame
+        from megaframe.model.block import Block, EmulatedBlock
+        from megaframe.model.forward_context import Frame
 
         seconds = WAITS.model_dump()
         first, second = (

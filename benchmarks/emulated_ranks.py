@@ -126,7 +126,7 @@ def run_steps(mesh: Mesh, pipeline: Pipeline, config: RunConfig, steps: int) -> 
 
     from megaframe.data.microbatch import Microbatch
     from megaframe.distributed.collectives import barrier
-    from megaframe.model import EmulatedBlock
+    from megaframe.model.block import EmulatedBlock
 
     times = config.model.emulate
     assert times is not None, "a benchmark of blocks that wait"

@@ -25,7 +25,7 @@ from harness import Spread, commit, machine
 from shaped import LIMIT, Host, hosts, start_ranks
 
 if TYPE_CHECKING:
-    from megaframe.nn.frame import Frame
+    from megaframe.model.forward_context import Frame
     from megaframe.tensor_parallel.linear import Linear
 
 RANKS = 2
@@ -107,8 +107,8 @@ def measure(given: argparse.Namespace) -> Seconds:
     from megaframe.distributed.mesh import Mesh
     from megaframe.expert_parallel.dispatch import Places
     from megaframe.layout import Layout
-    from megaframe.nn.frame import Frame
-    from megaframe.nn.tally import Tally
+    from megaframe.model.forward_context import Frame
+    from megaframe.model.layer_statistics import Tally
     from megaframe.ops.attention_tiles import Sight
     from megaframe.ops.local_attention import Among
 

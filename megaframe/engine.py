@@ -22,8 +22,8 @@ from megaframe.distributed.interleaving import HandOver, Pair
 from megaframe.distributed.mesh import Mesh
 from megaframe.graph import Compute, Graph, Passed
 from megaframe.meter import Part
-from megaframe.nn.frame import rows_of
-from megaframe.nn.tally import Tally
+from megaframe.model.forward_context import rows_of
+from megaframe.model.layer_statistics import Tally
 from megaframe.optim.health import Sign, largest, sign
 from megaframe.optim.optimizer import Optimizer, Update
 from megaframe.parameters.parameter import Module

@@ -26,7 +26,7 @@ from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.graph_capture import Recording, unordered
 from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
-from megaframe.nn.tally import Tally
+from megaframe.model.layer_statistics import Tally
 from megaframe.ops.kernel_dispatch import Kernels
 from megaframe.optim.health import Sign
 from megaframe.validate.cuda_graph import graph_reasons

@@ -25,7 +25,7 @@ from megaframe.engine import Engine, Follower, Outcome, Timer
 from megaframe.expert_parallel.dispatch import Places
 from megaframe.graph import Graph, refuse
 from megaframe.layout import EXPERT_SETS
-from megaframe.nn.eight_bits import check_eight_bits
+from megaframe.model.fp8 import check_eight_bits
 from megaframe.ops.compile import Compiled
 from megaframe.ops.kernel_dispatch import make_kernels
 from megaframe.optim.optimizer import Optimizer, Tied

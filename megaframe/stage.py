@@ -26,14 +26,14 @@ from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.collectives import ALONE, Group, symmetric
 from megaframe.distributed.interleaving import HandOver
 from megaframe.distributed.mesh import ranks_on_this_node
-from megaframe.ending import Done, End, Kept, Values
 from megaframe.expert_parallel.dispatch import Places
-from megaframe.model import Block, Embedding, EmulatedBlock, Head
-from megaframe.nn.dropout import Keys
-from megaframe.nn.eight_bits import EightBits
-from megaframe.nn.frame import Frame, Left, do_all, make_frame
-from megaframe.nn.seam import Seam
-from megaframe.nn.tally import Tally
+from megaframe.model.block import Block, Embedding, EmulatedBlock, Head
+from megaframe.model.block_boundary import Seam
+from megaframe.model.dropout import Keys
+from megaframe.model.forward_context import Frame, Left, do_all, make_frame
+from megaframe.model.fp8 import EightBits
+from megaframe.model.layer_statistics import Tally
+from megaframe.model.output_head import Done, End, Kept, Values
 from megaframe.ops.autograd import backward
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.ops.workspace import Scratch

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megaframe.data.microbatch import IGNORE
-from megaframe.nn.rotary import frequencies
+from megaframe.model.rotary import frequencies
 
 
 def loss(weights, config, microbatch):

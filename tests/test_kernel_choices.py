@@ -9,7 +9,7 @@ import torch
 
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
-from megaframe.nn.eight_bits import check_eight_bits
+from megaframe.model.fp8 import check_eight_bits
 from megaframe.ops.kernel_dispatch import FAMILIES, NO_KERNELS, make_kernels
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -20,8 +20,8 @@ from megaframe.config import Model, Moe, RunConfig, Train
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.device import tune_host_allocator
 from megaframe.expert_parallel.paths import Dealt, Pick
-from megaframe.model import Block
-from megaframe.nn.moe.layer import MixtureOfExperts
+from megaframe.model.block import Block
+from megaframe.model.moe.layer import MixtureOfExperts
 from megaframe.parameters.initialization import fill
 from megaframe.parameters.parameter import PRECISIONS, Module
 from megaframe.parameters.spec import Box

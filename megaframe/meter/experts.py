@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megaframe.config import RunConfig
 from megaframe.meter.records import How
-from megaframe.nn.tally import Tally
+from megaframe.model.layer_statistics import Tally
 from megaframe.parameters.spec import ParamSpec, share
 
 Record = tuple[str, Tensor, How]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megaframe.distributed.collectives import Pending, all_gather
-from megaframe.nn.frame import Frame
+from megaframe.model.forward_context import Frame
 
 
 def gather(x_RX: Tensor, frame: Frame) -> Iterator[Tensor]:

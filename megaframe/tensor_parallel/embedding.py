@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.distributed.collectives import Group, all_gather, reduce_scatter
-from megaframe.nn.frame import Frame
+from megaframe.model.forward_context import Frame
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.parameters.spec import Normal, ParamSpec
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megaframe.distributed.collectives import Pending, all_gather, reduce_scatter, symmetric
-from megaframe.nn.frame import Frame
+from megaframe.model.forward_context import Frame
 from megaframe.ops.autograd import backward
 from megaframe.ops.kernel_dispatch import Kernels
 from megaframe.parameters.parameter import Module, Parameter

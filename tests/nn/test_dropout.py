@@ -2,7 +2,7 @@
 
 import torch
 
-from megaframe.nn.dropout import Dropout, Keys
+from megaframe.model.dropout import Dropout, Keys
 
 CHANNELS, LENGTH = 64, 50
 

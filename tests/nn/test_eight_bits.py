@@ -11,7 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 from training import assert_same, run
 
-from megaframe.nn.eight_bits import BLOCK, EightBits
+from megaframe.model.fp8 import BLOCK, EightBits
 from megaframe.ops.kernel_dispatch import NO_KERNELS
 
 SCALINGS = ("tensor", "row", "block")

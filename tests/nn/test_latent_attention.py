@@ -7,8 +7,8 @@ from tolerances import near
 
 from megaframe.architecture.matrices import attention_matrices
 from megaframe.config import Model
-from megaframe.nn.latent import LatentAttention
-from megaframe.nn.rotary import frequencies, scores_factor
+from megaframe.model.mla import LatentAttention
+from megaframe.model.rotary import frequencies, scores_factor
 
 DEEPSEEK = {"kv_rank": 512, "head_dim": 128, "rotary_dim": 64, "value_dim": 128}
 PUBLISHED = {

@@ -9,8 +9,8 @@ from megaframe.data.microbatch import IGNORE
 from megaframe.distributed.collectives import ALONE
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.nn import loss as loss_module
-from megaframe.nn.loss import LossOptions, head_loss
+from megaframe.model.block import loss as loss_module
+from megaframe.model.loss import LossOptions, head_loss
 from megaframe.parameters.parameter import Parameter
 from megaframe.parameters.spec import Box, Constant, ParamSpec, share
 

@@ -7,7 +7,7 @@ import torch
 from tolerances import assert_near, near
 
 from megaframe.config import Model
-from megaframe.nn.rotary import Rotary, frequencies
+from megaframe.model.rotary import Rotary, frequencies
 
 pytestmark = pytest.mark.numeric
 

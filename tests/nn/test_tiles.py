@@ -18,10 +18,10 @@ from megaframe.context_parallel.ring import Circle, document_ends
 from megaframe.data.microbatch import Microbatch, zigzag
 from megaframe.distributed.collectives import ALONE, Ring
 from megaframe.expert_parallel.dispatch import Places
-from megaframe.nn.attention import _among_here
-from megaframe.nn.frame import make_frame
-from megaframe.nn.seam import Seam
-from megaframe.nn.tally import Tally
+from megaframe.model.attention import _among_here
+from megaframe.model.block_boundary import Seam
+from megaframe.model.forward_context import make_frame
+from megaframe.model.layer_statistics import Tally
 from megaframe.ops import attention_tiles, cpu_attention, local_attention
 from megaframe.ops.attention_tiles import Sight, attend, attend_backward, merge
 from megaframe.ops.workspace import Scratch

@@ -16,7 +16,7 @@ from megaframe.comm.shelf import Shelf
 from megaframe.config import RunConfig
 from megaframe.engine import Engine
 from megaframe.errors import UserError
-from megaframe.nn.rotary import Rotary
+from megaframe.model.rotary import Rotary
 from megaframe.ops.compile import MOST, Compiled
 from megaframe.planner.memory import Held, memory
 from megaframe.schedule import lower

@@ -13,7 +13,7 @@ from training import MODELS, run
 
 from megaframe.config.schema import Kernels as Section
 from megaframe.errors import UserError
-from megaframe.nn.eight_bits import EightBits
+from megaframe.model.fp8 import EightBits
 from megaframe.ops.kernel_dispatch import FAMILIES, Kernels
 
 pytestmark = pytest.mark.numeric

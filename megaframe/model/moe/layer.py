@@ -7,10 +7,10 @@ from torch import Tensor
 from megaframe.config import Model, Moe
 from megaframe.expert_parallel.dispatch import route
 from megaframe.expert_parallel.paths import back, there
-from megaframe.nn.frame import Frame
-from megaframe.nn.mlp import MLP
-from megaframe.nn.moe.experts import Experts
-from megaframe.nn.moe.router import Router
+from megaframe.model.forward_context import Frame
+from megaframe.model.mlp import MLP
+from megaframe.model.moe.experts import Experts
+from megaframe.model.moe.router import Router
 from megaframe.ops.kernel_dispatch import NO_KERNELS
 from megaframe.parameters.parameter import Module
 from megaframe.tensor_parallel.linear import Elementwise, as_it_is

@@ -18,7 +18,7 @@ from torch import Tensor
 from megaframe.config import Model, Moe
 from megaframe.distributed.collectives import all_reduce
 from megaframe.expert_parallel.dispatch import SENT_NOWHERE
-from megaframe.nn.frame import Frame
+from megaframe.model.forward_context import Frame
 from megaframe.ops.kernel_dispatch import Kernels
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.parameters.spec import Constant, Normal, ParamSpec

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from megaframe.config import Latent, Model
 from megaframe.distributed.collectives import Group, all_gather, reduce_scatter
-from megaframe.nn.attention import attention
-from megaframe.nn.frame import Frame
-from megaframe.nn.norm import Norm
-from megaframe.nn.rotary import scores_factor
+from megaframe.model.attention import attention
+from megaframe.model.forward_context import Frame
+from megaframe.model.norm import Norm
+from megaframe.model.rotary import scores_factor
 from megaframe.parameters.parameter import Module
 from megaframe.tensor_parallel.linear import Elementwise, Linear, as_it_is
 

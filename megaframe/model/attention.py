@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megaframe.config import Model
 from megaframe.context_parallel.ring import Circle, ring_attention
-from megaframe.nn.frame import Frame
-from megaframe.nn.norm import Norm
+from megaframe.model.forward_context import Frame
+from megaframe.model.norm import Norm
 from megaframe.ops.attention_tiles import Sight, attend, attend_backward, in_products
 from megaframe.ops.local_attention import Among, attend_by_kernel
 from megaframe.parameters.parameter import Module

@@ -17,8 +17,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
-from megaframe.model import Embedding, Head, Predictor, tokens_at_the_end
-from megaframe.nn.frame import Frame
+from megaframe.model.block import Embedding, Head, Predictor, tokens_at_the_end
+from megaframe.model.forward_context import Frame
 from megaframe.ops.autograd import backward
 from megaframe.parameters.parameter import Module
 

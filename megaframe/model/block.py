@@ -15,13 +15,13 @@ from megaframe.architecture.experts import has_experts
 from megaframe.architecture.windows import window_of
 from megaframe.config import Emulate, Model, RunConfig
 from megaframe.data.microbatch import IGNORE, Microbatch
-from megaframe.nn.attention import Attention
-from megaframe.nn.frame import Frame, Later, positions_of
-from megaframe.nn.latent import LatentAttention
-from megaframe.nn.loss import HeadResult, LossOptions, head_loss
-from megaframe.nn.mlp import MLP
-from megaframe.nn.moe.layer import MixtureOfExperts
-from megaframe.nn.norm import Norm
+from megaframe.model.attention import Attention
+from megaframe.model.forward_context import Frame, Later, positions_of
+from megaframe.model.loss import HeadResult, LossOptions, head_loss
+from megaframe.model.mla import LatentAttention
+from megaframe.model.mlp import MLP
+from megaframe.model.moe.layer import MixtureOfExperts
+from megaframe.model.norm import Norm
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.parameters.spec import Normal, ParamSpec
 from megaframe.tensor_parallel.embedding import Table

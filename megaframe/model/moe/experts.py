@@ -21,9 +21,9 @@ from torch import Tensor
 
 from megaframe.config import Model, Moe
 from megaframe.expert_parallel.paths import Dealt, Local
-from megaframe.nn.eight_bits import EightBits
-from megaframe.nn.frame import Frame
-from megaframe.nn.mlp import activate, activate_again
+from megaframe.model.forward_context import Frame
+from megaframe.model.fp8 import EightBits
+from megaframe.model.mlp import activate, activate_again
 from megaframe.ops.matmul import product_into
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.parameters.spec import Normal, ParamSpec

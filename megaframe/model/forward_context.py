@@ -22,11 +22,11 @@ from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.distributed.collectives import Group, Pending
 from megaframe.distributed.interleaving import Turn
 from megaframe.expert_parallel.dispatch import Places
-from megaframe.nn.dropout import Dropout, Keys
-from megaframe.nn.eight_bits import EightBits
-from megaframe.nn.rotary import Rotary
-from megaframe.nn.seam import Seam
-from megaframe.nn.tally import Tally
+from megaframe.model.block_boundary import Seam
+from megaframe.model.dropout import Dropout, Keys
+from megaframe.model.fp8 import EightBits
+from megaframe.model.layer_statistics import Tally
+from megaframe.model.rotary import Rotary
 from megaframe.ops.attention_tiles import Sight
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.ops.local_attention import Among

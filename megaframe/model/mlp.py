@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaframe.config import Model
-from megaframe.nn.frame import Frame
+from megaframe.model.forward_context import Frame
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.parameters.parameter import Module
 from megaframe.tensor_parallel.linear import Elementwise, Linear
