@@ -23,6 +23,7 @@ from megaframe.config import RunConfig, dump
 from megaframe.data.loader import Loader
 from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.data.tokenizer import load_tokenizer
+from megaframe.data_parallel.bucket import UNSENT
 from megaframe.distributed.collectives import all_reduce, barrier
 from megaframe.distributed.device import brought
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
@@ -36,7 +37,6 @@ from megaframe.meter.experts import ExpertMeter
 from megaframe.meter.memory import out_of_memory
 from megaframe.meter.opening import opening
 from megaframe.meter.sinks import METRICS_FILE, set_aside
-from megaframe.optim.bucket import UNSENT
 from megaframe.pipeline import Pipeline
 from megaframe.run_state import (
     RunState,

@@ -23,6 +23,7 @@ from megaframe.checkpoint.folder import checkpoints, step_of
 from megaframe.config import RunConfig
 from megaframe.data.loader import Step
 from megaframe.data.microbatch import Microbatch
+from megaframe.data_parallel.replicas import Finding, Replicas
 from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.rank_progress import named
 from megaframe.engine import Outcome
@@ -30,7 +31,6 @@ from megaframe.errors import BadDevice, LostRanks, NotFinite, OutOfStep, UserErr
 from megaframe.faults.history import History
 from megaframe.faults.leaving import Launcher
 from megaframe.faults.ledger import FAULTS, Ledger
-from megaframe.faults.replicas import Finding, Replicas
 from megaframe.faults.stragglers import Stragglers
 from megaframe.meter import Meter
 from megaframe.meter.meter import Known

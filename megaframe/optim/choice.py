@@ -16,14 +16,14 @@ import torch
 
 from megaframe.config import Optim, RunConfig
 from megaframe.config.numbers import either
+from megaframe.data_parallel.bucket import Bucket
+from megaframe.data_parallel.partition import Division
 from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.optim.adamw import AdamW, AdamWOptions
 from megaframe.optim.balance import Balance
-from megaframe.optim.bucket import Bucket
 from megaframe.optim.codes import codes
-from megaframe.optim.division import Division
 from megaframe.optim.elementwise import (
     Average,
     Change,

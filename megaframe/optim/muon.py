@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from megaframe.data_parallel.bucket import Bucket
+from megaframe.data_parallel.partition import Division
 from megaframe.distributed.collectives import Group
 from megaframe.distributed.nccl_settings import connect_pairs
-from megaframe.optim.bucket import Bucket
-from megaframe.optim.division import Division
 from megaframe.optim.elementwise import Change, Descent, Elementwise, MomentumOptions, Speed
 from megaframe.optim.exchange import Boxes, Exchange, Piece, deal
 from megaframe.optim.moments import Keeping

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megaframe.optim.division import Division
+from megaframe.data_parallel.partition import Division
 from megaframe.parameters.spec import Box, ParamSpec
 
 

@@ -18,21 +18,21 @@ import torch
 from torch import Tensor
 
 from megaframe.config import RunConfig
+from megaframe.data_parallel.bucket import Bucket, Sharing
+from megaframe.data_parallel.buffers import Buffers
+from megaframe.data_parallel.grouping import TABLES, VECTORS, bucket_units
+from megaframe.data_parallel.parameter_prefetch import Residents
+from megaframe.data_parallel.reducer_choice import PLAIN, Wiring
 from megaframe.distributed.collectives import Group, Pending, all_reduce
 from megaframe.distributed.device_to_host import land
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
 from megaframe.layout import EXPERT_SETS
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
-from megaframe.optim.bucket import Bucket, Sharing
-from megaframe.optim.buffers import Buffers
 from megaframe.optim.choice import Choices
-from megaframe.optim.grouping import TABLES, VECTORS, bucket_units
 from megaframe.optim.muon import together
 from megaframe.optim.rates import learning_rate
-from megaframe.optim.resident import Residents
 from megaframe.optim.rule import Step
 from megaframe.optim.scale import LossScale
-from megaframe.optim.wiring import PLAIN, Wiring
 from megaframe.parameters.parameter import PRECISIONS, Module, Parameter, Precision
 from megaframe.parameters.spec import Box, ParamSpec, copies_of
 from megaframe.schedule.zero_buffers import WAITED

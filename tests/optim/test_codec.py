@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.optim.codec import Half, Int8, TopK
+from megaframe.data_parallel.compression import Half, Int8, TopK
 
 DTYPES = (torch.float32, torch.float64)
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.optim.division import Division
+from megaframe.data_parallel.partition import Division
 from megaframe.optim.numbering import Numbering
 from megaframe.parameters.spec import Box, Constant, ParamSpec
 

@@ -10,13 +10,13 @@ import torch
 from pool import Pool
 from tolerances import assert_near, assert_within, growth, unit_roundoff
 
+from megaframe.data_parallel.buffers import Buffers
+from megaframe.data_parallel.compression import Half, Int8
+from megaframe.data_parallel.powersgd import as_matrix
+from megaframe.data_parallel.reducer_choice import Wiring
 from megaframe.distributed.collectives import barrier
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.optim.buffers import Buffers
-from megaframe.optim.codec import Half, Int8
-from megaframe.optim.powersgd import as_matrix
-from megaframe.optim.wiring import Wiring
 from megaframe.planner.hierarchy import divided, exchange_steps
 
 STEPS = 6

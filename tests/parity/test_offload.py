@@ -13,7 +13,7 @@ from test_pretrain import losses, train
 from training import FEW, MODELS, assert_same, assert_same_bits, run
 
 from megaframe.checkpoint.background import Background
-from megaframe.faults.replicas import Replicas
+from megaframe.data_parallel.replicas import Replicas
 from megaframe.optim.moments import Moments
 
 OPTIMIZERS = {

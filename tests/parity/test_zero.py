@@ -6,10 +6,10 @@ import pytest
 import torch
 from training import MODELS, assert_same, assert_same_bits, run
 
+from megaframe.data_parallel.bucket import Bucket, Sharing
+from megaframe.data_parallel.buffers import Buffers
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.optim.bucket import Bucket, Sharing
-from megaframe.optim.buffers import Buffers
 from megaframe.optim.codes import codes
 from megaframe.optim.elementwise import Descent, Elementwise, MomentumOptions, Rates, Speed
 from megaframe.optim.moments import Keeping

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megaframe.data_parallel.bucket import Bucket
 from megaframe.distributed.collectives import Group, all_gather, all_reduce
 from megaframe.distributed.mesh import Mesh
-from megaframe.optim.bucket import Bucket
 
 _WORDS = 1 << 16
 """64-bit words hashed at a time; few enough that they and their factors stay in the cache."""

@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaframe.data_parallel.buffers import Buffers
+from megaframe.data_parallel.compression import Codec
 from megaframe.distributed.collectives import Group, Pending, all_reduce
 from megaframe.distributed.flat_buffer import all_gather_, exchange, part, reduce_scatter_
-from megaframe.optim.buffers import Buffers
-from megaframe.optim.codec import Codec
 
 Transfers = Generator[Pending[Tensor], None, None]
 """Transfers, each of which must be done before the next one is asked for."""

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from megaframe.data_parallel.gradient_reducer import Transfers, Wire
 from megaframe.distributed.collectives import Group, all_reduce
-from megaframe.optim.wire import Transfers, Wire
 
 Views = Callable[[Tensor], Sequence[Tensor]]
 """Returns what a flat span has of each parameter, in boxes, as views."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megaframe.optim.bucket import Bucket
-from megaframe.optim.grouping import TABLES
+from megaframe.data_parallel.bucket import Bucket
+from megaframe.data_parallel.grouping import TABLES
 from megaframe.schedule.zero_buffers import BLOCKS
 
 

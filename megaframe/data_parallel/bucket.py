@@ -18,14 +18,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megaframe.data_parallel.buffers import Buffers
+from megaframe.data_parallel.gradient_reducer import Wire
+from megaframe.data_parallel.partition import Division
+from megaframe.data_parallel.reducer_choice import PLAIN, Wiring
 from megaframe.distributed.collectives import Group, Pending
 from megaframe.distributed.flat_buffer import all_gather_, part
-from megaframe.optim.buffers import Buffers
-from megaframe.optim.division import Division
 from megaframe.optim.route import STAYS, Route
 from megaframe.optim.rule import Rule, Step
-from megaframe.optim.wire import Wire
-from megaframe.optim.wiring import PLAIN, Wiring
 from megaframe.parameters.initialization import fill
 from megaframe.parameters.parameter import Parameter, Precision
 from megaframe.parameters.spec import Box, ParamSpec

@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 
 from megaframe.config.schema import Parallel
+from megaframe.data_parallel.buffers import Buffers
+from megaframe.data_parallel.compression import Half, Int8, TopK
+from megaframe.data_parallel.gradient_reducer import CodedWire, Wire, part_length
+from megaframe.data_parallel.powersgd import PowerWire, Views
 from megaframe.distributed.collectives import Group
-from megaframe.optim.buffers import Buffers
-from megaframe.optim.codec import Half, Int8, TopK
-from megaframe.optim.powersgd import PowerWire, Views
-from megaframe.optim.wire import CodedWire, Wire, part_length
 
 
 @dataclass(frozen=True)

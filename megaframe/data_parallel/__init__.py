@@ -1,0 +1,1 @@
+"""ZeRO: buckets of parameters, reduction of gradients, prefetch of parameters, replicas."""
