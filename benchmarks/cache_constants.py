@@ -30,9 +30,9 @@ from megaframe.distributed.collectives import ALONE
 from megaframe.distributed.device import tune_host_allocator
 from megaframe.model.block import loss
 from megaframe.ops import cpu_attention, matmul
-from megaframe.optim import moments
-from megaframe.optim.codes import Master
+from megaframe.optim import optimizer_state
 from megaframe.optim.rule import Step
+from megaframe.optim.state_dtype import Master
 from megaframe.parameters.parameter import PRECISIONS, Parameter
 from megaframe.parameters.spec import Box, Constant, ParamSpec
 from megaframe.planner import memory
@@ -80,7 +80,9 @@ def gradient(dtype: torch.dtype) -> Work:
 def update(dtype: torch.dtype) -> Work:
     """An update of 16 million elements by the sign of a running mean, which is kept in fp32."""
     weights, grads = torch.randn(1 << 24), torch.randn(1 << 24)
-    kept = moments.Moments(weights, {"mean": Master()}, moments.Keeping(Master(), Master()))
+    kept = optimizer_state.Moments(
+        weights, {"mean": Master()}, optimizer_state.Keeping(Master(), Master())
+    )
     step = Step(1, 1e-3, divisor=torch.tensor(1.0), skip=torch.tensor(0.0))
 
     def work() -> None:
@@ -108,7 +110,7 @@ CASES = {
     "scores of a block": Case("_SCORES", cpu_attention, attention),
     "rows of a block": Case("_ROWS", cpu_attention, attention),
     "blocks of a tile": Case("_PIECES", cpu_attention, attention),
-    "chunk of an update": Case("_CHUNK", moments, update),
+    "chunk of an update": Case("_CHUNK", optimizer_state, update),
 }
 
 

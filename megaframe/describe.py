@@ -10,7 +10,7 @@ from megaframe.config import RunConfig, dump
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
 from megaframe.meter.opening import outline
-from megaframe.optim.choice import choices_table
+from megaframe.optim.parameter_groups import choices_table
 from megaframe.planner.parameter_counts import rank_memory
 from megaframe.schedule import Schedule, lower
 from megaframe.stage import model_specs

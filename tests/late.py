@@ -9,11 +9,11 @@ from unittest.mock import patch
 
 import torch
 
-from megaframe.optim import choice, moments, route
-from megaframe.optim.codes import BLOCK
-from megaframe.optim.route import STAYS, GpuRoute, HostRoute
+from megaframe.optim import optimizer_state, parameter_groups, state_offload
+from megaframe.optim.state_dtype import BLOCK
+from megaframe.optim.state_offload import STAYS, GpuRoute, HostRoute
 
-PLAIN_COPY = route.copy
+PLAIN_COPY = state_offload.copy
 
 
 class Stream:
@@ -93,7 +93,7 @@ def late():
         patch.multiple(
             torch.cuda, Stream=Stream, stream=within, current_stream=lambda device: HERE
         ),
-        patch.object(route, "copy", copy),
+        patch.object(state_offload, "copy", copy),
     ):
         yield
 
@@ -105,5 +105,9 @@ def kept_away():
     def route_of(optim, device):
         return LateRoute(device) if optim.offload else STAYS
 
-    with late(), patch.object(choice, "route_of", route_of), patch.object(moments, "_CHUNK", BLOCK):
+    with (
+        late(),
+        patch.object(parameter_groups, "route_of", route_of),
+        patch.object(optimizer_state, "_CHUNK", BLOCK),
+    ):
         yield

@@ -24,8 +24,8 @@ from megaframe.data_parallel.partition import Division
 from megaframe.data_parallel.reducer_choice import PLAIN, Wiring
 from megaframe.distributed.collectives import Group, Pending
 from megaframe.distributed.flat_buffer import all_gather_, part
-from megaframe.optim.route import STAYS, Route
 from megaframe.optim.rule import Rule, Step
+from megaframe.optim.state_offload import STAYS, Route
 from megaframe.parameters.initialization import fill
 from megaframe.parameters.parameter import Parameter, Precision
 from megaframe.parameters.spec import Box, ParamSpec

@@ -10,7 +10,7 @@ from torch.optim.adamw import adamw
 
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.optim.elementwise import Change, Chunk, Rates
-from megaframe.optim.moments import Keeping
+from megaframe.optim.optimizer_state import Keeping
 from megaframe.optim.rule import Step
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megaframe.optim.codes import Code, Master
-from megaframe.optim.moments import Keeping, Moments
+from megaframe.optim.optimizer_state import Keeping, Moments
 from megaframe.optim.rule import Step
+from megaframe.optim.state_dtype import Code, Master
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from megaframe.data_parallel.partition import Division
 from megaframe.distributed.collectives import Group
 from megaframe.distributed.nccl_settings import connect_pairs
 from megaframe.optim.elementwise import Change, Descent, Elementwise, MomentumOptions, Speed
-from megaframe.optim.exchange import Boxes, Exchange, Piece, deal
-from megaframe.optim.moments import Keeping
+from megaframe.optim.matrix_gather import Boxes, Exchange, Piece, deal
+from megaframe.optim.optimizer_state import Keeping
 from megaframe.optim.rule import Step
 from megaframe.parameters.parameter import Precision
 

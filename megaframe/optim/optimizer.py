@@ -28,11 +28,11 @@ from megaframe.distributed.device_to_host import land
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
 from megaframe.layout import EXPERT_SETS
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
-from megaframe.optim.choice import Choices
+from megaframe.optim.loss_scale import LossScale
+from megaframe.optim.lr_schedule import learning_rate
 from megaframe.optim.muon import together
-from megaframe.optim.rates import learning_rate
+from megaframe.optim.parameter_groups import Choices
 from megaframe.optim.rule import Step
-from megaframe.optim.scale import LossScale
 from megaframe.parameters.parameter import PRECISIONS, Module, Parameter, Precision
 from megaframe.parameters.spec import Box, ParamSpec, copies_of
 from megaframe.schedule.zero_buffers import WAITED

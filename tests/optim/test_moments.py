@@ -12,13 +12,13 @@ from test_optimizer import take_step
 
 from megaframe.config import RunConfig
 from megaframe.ops.kernel_dispatch import make_kernels
-from megaframe.optim import moments
+from megaframe.optim import optimizer_state
 from megaframe.optim.adamw import AdamW, AdamWOptions
-from megaframe.optim.codes import BLOCK, Bfloat16, Blocks, chances, codes
 from megaframe.optim.elementwise import Average, Elementwise, Rates
-from megaframe.optim.moments import Keeping, Moments
-from megaframe.optim.route import STAYS, HostRoute, route_from
+from megaframe.optim.optimizer_state import Keeping, Moments
 from megaframe.optim.rule import Step
+from megaframe.optim.state_dtype import BLOCK, Bfloat16, Blocks, chances, codes
+from megaframe.optim.state_offload import STAYS, HostRoute, route_from
 
 LOSSY = [Bfloat16(), Blocks(square=False), Blocks(square=True)]
 OPTIONS = AdamWOptions(0.9, 0.95, 1e-8, Rates(1.0, 0.1))
@@ -98,11 +98,11 @@ def test_rounding_is_true_on_average_over_elements_and_over_steps(code):
 def test_a_slow_average_reaches_what_it_averages(code):
     """A step moves it by at most 1/500 of the way: rounded to nearest, it would not move."""
     weights = torch.empty(BLOCK)
-    moments = Moments(weights, {"a": code}, Keeping(code, code))
+    optimizer_state = Moments(weights, {"a": code}, Keeping(code, code))
     for number in range(1, 1500):
-        for _, _, found in moments.chunks(weights, make_step(number)):
+        for _, _, found in optimizer_state.chunks(weights, make_step(number)):
             found["a"].lerp_(torch.ones(BLOCK), 0.002)
-    ((_, _, found),) = list(moments.chunks(weights, make_step(0, skip=1.0)))
+    ((_, _, found),) = list(optimizer_state.chunks(weights, make_step(0, skip=1.0)))
     assert float(found["a"].mean()) == pytest.approx(1 - 0.998**1499, rel=0.01)
 
 
@@ -141,8 +141,8 @@ def test_state_in_host_memory_gives_the_same_bits(state, count):
 @pytest.mark.parametrize("state", ["master", "int8"])
 def test_a_gpu_gets_the_bits_that_it_keeps_itself(state, monkeypatch):
     """There are more chunks than rooms, and the host runs far ahead of the device."""
-    monkeypatch.setattr(moments, "CHUNK", BLOCK << 10)
-    monkeypatch.setattr(moments, "_GPU_CHUNK", BLOCK << 10)
+    monkeypatch.setattr(optimizer_state, "CHUNK", BLOCK << 10)
+    monkeypatch.setattr(optimizer_state, "_GPU_CHUNK", BLOCK << 10)
     count = (BLOCK << 14) + 100
     device = torch.device("cuda")
     first = torch.randn(count, device=device)

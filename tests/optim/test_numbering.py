@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.data_parallel.partition import Division
-from megaframe.optim.numbering import Numbering
+from megaframe.optim.element_ids import Numbering
 from megaframe.parameters.spec import Box, Constant, ParamSpec
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import torch
 from tolerances import assert_near, growth, near
 
 from megaframe.config import RunConfig
-from megaframe.optim.scale import LossScale
+from megaframe.optim.loss_scale import LossScale
 
 pytestmark = pytest.mark.numeric
 

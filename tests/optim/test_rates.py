@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaframe.config import Optim
-from megaframe.optim.rates import learning_rate
+from megaframe.optim.lr_schedule import learning_rate
 
 KINDS = ("constant", "cosine", "linear", "wsd", "inverse_sqrt")
 

@@ -10,7 +10,6 @@ from test_optimizer import take_step, weights_of
 from tolerances import allowance, assert_near
 
 from megaframe.errors import UserError
-from megaframe.optim.codes import codes
 from megaframe.optim.elementwise import (
     Descent,
     Elementwise,
@@ -20,9 +19,10 @@ from megaframe.optim.elementwise import (
     Rates,
     Speed,
 )
-from megaframe.optim.moments import Keeping
 from megaframe.optim.muon import orthogonal
+from megaframe.optim.optimizer_state import Keeping
 from megaframe.optim.rule import Step
+from megaframe.optim.state_dtype import codes
 
 pytestmark = pytest.mark.numeric
 

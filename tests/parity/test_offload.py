@@ -14,7 +14,7 @@ from training import FEW, MODELS, assert_same, assert_same_bits, run
 
 from megaframe.checkpoint.background import Background
 from megaframe.data_parallel.replicas import Replicas
-from megaframe.optim.moments import Moments
+from megaframe.optim.optimizer_state import Moments
 
 OPTIMIZERS = {
     "adamw": {"ema": 0.7},

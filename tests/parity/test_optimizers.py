@@ -10,7 +10,7 @@ from training import FEW, MODELS, assert_same, run
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.optim.exchange import Piece
+from megaframe.optim.matrix_gather import Piece
 from megaframe.optim.muon import Muon
 from megaframe.pipeline import Pipeline
 

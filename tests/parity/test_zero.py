@@ -10,10 +10,10 @@ from megaframe.data_parallel.bucket import Bucket, Sharing
 from megaframe.data_parallel.buffers import Buffers
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.optim.codes import codes
 from megaframe.optim.elementwise import Descent, Elementwise, MomentumOptions, Rates, Speed
-from megaframe.optim.moments import Keeping
+from megaframe.optim.optimizer_state import Keeping
 from megaframe.optim.rule import Step
+from megaframe.optim.state_dtype import codes
 from megaframe.parameters.parameter import PRECISIONS, Parameter
 from megaframe.parameters.spec import Box, Constant, ParamSpec
 

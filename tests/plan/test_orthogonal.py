@@ -13,7 +13,7 @@ from megaframe.architecture.matrices import Matrix, matrices
 from megaframe.config import RunConfig, load
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
-from megaframe.optim.exchange import deal
+from megaframe.optim.matrix_gather import deal
 from megaframe.optim.muon import orthogonal
 from megaframe.planner.constants import constants_of
 from megaframe.planner.kernel_times import Rates

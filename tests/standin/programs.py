@@ -23,7 +23,7 @@ from megaframe.graph import record_cuda
 from megaframe.layout import Layout
 from megaframe.meter import meter
 from megaframe.meter.timers import DeviceClock
-from megaframe.optim.route import GpuRoute
+from megaframe.optim.state_offload import GpuRoute
 from standin import collectives
 from standin.collectives import Work
 from standin.cuda import Properties

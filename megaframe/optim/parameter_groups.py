@@ -22,8 +22,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
 from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.optim.adamw import AdamW, AdamWOptions
-from megaframe.optim.balance import Balance
-from megaframe.optim.codes import codes
+from megaframe.optim.element_ids import Numbering
 from megaframe.optim.elementwise import (
     Average,
     Change,
@@ -35,11 +34,12 @@ from megaframe.optim.elementwise import (
     Rates,
     Speed,
 )
-from megaframe.optim.moments import Keeping
+from megaframe.optim.expert_balance import Balance
 from megaframe.optim.muon import Muon
-from megaframe.optim.numbering import Numbering
-from megaframe.optim.route import STAYS, Route, route_from
+from megaframe.optim.optimizer_state import Keeping
 from megaframe.optim.rule import Rule
+from megaframe.optim.state_dtype import codes
+from megaframe.optim.state_offload import STAYS, Route, route_from
 from megaframe.parameters.parameter import PRECISIONS
 from megaframe.parameters.spec import ParamSpec, parameter_count
 from megaframe.stage import model_specs

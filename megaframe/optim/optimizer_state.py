@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaframe.optim.codes import BLOCK, Code, Master, chances
-from megaframe.optim.numbering import positions
-from megaframe.optim.route import STAYS, Parts, Route
+from megaframe.optim.element_ids import positions
 from megaframe.optim.rule import Step
+from megaframe.optim.state_dtype import BLOCK, Code, Master, chances
+from megaframe.optim.state_offload import STAYS, Parts, Route
 from megaframe.planner.memory_budget import CHUNK
 
 _CHUNK, _GPU_CHUNK = BLOCK << 10, BLOCK << 15
