@@ -25,7 +25,7 @@ from megaframe.config import Emulate, RunConfig
 if TYPE_CHECKING:
     from megaframe.distributed.mesh import Mesh
     from megaframe.pipeline import Pipeline
-    from megaframe.stage import Stage
+    from megaframe.pipeline_parallel.stage import Stage
 
 LIMIT = 600.0
 """Seconds after which a world that has not answered is given up."""

@@ -119,7 +119,7 @@ def shares(row: Row, found: dict[str, Any], dry: bool) -> dict[str, Any]:
     from megaframe.meter.flops import count_flops
     from megaframe.meter.peaks import chip_peak
     from megaframe.meter.waterfall import waterfall
-    from megaframe.stage import model_specs
+    from megaframe.pipeline_parallel.stage import model_specs
 
     if "tokens_per_second" not in found:
         return found

@@ -11,9 +11,9 @@ from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
 from megaframe.meter.opening import outline
 from megaframe.optim.parameter_groups import choices_table
+from megaframe.pipeline_parallel.stage import model_specs
 from megaframe.planner.parameter_counts import rank_memory
 from megaframe.schedule import Schedule, lower
-from megaframe.stage import model_specs
 from megaframe.validate.invariance import promise_note
 from megaframe.validate.run import warnings
 

@@ -29,8 +29,8 @@ from megaframe.data.reader import Reader
 from megaframe.data.samples import Split, documents, positions
 from megaframe.data.tokenizer import Tokenizer
 from megaframe.errors import UserError
+from megaframe.pipeline_parallel.stage import Stage
 from megaframe.planner.memory import most_logits
-from megaframe.stage import Stage
 
 _ENCODED_AT_ONCE = 256
 _PIECE = 1 << 24

@@ -28,7 +28,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
 from megaframe.model.layer_statistics import Tally
 from megaframe.ops.kernel_dispatch import Kernels
-from megaframe.optim.health import Sign
+from megaframe.pipeline_parallel.nonfinite import Sign
 from megaframe.validate.cuda_graph import graph_reasons
 
 _EAGER = 2

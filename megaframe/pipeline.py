@@ -21,7 +21,6 @@ from megaframe.config import RunConfig
 from megaframe.context_parallel.context import Context
 from megaframe.data.microbatch import Microbatch, look_ahead, part_of
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
-from megaframe.engine import Engine, Follower, Outcome, Timer
 from megaframe.expert_parallel.dispatch import Places
 from megaframe.graph import Graph, refuse
 from megaframe.layout import EXPERT_SETS
@@ -30,9 +29,10 @@ from megaframe.ops.compile import Compiled
 from megaframe.ops.kernel_dispatch import make_kernels
 from megaframe.optim.optimizer import Optimizer, Tied
 from megaframe.parameters.spec import copies_of
+from megaframe.pipeline_parallel.executor import Engine, Follower, Outcome, Timer
+from megaframe.pipeline_parallel.stage import Stage, build_stages
 from megaframe.schedule import Action, Schedule, lower
 from megaframe.schedule.overlap_pairs import pairs, together
-from megaframe.stage import Stage, build_stages
 
 _KEPT = 32
 """Lowered schedules to cache. During a batch ramp the number of microbatches takes a few values."""

@@ -20,8 +20,8 @@ from megaframe.data.microbatch import Microbatch
 from megaframe.data.tokenizer import Tokenizer, load_tokenizer
 from megaframe.errors import UserError
 from megaframe.parameters.spec import Box
+from megaframe.pipeline_parallel.stage import Stage, whole_model
 from megaframe.run_state import AVERAGE, read_state
-from megaframe.stage import Stage, whole_model
 
 _PARTIAL = "\N{REPLACEMENT CHARACTER}"
 """What decoders put in place of bytes that are no whole character."""

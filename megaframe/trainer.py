@@ -27,7 +27,6 @@ from megaframe.data_parallel.bucket import UNSENT
 from megaframe.distributed.collectives import all_reduce, barrier
 from megaframe.distributed.device import brought
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
-from megaframe.engine import Outcome
 from megaframe.errors import Unreadable, UserError
 from megaframe.faults.guard import Guard
 from megaframe.faults.leaving import Launcher, command_to_continue, exit_status, heeding_signals
@@ -38,6 +37,8 @@ from megaframe.meter.memory import out_of_memory
 from megaframe.meter.opening import opening
 from megaframe.meter.sinks import METRICS_FILE, set_aside
 from megaframe.pipeline import Pipeline
+from megaframe.pipeline_parallel.executor import Outcome
+from megaframe.pipeline_parallel.stage import model_specs
 from megaframe.run_state import (
     RunState,
     check_same_run,
@@ -47,7 +48,6 @@ from megaframe.run_state import (
     without_missing,
 )
 from megaframe.saving import Saving
-from megaframe.stage import model_specs
 from megaframe.validate.invariance import promise_note
 from megaframe.validate.run import warnings
 from megaframe.warm_start import starting_parts

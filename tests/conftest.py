@@ -33,7 +33,7 @@ from megaframe.data.microbatch import IGNORE, Microbatch
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.optim.optimizer import Optimizer
-from megaframe.stage import whole_model
+from megaframe.pipeline_parallel.stage import whole_model
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are left out by their marks

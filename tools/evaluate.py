@@ -22,8 +22,8 @@ from megaframe.data.samples import SPLITS
 from megaframe.data.tokenizer import Tokenizer, import_library
 from megaframe.errors import UserError, reported
 from megaframe.evaluation import Score, read_passage, read_split, score
+from megaframe.pipeline_parallel.stage import Stage
 from megaframe.sampling import load_model, tokenizer_of
-from megaframe.stage import Stage
 
 _EPILOG = """\
 A text is jsonl, parquet or plain (also .gz, .zst), or a token file, PREFIX.bin, of which all

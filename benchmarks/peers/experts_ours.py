@@ -25,7 +25,7 @@ from megaframe.model.moe.layer import MixtureOfExperts
 from megaframe.parameters.initialization import fill
 from megaframe.parameters.parameter import PRECISIONS, Module
 from megaframe.parameters.spec import Box
-from megaframe.stage import whole_model
+from megaframe.pipeline_parallel.stage import whole_model
 from megaframe.tensor_parallel.linear import as_it_is
 
 _ROUNDS = 4

@@ -42,8 +42,8 @@ from megaframe.dcp.metadata import METADATA, Chunk, Contents, read_metadata
 from megaframe.dcp.payload import DataFile
 from megaframe.errors import UserError
 from megaframe.io.untrusted import parsed_json
+from megaframe.pipeline_parallel.stage import model_specs
 from megaframe.run_state import initial_state
-from megaframe.stage import model_specs
 
 STATE = "megaframe.state"
 """Name of the entry whose text contains the step and the state of a run."""

@@ -26,7 +26,6 @@ from megaframe.data.microbatch import Microbatch
 from megaframe.data_parallel.replicas import Finding, Replicas
 from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.rank_progress import named
-from megaframe.engine import Outcome
 from megaframe.errors import BadDevice, LostRanks, NotFinite, OutOfStep, UserError
 from megaframe.faults.history import History
 from megaframe.faults.leaving import Launcher
@@ -34,8 +33,9 @@ from megaframe.faults.ledger import FAULTS, Ledger
 from megaframe.faults.stragglers import Stragglers
 from megaframe.meter import Meter
 from megaframe.meter.meter import Known
-from megaframe.optim.health import Sign, first_sick
 from megaframe.pipeline import Pipeline
+from megaframe.pipeline_parallel.executor import Outcome
+from megaframe.pipeline_parallel.nonfinite import Sign, first_sick
 from megaframe.run_state import RunState
 
 GoBack = Callable[[Callable[[Place], Place | None]], tuple[int, RunState] | None]

@@ -40,8 +40,8 @@ from megaframe.huggingface.models import config_of, model_of
 from megaframe.huggingface.tensors import Theirs, tensors_of
 from megaframe.huggingface.tokenizer import TOKENIZER_FILES, export_tokenizer, trusted
 from megaframe.parameters.spec import Constant, ParamSpec
+from megaframe.pipeline_parallel.stage import model_specs
 from megaframe.run_state import initial_state, read_state
-from megaframe.stage import model_specs
 from megaframe.validate.run import mistakes
 
 _Origin = tuple[Theirs | ParamSpec, int]

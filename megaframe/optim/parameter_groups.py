@@ -42,7 +42,7 @@ from megaframe.optim.state_dtype import codes
 from megaframe.optim.state_offload import STAYS, Route, route_from
 from megaframe.parameters.parameter import PRECISIONS
 from megaframe.parameters.spec import ParamSpec, parameter_count
-from megaframe.stage import model_specs
+from megaframe.pipeline_parallel.stage import model_specs
 
 GROUPS = {
     "matrix": "matrix",

@@ -34,8 +34,8 @@ from megaframe.dcp.folder import STATE  # noqa: E402
 from megaframe.dcp.metadata import read_metadata  # noqa: E402
 from megaframe.dcp.pickled import describe  # noqa: E402
 from megaframe.errors import UserError  # noqa: E402
+from megaframe.pipeline_parallel.stage import model_specs  # noqa: E402
 from megaframe.run_state import read_state  # noqa: E402
-from megaframe.stage import model_specs  # noqa: E402
 
 warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
 

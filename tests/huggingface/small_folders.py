@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from megaframe.config import RunConfig
 from megaframe.huggingface.models import model_of
 from megaframe.huggingface.tensors import tensors_of
-from megaframe.stage import model_specs
+from megaframe.pipeline_parallel.stage import model_specs
 
 _SHAPE = {
     "num_hidden_layers": 2,

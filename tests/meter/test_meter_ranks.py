@@ -13,7 +13,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.meter import Meter
 from megaframe.meter.records import Records
-from megaframe.stage import model_specs
+from megaframe.pipeline_parallel.stage import model_specs
 
 
 def work(folder):

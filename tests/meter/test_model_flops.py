@@ -10,7 +10,7 @@ from megaframe.architecture.windows import mean_keys
 from megaframe.config import RunConfig
 from megaframe.meter.flops import count_flops
 from megaframe.parameters.spec import Normal, ParamSpec
-from megaframe.stage import model_specs
+from megaframe.pipeline_parallel.stage import model_specs
 
 
 def config(model, **train):

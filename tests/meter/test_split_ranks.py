@@ -22,7 +22,7 @@ from megaframe.layout import Layout
 from megaframe.meter import Meter, StepTimer
 from megaframe.optim.optimizer import Optimizer
 from megaframe.pipeline import Pipeline
-from megaframe.stage import Stage
+from megaframe.pipeline_parallel.stage import Stage
 from megaframe.trainer import Trainer
 
 DELAY, FIRST = 0.25, 3

@@ -12,12 +12,12 @@ from waits import nobody_waits
 
 from megaframe.architecture.pipeline import step_schedule
 from megaframe.architecture.stages import stage_plans
-from megaframe.comm.shelf import Shelf
 from megaframe.config import RunConfig
-from megaframe.engine import Engine
 from megaframe.errors import UserError
 from megaframe.model.rotary import Rotary
 from megaframe.ops.compile import MOST, Compiled
+from megaframe.pipeline_parallel.activation_offload import Shelf
+from megaframe.pipeline_parallel.executor import Engine
 from megaframe.planner.memory import Held, memory
 from megaframe.schedule import lower
 from megaframe.validate.run import check

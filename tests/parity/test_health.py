@@ -9,8 +9,8 @@ from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
 from megaframe.meter import StepTimer
-from megaframe.optim.health import first_sick
 from megaframe.pipeline import Pipeline
+from megaframe.pipeline_parallel.nonfinite import first_sick
 
 
 def built(parallel, precision, microbatch=2, **optim):

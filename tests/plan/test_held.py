@@ -11,8 +11,8 @@ from megaframe.config import RunConfig, load
 from megaframe.distributed.collectives import ALONE
 from megaframe.layout import Layout
 from megaframe.parameters.spec import EXPERT_AXES, copies_of
+from megaframe.pipeline_parallel.stage import build_stages
 from megaframe.planner.parameter_counts import held
-from megaframe.stage import build_stages
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 LAYOUTS = [

@@ -15,6 +15,7 @@ from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.optim.matrix_gather import deal
 from megaframe.optim.muon import orthogonal
+from megaframe.pipeline_parallel.stage import model_specs
 from megaframe.planner.constants import constants_of
 from megaframe.planner.kernel_times import Rates
 from megaframe.planner.machine import Machine
@@ -22,7 +23,6 @@ from megaframe.planner.muon_cost import muon_bytes, muon_seconds, orthogonal_sec
 from megaframe.planner.sizes import sizes_of
 from megaframe.planner.step import predict
 from megaframe.rehearsal import rehearse
-from megaframe.stage import model_specs
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 CLUSTER = load_cluster("h100-ib")

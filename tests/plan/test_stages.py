@@ -10,10 +10,10 @@ from megaframe.architecture.stages import block_matrices, divide, stage_costs, s
 from megaframe.config import RunConfig
 from megaframe.distributed.collectives import ALONE
 from megaframe.meter import count_flops
+from megaframe.pipeline_parallel.stage import build_stages, model_specs
 from megaframe.planner.activations import block_bytes, rotary_bytes
 from megaframe.planner.memory import Held, memory
 from megaframe.schedule import generate
-from megaframe.stage import build_stages, model_specs
 
 LATENT = {"kv_rank": 16, "head_dim": 10, "rotary_dim": 4, "value_dim": 12}
 

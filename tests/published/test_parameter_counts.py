@@ -6,7 +6,7 @@ import pytest
 
 from megaframe.config import load
 from megaframe.parameters.spec import active_parameters, parameter_count
-from megaframe.stage import model_specs
+from megaframe.pipeline_parallel.stage import model_specs
 from megaframe.validate.run import check
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -13,7 +13,6 @@ from torch.cuda import Event, Stream, current_stream
 import pretrain_gpt
 from megaframe.checkpoint.background import Background
 from megaframe.checkpoint.slices import Slice
-from megaframe.comm.shelf import Shelf
 from megaframe.distributed import mesh as meshes
 from megaframe.distributed.collectives import Pending, Ring, all_reduce, pass_on, receive, send
 from megaframe.distributed.device_to_host import land
@@ -24,6 +23,7 @@ from megaframe.layout import Layout
 from megaframe.meter import meter
 from megaframe.meter.timers import DeviceClock
 from megaframe.optim.state_offload import GpuRoute
+from megaframe.pipeline_parallel.activation_offload import Shelf
 from standin import collectives
 from standin.collectives import Work
 from standin.cuda import Properties

@@ -24,11 +24,11 @@ from megaframe.graph import Compute, Graph, Passed
 from megaframe.meter import Part
 from megaframe.model.forward_context import rows_of
 from megaframe.model.layer_statistics import Tally
-from megaframe.optim.health import Sign, largest, sign
 from megaframe.optim.optimizer import Optimizer, Update
 from megaframe.parameters.parameter import Module
+from megaframe.pipeline_parallel.nonfinite import Sign, largest, sign
+from megaframe.pipeline_parallel.stage import Done, Stage
 from megaframe.schedule import Action, Kind, Schedule
-from megaframe.stage import Done, Stage
 
 Timer = Callable[[Part], AbstractContextManager[object]]
 Follower = Callable[[Action, str], AbstractContextManager[object]]

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megaframe.architecture.stages import StagePlan
-from megaframe.comm.shelf import Shelf, Stored
 from megaframe.config import RunConfig
 from megaframe.context_parallel.context import Context
 from megaframe.data.microbatch import Microbatch
@@ -39,6 +38,7 @@ from megaframe.ops.kernel_dispatch import NO_KERNELS, Kernels
 from megaframe.ops.workspace import Scratch
 from megaframe.parameters.parameter import PRECISIONS, Module, Parameter
 from megaframe.parameters.spec import ParamSpec
+from megaframe.pipeline_parallel.activation_offload import Shelf, Stored
 
 
 class Keeper(Protocol):

@@ -1,0 +1,1 @@
+"""Pipeline stages, and the executor of their schedule."""
