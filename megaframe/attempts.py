@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from megaframe.checkpoint.lock import RunLock
+from megaframe.checkpoint.manager import written_folders
 from megaframe.config import RunConfig
 from megaframe.distributed.collectives import barrier
 from megaframe.distributed.device import be_deterministic
@@ -24,7 +25,6 @@ from megaframe.distributed.rank_progress import Place
 from megaframe.errors import LostRanks, UserError, leave
 from megaframe.faults.leaving import Launcher
 from megaframe.layout import Layout
-from megaframe.saving import written_folders
 from megaframe.trainer import Trainer
 
 

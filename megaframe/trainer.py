@@ -18,7 +18,16 @@ from megaframe.autotune import tune
 from megaframe.batches import Batches
 from megaframe.checkpoint import Checkpoint, Place, Slice, Writer, find, locate, open_checkpoint
 from megaframe.checkpoint.lock import RunLock
-from megaframe.checkpoint.memory import MemoryWriter
+from megaframe.checkpoint.manager import Saving
+from megaframe.checkpoint.stores.peer_memory import MemoryWriter
+from megaframe.checkpoint.train_state import (
+    RunState,
+    check_same_run,
+    new_state,
+    read_state,
+    resumption,
+    without_missing,
+)
 from megaframe.config import RunConfig, dump
 from megaframe.data.loader import Loader
 from megaframe.data.microbatch import IGNORE, Microbatch
@@ -39,15 +48,6 @@ from megaframe.meter.sinks import METRICS_FILE, set_aside
 from megaframe.pipeline import Pipeline
 from megaframe.pipeline_parallel.executor import Outcome
 from megaframe.pipeline_parallel.stage import model_specs
-from megaframe.run_state import (
-    RunState,
-    check_same_run,
-    new_state,
-    read_state,
-    resumption,
-    without_missing,
-)
-from megaframe.saving import Saving
 from megaframe.validate.invariance import promise_note
 from megaframe.validate.run import warnings
 from megaframe.warm_start import starting_parts

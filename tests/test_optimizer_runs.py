@@ -7,8 +7,8 @@ import torch
 from test_pretrain import losses, pretrain_gpt, train
 
 from megaframe.checkpoint import Slice, open_checkpoint
+from megaframe.checkpoint.train_state import new_state, without_missing
 from megaframe.errors import UserError
-from megaframe.run_state import new_state, without_missing
 from megaframe.sampling import load_model
 
 EVERY = {"optim__schedule": "constant", "checkpoint__every": 6, "train__precision": "fp32"}

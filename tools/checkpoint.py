@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megaframe.checkpoint import WHAT_IS_TAKEN, Checkpoint, locate, open_checkpoint, place
-from megaframe.checkpoint.examine import damage, differences, regroup
+from megaframe.checkpoint.inspect import damage, differences, regroup
 from megaframe.config import load as load_config
 from megaframe.errors import UserError, reported
 from megaframe.io.untrusted import showable
@@ -135,7 +135,7 @@ def reshard(given: argparse.Namespace) -> int:
 
 def export_hf(given: argparse.Namespace) -> int:
     """Write the weights, and the tokenizer, as a folder that Hugging Face transformers loads."""
-    from megaframe.huggingface.folder import export
+    from megaframe.checkpoint.convert.huggingface.model_folder import export
 
     with open_checkpoint(locate(given.path, "path")) as checkpoint:
         notes = export(checkpoint, Path(given.to), given.dtype, given.tokenizer)
@@ -147,7 +147,7 @@ def export_hf(given: argparse.Namespace) -> int:
 
 def import_hf(given: argparse.Namespace) -> int:
     """Write a model in the folder format of Hugging Face as a checkpoint of step 0."""
-    from megaframe.huggingface.folder import load
+    from megaframe.checkpoint.convert.huggingface.model_folder import load
 
     print(f"wrote {load(Path(given.path), place(given.to))}")
     return 0
@@ -155,7 +155,7 @@ def import_hf(given: argparse.Namespace) -> int:
 
 def export_dcp(given: argparse.Namespace) -> int:
     """Write all tensors, and the state of the run, as a folder of torch.distributed.checkpoint."""
-    from megaframe import dcp  # imported here, because it takes as long to import as torch
+    from megaframe.checkpoint.convert import dcp
 
     with open_checkpoint(locate(given.path, "path")) as checkpoint:
         dcp.export(checkpoint, Path(given.to))
@@ -165,7 +165,7 @@ def export_dcp(given: argparse.Namespace) -> int:
 
 def import_dcp(given: argparse.Namespace) -> int:
     """Write a folder of torch.distributed.checkpoint as a checkpoint; tensors keep their names."""
-    from megaframe import dcp
+    from megaframe.checkpoint.convert import dcp
 
     config = load_config(given.config) if given.config else None
     done = dcp.load(Path(given.path), place(given.to), config)

@@ -10,7 +10,7 @@ from megaframe.checkpoint.load import (
 )
 from megaframe.checkpoint.save import Writer
 from megaframe.checkpoint.slices import Slice
-from megaframe.checkpoint.storage import Place, place
+from megaframe.checkpoint.stores.store import Place, place
 
 __all__ = [
     "WHAT_IS_TAKEN",

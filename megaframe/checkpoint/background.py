@@ -14,9 +14,9 @@ from threading import Condition, Event, Thread
 import torch
 from torch import Tensor
 
-from megaframe.checkpoint.container import Piece, by_alignment, plan
-from megaframe.checkpoint.room import ALIGNMENT, aligned
+from megaframe.checkpoint.shard_file import Piece, by_alignment, plan
 from megaframe.checkpoint.slices import Slice
+from megaframe.checkpoint.stores.aligned_buffer import ALIGNMENT, aligned
 
 
 class Copy:

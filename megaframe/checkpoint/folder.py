@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaframe.checkpoint.names import FINAL, POINTER
-from megaframe.checkpoint.storage import Place, store_of
+from megaframe.checkpoint.stores.store import Place, store_of
 
 _POINTER_BYTES = 64
 

@@ -31,7 +31,7 @@ from megaframe.checkpoint.manifest import (
 from megaframe.checkpoint.names import FINAL, POINTER, final_name, is_temporary
 from megaframe.checkpoint.reader import Reader, Wanted, rooms_for
 from megaframe.checkpoint.slices import Box, Slice, intersection, region
-from megaframe.checkpoint.storage import Place, Source, place, store_of
+from megaframe.checkpoint.stores.store import Place, Source, place, store_of
 from megaframe.config import RunConfig
 from megaframe.config import load as load_config
 from megaframe.errors import UserError

@@ -17,7 +17,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
 from megaframe.checkpoint.slices import Box, Shape, is_inside, tiling_problem
-from megaframe.checkpoint.storage import Place
+from megaframe.checkpoint.stores.store import Place
 from megaframe.errors import UserError
 
 MANIFEST = "manifest.json"

@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 from torch import Tensor
 
-from megaframe.checkpoint.container import MAX_HEADER_BYTES, PIECE_BYTES, key
 from megaframe.checkpoint.manifest import (
     DTYPES,
     SavedFile,
@@ -27,8 +26,9 @@ from megaframe.checkpoint.manifest import (
     Tensors,
     checksum,
 )
-from megaframe.checkpoint.room import ALIGNMENT, aligned
-from megaframe.checkpoint.storage import Place, store_of
+from megaframe.checkpoint.shard_file import MAX_HEADER_BYTES, PIECE_BYTES, key
+from megaframe.checkpoint.stores.aligned_buffer import ALIGNMENT, aligned
+from megaframe.checkpoint.stores.store import Place, store_of
 from megaframe.errors import Unreadable
 
 _ROOM_BYTES = 2 * PIECE_BYTES

@@ -21,18 +21,18 @@ from pydantic import JsonValue
 from torch.distributed import Store
 
 from megaframe.checkpoint.background import Background, Copy
-from megaframe.checkpoint.container import (
+from megaframe.checkpoint.coordinator import NEED, READ_BACK, WRITE, Meeting, Message
+from megaframe.checkpoint.folder import move_pointer, prune, read_pointer, take_back
+from megaframe.checkpoint.manifest import Manifest, SavedFile, SavedTensor, encode, merged
+from megaframe.checkpoint.names import final_name
+from megaframe.checkpoint.reader import Reader, verify
+from megaframe.checkpoint.shard_file import (
     Piece,
     divided,
     write,
 )
-from megaframe.checkpoint.folder import move_pointer, prune, read_pointer, take_back
-from megaframe.checkpoint.manifest import Manifest, SavedFile, SavedTensor, encode, merged
-from megaframe.checkpoint.meeting import NEED, READ_BACK, WRITE, Meeting, Message
-from megaframe.checkpoint.names import final_name
-from megaframe.checkpoint.reader import Reader, verify
 from megaframe.checkpoint.slices import Slice
-from megaframe.checkpoint.storage import Place, store_of
+from megaframe.checkpoint.stores.store import Place, store_of
 from megaframe.errors import UserError
 
 

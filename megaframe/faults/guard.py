@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megaframe.checkpoint import Place
 from megaframe.checkpoint.folder import checkpoints, step_of
+from megaframe.checkpoint.train_state import RunState
 from megaframe.config import RunConfig
 from megaframe.data.loader import Step
 from megaframe.data.microbatch import Microbatch
@@ -36,7 +37,6 @@ from megaframe.meter.meter import Known
 from megaframe.pipeline import Pipeline
 from megaframe.pipeline_parallel.executor import Outcome
 from megaframe.pipeline_parallel.nonfinite import Sign, first_sick
-from megaframe.run_state import RunState
 
 GoBack = Callable[[Callable[[Place], Place | None]], tuple[int, RunState] | None]
 """A function that continues the run from an earlier checkpoint. It gets a function that chooses the

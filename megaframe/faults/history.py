@@ -13,8 +13,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
+from megaframe.checkpoint.train_state import HistoryState
 from megaframe.config import Faults
-from megaframe.run_state import HistoryState
 
 _WINDOW, _LEAST = 64, 8
 """Number of losses whose median is taken, and the fewest for which it is."""

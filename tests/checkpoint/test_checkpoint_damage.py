@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.checkpoint import Slice, find, open_checkpoint
-from megaframe.checkpoint.examine import regroup
+from megaframe.checkpoint.inspect import regroup
 from megaframe.checkpoint.manifest import MAX_BYTES, checksum
+from megaframe.checkpoint.train_state import HistoryState, RunState, read_state
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
 from megaframe.optim.optimizer import OptimizerState
-from megaframe.run_state import HistoryState, RunState, read_state
 
 FILES = ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]
 

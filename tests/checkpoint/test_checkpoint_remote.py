@@ -19,10 +19,11 @@ from s3_server import BUCKET, SECRET, Server, use
 from tolerances import promised
 from torch.distributed import HashStore
 
-from megaframe.checkpoint import Slice, Writer, container, find, open_checkpoint, patience, place
-from megaframe.checkpoint import remote as remote_module
-from megaframe.checkpoint.examine import damage
+from megaframe.checkpoint import Slice, Writer, find, open_checkpoint, place, shard_file
+from megaframe.checkpoint.inspect import damage
 from megaframe.checkpoint.manifest import checksum
+from megaframe.checkpoint.stores import object_store as remote_module
+from megaframe.checkpoint.stores import retry
 from megaframe.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,10 +51,10 @@ def server():
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Use small pieces and files, and short retries."""
-    monkeypatch.setattr(container, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(shard_file, "PIECE_BYTES", PIECE)
     monkeypatch.setattr(remote_module, "FILE_BYTES", FILE)
-    monkeypatch.setattr(patience, "PATIENCE", 20.0)
-    monkeypatch.setattr(patience, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(retry, "PATIENCE", 20.0)
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.02)
 
 
 @pytest.fixture
@@ -74,18 +75,18 @@ def home(request):
 
 def names(home):
     """Return the names of all objects below a URL."""
-    system, path = patience.filesystem(home)
+    system, path = retry.filesystem(home)
     system.invalidate_cache()
     return sorted(found.partition("/checkpoints/")[2] for found in system.find(path))
 
 
 def content(file):
-    system, path = patience.filesystem(file)
+    system, path = retry.filesystem(file)
     return system.cat_file(path)
 
 
 def put(file, data):
-    system, path = patience.filesystem(file)
+    system, path = retry.filesystem(file)
     system.pipe_file(path, data)
 
 
@@ -227,7 +228,7 @@ class TestInterruptions:
             assert torch.equal(load_all(path)["a"], weight(1.0).double())
 
     def test_one_that_fails_for_good_is_named_and_the_last_one_stays(self, server, s3, monkeypatch):
-        monkeypatch.setattr(patience, "PATIENCE", 0.3)
+        monkeypatch.setattr(retry, "PATIENCE", 0.3)
         good = saved(s3, 1.0)
         store = HashStore()
         writers = [
@@ -256,7 +257,7 @@ class TestInterruptions:
         self, server, s3, monkeypatch
     ):
         """The manifest is stored, but its answer is lost: what it names must not be deleted."""
-        monkeypatch.setattr(patience, "PATIENCE", 0.3)
+        monkeypatch.setattr(retry, "PATIENCE", 0.3)
         saved(s3, 1.0)
         inner = server._application
         monkeypatch.setattr(server, "_application", lost(inner, "manifest.json"))
@@ -382,7 +383,7 @@ class TestTools:
             assert status == 1 and name in text
             put(path / name, before)
         one = next(all_named(memory))
-        system, gone = patience.filesystem(one)
+        system, gone = retry.filesystem(one)
         system.rm_file(gone)
         status, text = self.run(capsys, monkeypatch, "verify", path)
         assert status == 1 and f"{one}: No such file" in text
@@ -475,13 +476,13 @@ class TestSecrets:
         assert not [*tmp_path.iterdir()]
 
     def test_what_a_library_says_is_told_without_secrets(self, s3, monkeypatch):
-        system, _ = patience.filesystem(s3)
+        system, _ = retry.filesystem(s3)
 
         def leak(*arguments, **options):
             raise OSError(f"cannot sign with {SECRET} (AKIAABCDEFGHIJKLMNOP), Signature=abc%2F1")
 
         monkeypatch.setattr(system, "info", leak)
-        monkeypatch.setattr(patience, "PATIENCE", 0.1)
+        monkeypatch.setattr(retry, "PATIENCE", 0.1)
         with (
             pytest.warns(UserWarning, match="trying again") as told,
             pytest.raises(UserError) as caught,

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch.distributed import HashStore
 
-from megaframe.checkpoint import Slice, Writer, container, find, open_checkpoint
-from megaframe.checkpoint.local import LOCAL
+from megaframe.checkpoint import Slice, Writer, find, open_checkpoint, shard_file
 from megaframe.checkpoint.manifest import DTYPES
-from megaframe.checkpoint.room import ALIGNMENT, aligned
+from megaframe.checkpoint.stores.aligned_buffer import ALIGNMENT, aligned
+from megaframe.checkpoint.stores.local import LOCAL
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -36,7 +36,7 @@ def test_any_partition_loads_as_any_other(data):
         for box in data.draw(partitions(tensor.shape)):
             ranks[data.draw(st.integers(0, world - 1))].append(part(name, tensor, box))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(container, "PIECE_BYTES", data.draw(st.sampled_from([8, 64, 1 << 20])))
+        patch.setattr(shard_file, "PIECE_BYTES", data.draw(st.sampled_from([8, 64, 1 << 20])))
         path = save(Path(folder), ranks)
         assert find(Path(folder), "latest") == path
         wanted = []

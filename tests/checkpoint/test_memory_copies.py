@@ -13,9 +13,9 @@ from program import Program, places, stuck_after
 from test_pretrain import losses
 from tolerances import promised
 
-from megaframe.checkpoint.memory import MemoryWriter, Peers, peer_of
-from megaframe.checkpoint.ram import Ram
-from megaframe.checkpoint.recall import recall
+from megaframe.checkpoint.stores.memory_folder import Ram
+from megaframe.checkpoint.stores.peer_memory import MemoryWriter, Peers, peer_of
+from megaframe.checkpoint.stores.peer_memory_load import recall
 from megaframe.config import load
 from megaframe.distributed.mesh import Mesh, global_rank, world_size
 from megaframe.errors import UserError

@@ -26,16 +26,16 @@ sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests/checkpoint")]
 import checkpoint as tool  # noqa: E402
 from checkpoint_helpers import part, partitions, save, shapes, whole  # noqa: E402
 
-from megaframe import dcp  # noqa: E402
-from megaframe.checkpoint import Slice, container, open_checkpoint  # noqa: E402
+from megaframe.checkpoint import Slice, open_checkpoint, shard_file
+from megaframe.checkpoint.convert import dcp
+from megaframe.checkpoint.convert.dcp.folder import STATE  # noqa: E402
+from megaframe.checkpoint.convert.dcp.metadata import read_metadata  # noqa: E402
+from megaframe.checkpoint.convert.dcp.pickled import describe  # noqa: E402
 from megaframe.checkpoint.manifest import DTYPES  # noqa: E402
+from megaframe.checkpoint.train_state import read_state  # noqa: E402
 from megaframe.config import RunConfig  # noqa: E402
-from megaframe.dcp.folder import STATE  # noqa: E402
-from megaframe.dcp.metadata import read_metadata  # noqa: E402
-from megaframe.dcp.pickled import describe  # noqa: E402
 from megaframe.errors import UserError  # noqa: E402
 from megaframe.pipeline_parallel.stage import model_specs  # noqa: E402
-from megaframe.run_state import read_state  # noqa: E402
 
 warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
 
@@ -79,7 +79,7 @@ def test_what_is_exported_loads_in_torch_and_comes_back(data):
     state = {"loss": data.draw(st.floats(allow_nan=False)), "text": data.draw(st.text())}
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         folder = Path(name)
-        patch.setattr(container, "PIECE_BYTES", data.draw(st.sampled_from([8, 64, 1 << 20])))
+        patch.setattr(shard_file, "PIECE_BYTES", data.draw(st.sampled_from([8, 64, 1 << 20])))
         patch.setattr(dcp.folder, "FILE_BYTES", data.draw(st.sampled_from([16, 1 << 20])))
         with open_checkpoint(save(folder / "ours", ranks, step=7, state=state)) as source:
             dcp.export(source, folder / "dcp")
@@ -138,7 +138,7 @@ def test_what_ranks_of_torch_saved_is_imported(pool, tmp_path, threads):
     pool.run(2, save_as_rank, str(tmp_path / "dcp"), threads)
     assert len(list((tmp_path / "dcp").glob("*.distcp"))) >= 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(container, "PIECE_BYTES", 64)
+        patch.setattr(shard_file, "PIECE_BYTES", 64)
         done = dcp.load(tmp_path / "dcp", tmp_path / "ours")
     full = whole_tensors()
     full["nested.columns"] = full.pop("columns")
@@ -433,7 +433,7 @@ def test_the_tool_exports_and_imports(tmp_path, capsys, monkeypatch):
 
 
 def test_pieces_of_a_large_chunk_are_read_one_by_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(container, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(shard_file, "PIECE_BYTES", 1 << 16)
     monkeypatch.setattr(dcp.folder, "PIECE_BYTES", 1 << 16)
     full = torch.randn(1 << 9, 1 << 10)
     torch_dcp.save({"a": full}, checkpoint_id=tmp_path / "dcp", no_dist=True)

@@ -120,9 +120,9 @@ def exported(kind):
 
         with open_checkpoint(Path("saved/step-00000002")) as found:
             if kind == "hf":
-                from megaframe.huggingface.folder import export
+                from megaframe.checkpoint.convert.huggingface.model_folder import export
             else:
-                from megaframe.dcp import export
+                from megaframe.checkpoint.convert.dcp import export
             export(found, Path("exported"))
         shutil.rmtree("run")
 

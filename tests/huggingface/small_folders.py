@@ -5,9 +5,9 @@ import json
 import torch
 from safetensors.torch import save_file
 
+from megaframe.checkpoint.convert.huggingface.families import model_of
+from megaframe.checkpoint.convert.huggingface.tensors import tensors_of
 from megaframe.config import RunConfig
-from megaframe.huggingface.models import model_of
-from megaframe.huggingface.tensors import tensors_of
 from megaframe.pipeline_parallel.stage import model_specs
 
 _SHAPE = {

@@ -16,14 +16,14 @@ from safetensors.torch import load_file
 from small_folders import small_folder
 
 from megaframe.checkpoint import open_checkpoint
+from megaframe.checkpoint.convert.huggingface import model_folder as folders
+from megaframe.checkpoint.convert.huggingface.sentencepiece_model import PieceType, parse
+from megaframe.checkpoint.convert.huggingface.tokenizer import export_tokenizer
 from megaframe.checkpoint.manifest import decode, encode
 from megaframe.data.preprocessing.input_shards import Reading
 from megaframe.data.preprocessing.train_tokenizer import train_sentencepiece
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.errors import UserError
-from megaframe.huggingface import folder as folders
-from megaframe.huggingface.piece_model import PieceType, parse
-from megaframe.huggingface.tokenizer import export_tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from small_folders import CONFIGS, small_folder, weights, write_folder
 
 from megaframe.checkpoint import open_checkpoint
+from megaframe.checkpoint.convert.huggingface import model_folder as folders
 from megaframe.errors import UserError
-from megaframe.huggingface import folder as folders
 
 MEGABYTE = 1 << 20
 VALUES = (

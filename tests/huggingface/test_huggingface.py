@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaframe.architecture.windows import windows
 from megaframe.checkpoint import open_checkpoint
-from megaframe.checkpoint.examine import damage
+from megaframe.checkpoint.convert.huggingface import model_folder as folders
+from megaframe.checkpoint.convert.huggingface.families import ARCHITECTURES, config_of, model_of
+from megaframe.checkpoint.inspect import damage
 from megaframe.config import Model
 from megaframe.data.microbatch import Microbatch
 from megaframe.errors import UserError
-from megaframe.huggingface import folder as folders
-from megaframe.huggingface.models import ARCHITECTURES, config_of, model_of
 from megaframe.sampling import load_model
 
 pytestmark = pytest.mark.numeric

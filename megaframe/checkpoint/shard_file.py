@@ -25,9 +25,9 @@ from megaframe.checkpoint.manifest import (
     Tensors,
     checksum,
 )
-from megaframe.checkpoint.room import ALIGNMENT
 from megaframe.checkpoint.slices import Shape, Slice, region, tiles
-from megaframe.checkpoint.storage import Place, store_of
+from megaframe.checkpoint.stores.aligned_buffer import ALIGNMENT
+from megaframe.checkpoint.stores.store import Place, store_of
 
 PIECE_BYTES = 8 << 20
 """Largest piece that a slice is cut into. Only a few pieces are held in memory and checked at a

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megaframe.architecture.experts import has_experts
+from megaframe.checkpoint.convert.huggingface.families import family_of
 from megaframe.config import Model
-from megaframe.huggingface.models import family_of
 from megaframe.parameters.spec import Box, ParamSpec
 
 

@@ -19,12 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megaframe.checkpoint import Checkpoint, Place, Slice
-from megaframe.checkpoint.container import PIECE_BYTES, Piece, Unplaced
-from megaframe.checkpoint.examine import as_bytes, assemble, grouped
-from megaframe.checkpoint.slices import Box, pieces, region
-from megaframe.config import Data, Model, RunConfig, Train
-from megaframe.errors import UserError
-from megaframe.huggingface.foreign import (
+from megaframe.checkpoint.convert.huggingface.families import config_of, model_of
+from megaframe.checkpoint.convert.huggingface.read_files import (
     INDEX,
     SINGLE,
     Header,
@@ -36,12 +32,20 @@ from megaframe.huggingface.foreign import (
     regular,
     shown,
 )
-from megaframe.huggingface.models import config_of, model_of
-from megaframe.huggingface.tensors import Theirs, tensors_of
-from megaframe.huggingface.tokenizer import TOKENIZER_FILES, export_tokenizer, trusted
+from megaframe.checkpoint.convert.huggingface.tensors import Theirs, tensors_of
+from megaframe.checkpoint.convert.huggingface.tokenizer import (
+    TOKENIZER_FILES,
+    export_tokenizer,
+    trusted,
+)
+from megaframe.checkpoint.inspect import as_bytes, assemble, grouped
+from megaframe.checkpoint.shard_file import PIECE_BYTES, Piece, Unplaced
+from megaframe.checkpoint.slices import Box, pieces, region
+from megaframe.checkpoint.train_state import initial_state, read_state
+from megaframe.config import Data, Model, RunConfig, Train
+from megaframe.errors import UserError
 from megaframe.parameters.spec import Constant, ParamSpec
 from megaframe.pipeline_parallel.stage import model_specs
-from megaframe.run_state import initial_state, read_state
 from megaframe.validate.run import mistakes
 
 _Origin = tuple[Theirs | ParamSpec, int]

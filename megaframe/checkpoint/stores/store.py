@@ -57,7 +57,7 @@ def place(text: str) -> Place:
     if scheme in ("file", "local"):
         return Path(rest)  # can rename, so it commits like a local folder
     found = Remote(f"{scheme}://{rest.rstrip('/')}")
-    from megaframe.checkpoint.patience import require
+    from megaframe.checkpoint.stores.retry import require
 
     require(found)
     return found
@@ -205,9 +205,9 @@ class Store(ABC, Generic[P]):
 def store_of(found: Place) -> Store:
     """Return the store that a place belongs to."""
     if isinstance(found, Path):
-        from megaframe.checkpoint.local import LOCAL
+        from megaframe.checkpoint.stores.local import LOCAL
 
         return LOCAL
-    from megaframe.checkpoint.remote import REMOTE
+    from megaframe.checkpoint.stores.object_store import REMOTE
 
     return REMOTE

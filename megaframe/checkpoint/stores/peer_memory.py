@@ -22,10 +22,10 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from megaframe.checkpoint.background import Background, Copy
-from megaframe.checkpoint.container import CHUNK_BYTES, Piece, write
-from megaframe.checkpoint.ram import CopyRecord, Ram, record_bytes
 from megaframe.checkpoint.reader import verify
+from megaframe.checkpoint.shard_file import CHUNK_BYTES, Piece, write
 from megaframe.checkpoint.slices import Slice
+from megaframe.checkpoint.stores.memory_folder import CopyRecord, Ram, record_bytes
 from megaframe.distributed.collectives import Group, all_gather, to_each
 from megaframe.distributed.gather_json import gather_json
 from megaframe.errors import UserError

@@ -33,17 +33,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megaframe.checkpoint import Checkpoint, Place
-from megaframe.checkpoint.container import PIECE_BYTES, Piece, Unplaced
-from megaframe.checkpoint.examine import assemble, grouped, refuse_secrets
+from megaframe.checkpoint.convert.dcp.metadata import METADATA, Chunk, Contents, read_metadata
+from megaframe.checkpoint.convert.dcp.payload import DataFile
+from megaframe.checkpoint.inspect import assemble, grouped, refuse_secrets
 from megaframe.checkpoint.manifest import DTYPES, SavedSlice, SavedTensor
+from megaframe.checkpoint.shard_file import PIECE_BYTES, Piece, Unplaced
 from megaframe.checkpoint.slices import Shape, pieces
+from megaframe.checkpoint.train_state import initial_state
 from megaframe.config import RunConfig
-from megaframe.dcp.metadata import METADATA, Chunk, Contents, read_metadata
-from megaframe.dcp.payload import DataFile
 from megaframe.errors import UserError
 from megaframe.io.untrusted import parsed_json
 from megaframe.pipeline_parallel.stage import model_specs
-from megaframe.run_state import initial_state
 
 STATE = "megaframe.state"
 """Name of the entry whose text contains the step and the state of a run."""

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megaframe.checkpoint.convert.dcp.metadata import Chunk, Extent
+from megaframe.checkpoint.convert.dcp.pickled import PERSISTENT, Name, Record, describe
 from megaframe.checkpoint.manifest import DTYPES, DTypeName
 from megaframe.checkpoint.slices import Box, Shape, region
-from megaframe.dcp.metadata import Chunk, Extent
-from megaframe.dcp.pickled import PERSISTENT, Name, Record, describe
 from megaframe.errors import UserError
 from megaframe.io.untrusted import open_file
 

@@ -27,9 +27,9 @@ from megaframe.checkpoint import (
     place,
 )
 from megaframe.checkpoint.folder import checkpoints, step_of
-from megaframe.checkpoint.memory import MemoryWriter, Peers
-from megaframe.checkpoint.ram import Ram
-from megaframe.checkpoint.recall import Recalled, recall
+from megaframe.checkpoint.stores.memory_folder import Ram
+from megaframe.checkpoint.stores.peer_memory import MemoryWriter, Peers
+from megaframe.checkpoint.stores.peer_memory_load import Recalled, recall
 from megaframe.config import RunConfig
 from megaframe.distributed.collectives import Group, all_reduce
 from megaframe.distributed.gather_json import gather_json

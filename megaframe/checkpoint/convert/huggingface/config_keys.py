@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from megaframe.checkpoint.convert.huggingface.read_files import shown
 from megaframe.errors import UserError
-from megaframe.huggingface.foreign import shown
 
 Shape = tuple[int, ...]
 _LARGEST = 2**31 - 1

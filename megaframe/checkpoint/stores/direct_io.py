@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megaframe.checkpoint.room import ALIGNMENT, aligned
+from megaframe.checkpoint.stores.aligned_buffer import ALIGNMENT, aligned
 
 _CHUNK_BYTES = 16 << 20
 _UNDER_WAY = 3

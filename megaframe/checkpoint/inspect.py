@@ -18,21 +18,21 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor
 
-from megaframe.checkpoint.container import (
-    Piece,
-    Unplaced,
-    divided,
-    placed,
-    write,
-)
 from megaframe.checkpoint.folder import checkpoints
 from megaframe.checkpoint.load import Checkpoint, read_manifest
 from megaframe.checkpoint.manifest import DTYPES, Manifest, SavedSlice
 from megaframe.checkpoint.names import final_name
 from megaframe.checkpoint.reader import Reader, Wanted, rooms_for, verify
 from megaframe.checkpoint.save import commit
+from megaframe.checkpoint.shard_file import (
+    Piece,
+    Unplaced,
+    divided,
+    placed,
+    write,
+)
 from megaframe.checkpoint.slices import Slice
-from megaframe.checkpoint.storage import Place, store_of
+from megaframe.checkpoint.stores.store import Place, store_of
 from megaframe.errors import UserError
 from megaframe.io.untrusted import without_secrets
 

@@ -15,10 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from megaframe.checkpoint import Place
+from megaframe.checkpoint.convert.huggingface.read_files import shown
+from megaframe.checkpoint.convert.huggingface.sentencepiece_model import (
+    PieceModel,
+    PieceType,
+    TextPiece,
+    parse,
+)
 from megaframe.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer, read_file
 from megaframe.errors import UserError
-from megaframe.huggingface.foreign import shown
-from megaframe.huggingface.piece_model import PieceModel, PieceType, TextPiece, parse
 
 TOKENIZER_FILES = {"hf": "tokenizer.json", "sentencepiece": "tokenizer.model"}
 """The file of each kind of tokenizer in a folder of Hugging Face."""

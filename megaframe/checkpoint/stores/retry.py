@@ -19,7 +19,7 @@ from typing import TypeVar
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
-from megaframe.checkpoint.storage import Remote
+from megaframe.checkpoint.stores.store import Remote
 from megaframe.errors import UserError
 from megaframe.io.untrusted import without_secrets
 

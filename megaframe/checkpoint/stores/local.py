@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from megaframe.checkpoint.direct import DirectFile, DirectSource
 from megaframe.checkpoint.manifest import MANIFEST
 from megaframe.checkpoint.names import (
     FINAL,
@@ -27,7 +26,8 @@ from megaframe.checkpoint.names import (
     final_name,
     is_temporary,
 )
-from megaframe.checkpoint.storage import Sink, Source, Store
+from megaframe.checkpoint.stores.direct_io import DirectFile, DirectSource
+from megaframe.checkpoint.stores.store import Sink, Source, Store
 
 
 class Local(Store[Path]):

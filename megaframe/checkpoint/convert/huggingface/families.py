@@ -14,9 +14,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from megaframe.architecture.windows import window_of
+from megaframe.checkpoint.convert.huggingface.config_keys import Shape, check_keys, check_sizes
 from megaframe.config import Model, RotaryScaling
 from megaframe.errors import UserError
-from megaframe.huggingface.keys import Shape, check_keys, check_sizes
 
 Keys = dict[str, Any]
 

@@ -14,9 +14,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from megaframe.checkpoint.convert.dcp.pickled import Name, Record, describe
 from megaframe.checkpoint.manifest import DTYPES, DTypeName
 from megaframe.checkpoint.slices import Shape, is_inside, tiling_problem
-from megaframe.dcp.pickled import Name, Record, describe
 from megaframe.errors import UserError
 from megaframe.io.untrusted import read_file
 

@@ -1,0 +1,1 @@
+"""Checkpoints of other programs: export and import."""

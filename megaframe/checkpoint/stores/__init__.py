@@ -1,0 +1,1 @@
+"""Where checkpoints are stored: local folders, object stores, the memory of peers."""
