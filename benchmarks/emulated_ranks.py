@@ -65,7 +65,7 @@ def in_world(task: Callable[..., Any], config: RunConfig, *given: Any) -> list[A
     by rank. Ends the program if a rank fails."""
     ranks = world_of(config)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "megaframe.pipeline", "megaframe.meter"])
+    context.set_forkserver_preload(["torch", "megaframe.pipeline", "megaframe.metrics"])
     with closing(socket.socket()) as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -101,7 +101,7 @@ def _play(
     from megaframe.distributed.collectives import barrier
     from megaframe.distributed.mesh import Mesh
     from megaframe.layout import Layout
-    from megaframe.meter import StepTimer
+    from megaframe.metrics import StepTimer
     from megaframe.pipeline import Pipeline
 
     torch.set_num_threads(1)

@@ -93,7 +93,7 @@ def measure(given: argparse.Namespace) -> dict[str, list[float]]:
     from megaframe.distributed.collectives import barrier
     from megaframe.distributed.mesh import Mesh
     from megaframe.layout import Layout
-    from megaframe.meter import StepTimer
+    from megaframe.metrics import StepTimer
     from megaframe.pipeline import Pipeline
 
     torch.set_num_threads(1)

@@ -50,8 +50,8 @@ def work(folder: Path, steps: int) -> None:
     from megaframe.data.indexed import TokenFileWriter
     from megaframe.distributed.mesh import Mesh, global_rank
     from megaframe.layout import Layout
-    from megaframe.meter import Meter, StepTimer
-    from megaframe.meter.meter import Known
+    from megaframe.metrics import Meter, StepTimer
+    from megaframe.metrics.meter import Known
     from megaframe.trainer import Trainer
 
     keys = {
@@ -106,7 +106,7 @@ def work(folder: Path, steps: int) -> None:
 
 def seconds_of_a_note() -> float:
     """Return the seconds of half a span, including its share of adding all notes up."""
-    from megaframe.meter import StepTimer
+    from megaframe.metrics import StepTimer
 
     timer = StepTimer()
     start = time.perf_counter()

@@ -116,9 +116,9 @@ def shares(row: Row, found: dict[str, Any], dry: bool) -> dict[str, Any]:
     import torch
 
     from megaframe.config import load
-    from megaframe.meter.flops import count_flops
-    from megaframe.meter.peaks import chip_peak
-    from megaframe.meter.waterfall import waterfall
+    from megaframe.metrics.flops import count_flops
+    from megaframe.metrics.peak_flops import chip_peak
+    from megaframe.metrics.waterfall import waterfall
     from megaframe.pipeline_parallel.stage import model_specs
 
     if "tokens_per_second" not in found:

@@ -9,7 +9,7 @@ from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig, dump
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
-from megaframe.meter.opening import outline
+from megaframe.metrics.run_summary import outline
 from megaframe.optim.parameter_groups import choices_table
 from megaframe.pipeline_parallel.stage import model_specs
 from megaframe.planner.parameter_counts import rank_memory

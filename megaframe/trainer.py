@@ -40,11 +40,11 @@ from megaframe.errors import Unreadable, UserError
 from megaframe.faults.guard import Guard
 from megaframe.faults.leaving import Launcher, command_to_continue, exit_status, heeding_signals
 from megaframe.faults.ledger import Ledger, last_saved
-from megaframe.meter import Meter, StepTimer
-from megaframe.meter.experts import ExpertMeter
-from megaframe.meter.memory import out_of_memory
-from megaframe.meter.opening import opening
-from megaframe.meter.sinks import METRICS_FILE, set_aside
+from megaframe.metrics import Meter, StepTimer
+from megaframe.metrics.expert_load import ExpertMeter
+from megaframe.metrics.memory import out_of_memory
+from megaframe.metrics.run_summary import opening
+from megaframe.metrics.sinks import METRICS_FILE, set_aside
 from megaframe.pipeline import Pipeline
 from megaframe.pipeline_parallel.executor import Outcome
 from megaframe.pipeline_parallel.stage import model_specs

@@ -8,7 +8,7 @@ from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.meter import StepTimer
+from megaframe.metrics import StepTimer
 from megaframe.pipeline import Pipeline
 
 ROWS, SEQ, VOCAB, STEPS, LAST = 32, 32, 61, 300, 20

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from megaframe.errors import UserError, reported
 from megaframe.io.untrusted import whole_number
-from megaframe.meter.exposed import Exposed, exposed
+from megaframe.metrics.overlap_report import Exposed, exposed
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.meter import StepTimer
+from megaframe.metrics import StepTimer
 from megaframe.parameters.spec import Normal
 from megaframe.pipeline import Pipeline
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from megaframe.config import RunConfig, load  # noqa: E402
-from megaframe.meter.exposed import exposed  # noqa: E402
+from megaframe.metrics.overlap_report import exposed  # noqa: E402
 
 WARMUP = 3
 _HOST_STEPS = 7

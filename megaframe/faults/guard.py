@@ -32,8 +32,8 @@ from megaframe.faults.history import History
 from megaframe.faults.leaving import Launcher
 from megaframe.faults.ledger import FAULTS, Ledger
 from megaframe.faults.stragglers import Stragglers
-from megaframe.meter import Meter
-from megaframe.meter.meter import Known
+from megaframe.metrics import Meter
+from megaframe.metrics.meter import Known
 from megaframe.pipeline import Pipeline
 from megaframe.pipeline_parallel.executor import Outcome
 from megaframe.pipeline_parallel.nonfinite import Sign, first_sick

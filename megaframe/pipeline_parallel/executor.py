@@ -21,7 +21,7 @@ from megaframe.distributed.collectives import Pending, receive, send
 from megaframe.distributed.interleaving import HandOver, Pair
 from megaframe.distributed.mesh import Mesh
 from megaframe.graph import Compute, Graph, Passed
-from megaframe.meter import Part
+from megaframe.metrics import Part
 from megaframe.model.forward_context import rows_of
 from megaframe.model.layer_statistics import Tally
 from megaframe.optim.optimizer import Optimizer, Update

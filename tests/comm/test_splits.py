@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.meter.timers import StepTimer
+from megaframe.metrics.timers import StepTimer
 from megaframe.pipeline import Pipeline
 
 MODEL = {"layers": 8, "hidden": 16, "heads": 4, "vocab": 37, "tie_embeddings": True}

@@ -20,7 +20,7 @@ from megaframe.dashboard.run_folder import Run
 from megaframe.dashboard.serve import Server
 from megaframe.dashboard.wandb_workspace import workspace
 from megaframe.errors import UserError
-from megaframe.meter.sinks import flat
+from megaframe.metrics.sinks import flat
 
 
 def test_a_whole_run_has_every_panel_and_no_note(tmp_path):

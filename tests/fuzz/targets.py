@@ -162,7 +162,7 @@ def run_folder():
 def continue_metrics():
     """Begin a run again in a folder that has metrics."""
     from megaframe.faults.ledger import last_saved
-    from megaframe.meter.sinks import open_sinks, set_aside
+    from megaframe.metrics.sinks import open_sinks, set_aside
 
     last_saved(Path("run"))
     config = RunConfig.model_validate({"run": {"dir": "run"}})

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from megaframe.errors import UserError
-from megaframe.meter.exposed import Gap, exposed
+from megaframe.metrics.overlap_report import Gap, exposed
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {

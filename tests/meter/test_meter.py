@@ -9,7 +9,7 @@ import pytest
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.meter import PARTS, Meter, count_flops
+from megaframe.metrics import PARTS, Meter, count_flops
 from megaframe.pipeline_parallel.stage import model_specs
 
 KEYS = [

@@ -11,8 +11,8 @@ import torch
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.meter import Meter
-from megaframe.meter.records import Records
+from megaframe.metrics import Meter
+from megaframe.metrics.records import Records
 from megaframe.pipeline_parallel.stage import model_specs
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megaframe.architecture.windows import mean_keys
 from megaframe.config import RunConfig
-from megaframe.meter.flops import count_flops
+from megaframe.metrics.flops import count_flops
 from megaframe.parameters.spec import Normal, ParamSpec
 from megaframe.pipeline_parallel.stage import model_specs
 

@@ -8,7 +8,7 @@ import torch
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.meter.peaks import chip_peak, device_peak, matmul_peak
+from megaframe.metrics.peak_flops import chip_peak, device_peak, matmul_peak
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Shares of the peak: one above 1 shows that a measured peak is wrong, and is not reported."""
 
-from megaframe.meter.peaks import Peak
+from megaframe.metrics.peak_flops import Peak
 
 
 def test_a_share_above_one_of_a_measured_peak_is_no_number():

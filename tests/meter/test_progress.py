@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.config import RunConfig
-from megaframe.meter.console import ConsoleSink, aligned, columns, duration
+from megaframe.metrics.console import ConsoleSink, aligned, columns, duration
 
 
 def line(step, **more):

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaframe.distributed.collectives import Group
-from megaframe.meter.records import Records
+from megaframe.metrics.records import Records
 
 ALONE = Group(("data",), (0,), 0, None)
 CPU = torch.device("cpu")

@@ -12,9 +12,9 @@ from megaframe.config import load
 from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
 from megaframe.layout import Layout
-from megaframe.meter.memory import allocator, out_of_memory
-from megaframe.meter.peaks import Peak
-from megaframe.meter.prometheus import PrometheusSink, exposition
+from megaframe.metrics.memory import allocator, out_of_memory
+from megaframe.metrics.peak_flops import Peak
+from megaframe.metrics.prometheus import PrometheusSink, exposition
 from megaframe.pipeline import Pipeline
 from megaframe.trainer import Trainer
 
@@ -45,7 +45,7 @@ def test_console_modes(how, tmp_path, capsys):
 
 def test_an_unknown_peak_is_no_detail(tmp_path, monkeypatch, capsys):
     unknown = Peak(None, "mfu n/a: set me")
-    monkeypatch.setattr("megaframe.meter.meter.device_peak", lambda *_: unknown)
+    monkeypatch.setattr("megaframe.metrics.meter.device_peak", lambda *_: unknown)
     make(tmp_path)
     assert capsys.readouterr().out == "mfu n/a: set me\n"
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
-from megaframe.meter.sinks import (
+from megaframe.metrics.sinks import (
     METRICS_FILE,
     JsonlSink,
     TensorBoardSink,

@@ -19,7 +19,7 @@ from megaframe.data.loader import Loader
 from megaframe.distributed.collectives import Pending
 from megaframe.distributed.mesh import Mesh, global_rank, world_size
 from megaframe.layout import Layout
-from megaframe.meter import Meter, StepTimer
+from megaframe.metrics import Meter, StepTimer
 from megaframe.optim.optimizer import Optimizer
 from megaframe.pipeline import Pipeline
 from megaframe.pipeline_parallel.stage import Stage

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaframe.meter.timers import PARTS, StepTimer
+from megaframe.metrics.timers import PARTS, StepTimer
 
 leaves = st.integers(0, 10**9)
 programs = st.recursive(

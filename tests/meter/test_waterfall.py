@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaframe.meter.waterfall import waterfall
+from megaframe.metrics.waterfall import waterfall
 
 PARTS = ("compute", "bubble", "optimizer", "data", "communication/data", "communication/tensor")
 times = st.fixed_dictionaries({part: st.floats(0.001, 100) for part in PARTS})

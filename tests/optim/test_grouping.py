@@ -7,7 +7,7 @@ from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.meter import StepTimer
+from megaframe.metrics import StepTimer
 from megaframe.pipeline import Pipeline
 from megaframe.planner.parameter_counts import held
 from megaframe.rehearsal.hollow import Hollow

@@ -15,7 +15,7 @@ from megaframe.checkpoint import Slice, Writer, open_checkpoint
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.meter import StepTimer
+from megaframe.metrics import StepTimer
 from megaframe.pipeline import Pipeline
 
 MODEL = {"layers": 4, "hidden": 16, "heads": 4, "vocab": 37}

@@ -14,7 +14,7 @@ from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.collectives import all_reduce
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.meter import StepTimer
+from megaframe.metrics import StepTimer
 from megaframe.pipeline import Pipeline
 
 TOPK = {"compress": "topk", "compress_keep": 1.0}

@@ -12,7 +12,7 @@ from training import FEW, MODELS, assert_same, assert_same_bits, global_batch, r
 from megaframe.config import RunConfig, load
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.meter import StepTimer
+from megaframe.metrics import StepTimer
 from megaframe.pipeline import Pipeline
 from megaframe.trainer import Trainer
 

@@ -21,7 +21,7 @@ from megaframe.distributed.graph_capture import keep_order
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.graph import _EAGER, Graph, record_cuda
 from megaframe.layout import Layout
-from megaframe.meter import StepTimer
+from megaframe.metrics import StepTimer
 from megaframe.pipeline import Pipeline
 from megaframe.validate.cuda_graph import graph_reasons
 

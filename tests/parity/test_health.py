@@ -8,7 +8,7 @@ from training import global_batch, share
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.meter import StepTimer
+from megaframe.metrics import StepTimer
 from megaframe.pipeline import Pipeline
 from megaframe.pipeline_parallel.nonfinite import first_sick
 

@@ -15,7 +15,7 @@ from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.collectives import ALONE, symmetric
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.meter import StepTimer
+from megaframe.metrics import StepTimer
 from megaframe.pipeline import Pipeline
 from megaframe.planner.activations import block_bytes
 

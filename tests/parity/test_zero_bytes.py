@@ -9,7 +9,7 @@ from training import MODELS, global_batch, run, share
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.meter import StepTimer
+from megaframe.metrics import StepTimer
 from megaframe.pipeline import Pipeline
 
 LAYERS, ITEM = 4, 8

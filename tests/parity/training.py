@@ -12,7 +12,7 @@ from megaframe.distributed.collectives import all_reduce
 from megaframe.distributed.device import be_deterministic
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.meter import StepTimer
+from megaframe.metrics import StepTimer
 from megaframe.pipeline import Pipeline
 
 GLOBAL_BATCH, STEPS = 8, 2

@@ -12,7 +12,7 @@ from megaframe.data.microbatch import Microbatch, look_ahead
 from megaframe.distributed.collectives import barrier
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.meter import StepTimer
+from megaframe.metrics import StepTimer
 from megaframe.pipeline import Pipeline
 from megaframe.planner.activations import block_bytes
 from megaframe.planner.memory import Held, memory

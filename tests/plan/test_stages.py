@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megaframe.architecture.stages import block_matrices, divide, stage_costs, stage_plans
 from megaframe.config import RunConfig
 from megaframe.distributed.collectives import ALONE
-from megaframe.meter import count_flops
+from megaframe.metrics import count_flops
 from megaframe.pipeline_parallel.stage import build_stages, model_specs
 from megaframe.planner.activations import block_bytes, rotary_bytes
 from megaframe.planner.memory import Held, memory

@@ -5,7 +5,7 @@ import pytest
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.meter.timers import StepTimer
+from megaframe.metrics.timers import StepTimer
 from megaframe.pipeline import Pipeline
 from megaframe.planner.streams import communicators, streams
 

@@ -20,8 +20,8 @@ from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.distributed.nccl_settings import LINK_CTAS
 from megaframe.graph import record_cuda
 from megaframe.layout import Layout
-from megaframe.meter import meter
-from megaframe.meter.timers import DeviceClock
+from megaframe.metrics import meter
+from megaframe.metrics.timers import DeviceClock
 from megaframe.optim.state_offload import GpuRoute
 from megaframe.pipeline_parallel.activation_offload import Shelf
 from standin import collectives

@@ -15,8 +15,8 @@ from typing import Any
 from megaframe.config import RunConfig
 from megaframe.distributed.gather_bytes import clock_offset, collect
 from megaframe.distributed.mesh import Mesh
-from megaframe.meter.sinks import cannot_write
-from megaframe.meter.timers import Split, StepTimer
+from megaframe.metrics.sinks import cannot_write
+from megaframe.metrics.timers import Split, StepTimer
 from megaframe.schedule import Kind
 from megaframe.schedule.draw_trace import metadata_event, slice_event
 

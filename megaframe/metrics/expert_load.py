@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megaframe.config import RunConfig
-from megaframe.meter.records import How
+from megaframe.metrics.records import How
 from megaframe.model.layer_statistics import Tally
 from megaframe.parameters.spec import ParamSpec, share
 

@@ -19,8 +19,8 @@ from rich.table import Table
 
 from megaframe.config import RunConfig
 from megaframe.io.untrusted import printable
-from megaframe.meter.sinks import METRICS_FILE, Line, cannot_write, finite
-from megaframe.meter.totals import Totals
+from megaframe.metrics.sinks import METRICS_FILE, Line, cannot_write, finite
+from megaframe.metrics.totals import Totals
 
 LOG_FILE = "run.log"
 _RECENT_STEPS = 50

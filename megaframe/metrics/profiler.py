@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
-from megaframe.meter.sinks import cannot_write
+from megaframe.metrics.sinks import cannot_write
 
 
 class Profiler:

@@ -13,20 +13,20 @@ from typing import Any
 
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
-from megaframe.meter.console import ConsoleSink, note_elsewhere
-from megaframe.meter.environment import write_environment
-from megaframe.meter.flops import count_flops
-from megaframe.meter.links import free_seconds
-from megaframe.meter.memory import allocator, memory_rows, peak_memory
-from megaframe.meter.peaks import device_peak
-from megaframe.meter.profile import Profiler
-from megaframe.meter.prometheus import PrometheusSink
-from megaframe.meter.records import How, Records, Reduction, Value
-from megaframe.meter.sinks import Sink, open_sinks
-from megaframe.meter.splits import SplitMeter
-from megaframe.meter.timers import Part, Span, Split, StepTimer
-from megaframe.meter.trace import Tracer
-from megaframe.meter.waterfall import waterfall
+from megaframe.metrics.console import ConsoleSink, note_elsewhere
+from megaframe.metrics.environment import write_environment
+from megaframe.metrics.flops import count_flops
+from megaframe.metrics.link_latency import free_seconds
+from megaframe.metrics.memory import allocator, memory_rows, peak_memory
+from megaframe.metrics.peak_flops import device_peak
+from megaframe.metrics.profiler import Profiler
+from megaframe.metrics.prometheus import PrometheusSink
+from megaframe.metrics.records import How, Records, Reduction, Value
+from megaframe.metrics.sinks import Sink, open_sinks
+from megaframe.metrics.step_breakdown import SplitMeter
+from megaframe.metrics.timers import Part, Span, Split, StepTimer
+from megaframe.metrics.trace import Tracer
+from megaframe.metrics.waterfall import waterfall
 from megaframe.parameters.spec import ParamSpec
 
 _BYTES = "bytes/"

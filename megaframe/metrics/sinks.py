@@ -72,7 +72,7 @@ def open_sinks(config: RunConfig, start_step: int) -> list[Sink]:
     if config.meter.wandb is not None:
         sinks.append(WandbSink(folder, config.meter.wandb, config, start_step))
     if config.meter.port is not None:
-        from megaframe.meter.prometheus import PrometheusSink
+        from megaframe.metrics.prometheus import PrometheusSink
 
         sinks.append(PrometheusSink(config.meter.port, folder.name))
     return sinks

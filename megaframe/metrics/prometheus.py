@@ -13,7 +13,7 @@ from http.server import ThreadingHTTPServer
 
 from megaframe.dashboard.serve import LOOPBACK, handler
 from megaframe.errors import UserError
-from megaframe.meter.sinks import Line, flat
+from megaframe.metrics.sinks import Line, flat
 
 
 class PrometheusSink:

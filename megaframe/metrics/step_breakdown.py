@@ -14,8 +14,8 @@ import torch
 
 from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
-from megaframe.meter.records import How, Value
-from megaframe.meter.timers import COMMUNICATION, PARTS, Split
+from megaframe.metrics.records import How, Value
+from megaframe.metrics.timers import COMMUNICATION, PARTS, Split
 
 Record = tuple[str, Value, How]
 _EXTREMES: tuple[How, ...] = ("max", "min")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from megaframe.meter.sinks import Line
+from megaframe.metrics.sinks import Line
 
 _RATES = ("tflops_per_second", "mfu", "mfu_full_attention", "hfu")
 
