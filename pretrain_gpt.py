@@ -13,7 +13,7 @@ from megaframe.config import common, explain, listing, load, unknown_options
 from megaframe.config.describe import WIDTH
 from megaframe.errors import EXIT_USER_ERROR, UserError, reported
 from megaframe.layout import Layout
-from megaframe.plan.elastic import fitted
+from megaframe.resilience.elastic import fitted
 from megaframe.validate.run import check
 
 _USAGE = """pretrain_gpt.py --config FILE [--dry-run [--gpus N]] [--force] [section.key=value ...]
@@ -40,9 +40,9 @@ def main() -> None:
     from megaframe.describe import describe
     from megaframe.distributed.mesh import global_rank, world_size
     from megaframe.distributed.nccl_settings import set_up
-    from megaframe.faults.leaving import record_flights
     from megaframe.planner.streams import streams
     from megaframe.preflight import check_memory, planned, verdict
+    from megaframe.resilience.signals import record_flights
     from megaframe.trainer import resolve
 
     gc.freeze()

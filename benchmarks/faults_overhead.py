@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 RANKS, STEPS, WARM = 2, 60, 10
 WRAPPED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "megaframe.distributed.rank_progress": {"Place": ("begin", "act", "wait", "go_on")},
-    "megaframe.faults.guard": {"Guard": ("record", "heed", "replicas_differ")},
+    "megaframe.resilience.recovery": {"Guard": ("record", "heed", "replicas_differ")},
 }
 KEYS = {
     "model.layers": 4,

@@ -23,8 +23,8 @@ from megaframe.distributed.nccl_settings import Settings
 from megaframe.distributed.numa import bind
 from megaframe.distributed.rank_progress import Place
 from megaframe.errors import LostRanks, UserError, leave
-from megaframe.faults.leaving import Launcher
 from megaframe.layout import Layout
+from megaframe.resilience.signals import Launcher
 from megaframe.trainer import Trainer
 
 

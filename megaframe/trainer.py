@@ -37,9 +37,6 @@ from megaframe.distributed.collectives import all_reduce, barrier
 from megaframe.distributed.device import brought
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
 from megaframe.errors import Unreadable, UserError
-from megaframe.faults.guard import Guard
-from megaframe.faults.leaving import Launcher, command_to_continue, exit_status, heeding_signals
-from megaframe.faults.ledger import Ledger, last_saved
 from megaframe.metrics import Meter, StepTimer
 from megaframe.metrics.expert_load import ExpertMeter
 from megaframe.metrics.memory import out_of_memory
@@ -48,6 +45,9 @@ from megaframe.metrics.sinks import METRICS_FILE, set_aside
 from megaframe.pipeline import Pipeline
 from megaframe.pipeline_parallel.executor import Outcome
 from megaframe.pipeline_parallel.stage import model_specs
+from megaframe.resilience.downtime import Ledger, last_saved
+from megaframe.resilience.recovery import Guard
+from megaframe.resilience.signals import Launcher, command_to_continue, exit_status, heeding_signals
 from megaframe.validate.invariance import promise_note
 from megaframe.validate.run import warnings
 from megaframe.warm_start import starting_parts

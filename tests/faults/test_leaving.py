@@ -13,8 +13,8 @@ from program import Program, places, stuck_after
 
 from megaframe.distributed import gloo_sockets
 from megaframe.distributed.rank_progress import Place
-from megaframe.faults import leaving
-from megaframe.faults.leaving import command_to_continue, heeding_signals
+from megaframe.resilience import signals
+from megaframe.resilience.signals import command_to_continue, heeding_signals
 
 
 @pytest.mark.quick(when=lambda number: number == signal.SIGTERM)
@@ -140,7 +140,7 @@ def test_the_same_request_by_two_ways_is_one(heard, monkeypatch):
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGUSR1)
         assert place.told == signal.SIGUSR1 and heard == []
-        monkeypatch.setattr(leaving, "ECHO", 0.0)
+        monkeypatch.setattr(signals, "ECHO", 0.0)
         signal.raise_signal(signal.SIGUSR1)
         assert heard == [signal.SIGUSR1]
 

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from megaframe.faults.ledger import CAUSES, LEDGER_FILE, Ledger
-from megaframe.faults.stragglers import KINDS, Slow, outliers
+from megaframe.resilience.downtime import CAUSES, LEDGER_FILE, Ledger
+from megaframe.resilience.stragglers import KINDS, Slow, outliers
 
 
 class Clock:

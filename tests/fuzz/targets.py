@@ -161,8 +161,8 @@ def run_folder():
 
 def continue_metrics():
     """Begin a run again in a folder that has metrics."""
-    from megaframe.faults.ledger import last_saved
     from megaframe.metrics.sinks import open_sinks, set_aside
+    from megaframe.resilience.downtime import last_saved
 
     last_saved(Path("run"))
     config = RunConfig.model_validate({"run": {"dir": "run"}})

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from megaframe.config import RunConfig
 from megaframe.errors import UserError
-from megaframe.plan.elastic import fitted
+from megaframe.resilience.elastic import fitted
 from megaframe.validate.run import check, mistakes
 
 sizes = st.sampled_from([1, 2, 4])

@@ -13,11 +13,11 @@ from megaframe.config import load
 from megaframe.config.shipped import config_path
 from megaframe.hardware.cluster import DEFAULT, load_cluster
 from megaframe.layout import Layout
-from megaframe.plan.elastic import fitted
 from megaframe.planner.constants import constants_of
 from megaframe.planner.fit import fit, instead
 from megaframe.planner.recompute_budget import settled
 from megaframe.planner.suggestions import fastest
+from megaframe.resilience.elastic import fitted
 from megaframe.validate.run import mistakes
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,7 +20,7 @@ from types import FrameType
 
 from megaframe.config import RunConfig
 from megaframe.distributed.rank_progress import Place
-from megaframe.faults.ledger import FAULTS
+from megaframe.resilience.downtime import FAULTS
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ECHO = 2.0
