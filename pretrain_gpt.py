@@ -35,15 +35,15 @@ def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Imported objects are never freed; collecting garbage during imports is 1/7 of the start time.
     gc.disable()
-    from megaframe.attempts import train
-    from megaframe.automatic import cluster_of, with_blocks, with_buckets, with_layout
-    from megaframe.describe import describe
     from megaframe.distributed.mesh import global_rank, world_size
     from megaframe.distributed.nccl_settings import set_up
     from megaframe.planner.streams import streams
-    from megaframe.preflight import check_memory, planned, verdict
     from megaframe.resilience.signals import record_flights
-    from megaframe.trainer import resolve
+    from megaframe.training.auto_layout import cluster_of, with_blocks, with_buckets, with_layout
+    from megaframe.training.dry_run import describe
+    from megaframe.training.memory_check import check_memory, planned, verdict
+    from megaframe.training.restart import train
+    from megaframe.training.trainer import resolve
 
     gc.freeze()
     gc.enable()

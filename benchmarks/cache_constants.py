@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from harness import Spread, commit, machine
 
-from megaframe import autotune
 from megaframe.distributed.collectives import ALONE
 from megaframe.distributed.device import tune_host_allocator
 from megaframe.model.block import loss
@@ -36,6 +35,7 @@ from megaframe.optim.state_dtype import Master
 from megaframe.parameters.parameter import PRECISIONS, Parameter
 from megaframe.parameters.spec import Box, Constant, ParamSpec
 from megaframe.planner import memory
+from megaframe.training import autotune
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 Work = Callable[[], object]

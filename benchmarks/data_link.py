@@ -175,7 +175,7 @@ class Ours:
         from ours import overrides_of
 
         from megaframe.config import load
-        from megaframe.pipeline import Pipeline
+        from megaframe.training.train_step import Pipeline
 
         settings = (
             f"model.vocab={shape.vocab}",

@@ -24,8 +24,8 @@ from megaframe.config import Emulate, RunConfig
 
 if TYPE_CHECKING:
     from megaframe.distributed.mesh import Mesh
-    from megaframe.pipeline import Pipeline
     from megaframe.pipeline_parallel.stage import Stage
+    from megaframe.training.train_step import Pipeline
 
 LIMIT = 600.0
 """Seconds after which a world that has not answered is given up."""
@@ -65,7 +65,7 @@ def in_world(task: Callable[..., Any], config: RunConfig, *given: Any) -> list[A
     by rank. Ends the program if a rank fails."""
     ranks = world_of(config)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "megaframe.pipeline", "megaframe.metrics"])
+    context.set_forkserver_preload(["torch", "megaframe.training.train_step", "megaframe.metrics"])
     with closing(socket.socket()) as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -102,7 +102,7 @@ def _play(
     from megaframe.distributed.mesh import Mesh
     from megaframe.layout import Layout
     from megaframe.metrics import StepTimer
-    from megaframe.pipeline import Pipeline
+    from megaframe.training.train_step import Pipeline
 
     torch.set_num_threads(1)
     ctypes.CDLL(None).prctl(TIMER_SLACK, 1)

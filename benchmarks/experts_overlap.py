@@ -94,7 +94,7 @@ def measure(given: argparse.Namespace) -> dict[str, list[float]]:
     from megaframe.distributed.mesh import Mesh
     from megaframe.layout import Layout
     from megaframe.metrics import StepTimer
-    from megaframe.pipeline import Pipeline
+    from megaframe.training.train_step import Pipeline
 
     torch.set_num_threads(1)
     layout = Layout(pipeline=2, data=2, expert=2)

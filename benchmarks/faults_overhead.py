@@ -79,7 +79,7 @@ def run_rank(folder: str, port: str) -> None:
     import torch
 
     import pretrain_gpt
-    from megaframe.trainer import Trainer
+    from megaframe.training.trainer import Trainer
 
     torch.set_num_threads(1)
     spent: defaultdict[str, float] = defaultdict(float)

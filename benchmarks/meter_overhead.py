@@ -52,7 +52,7 @@ def work(folder: Path, steps: int) -> None:
     from megaframe.layout import Layout
     from megaframe.metrics import Meter, StepTimer
     from megaframe.metrics.meter import Known
-    from megaframe.trainer import Trainer
+    from megaframe.training.trainer import Trainer
 
     keys = {
         "run.dir": folder / "run", "run.device": "cpu", "model.layers": 4, "model.hidden": 256,

@@ -94,8 +94,8 @@ def measure(world: int) -> dict[str, float]:
     from megaframe.data.loader import Loader
     from megaframe.distributed.mesh import Mesh
     from megaframe.layout import Layout
-    from megaframe.pipeline import Pipeline
-    from megaframe.rehearsal import Hollow
+    from megaframe.training.meta_step import Hollow
+    from megaframe.training.train_step import Pipeline
 
     class Fake(Mesh):
         """The process groups of all ranks in torch, without any other rank."""

@@ -58,7 +58,7 @@ def places(world):
 def stuck_after(step):
     """Run the entry on a rank that hangs in its own code after `step` steps."""
     import pretrain_gpt
-    from megaframe.trainer import Trainer
+    from megaframe.training.trainer import Trainer
 
     train_step = Trainer._train_step
 

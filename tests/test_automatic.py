@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megaframe.automatic import cluster_of, with_blocks, with_layout
 from megaframe.config import Model, RunConfig, dump, load
 from megaframe.distributed.device import host_memory
 from megaframe.errors import UserError
 from megaframe.layout import Layout
+from megaframe.training.auto_layout import cluster_of, with_blocks, with_layout
 from megaframe.validate.run import check
 
 ROOT = Path(__file__).resolve().parents[1]

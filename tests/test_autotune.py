@@ -10,13 +10,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megaframe import autotune
-from megaframe.autotune import Routines, cached_or_measured, fastest, fixed, machine_of, tune
 from megaframe.config import RunConfig, load
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.ops import cpu_attention, matmul
-from megaframe.trainer import Trainer
+from megaframe.training import autotune
+from megaframe.training.autotune import (
+    Routines,
+    cached_or_measured,
+    fastest,
+    fixed,
+    machine_of,
+    tune,
+)
+from megaframe.training.trainer import Trainer
 
 FP32 = torch.float32
 TORCH = fixed(FP32, "torch")
@@ -207,7 +214,7 @@ def test_threads_that_have_no_processor_are_noticed():
     """Two threads on one processor wait for each other; one alone need not."""
     code = (
         "import os, threading, time; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "from megaframe.autotune import waited\n"
+        "from megaframe.training.autotune import waited\n"
         "def spin():\n    end = time.thread_time() + 0.3\n"
         "    while time.thread_time() < end: sum(range(20_000))\n"
         "before = waited(); one = threading.Thread(target=spin); one.start(); child = os.fork()\n"

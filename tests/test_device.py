@@ -28,7 +28,7 @@ def test_large_tensors_of_a_run_on_a_cpu_lie_on_whole_pages(wanted):
     """torch can give them huge pages only if it knows of it before its first tensor, so nothing
     that a run imports may make one. A user may have set the variable."""
     program = """
-import mmap, os, torch, megaframe.attempts
+import mmap, os, torch, megaframe.training.restart
 from megaframe.layout import Layout
 from megaframe.distributed.mesh import Mesh
 Mesh(Layout(), device="cpu")

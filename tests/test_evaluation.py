@@ -24,10 +24,10 @@ from megaframe.data.preprocessing.input_shards import Reading
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.distributed.mesh import Mesh
 from megaframe.errors import UserError
-from megaframe.evaluation import Passage, read_passage, read_split, score, windows
 from megaframe.layout import Layout
-from megaframe.sampling import load_model, tokenizer_of
-from megaframe.trainer import Trainer
+from megaframe.training.evaluation import Passage, read_passage, read_split, score, windows
+from megaframe.training.generation import load_model, tokenizer_of
+from megaframe.training.trainer import Trainer
 
 pytestmark = pytest.mark.numeric
 

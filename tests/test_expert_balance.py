@@ -9,7 +9,7 @@ from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.pipeline import Pipeline
+from megaframe.training.train_step import Pipeline
 
 ROWS, SEQ, VOCAB, STEPS, LAST = 32, 32, 61, 300, 20
 

@@ -9,7 +9,7 @@ from megaframe.checkpoint import Slice, open_checkpoint
 from megaframe.config import load
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.trainer import Trainer, resolve
+from megaframe.training.trainer import Trainer, resolve
 
 EXPERTS = {
     "model__layers": 4,

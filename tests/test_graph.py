@@ -18,8 +18,8 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.distributed.rank_progress import Place
 from megaframe.distributed.traffic import Traffic
 from megaframe.errors import UserError
-from megaframe.graph import _EAGER, _MOST, Graph
 from megaframe.layout import Layout
+from megaframe.training.cuda_graph import _EAGER, _MOST, Graph
 from megaframe.validate.run import check
 
 

@@ -10,8 +10,8 @@ from tolerances import near
 
 from megaframe.checkpoint import place
 from megaframe.data.tokenizer import load_tokenizer
-from megaframe.evaluation import Passage, score
-from megaframe.sampling import load_model
+from megaframe.training.evaluation import Passage, score
+from megaframe.training.generation import load_model
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'megaframe[evaluate]'")
 
@@ -84,7 +84,7 @@ def test_an_unknown_task_is_named_with_those_that_are_there(alone, tasks, monkey
 
 
 def test_a_text_is_generated_up_to_the_end_that_a_task_names(alone):  # noqa: F811
-    from megaframe.harness import HarnessModel
+    from megaframe.training.lm_eval import HarnessModel
 
     _, stage = load_model(place(str(alone)))
     model = HarnessModel(stage, load_tokenizer("bytes"), context=16, batch=2)

@@ -9,7 +9,7 @@ from test_pretrain import losses, pretrain_gpt, train
 from megaframe.checkpoint import Slice, open_checkpoint
 from megaframe.checkpoint.train_state import new_state, without_missing
 from megaframe.errors import UserError
-from megaframe.sampling import load_model
+from megaframe.training.generation import load_model
 
 EVERY = {"optim__schedule": "constant", "checkpoint__every": 6, "train__precision": "fp32"}
 

@@ -8,8 +8,8 @@ from megaframe.config import RunConfig
 from megaframe.distributed.collectives import barrier
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.rehearsal import Ledger, counted_step, rehearse
-from megaframe.rehearsal.hollow import Hollow
+from megaframe.training.meta_step import Ledger, counted_step, rehearse
+from megaframe.training.meta_step.meta_tensors import Hollow
 
 MODEL = {"hidden": 64, "heads": 4, "vocab": 320}
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2}

@@ -13,7 +13,7 @@ from test_evaluation import alone  # noqa: F401
 
 from megaframe.data.tokenizer import load_tokenizer
 from megaframe.errors import UserError
-from megaframe.sampling import Sampling, streamed
+from megaframe.training.generation import Sampling, streamed
 
 ROOT = Path(__file__).resolve().parent.parent
 BYTES = load_tokenizer("bytes")

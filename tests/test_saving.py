@@ -15,7 +15,7 @@ from megaframe.checkpoint.slices import Slice
 from megaframe.config import load
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.trainer import Trainer
+from megaframe.training.trainer import Trainer
 
 KEYS = {
     "train__steps": 4,

@@ -26,7 +26,6 @@ from doctor_ranks import layouts, most_ways
 from torch import Tensor
 
 from megaframe import __version__
-from megaframe.attempts import train
 from megaframe.config import load
 from megaframe.data.indexed import TokenFileWriter
 from megaframe.distributed.collectives import (
@@ -52,6 +51,7 @@ from megaframe.distributed.variable_size import (
 from megaframe.errors import LostRanks, reported
 from megaframe.layout import Layout
 from megaframe.planner.collective_times import bus_bandwidth
+from megaframe.training.restart import train
 from megaframe.validate.run import check
 
 _ALL_PAIRS = 8

@@ -21,9 +21,9 @@ from megaframe.data.preprocessing.input_shards import FORMATS, Reading
 from megaframe.data.samples import SPLITS
 from megaframe.data.tokenizer import Tokenizer, import_library
 from megaframe.errors import UserError, reported
-from megaframe.evaluation import Score, read_passage, read_split, score
 from megaframe.pipeline_parallel.stage import Stage
-from megaframe.sampling import load_model, tokenizer_of
+from megaframe.training.evaluation import Score, read_passage, read_split, score
+from megaframe.training.generation import load_model, tokenizer_of
 
 _EPILOG = """\
 A text is jsonl, parquet or plain (also .gz, .zst), or a token file, PREFIX.bin, of which all
@@ -102,7 +102,7 @@ def _on_tasks(
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != here]
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"):
         os.environ.setdefault(name, "1")  # must be set before the libraries are imported
-    from megaframe.harness import Tasks, evaluate_tasks
+    from megaframe.training.lm_eval import Tasks, evaluate_tasks
 
     names = arguments.tasks.split(",")
     tasks = Tasks(names, arguments.include, arguments.shots, arguments.limit)

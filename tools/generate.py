@@ -11,7 +11,14 @@ import torch
 
 from megaframe.checkpoint import WHAT_IS_TAKEN
 from megaframe.errors import UserError, reported
-from megaframe.sampling import Sampling, load_model, prompt_ids, sample, streamed, tokenizer_of
+from megaframe.training.generation import (
+    Sampling,
+    load_model,
+    prompt_ids,
+    sample,
+    streamed,
+    tokenizer_of,
+)
 
 _LARGEST_SEED = 2**63 - 1
 

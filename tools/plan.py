@@ -226,8 +226,8 @@ def write(path: Path, choice: Choice) -> None:
 
 def dry_run(choice: Choice, rank: int, *, as_json: bool) -> None:
     """Rehearse one rank alone, and print what it counts next to the plan."""
-    from megaframe.rehearsal import rehearse
-    from megaframe.rehearsal.compare import compared
+    from megaframe.training.meta_step import rehearse
+    from megaframe.training.meta_step.compare import compared
 
     if not 0 <= rank < choice.layout.world:
         raise UserError(

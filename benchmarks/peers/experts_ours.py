@@ -15,7 +15,6 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megaframe.autotune import tune
 from megaframe.config import Model, Moe, RunConfig, Train
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.device import tune_host_allocator
@@ -27,6 +26,7 @@ from megaframe.parameters.parameter import PRECISIONS, Module
 from megaframe.parameters.spec import Box
 from megaframe.pipeline_parallel.stage import whole_model
 from megaframe.tensor_parallel.linear import as_it_is
+from megaframe.training.autotune import tune
 
 _ROUNDS = 4
 """How often the layer and its experts alone take turns."""

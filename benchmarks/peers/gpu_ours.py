@@ -18,7 +18,7 @@ from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.parameters.spec import Normal
-from megaframe.pipeline import Pipeline
+from megaframe.training.train_step import Pipeline
 
 
 class Training:

@@ -10,7 +10,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megaframe.autotune import Routines
 from megaframe.checkpoint import Checkpoint, Place, Slice
 from megaframe.config import RunConfig
 from megaframe.config.compare import TRAINING_ONLY, differences
@@ -18,6 +17,7 @@ from megaframe.config.foreign import without_former
 from megaframe.config.schema import Data
 from megaframe.errors import UserError
 from megaframe.optim.optimizer import OptimizerState
+from megaframe.training.autotune import Routines
 
 STATE, AVERAGE = "optimizer.", "optimizer.ema/"
 """Prefixes of the names of optimizer state, and of averages of weights, in a checkpoint."""

@@ -20,7 +20,6 @@ from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.collectives import Pending, receive, send
 from megaframe.distributed.interleaving import HandOver, Pair
 from megaframe.distributed.mesh import Mesh
-from megaframe.graph import Compute, Graph, Passed
 from megaframe.metrics import Part
 from megaframe.model.forward_context import rows_of
 from megaframe.model.layer_statistics import Tally
@@ -29,6 +28,7 @@ from megaframe.parameters.parameter import Module
 from megaframe.pipeline_parallel.nonfinite import Sign, largest, sign
 from megaframe.pipeline_parallel.stage import Done, Stage
 from megaframe.schedule import Action, Kind, Schedule
+from megaframe.training.cuda_graph import Compute, Graph, Passed
 
 Timer = Callable[[Part], AbstractContextManager[object]]
 Follower = Callable[[Action, str], AbstractContextManager[object]]

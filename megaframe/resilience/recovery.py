@@ -30,13 +30,13 @@ from megaframe.distributed.rank_progress import named
 from megaframe.errors import BadDevice, LostRanks, NotFinite, OutOfStep, UserError
 from megaframe.metrics import Meter
 from megaframe.metrics.meter import Known
-from megaframe.pipeline import Pipeline
 from megaframe.pipeline_parallel.executor import Outcome
 from megaframe.pipeline_parallel.nonfinite import Sign, first_sick
 from megaframe.resilience.downtime import FAULTS, Ledger
 from megaframe.resilience.signals import Launcher
 from megaframe.resilience.spike_policy import History
 from megaframe.resilience.stragglers import Stragglers
+from megaframe.training.train_step import Pipeline
 
 GoBack = Callable[[Callable[[Place], Place | None]], tuple[int, RunState] | None]
 """A function that continues the run from an earlier checkpoint. It gets a function that chooses the

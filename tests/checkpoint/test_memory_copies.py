@@ -20,7 +20,7 @@ from megaframe.config import load
 from megaframe.distributed.mesh import Mesh, global_rank, world_size
 from megaframe.errors import UserError
 from megaframe.layout import Layout
-from megaframe.trainer import Trainer
+from megaframe.training.trainer import Trainer
 
 KEYS = {
     "train__steps": 12,

@@ -4,13 +4,13 @@ import pytest
 import torch
 from token_files import counting_documents, write_token_file
 
-from megaframe.batches import Batches
 from megaframe.config import RunConfig
 from megaframe.data.loader import Loader
 from megaframe.data.microbatch import IGNORE
 from megaframe.distributed.collectives import barrier, receive, send
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
+from megaframe.training.batches import Batches
 
 SEQ, BATCH = 8, 8
 

@@ -17,7 +17,7 @@ from megaframe.data.microbatch import IGNORE  # noqa: E402
 from megaframe.distributed import gloo_sockets
 from megaframe.distributed.collectives import all_reduce, receive, send
 from megaframe.distributed.watchdog import Watch  # noqa: E402
-from megaframe.trainer import Trainer  # noqa: E402
+from megaframe.training.trainer import Trainer  # noqa: E402
 
 ONCE = {"done": False}
 LIMIT = {"seconds": None}

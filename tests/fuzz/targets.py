@@ -225,7 +225,7 @@ def schedule():
 
 
 def read_cache():
-    from megaframe import autotune
+    from megaframe.training import autotune
 
     autotune.read_cache(Path("cache.json"), {"cpu": "x"})
 

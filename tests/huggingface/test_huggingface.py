@@ -18,7 +18,7 @@ from megaframe.checkpoint.inspect import damage
 from megaframe.config import Model
 from megaframe.data.microbatch import Microbatch
 from megaframe.errors import UserError
-from megaframe.sampling import load_model
+from megaframe.training.generation import load_model
 
 pytestmark = pytest.mark.numeric
 

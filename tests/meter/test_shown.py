@@ -15,8 +15,8 @@ from megaframe.layout import Layout
 from megaframe.metrics.memory import allocator, out_of_memory
 from megaframe.metrics.peak_flops import Peak
 from megaframe.metrics.prometheus import PrometheusSink, exposition
-from megaframe.pipeline import Pipeline
-from megaframe.trainer import Trainer
+from megaframe.training.train_step import Pipeline
+from megaframe.training.trainer import Trainer
 
 
 @pytest.mark.parametrize("how", ["lines", "quiet", "json"])

@@ -21,9 +21,9 @@ from megaframe.distributed.mesh import Mesh, global_rank, world_size
 from megaframe.layout import Layout
 from megaframe.metrics import Meter, StepTimer
 from megaframe.optim.optimizer import Optimizer
-from megaframe.pipeline import Pipeline
 from megaframe.pipeline_parallel.stage import Stage
-from megaframe.trainer import Trainer
+from megaframe.training.train_step import Pipeline
+from megaframe.training.trainer import Trainer
 
 DELAY, FIRST = 0.25, 3
 PLACES = {

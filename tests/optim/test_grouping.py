@@ -8,9 +8,9 @@ from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.pipeline import Pipeline
 from megaframe.planner.parameter_counts import held
-from megaframe.rehearsal.hollow import Hollow
+from megaframe.training.meta_step.meta_tensors import Hollow
+from megaframe.training.train_step import Pipeline
 
 LAYERS = 8
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2, "ffn": 200}

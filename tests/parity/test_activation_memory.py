@@ -17,9 +17,9 @@ from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.pipeline import Pipeline
 from megaframe.planner.memory import Held, memory
 from megaframe.schedule import Action, Kind
+from megaframe.training.train_step import Pipeline
 
 SEQ, BATCH, HIDDEN, HEADS = 128, 2, 256, 4
 FORMULA = {"none": 34, "selective": 34, "full": 2}

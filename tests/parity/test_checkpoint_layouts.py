@@ -16,7 +16,7 @@ from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.pipeline import Pipeline
+from megaframe.training.train_step import Pipeline
 
 MODEL = {"layers": 4, "hidden": 16, "heads": 4, "vocab": 37}
 MOE = {"experts": 4, "ffn": 12, "top_k": 2, "shared": 1}

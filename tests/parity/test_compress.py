@@ -15,7 +15,7 @@ from megaframe.distributed.collectives import all_reduce
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.pipeline import Pipeline
+from megaframe.training.train_step import Pipeline
 
 TOPK = {"compress": "topk", "compress_keep": 1.0}
 POWER = {"compress": "powersgd", "compress_keep": 64}

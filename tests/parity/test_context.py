@@ -13,8 +13,8 @@ from megaframe.config import RunConfig, load
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.pipeline import Pipeline
-from megaframe.trainer import Trainer
+from megaframe.training.train_step import Pipeline
+from megaframe.training.trainer import Trainer
 
 SHAPES = {
     **MODELS,

@@ -9,8 +9,8 @@ from tolerances import PROMISE
 from training import MODELS, run
 
 from megaframe.config import RunConfig
-from megaframe.describe import describe
 from megaframe.layout import Layout
+from megaframe.training.dry_run import describe
 from megaframe.validate.invariance import exceptions, promise_note
 
 DESIGN = Path(__file__).resolve().parents[2] / "docs/design.md"

@@ -14,7 +14,7 @@ from megaframe.config import load
 from megaframe.data.microbatch import IGNORE, Microbatch, look_ahead, part_of
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
-from megaframe.trainer import Trainer
+from megaframe.training.trainer import Trainer
 
 LATENT = {"query_rank": 12, "kv_rank": 10, "head_dim": 6, "rotary_dim": 4, "value_dim": 5}
 SHAPES = {

@@ -19,10 +19,10 @@ from megaframe.config import RunConfig
 from megaframe.data.microbatch import IGNORE
 from megaframe.distributed.graph_capture import keep_order
 from megaframe.distributed.mesh import Mesh, world_size
-from megaframe.graph import _EAGER, Graph, record_cuda
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.pipeline import Pipeline
+from megaframe.training.cuda_graph import _EAGER, Graph, record_cuda
+from megaframe.training.train_step import Pipeline
 from megaframe.validate.cuda_graph import graph_reasons
 
 KEPT = _EAGER + 2

@@ -9,8 +9,8 @@ from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.pipeline import Pipeline
 from megaframe.pipeline_parallel.nonfinite import first_sick
+from megaframe.training.train_step import Pipeline
 
 
 def built(parallel, precision, microbatch=2, **optim):

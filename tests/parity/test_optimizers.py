@@ -12,7 +12,7 @@ from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
 from megaframe.optim.matrix_gather import Piece
 from megaframe.optim.muon import Muon
-from megaframe.pipeline import Pipeline
+from megaframe.training.train_step import Pipeline
 
 OPTIMIZERS = {
     "muon": {"name": "muon", "ema": 0.7},

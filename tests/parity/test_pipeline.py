@@ -12,9 +12,9 @@ from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.pipeline import Pipeline
 from megaframe.schedule import generate
 from megaframe.schedule.event_simulation import live_activations
+from megaframe.training.train_step import Pipeline
 
 CHUNKS = {
     "gpipe": 1,

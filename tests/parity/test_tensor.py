@@ -16,8 +16,8 @@ from megaframe.distributed.collectives import ALONE, symmetric
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.pipeline import Pipeline
 from megaframe.planner.activations import block_bytes
+from megaframe.training.train_step import Pipeline
 
 SHAPES = {
     **MODELS,

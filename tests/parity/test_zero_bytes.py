@@ -10,7 +10,7 @@ from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.pipeline import Pipeline
+from megaframe.training.train_step import Pipeline
 
 LAYERS, ITEM = 4, 8
 

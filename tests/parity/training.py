@@ -13,7 +13,7 @@ from megaframe.distributed.device import be_deterministic
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.pipeline import Pipeline
+from megaframe.training.train_step import Pipeline
 
 GLOBAL_BATCH, STEPS = 8, 2
 FEW = {"global_batch": 4}

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from megaframe.architecture.pipeline import step_schedule
 from megaframe.architecture.stages import stage_plans
-from megaframe.automatic import with_blocks
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
@@ -19,6 +18,7 @@ from megaframe.planner.parameter_counts import rank_memory
 from megaframe.planner.peak_memory import overhead
 from megaframe.planner.recompute_budget import fewest_again, settled
 from megaframe.schedule import lower
+from megaframe.training.auto_layout import with_blocks
 
 H100 = load_cluster("h100-ib")
 LAYOUTS = (

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaframe.architecture.buckets import LATENCY_SHARE, Blocks, balanced_count, bucket_blocks
-from megaframe.automatic import with_buckets
 from megaframe.config import RunConfig
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
@@ -18,6 +17,7 @@ from megaframe.planner.hierarchy import divided, exchange_steps, messages, neigh
 from megaframe.planner.machine import Machine
 from megaframe.planner.sizes import sizes_of
 from megaframe.planner.update import bucket_count, exchange_seconds, with_bucket_size
+from megaframe.training.auto_layout import with_buckets
 
 CLUSTER = load_cluster("h100-ib")
 GPT = {"layers": 32, "hidden": 4096, "heads": 32, "vocab": 32000}

@@ -13,11 +13,11 @@ from megaframe.distributed.collectives import barrier
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
-from megaframe.pipeline import Pipeline
 from megaframe.planner.activations import block_bytes
 from megaframe.planner.memory import Held, memory
 from megaframe.planner.parameter_counts import held
 from megaframe.schedule import Action, Kind
+from megaframe.training.train_step import Pipeline
 
 LATENT = {"kv_rank": 16, "head_dim": 10, "rotary_dim": 4}
 FORWARD = [Action(Kind.F, 0, 0)]

@@ -22,7 +22,7 @@ from megaframe.planner.machine import Machine
 from megaframe.planner.muon_cost import muon_bytes, muon_seconds, orthogonal_seconds, seconds_of
 from megaframe.planner.sizes import sizes_of
 from megaframe.planner.step import predict
-from megaframe.rehearsal import rehearse
+from megaframe.training.meta_step import rehearse
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 CLUSTER = load_cluster("h100-ib")

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from megaframe.architecture.pipeline import step_schedule
 from megaframe.architecture.stages import stage_plans
 from megaframe.config import RunConfig
-from megaframe.describe import describe
 from megaframe.hardware.cluster import load_cluster
 from megaframe.layout import Layout
 from megaframe.planner import activations
 from megaframe.planner.communication_volume import moved
 from megaframe.planner.parameter_counts import rank_memory
-from megaframe.rehearsal import rehearse
 from megaframe.schedule import lower
+from megaframe.training.dry_run import describe
+from megaframe.training.meta_step import rehearse
 
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 4}
 FEW_HEADS = {**LLAMA, "kv_heads": 2}

@@ -6,8 +6,8 @@ from megaframe.config import RunConfig
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics.timers import StepTimer
-from megaframe.pipeline import Pipeline
 from megaframe.planner.streams import communicators, streams
+from megaframe.training.train_step import Pipeline
 
 MODEL = {"layers": 8, "hidden": 16, "heads": 4, "vocab": 37}
 EXPERTS = {"moe": {"experts": 4, "top_k": 2, "ffn": 8}}

@@ -19,7 +19,7 @@ from megaframe.distributed.nccl_communicators import allow_abort
 from megaframe.distributed.nccl_settings import set_up
 from megaframe.errors import LostRanks
 from megaframe.layout import Layout
-from megaframe.trainer import Trainer
+from megaframe.training.trainer import Trainer
 from standin import aborts, cuda
 from standin.machine import library
 

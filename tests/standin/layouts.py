@@ -8,8 +8,8 @@ from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.collectives import all_reduce
 from megaframe.layout import Layout
-from megaframe.pipeline import Pipeline
 from megaframe.schedule import NAMES
+from megaframe.training.train_step import Pipeline
 from standin.recorder import calls_of
 
 PLAIN = ("elementwise", "attention", "loss", "experts", "update")

@@ -18,12 +18,12 @@ from megaframe.distributed.collectives import Pending, Ring, all_reduce, pass_on
 from megaframe.distributed.device_to_host import land
 from megaframe.distributed.mesh import Mesh, world_size
 from megaframe.distributed.nccl_settings import LINK_CTAS
-from megaframe.graph import record_cuda
 from megaframe.layout import Layout
 from megaframe.metrics import meter
 from megaframe.metrics.timers import DeviceClock
 from megaframe.optim.state_offload import GpuRoute
 from megaframe.pipeline_parallel.activation_offload import Shelf
+from megaframe.training.cuda_graph import record_cuda
 from standin import collectives
 from standin.collectives import Work
 from standin.cuda import Properties

@@ -1,5 +1,5 @@
 """Records the calls of one rank of any world, which runs alone: the real engine, on tensors without
-content (`megaframe.rehearsal`), with process groups that write down what they are asked to start.
+content (`megaframe.training.meta_step`), with process groups that write down what they are asked to start.
 
 What kernels would run is not written down: one stands for all between two transfers. Numbers that
 are real because the host needs them, such as how many rows go to each expert, are waited for by the
@@ -13,7 +13,7 @@ import torch
 from megaframe.distributed import collectives
 from megaframe.distributed.fake_group import Alike, Done
 from megaframe.distributed.mesh import Mesh
-from megaframe.rehearsal.hollow import Hollow
+from megaframe.training.meta_step.meta_tensors import Hollow
 from standin.rules import (
     Create,
     Group,

@@ -23,7 +23,7 @@ _SECONDS = 120
 def main():
     for part in (cuda, kernels, collectives):
         part.install()
-    importlib.import_module("megaframe.trainer")
+    importlib.import_module("megaframe.training.trainer")
     for line in sys.stdin:
         wanted = json.loads(line)
         ranks = [_fork(rank, **wanted) for rank in range(wanted["world"])]

@@ -11,9 +11,9 @@ from megaframe.config import RunConfig
 from megaframe.layout import Layout
 from megaframe.planner.communication_volume import moved
 from megaframe.planner.parameter_counts import rank_memory
-from megaframe.rehearsal import Counted
 from megaframe.schedule import lower
 from megaframe.schedule.check import check
+from megaframe.training.meta_step import Counted
 
 _GIB = 2.0**30
 

@@ -19,9 +19,9 @@ from lm_eval.tasks import TaskManager
 
 from megaframe.data.tokenizer import Tokenizer
 from megaframe.errors import UserError
-from megaframe.evaluation import Passage, Score, score
 from megaframe.pipeline_parallel.stage import Stage
-from megaframe.sampling import Sampling, sample
+from megaframe.training.evaluation import Passage, Score, score
+from megaframe.training.generation import Sampling, sample
 
 _MOST_GENERATED = 256
 """Tokens to generate if a task gives no number."""

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from megaframe.architecture.pipeline import pipeline_summary
-from megaframe.autotune import tune
-from megaframe.batches import Batches
 from megaframe.checkpoint import Checkpoint, Place, Slice, Writer, find, locate, open_checkpoint
 from megaframe.checkpoint.lock import RunLock
 from megaframe.checkpoint.manager import Saving
@@ -42,15 +40,17 @@ from megaframe.metrics.expert_load import ExpertMeter
 from megaframe.metrics.memory import out_of_memory
 from megaframe.metrics.run_summary import opening
 from megaframe.metrics.sinks import METRICS_FILE, set_aside
-from megaframe.pipeline import Pipeline
 from megaframe.pipeline_parallel.executor import Outcome
 from megaframe.pipeline_parallel.stage import model_specs
 from megaframe.resilience.downtime import Ledger, last_saved
 from megaframe.resilience.recovery import Guard
 from megaframe.resilience.signals import Launcher, command_to_continue, exit_status, heeding_signals
+from megaframe.training.autotune import tune
+from megaframe.training.batches import Batches
+from megaframe.training.initialize_from import starting_parts
+from megaframe.training.train_step import Pipeline
 from megaframe.validate.invariance import promise_note
 from megaframe.validate.run import warnings
-from megaframe.warm_start import starting_parts
 
 _JUMP = 1.5
 """A first loss after a load that exceeds the last one before it by this factor gets a warning."""

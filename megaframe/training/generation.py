@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megaframe.autotune import tune
 from megaframe.checkpoint import Place, Slice, locate, open_checkpoint
 from megaframe.checkpoint.train_state import AVERAGE, read_state
 from megaframe.config import RunConfig
@@ -22,6 +21,7 @@ from megaframe.data.tokenizer import Tokenizer, load_tokenizer
 from megaframe.errors import UserError
 from megaframe.parameters.spec import Box
 from megaframe.pipeline_parallel.stage import Stage, whole_model
+from megaframe.training.autotune import tune
 
 _PARTIAL = "\N{REPLACEMENT CHARACTER}"
 """What decoders put in place of bytes that are no whole character."""

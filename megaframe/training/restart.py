@@ -25,7 +25,7 @@ from megaframe.distributed.rank_progress import Place
 from megaframe.errors import LostRanks, UserError, leave
 from megaframe.layout import Layout
 from megaframe.resilience.signals import Launcher
-from megaframe.trainer import Trainer
+from megaframe.training.trainer import Trainer
 
 
 def train(

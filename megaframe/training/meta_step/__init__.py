@@ -18,9 +18,9 @@ from megaframe.config.schema import Kernels
 from megaframe.data.microbatch import Microbatch
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
-from megaframe.pipeline import Pipeline
-from megaframe.rehearsal.hollow import Hollow, Ledger
 from megaframe.schedule import Action, Kind
+from megaframe.training.meta_step.meta_tensors import Hollow, Ledger
+from megaframe.training.train_step import Pipeline
 
 __all__ = ["Counted", "Ledger", "counted_step", "rehearse"]
 

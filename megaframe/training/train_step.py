@@ -22,7 +22,6 @@ from megaframe.context_parallel.context import Context
 from megaframe.data.microbatch import Microbatch, look_ahead, part_of
 from megaframe.distributed.mesh import Mesh, ranks_on_this_node
 from megaframe.expert_parallel.dispatch import Places
-from megaframe.graph import Graph, refuse
 from megaframe.layout import EXPERT_SETS
 from megaframe.model.fp8 import check_eight_bits
 from megaframe.ops.compile import Compiled
@@ -33,6 +32,7 @@ from megaframe.pipeline_parallel.executor import Engine, Follower, Outcome, Time
 from megaframe.pipeline_parallel.stage import Stage, build_stages
 from megaframe.schedule import Action, Schedule, lower
 from megaframe.schedule.overlap_pairs import pairs, together
+from megaframe.training.cuda_graph import Graph, refuse
 
 _KEPT = 32
 """Lowered schedules to cache. During a batch ramp the number of microbatches takes a few values."""

@@ -11,7 +11,6 @@ import os
 
 import torch
 
-from megaframe.automatic import cluster_of
 from megaframe.config import RunConfig
 from megaframe.config.numbers import fewest_ranks
 from megaframe.distributed.mesh import world_size
@@ -20,7 +19,8 @@ from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
 from megaframe.planner.constants import cluster_constants
 from megaframe.planner.fit import Fit, fit, instead
-from megaframe.trainer import resolve
+from megaframe.training.auto_layout import cluster_of
+from megaframe.training.trainer import resolve
 
 _TIGHT = "it may not be enough, as plans are good to a few percent"
 

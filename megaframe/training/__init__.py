@@ -1,0 +1,1 @@
+"""The training loop, and what is built on it: evaluation, generation, dry run."""
