@@ -22,7 +22,7 @@ from megaframe.architecture.stages import StagePlan
 from megaframe.config import RunConfig
 from megaframe.context_parallel.context import Context
 from megaframe.data.microbatch import Microbatch
-from megaframe.distributed.collectives import ALONE, Group, symmetric
+from megaframe.distributed.collectives import ALONE, Group
 from megaframe.distributed.interleaving import HandOver
 from megaframe.distributed.mesh import ranks_on_this_node
 from megaframe.expert_parallel.dispatch import Places
@@ -39,6 +39,7 @@ from megaframe.ops.workspace import Scratch
 from megaframe.parameters.parameter import PRECISIONS, Module, Parameter
 from megaframe.parameters.spec import ParamSpec
 from megaframe.pipeline_parallel.activation_offload import Shelf, Stored
+from megaframe.tensor_parallel import symmetric_memory
 
 
 class Keeper(Protocol):
@@ -126,7 +127,7 @@ class Stage:
         fp8 = config.train.fp8
         self._eight = None if fp8 == "none" else EightBits(fp8, kernels)
         wanted = wanted and self._eight is None  # the fused products do not multiply in 8 bits
-        self._symmetric = wanted and symmetric.available(tensor, node_size)
+        self._symmetric = wanted and symmetric_memory.available(tensor, node_size)
         self.embedding = Embedding(config) if plan.first else None
         emulate = config.model.emulate
         self.blocks: list[Block | EmulatedBlock] = [

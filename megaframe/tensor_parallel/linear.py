@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaframe.distributed.collectives import Pending, all_gather, reduce_scatter, symmetric
+from megaframe.distributed.collectives import Pending, all_gather, reduce_scatter
 from megaframe.model.forward_context import Frame
 from megaframe.ops.autograd import backward
 from megaframe.ops.kernel_dispatch import Kernels
 from megaframe.parameters.parameter import Module, Parameter
 from megaframe.parameters.spec import Constant, Normal, ParamSpec
+from megaframe.tensor_parallel import symmetric_memory
 from megaframe.tensor_parallel.chunked_collectives import Whole, arrived, gather, split
 
 Elementwise = Callable[[Tensor, Kernels], Tensor]
@@ -126,9 +127,9 @@ class _Linear(torch.autograd.Function):
                 for part in gather(x, frame):
                     y_TO.add(frame.forward_product(part, matrix, bias))
                 return y_TO.rows
-            y = symmetric.gather_product(x, matrix.t(), group)
+            y = symmetric_memory.gather_product(x, matrix.t(), group)
         elif frame.symmetric:
-            y = symmetric.product_scatter(_made(x, before, frame), matrix.t(), group)
+            y = symmetric_memory.product_scatter(_made(x, before, frame), matrix.t(), group)
         else:
 
             def of(part: Tensor) -> Tensor:

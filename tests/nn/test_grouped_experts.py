@@ -3,10 +3,10 @@ experts without rows and in 8 bits."""
 
 import pytest
 import torch
-from megaframe.model.block.moe import experts
 from tolerances import assert_near
 
 from megaframe.model.fp8 import EightBits
+from megaframe.model.moe import experts
 from megaframe.ops.kernel_dispatch import NO_KERNELS
 
 pytestmark = pytest.mark.numeric

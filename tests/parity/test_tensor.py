@@ -12,11 +12,12 @@ from training import FEW, MODELS, STEPS, assert_same, assert_same_bits, run
 
 from megaframe.config import RunConfig
 from megaframe.data.microbatch import Microbatch
-from megaframe.distributed.collectives import ALONE, symmetric
+from megaframe.distributed.collectives import ALONE
 from megaframe.distributed.mesh import Mesh
 from megaframe.layout import Layout
 from megaframe.metrics import StepTimer
 from megaframe.planner.activations import block_bytes
+from megaframe.tensor_parallel import symmetric_memory
 from megaframe.training.train_step import Pipeline
 
 SHAPES = {
@@ -113,7 +114,7 @@ def run_fused(model, train, parallel):
 
         library.impl(name, counted, "CPU")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(symmetric, "available", lambda group, node_size: group.size > 1)
+        patch.setattr(symmetric_memory, "available", lambda group, node_size: group.size > 1)
         result = run(model, train, parallel)
     library._destroy()
     return result, [calls[name] for name in references]
@@ -130,12 +131,12 @@ def test_fused_operators_mean_by_their_operands_what_is_handed_to_them(pool, exp
 
 def test_nothing_is_fused_without_gpus(pool):
     assert pool.run(2, fused, 2) == [False, False]
-    assert not symmetric.available(ALONE, 1)
+    assert not symmetric_memory.available(ALONE, 1)
 
 
 def fused(tensor):
     mesh = Mesh(Layout(tensor=tensor), device="cpu", timeout=60)
-    found = symmetric.available(mesh.group("tensor"), tensor)
+    found = symmetric_memory.available(mesh.group("tensor"), tensor)
     mesh.close()
     return found
 
