@@ -26,8 +26,8 @@ sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests/checkpoint")]
 import checkpoint as tool  # noqa: E402
 from checkpoint_helpers import part, partitions, save, shapes, whole  # noqa: E402
 
-from megaframe.checkpoint import Slice, open_checkpoint, shard_file
-from megaframe.checkpoint.convert import dcp
+from megaframe.checkpoint import Slice, open_checkpoint, shard_file  # noqa: E402
+from megaframe.checkpoint.convert import dcp  # noqa: E402
 from megaframe.checkpoint.convert.dcp.folder import STATE  # noqa: E402
 from megaframe.checkpoint.convert.dcp.metadata import read_metadata  # noqa: E402
 from megaframe.checkpoint.convert.dcp.pickled import describe  # noqa: E402

@@ -14,8 +14,8 @@ sys.path.insert(0, str(ROOT))
 
 import pretrain_gpt  # noqa: E402
 from megaframe.data.microbatch import IGNORE  # noqa: E402
-from megaframe.distributed import gloo_sockets
-from megaframe.distributed.collectives import all_reduce, receive, send
+from megaframe.distributed import gloo_sockets  # noqa: E402
+from megaframe.distributed.collectives import all_reduce, receive, send  # noqa: E402
 from megaframe.distributed.watchdog import Watch  # noqa: E402
 from megaframe.training.trainer import Trainer  # noqa: E402
 

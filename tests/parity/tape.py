@@ -65,8 +65,8 @@ def into(found, function, given):
 
 
 def record(compute, order):
-    """Record on a tape, as `megaframe.training.cuda_graph.record_cuda` does on a GPU. order: is extended by the
-    axes of each transfer, in order."""
+    """Record on a tape, as `megaframe.training.cuda_graph.record_cuda` does on a GPU. order: is
+    extended by the axes of each transfer, in order."""
     tape = Tape()
     with nobody_waits(), written(tape), tape:
         passed = compute()
