@@ -22,7 +22,7 @@ from megaframe.distributed.interleaving import HandOver, Pair
 from megaframe.distributed.mesh import Mesh
 from megaframe.metrics import Part
 from megaframe.model.forward_context import rows_of
-from megaframe.model.layer_statistics import Tally
+from megaframe.model.layer_statistics import LayerStatistics
 from megaframe.optim.optimizer import Optimizer, Update
 from megaframe.parameters.parameter import Module
 from megaframe.pipeline_parallel.nonfinite import Sign, largest, sign
@@ -52,7 +52,7 @@ class Outcome:
     ahead: Tensor
     update: Update
     signs: Sequence[Sign]
-    tallies: Sequence[Tally]
+    tallies: Sequence[LayerStatistics]
 
 
 class Engine:
