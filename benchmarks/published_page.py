@@ -19,8 +19,8 @@ _INTRODUCTION = """\
 # Predicted and published step times
 
 This page compares step times of other trainers on GPUs, as their authors published them, with \
-what `megaframe.planner` predicts for the same model, layout, cluster and software. One command makes \
-this page and its plot:
+what `megaframe.planner` predicts for the same model, layout, cluster and software. One command \
+makes this page and its plot:
 
 ```sh
 .venv/bin/python benchmarks/published.py --write

@@ -1,7 +1,7 @@
 """Nearest valid values, and whether axis sizes form a layout: the arithmetic behind error messages.
 
-Both `validate/run.py` and `Layout` use it, so that a config is refused before anything is built, with
-the same message that `Layout` itself would raise.
+Both `validate/run.py` and `Layout` use it, so that a config is refused before anything is built,
+with the same message that `Layout` itself would raise.
 """
 
 from __future__ import annotations
